@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import gc
+import math
 import os
 import random
 import sys
@@ -31,6 +33,7 @@ os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
 
 import msgspec
 import vllm
+from vllm import envs
 from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
@@ -42,6 +45,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
+from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvarts.build import build_engine
@@ -83,6 +87,8 @@ class Ask(msgspec.Struct):
     priority: int = 0
     stops: bool = False
     """Whether its last token is one that ends it; else it ends as that is the last one it may generate."""
+    gives_up: int = NEVER
+    """The step before which its client gives it up, unless it has ended."""
 
 
 class TracedAsk:
@@ -90,6 +96,7 @@ class TracedAsk:
 
     priority = 0
     stops = False
+    gives_up = NEVER
 
     def __init__(self, trace: Trace, row: TraceRequest, index: int) -> None:
         self.step = NEVER
@@ -131,6 +138,7 @@ class Workload(msgspec.Struct):
     long_prefill_token_threshold: int = 0
     watermark: float = 0.0
     is_async: bool = False
+    finds_prefixes: bool = True
     num_ranks: int = 1
     report_every: int = 0
     """Steps between two reports of the ranks to the front end."""
@@ -221,7 +229,14 @@ def draw_workload(row: str, seed: int) -> Workload:
             ask.stops = draw.random() < 0.7
             if ask.stops:
                 ask.output[-1] = STOP
-    if row in ("priority", "groups", "published", "limited", "async-priority", "async-limited", "async-groups"):
+    if row == "uncached":
+        workload.is_async = draw.random() < 0.5
+    if row == "aborts" or (row == "uncached" and not workload.is_async):
+        for ask in asks:
+            if draw.random() < 0.3:
+                ask.gives_up = ask.step + draw.randint(0, 40)
+    has_groups = row in ("groups", "published", "limited", "async-groups")
+    if has_groups or row in ("aborts", "uncached", "priority", "async-priority", "async-limited"):
         workload.policy = "priority"
         for ask in asks:
             ask.priority = draw.randrange(3)
@@ -230,10 +245,16 @@ def draw_workload(row: str, seed: int) -> Workload:
     if row in ("watermark", "limited", "async-limited"):
         workload.watermark = draw.choice([0.01, 0.05, 0.2, 0.5])
     workload.publishes = row == "published"
+    if row == "uncached":
+        workload.finds_prefixes = workload.with_events = False
+        states: list[tuple[str, int | None]] = [("state", None)] * draw.randint(0, 2)
+        workload.groups = [FULL, *states]
+        if draw.random() < 0.5:
+            workload.groups += [("window", draw.randint(2, 8 * page_size)), ("chunk", page_size * draw.randint(1, 6))]
     if row == "ranks":
         workload.num_ranks = draw.randint(2, 4)
         workload.report_every = draw.choice([1, 5, 20, 100])
-    if row in ("groups", "published", "limited", "async-groups"):
+    if has_groups:
         windows = [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 3))]
         chunks = [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(1, 3))]
         workload.groups = [FULL, *windows, *chunks]
@@ -252,6 +273,8 @@ ROWS = {
     "chunk": "chunks next to a full group, everything kept",
     "groups": "several windows and chunks next to a full group, everything kept, three priorities",
     "published": "as before, KV events as they are published",
+    "aborts": "three priorities, clients give up 3 of 10 requests",
+    "uncached": "without a prefix cache: states, windows and chunks, three priorities, half with async scheduling",
     "ranks": "data-parallel ranks behind a front end",
     "long-prefill": "a threshold of long prefills",
     "watermark": "a watermark",
@@ -357,6 +380,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         num_blocks=workload.num_blocks,
         readers=readers,
         plans_ahead=workload.is_async,
+        finds_prefixes=workload.finds_prefixes,
     )
     requests: list[Request] = []
     preempted: set[int] = set()
@@ -381,6 +405,9 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         recorder.step = Step()
         if is_under_way:
             engine.end()
+        for request, ask in zip(requests, asks, strict=False):
+            if ask.gives_up == step and request.state not in (RequestState.FINISHED, RequestState.CANCELLED):
+                engine.cancel(request)
         if engine.begin(now_ns):
             decoding = [each.index for each in scheduler.running if each.state is RequestState.DECODING]
             num_free = scheduler.cache.num_free
@@ -476,6 +503,13 @@ def make_config() -> Any:
     )
 
 
+def save_time() -> None:
+    """Exempt what is imported from garbage collection, and let vLLM cache its environment variables: a fifth."""
+    envs.enable_envs_cache()
+    gc.collect()
+    gc.freeze()
+
+
 def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     """Yield what vLLM does in each step, until every request has ended."""
     page_size = workload.page_size
@@ -487,10 +521,14 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     config.scheduler_config.policy = workload.policy
     config.scheduler_config.long_prefill_token_threshold = workload.long_prefill_token_threshold
     config.scheduler_config.watermark = workload.watermark
+    config.cache_config.enable_prefix_caching = workload.finds_prefixes
     config.kv_events_config.enable_kv_cache_events = workload.with_events
-    kv = cache_config(workload.groups, num_blocks, page_size)
+    kv = cache_config(workload.groups, num_blocks, page_size, state_tokens=MAX_MODEL_LEN)
     make = _WatchedAsync if workload.is_async else _Watched
-    scheduler = make(config, kv, StructuredOutputManager(config), block_size=page_size)
+    unit = page_size
+    if ("state", None) in workload.groups:
+        unit = math.lcm(page_size, MAX_MODEL_LEN)  # without a prefix cache, a state is a block of all tokens
+    scheduler = make(config, kv, StructuredOutputManager(config), block_size=unit)
     hasher = get_request_block_hasher(page_size, sha256)
     requests: dict[str, Any] = {}
     num_arrived = 0
@@ -518,6 +556,9 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             requests[request.request_id] = request
             scheduler.add_request(request)
             num_arrived += 1
+        for name in [name for name in requests if workload.asks[int(name)].gives_up == step]:
+            scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            del requests[name]
         done = Step()
         scheduler.num_uncomputed = 0
         plan = scheduler.schedule()
@@ -856,6 +897,7 @@ def main() -> None:
     args = parser.parse_args()
     init_none_hash(sha256)
     config = make_config()
+    save_time()
     print(f"vLLM {vllm.__version__}", flush=True)
     if args.trace is not None:
         counts: Counter[str] = Counter()

@@ -37,7 +37,7 @@ from kvarts.kv.page_cache import PageCache
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import RequestLog
 from kvarts.serve.kv_events.config import Form, KvEventsConfig
-from kvarts.serve.kv_events.opening import KvEvents, open_kv_events
+from kvarts.serve.kv_events.publisher import KvEvents, open_kv_events
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.driver import Driver

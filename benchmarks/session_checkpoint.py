@@ -21,8 +21,7 @@ from zlib import crc32
 
 import numpy as np
 
-from kvarts.session.checkpoint import Checkpoints, Refused
-from kvarts.session.checkpoint_file import Checkpoint, CheckpointHeader, token_digest
+from kvarts.session.checkpoints import Checkpoint, CheckpointHeader, Checkpoints, Refused, token_digest
 
 LAYERS, KV_HEADS, HEAD_DIM, TOKENS = 28, 8, 128, 68
 SESSION = "0" * 32

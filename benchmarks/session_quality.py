@@ -26,7 +26,7 @@ from kvarts.kv.sink_window import SinkWindow
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 from kvarts.session.config import SessionsConfig
-from kvarts.session.memory import SessionMemory
+from kvarts.session.pages import SessionMemory
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable, keeps_of
 from kvarts.session.values import SessionSettings, Token

@@ -43,15 +43,21 @@ def model_config(max_model_len: int) -> ModelConfig:
     return ModelConfig(model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, max_model_len=max_model_len)
 
 
-def cache_config(groups: list[tuple[str, int | None]], num_blocks: int, page_size: int) -> KVCacheConfig:
-    """Return the configuration of KV groups, each a kind and a span, in one memory of `num_blocks` blocks."""
+def cache_config(
+    groups: list[tuple[str, int | None]], num_blocks: int, page_size: int, *, state_tokens: int = 0
+) -> KVCacheConfig:
+    """Return the configuration of KV groups, each a kind and a span, in one memory of `num_blocks` blocks.
+
+    `state_tokens`: the most tokens of a request, of which a group "state" keeps one state.
+    """
     specs = [
-        KVCacheGroupSpec([f"layer.{place}"], _spec(kind, span, page_size)) for place, (kind, span) in enumerate(groups)
+        KVCacheGroupSpec([f"layer.{place}"], _spec(kind, span, page_size, state_tokens))
+        for place, (kind, span) in enumerate(groups)
     ]
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=specs)
 
 
-def _spec(kind: str, span: int | None, page_size: int) -> object:
+def _spec(kind: str, span: int | None, page_size: int, state_tokens: int) -> object:
     common = {"block_size": page_size, "num_kv_heads": 1, "head_size": 16, "dtype": torch.bfloat16}
     if kind == "window":
         return SlidingWindowSpec(sliding_window=span, **common)
@@ -59,4 +65,6 @@ def _spec(kind: str, span: int | None, page_size: int) -> object:
         return ChunkedLocalAttentionSpec(attention_chunk_size=span, **common)
     if kind == "states":
         return MambaSpec(block_size=page_size, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode="all")
+    if kind == "state":
+        return MambaSpec(block_size=state_tokens, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode="none")
     return FullAttentionSpec(**common)

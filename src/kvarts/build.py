@@ -53,6 +53,7 @@ class PreparedTiers(Protocol):
     """Whether the choice of what to store depends on which is evicted next."""
 
     num_tiers: int
+    """The number of tiers whose parts are in the tree of the device, if there are KV groups."""
 
     def open_below(
         self,
@@ -104,6 +105,7 @@ def build_engine(
     holds_pages: bool = False,
     hands_over: bool = False,
     plans_ahead: bool = False,
+    finds_prefixes: bool = True,
     step_ns: Callable[[Batch], int] | None = None,
 ) -> Engine:
     """Return an engine around `executor`.
@@ -120,8 +122,9 @@ def build_engine(
     ledger. `drafter`: proposes draft tokens, for an executor that verifies them; executors in virtual time compute no
     tokens and do not support one. `holds_pages`: pages are kept in use between requests. `hands_over`: other engines
     compute the prompts of requests or continue them; this excludes the independent ledger. `plans_ahead`: a step is
-    planned while the one before it runs, as in Scheduler; not for executors that compute tokens. `step_ns`: the
-    expected duration of a step, for `max_itl_ms`.
+    planned while the one before it runs, as in Scheduler; not for executors that compute tokens. `finds_prefixes`:
+    False for an engine without a prefix cache, whose requests find nothing. `step_ns`: the expected duration of a step,
+    for `max_itl_ms`.
 
     Raise ConfigError for an audit if the room `audit` is not installed, and for `max_itl_ms` without `step_ns`.
     """
@@ -147,6 +150,7 @@ def build_engine(
             full_prompt_hits=below is not None and below.full_prompt_hits,
             at_branches=config.snapshots == "branches",
             plans_ahead=plans_ahead,
+            finds_prefixes=finds_prefixes,
             account=lambda: cache,
         )
         readers = (*readers, auditor)
@@ -209,6 +213,7 @@ def build_engine(
         pins=pins,
         drafter=drafter,
         plans_ahead=plans_ahead,
+        finds_prefixes=finds_prefixes,
         step_ns=step_ns,
         settle_places=_settle_places(cast("PartPages", cache).memory, page_size) if cache.settles else (),
     )

@@ -44,6 +44,7 @@ FEATURES = {
     "full_prompt_hits": Feature("hits of whole prompts", ("replay", "mock", "several")),
     "orders": Feature("an eviction order other than LRU", ("replay", "plan", "mock", "sessions", "several", "fleet")),
     "mocker": Feature("the profile 'mocker'", ("replay", "plan", "mock", "several", "fleet")),
+    "uncached": Feature("an engine without a prefix cache", ("replay",)),
     "windows": Feature("sessions with a window", ("replay", "mock", "model", "sessions")),
     "speculation": Feature("speculation", ("model", "sessions")),
     "kv_events": Feature("KV events of one replay", ("replay", "several", "fleet")),
@@ -52,6 +53,7 @@ FEATURES = {
     "ranks": Feature("ranks in lock step", ("replay", "sessions")),
     "late_events": Feature("events that reach routers late", ("replay", "plan", "mock", "several", "fleet")),
     "store": Feature("a store that workers share", ("replay", "mock", "fleet")),
+    "pulls": Feature("pages from other workers' host memory", ("replay", "mock", "fleet")),
     "pools": Feature("pools of workers, links and shared stores", ("replay", "mock", "fleet")),
     "pool_tables": Feature("tables of pools, links or stores in a file", ("replay", "mock", "fleet")),
     "counts": Feature("a number of workers", ("replay", "plan", "fleet")),
@@ -84,13 +86,17 @@ class Refusal(NamedTuple):
 WHOLE = "Leave it out, or set {kv_groups} to off."
 NO_WINDOW = "Leave the window out: then the session keeps all of its history."
 REFUSED = (
-    Refusal(("store", "kv_groups"), "a store keeps whole pages", WHOLE),
     Refusal(("store", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
+    Refusal(("pulls", "kv_groups"), "workers read whole pages from each other", WHOLE),
+    Refusal(("pulls", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
+    Refusal(("pulls", "store"), "what workers have in host memory is in the store as well"),
     Refusal(("layers", "model"), "a real executor copies whole pages", "Leave it out."),
     Refusal(("bus", "store"), "transfers to a store end when its links say"),
+    Refusal(("bus", "pulls"), "transfers from other workers end when their links say"),
     Refusal(("bus", "several"), "each model has its own channels", "Leave it out."),
     Refusal(("bus", "model"), "a real executor measures its channels", "Leave it out."),
     Refusal(("copies", "store"), "its links are shared, and copies that others slow down end later than planned"),
+    Refusal(("copies", "pulls"), "their links are shared, and copies that others slow down end later than planned"),
     Refusal(("copies", "several"), "copies of one model would slow down the steps of others", "Leave it out."),
     Refusal(("copies", "model"), "a real executor measures its steps", "Leave it out."),
     Refusal(("full_prompt_hits", "kv_groups"), "the last token of a prompt may see what no hit needs", WHOLE),
@@ -126,6 +132,14 @@ REFUSED = (
     Refusal(("uses", "workers"), "uses are counted in one process", "Take the turn as the condition."),
     Refusal(("record_from", "workers"), "two of them would ask for the same answer", "Record first, without workers."),
     Refusal(("state_dir", "workers"), "a directory is of one process"),
+    Refusal(("uncached", "tiers"), "requests would find in host memory what they may not find on the device"),
+    Refusal(("uncached", "orders"), "it evicts nothing that can be found"),
+    Refusal(("uncached", "late_events"), "it has no pages to report"),
+    Refusal(("uncached", "kv_events"), "it has no pages to report"),
+    Refusal(("uncached", "sessions"), "sessions go on from their pages"),
+    Refusal(("uncached", "plan"), "a plan is about what is found", "Replay the options you have in mind."),
+    Refusal(("uncached", "several"), "it is not modelled", "Leave it out."),
+    Refusal(("uncached", "fleet"), "it is not modelled", "Leave it out."),
 )
 
 

@@ -44,6 +44,7 @@ class Content:
         "owner",
         "page_size",
         "salt",
+        "swapped_tokens",
         "unit_tokens",
         "units",
     )
@@ -75,6 +76,8 @@ class Content:
         self.owner = owner
         self.salt = salt
         self.hints = hints
+        self.swapped_tokens = 0
+        """While its request waits after a preemption that kept its state: the tokens that the state is of; else 0."""
         self._notes: dict[object, Any] | None = None
 
     @classmethod

@@ -355,6 +355,7 @@ class Preemption(msgspec.Struct, frozen=True, gc=False):
     `num_pages_short`: how many of the `num_pages_asked` pages were missing. `num_used_pages`: pages in use at that
     time. `num_computed_tokens`: tokens that the victim had computed and must find or compute again. `model`: if not
     empty, the model of the asking request, another one on the same device; pages are counted in the victim's size.
+    `keeps_state`: its state is kept for it, to be stored below, unless its last full page has a snapshot already.
     """
 
     victim: int
@@ -364,6 +365,7 @@ class Preemption(msgspec.Struct, frozen=True, gc=False):
     num_used_pages: int
     num_computed_tokens: int
     model: str = ""
+    keeps_state: bool = False
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):

@@ -14,7 +14,7 @@ from typing import TypeVar
 import click
 
 from kvarts.cli.main import cli, main
-from kvarts.cli.paths import role_of
+from kvarts.cli.options import role_of
 
 from builders.rooms import has_every_room
 

@@ -10,15 +10,21 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvarts.sampling import SamplingParams
-from kvarts.session.errors import (
+from kvarts.session.values import (
+    Done,
     SessionBusyError,
     SessionGoneError,
+    SessionInfo,
     SessionNotReadyError,
+    SessionSettings,
     SessionsExhaustedError,
     SessionValueError,
+    StopReason,
+    Token,
+    Truncated,
     UnknownSessionError,
+    Update,
 )
-from kvarts.session.values import Done, SessionInfo, SessionSettings, StopReason, Token, Truncated, Update
 
 __all__ = ["BYTES_PER_TOKEN", "VOCABULARY", "FakeRuntime", "next_token"]
 

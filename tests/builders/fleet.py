@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 from hypothesis import strategies as st
+from msgspec import structs
 
-from kvarts.fleet.config import FleetConfig, PoolConfig
+from kvarts.events import AtRest, LeapDone, StepDone, StepEnded, StepStarted
+from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault, Kind
+from kvarts.fleet.report import FleetReport
+from kvarts.fleet.scaling import parse_scaler
 from kvarts.routers.config import QueueOrder, Routing
+from kvarts.sim.replay import replay
 
 from builders.case import Case, cases
+from builders.grouped import Told
 from oracles.naive_fleet import NaiveFault, NaiveFleet, worker_of
 
+LATE = (Fault("down", 5, 60_000_000, 90_000_000), Fault("cut", 6, 50_000_000))
+"""Faults of workers that come later, or never."""
+ENDS = ("completed", "rejected", "failed", "cancelled")
+SCALERS = (
+    None,
+    "script,0s=2:1,0.05s=1:3,0.1s=3:1,0.2s=1:1",
+    "queue,target=1,every=0.03s,stable=0.1s",
+    "kv,target=40,every=0.05s,stable=0s,most=3",
+    "llm-d,every=0.04s",
+)
 QUEUE_ORDERS: tuple[QueueOrder, ...] = get_args(QueueOrder)
 
 
@@ -155,3 +172,38 @@ def fault(draw: st.DrawFn, num_workers: int) -> Fault:
         None if after_ms is None else (start_ms + after_ms) * 1_000_000,
         draw(st.integers(2, 20)) if kind == "slow" else 1,
     )
+
+
+def told_to(told: dict[int, Told], worker: FleetWorker) -> list[Told]:
+    told[worker.index] = Told()
+    return [told[worker.index]]
+
+
+def of_requests(told: Told) -> list[tuple[Any, ...]]:
+    """What was told of requests and pages: leaps leave out steps in which nothing else happens."""
+    return [each for each in told.plain() if each[0] not in (StepStarted, StepEnded, StepDone, LeapDone, AtRest)]
+
+
+def replayed_with(
+    case: FleetCase,
+    policy: str | None,
+    is_shared: bool,
+    memory: dict[str, Any],
+    store: StoreSettings | None,
+    *,
+    is_told: bool,
+    step_by_step: bool,
+    pulls: bool = False,
+) -> tuple[FleetReport, list[list[tuple[Any, ...]]]]:
+    told: dict[int, Told] = {}
+    config = structs.replace(
+        case.config(step_by_step=step_by_step, **memory),
+        scaler=None if policy is None else partial(parse_scaler, policy),
+        startup_s=0.03,
+        sharing="worker" if is_shared else "none",
+        store=store,
+        pulls=pulls,
+        faults=case.faults if policy is None else (*case.faults, *LATE),
+    )
+    report = replay(case.case.trace(), config, observers_of=partial(told_to, told) if is_told else None)
+    return report, [of_requests(each) for each in told.values()]

@@ -16,7 +16,7 @@ from kvarts.report.report import Report
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
-from builders.grouped import part_groups
+from builders.grouped import STATES, part_groups
 from builders.rooms import HAS_AUDIT
 
 __all__ = ["COST", "FAST", "Grouped", "grouped", "overlapping", "preempted", "returning"]
@@ -115,7 +115,7 @@ def preempted(draw: st.DrawFn, *, max_requests: int = 8, cancels: bool = False) 
     rates = st.sampled_from([1000, 100_000, 10**15])
     return Grouped(
         Case(rows, 2, page_size, num_pages, draw(st.sampled_from([4, 16])), 4, "default", 1),
-        draw(part_groups()),
+        draw(st.one_of(part_groups(), part_groups(), st.just(STATES))),
         draw(st.sampled_from(["all", "tails"])),
         OffloadConfig(
             host_pages=draw(st.sampled_from([3, 10, 100, 500])),

@@ -166,7 +166,7 @@ class RunningFleet:
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         try:
-            server = FleetServer(self.fleet, Address(port=0))
+            server = self.server = FleetServer(self.fleet, Address(port=0))
             await server.start()
         except BaseException as error:
             self._started.set_exception(error)

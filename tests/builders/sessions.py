@@ -9,7 +9,7 @@ from threading import Event
 from kvarts.clock import Clock, VirtualClock
 from kvarts.config import EngineConfig
 from kvarts.event_log import EventReader
-from kvarts.llm.host import ModelHost
+from kvarts.llm.loop import ModelHost
 from kvarts.sampling import SamplingParams
 from kvarts.session.config import SessionsConfig
 from kvarts.session.opening import MOCK_VOCAB_SIZE, mock_host

@@ -9,10 +9,17 @@ from typing import Any
 
 import msgspec
 
-from kvarts.session.errors import SessionNotReadyError, UnknownSessionError
 from kvarts.session.soak.record import Sample, SoakPlan, SoakRecord
 from kvarts.session.soak.target import Reading
-from kvarts.session.values import Done, SessionSettings, StopReason, Token, Update
+from kvarts.session.values import (
+    Done,
+    SessionNotReadyError,
+    SessionSettings,
+    StopReason,
+    Token,
+    UnknownSessionError,
+    Update,
+)
 
 BYTES_PER_TOKEN = 1000
 

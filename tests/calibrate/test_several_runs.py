@@ -200,7 +200,7 @@ def test_alternatives_have_the_covariance() -> None:
     slower = {"compute_efficiency": -1, "step_us": 1, "link_us": 1}
     other = msgspec.structs.replace(cost, llm="qwen3-8b")
     for each, share in ((cost, OWN), (other, NEAR), (msgspec.structs.replace(cost, device="a10"), FAR)):
-        assert uncertainty.share_of(each) == share
+        assert uncertainty.share_of(each.measured_on) == share
         moves = [
             [np.log(above.coefficient(name) / each.coefficient(name)) for name in names]
             for above, below in each.alternatives()

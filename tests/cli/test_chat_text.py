@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("grpc", reason="needs kvarts[grpc]")
 pytest.importorskip("transformers", reason="a model's tokenizer needs kvarts[torch]")
-from kvarts.cli.chat_text import ByteText, ModelText
+from kvarts.cli.chat import ByteText, ModelText
 from kvarts.executor.torch.tiny import byte_tokenizer
 
 Run = Callable[..., tuple[int, str, str]]

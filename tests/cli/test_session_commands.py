@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("grpc", reason="needs kvarts[grpc]")
-from kvarts.cli.chat_text import ByteText
+from kvarts.cli.chat import ByteText
 from kvarts.client import Sessions
 from kvarts.config import EngineOptions
 from kvarts.serve.binding import Binding

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvarts.cli.spellings import ALIASES, ANSWERS, in_our_words
+from kvarts.cli.options import ALIASES, ANSWERS, in_our_words
 from kvarts.errors import did_you_mean
 
 from builders.calls import commands

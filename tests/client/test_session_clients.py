@@ -29,15 +29,19 @@ from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
 from kvarts.serve.binding import Binding
 from kvarts.serve.owners import Owners
-from kvarts.session.errors import (
+from kvarts.session.values import (
+    Done,
     SessionBusyError,
     SessionGoneError,
     SessionNotReadyError,
+    SessionSettings,
     SessionsExhaustedError,
     SessionValueError,
+    StopReason,
+    Token,
+    Truncated,
     UnknownSessionError,
 )
-from kvarts.session.values import Done, SessionSettings, StopReason, Token, Truncated
 
 from builders.certificates import make_certificate
 from builders.fake_runtime import BYTES_PER_TOKEN, VOCABULARY, FakeRuntime, next_token

@@ -29,7 +29,7 @@ from kvarts.content import Content
 from kvarts.events import PagesRemoved, PagesStored
 from kvarts.explain.reading import load_journal
 from kvarts.serve.kv_events.config import KvEventsConfig
-from kvarts.serve.kv_events.opening import KvEvents, open_kv_events
+from kvarts.serve.kv_events.publisher import KvEvents, open_kv_events
 from kvarts.verify.verifier import verify_file
 
 from builders.streams import removed, stored
@@ -261,6 +261,20 @@ def test_metrics_give_a_timeline_and_the_size_of_the_pool(run_command: Run, fake
     assert (code, verdict["total_blocks"], verdict["most_blocks"]) == (0, 4, 4)
     judged = verify_file(timeline)
     assert (judged.verdict, judged.num_rows >= 2) == ("ok", True), judged.to_text()
+
+
+def test_a_watch_that_observed_nothing_writes_a_timeline_that_is_inconclusive(run_command: Run, tmp_path: Path) -> None:
+    """Neither the engine nor its metrics could be reached: the timeline names what is not known."""
+    live, _ = free_endpoints()
+    timeline = tmp_path / "timeline.jsonl"
+    run_command("watch", live, "--duration", 0.3, "--timeline", timeline, "--metrics", "http://127.0.0.1:1/metrics")
+    head = json.loads(timeline.read_bytes().splitlines()[0])
+    assert (head["block_size_tokens"], head["total_blocks"]) == (None, None)
+    judged = verify_file(timeline)
+    assert (judged.verdict, judged.why) == (
+        "inconclusive",
+        "the timeline is empty: block_size_tokens and total_blocks were not observed",
+    ), judged.to_text()
 
 
 @pytest.mark.parametrize(

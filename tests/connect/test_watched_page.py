@@ -19,7 +19,7 @@ from kvarts.errors import ConfigError
 from kvarts.report.live import LiveEngine
 from kvarts.rooms import from_room
 from kvarts.serve.kv_events.config import KvEventsConfig
-from kvarts.serve.kv_events.opening import open_kv_events
+from kvarts.serve.kv_events.publisher import open_kv_events
 
 from builders.http_client import Reply, call
 from builders.rooms import ROOMS

@@ -12,8 +12,7 @@ from typing import Any
 import click
 import pytest
 
-from kvarts.cli.options import NEVER
-from kvarts.cli.paths import role_of
+from kvarts.cli.options import NEVER, role_of
 
 from builders.calls import CALLS, commands, present
 

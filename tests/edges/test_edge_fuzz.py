@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvarts.cli.main import main
-from kvarts.cli.paths import role_of
+from kvarts.cli.options import role_of
 
 from builders.calls import CALLS, commands, present, snapshot
 

@@ -23,7 +23,7 @@ from kvarts import (
     Slo,
     Workload,
 )
-from kvarts.cli.paths import role_of
+from kvarts.cli.options import role_of
 from kvarts.limits import LATEST_NS, TooLateError, brief, check_number, check_whole
 from kvarts.session.config import SessionsConfig
 from kvarts.session.soak.record import SoakPlan

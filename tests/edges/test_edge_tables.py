@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvarts.cli.options import Command
-from kvarts.cli.paths import role_of
+from kvarts.cli.options import Command, role_of
 
 from builders.calls import CALLS, PathParam, commands, path_params, present, snapshot, with_value
 

@@ -16,7 +16,7 @@ from kvarts.errors import InputError
 from kvarts.explain.hits import KINDS, hit_ledger
 from kvarts.explain.reading import Journal, load_journal
 from kvarts.explain.story import story_of_block, story_of_request
-from kvarts.explain.waits import longest_waits
+from kvarts.explain.sums import longest_waits
 from kvarts.journal import DraftedLine, PreemptedLine, RemovedLine, StoredLine
 from kvarts.keys import BlockKeys
 from kvarts.record.journal import JournalWriter

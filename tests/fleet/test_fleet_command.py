@@ -188,6 +188,62 @@ def test_replicas_share_a_store(
     assert b"of other workers" in capsysbinary.readouterr().out
 
 
+PULLS = "--pull-from-peers", "--transfer-rate", "1GB/s", "--transfer-token-bytes", 1000
+
+
+def test_workers_read_from_each_other(
+    run_command: Callable[..., int], asked: Callable[..., Any], tmp_path: Path, capsysbinary: Any
+) -> None:
+    """Each prompt comes again, to another replica, which reads it from the host memory of the first."""
+    rows, run, trace = tmp_path / "rows.jsonl", tmp_path / "run", tmp_path / "twice.jsonl"
+    once = [json.loads(line) for line in SAMPLE.read_text().splitlines()[:40]]
+    again = [{**row, "timestamp": row["timestamp"] + 60_000} for row in once]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in (*once, *again)))
+    host = "--host-pages", 5000, "--kv-bytes-per-token", 9000
+    options = ("replay", trace, "--pages", 400, "--page-size", 512, "--replicas", 3, *host)
+    without = asked(*options, "--json")
+    report = asked(*options, *PULLS, "--run-dir", run, "--requests", rows, "--json")
+    pulls, tiers = report["fleet"]["pulls"], report["num_cached_tokens_by_tier"]
+    assert tiers["peers"] > 10 * tiers["device"]
+    assert tiers["peers"] == 512 * pulls["num_pulled_pages"] == 512 * sum(row["pages"] for row in pulls["pulled"])
+    assert tiers["peers"] == sum(json.loads(line)["peers_tokens"] for line in rows.read_text().splitlines())
+    assert {(row["reader"] - row["source"]) % 3 for row in pulls["pulled"]} == {1}, "forty prompts, in turn"
+    assert report["transfers"]["bytes"]["peers_read"] == tiers["peers"] * 1000
+    assert report["ttft_ms"]["mean"] < without["ttft_ms"]["mean"]
+    assert report["config"]["transfer"]["pull"] is True
+    assert run_command("verify", run) == 0
+    capsysbinary.readouterr()
+    assert run_command("story", run, "--request", "45") == 0
+    assert b"from peers" in capsysbinary.readouterr().out
+
+
+def test_replicas_share_a_store_of_parts(
+    run_command: Callable[..., int], asked: Callable[..., Any], tmp_path: Path, capsysbinary: Any
+) -> None:
+    """The same of a model half of whose layers have windows: their tails come back with the pages of the others."""
+    run, trace = tmp_path / "run", tmp_path / "twice.jsonl"
+    once = [json.loads(line) for line in SAMPLE.read_text().splitlines()[:40]]
+    again = [{**row, "timestamp": row["timestamp"] + 60_000} for row in once]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in (*once, *again)))
+    options = ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--pages", 400, "--page-size", 512, "--replicas", 3)
+    report = asked("replay", trace, *options, "--store-memory", "30GB", "--run-dir", run, "--audit", "--json")
+    assert [group["kind"] for group in report["kv_groups"]] == ["full", "window"]
+    store, tiers = report["fleet"]["store"], report["num_cached_tokens_by_tier"]
+    assert store["blocks"] == 30 * 10**9 // store["block_bytes"]
+    assert tiers["store"] > 10 * tiers["device"]
+    assert store["of_others_pct"] == 1 and store["num_loaded_blocks"] == sum(row["blocks"] for row in store["loaded"])
+    assert {(row["reader"] - row["writer"]) % 3 for row in store["loaded"]} == {1}, "forty prompts, in turn"
+    assert report["transfers"]["bytes"]["store_read"] == store["num_loaded_blocks"] * store["block_bytes"]
+    # A window of 128 tokens needs one page of its group, and the others need all.
+    assert tiers["store"] // 512 < store["num_loaded_blocks"] <= tiers["store"] // 512 + 40
+    assert run_command("verify", run) == 0
+    capsysbinary.readouterr()
+    assert run_command("story", run, "--request", "45") == 0
+    assert b"from store" in capsysbinary.readouterr().out
+    assert run_command("replay", trace, *options, "--store-pages", 5000) == 0
+    assert b"of other workers" in capsysbinary.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

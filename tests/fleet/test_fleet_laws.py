@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,33 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvarts.events import AtRest, LeapDone, StepDone, StepEnded, StepStarted
-from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, StoreSettings
+from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
-from kvarts.fleet.scaling import parse_scaler
+from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.routers.config import QueueOrder, Routing
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
-from builders.fleet import FleetCase, fleets
-from builders.grouped import FULL, Told, part_groups
+from builders.fleet import ENDS, SCALERS, FleetCase, fleets, replayed_with
+from builders.grouped import FULL, part_groups
 from builders.tiered import BYTES_PER_TOKEN, tiers_below
 
 pytestmark = pytest.mark.laws
-
-LATE = (Fault("down", 5, 60_000_000, 90_000_000), Fault("cut", 6, 50_000_000))
-"""Faults of workers that come later, or never."""
-ENDS = ("completed", "rejected", "failed", "cancelled")
-SCALERS = (
-    None,
-    "script,0s=2:1,0.05s=1:3,0.1s=3:1,0.2s=1:1",
-    "queue,target=1,every=0.03s,stable=0.1s",
-    "kv,target=40,every=0.05s,stable=0s,most=3",
-    "llm-d,every=0.04s",
-)
 
 
 @st.composite
@@ -61,10 +48,10 @@ def stores(draw: st.DrawFn) -> StoreSettings | None:
 
 
 def with_store(memory: dict[str, Any]) -> dict[str, Any]:
-    """Settings with which a store can be: whole pages that are stored at once, on channels of their own."""
+    """Settings with which a store can be: what is computed is stored at once, on channels of its own."""
     offload = memory.get("offload", OffloadConfig(kv_bytes_per_token=BYTES_PER_TOKEN))
     alone = {"bus": None, "copy_slowdown": 0.0}
-    return {"offload": structs.replace(offload, policy="eager", **alone)}
+    return {**memory, "offload": structs.replace(offload, policy="eager", **alone)}
 
 
 @st.composite
@@ -76,16 +63,6 @@ def queues(draw: st.DrawFn) -> dict[str, Any]:
     order: QueueOrder = draw(st.sampled_from(["fcfs", "lcfs", "wspt"]))
     router = draw(st.sampled_from(["round-robin", "least-loaded", "prefix", "dynamo-kv", "llm-d"]))
     return {"router": router, "routing": Routing(queue_threshold=threshold, queue=order)}
-
-
-def told_to(told: dict[int, Told], worker: FleetWorker) -> list[Told]:
-    told[worker.index] = Told()
-    return [told[worker.index]]
-
-
-def of_requests(told: Told) -> list[tuple[Any, ...]]:
-    """What was told of requests and pages: leaps leave out steps in which nothing else happens."""
-    return [each for each in told.plain() if each[0] not in (StepStarted, StepEnded, StepDone, LeapDone, AtRest)]
 
 
 def replayed(case: FleetCase, **changes: Any) -> FleetReport:
@@ -168,29 +145,6 @@ def test_fast_forward_equals_step_by_step(
     assert fast.requests_jsonl() == slow.requests_jsonl()
     assert fast.to_json() == slow.to_json()
     assert sum(fast.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in fast.summary) == len(case.case.rows)
-
-
-def replayed_with(
-    case: FleetCase,
-    policy: str | None,
-    is_shared: bool,
-    memory: dict[str, Any],
-    store: StoreSettings | None,
-    *,
-    is_told: bool,
-    step_by_step: bool,
-) -> tuple[FleetReport, list[list[tuple[Any, ...]]]]:
-    told: dict[int, Told] = {}
-    config = structs.replace(
-        case.config(step_by_step=step_by_step, **memory),
-        scaler=None if policy is None else partial(parse_scaler, policy),
-        startup_s=0.03,
-        sharing="worker" if is_shared else "none",
-        store=store,
-        faults=case.faults if policy is None else (*case.faults, *LATE),
-    )
-    report = replay(case.case.trace(), config, observers_of=partial(told_to, told) if is_told else None)
-    return report, [of_requests(each) for each in told.values()]
 
 
 def test_leaps_tell_removals_from_a_store_in_their_place() -> None:
@@ -292,6 +246,30 @@ def test_a_pool_of_mixed_workers_is_replicas(
     assert {name: list(column) for name, column in mine.steps.items()} == {
         name: list(column) for name, column in plain.steps.items()
     }
+
+
+def test_a_store_ends_before_a_request_that_was_given_up_leaves() -> None:
+    """In a fleet and in replicas, if both happened during one step: they find the same parts in the order of use."""
+    lengths = [(0, [0, 1, 0], 22, 1), (200, [0, 1, 0, 2], 27, 2), (200, [0, 1, 0], 18, 2), (207, [0] * 4, 28, 1)]
+    lengths += [(447, [0] * 6, 41, 1), (688, [0, 2], 16, 1), (702, [0] * 8, 59, 1)]
+    rows = [
+        Row(arrival_ms, units, num_prompt, num_output, None, 0, "a" if index in (3, 6) else None)
+        for index, (arrival_ms, units, num_prompt, num_output) in enumerate(lengths)
+    ]
+    case = Case(rows, 8, 2, 43, 16, 2, "default", 1)
+    offload = OffloadConfig(
+        host_pages=200, policy="lazy", target_free=1, h2d="1GB/s", d2h="50kB/s", kv_bytes_per_token=1000,
+        store_within_ms=500.0, preemption_mode="recompute", fail_every=1,
+    )  # fmt: skip
+    layer = KvLayer(kind="window", num_heads=1, head_numbers=2, span=6, sink=3)
+    config = case.config(
+        client_timeout_s=0.01, retries=1, retry_after_s=0.01, offload=offload,
+        kv_groups="all", groups=(PartGroup(layer, 1),),
+    )  # fmt: skip
+    fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
+    mine, plain = replay(case.trace(), fleet), replay(case.trace(), config)
+    assert mine.summary["num_cancelled"] == plain.summary["num_cancelled"] > 0
+    assert mine.summary["transfers"] == plain.summary["transfers"]
 
 
 @pytest.mark.parametrize(

@@ -213,14 +213,14 @@ def test_a_router_that_takes_no_notice_of_an_option_is_left_out(asked: Callable[
         assert ("--router-staleness 50ms" in point["command"]) is (point["router"] is not None)
 
 
-def test_a_store_of_whole_pages_beside_kv_groups(asked: Callable[..., Any], trace: Path) -> None:
+def test_a_store_beside_kv_groups(asked: Callable[..., Any], trace: Path) -> None:
     of_groups = ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--kv-memory", "4GiB", "--tensor-parallel", 1)
     plan = asked("plan", trace, *of_groups, *TIGHT, "--gpus", 2, "--routers", "prefix", "--store-sizes", "64GiB",
                  "--json")["fleets"]  # fmt: skip
     for point in plan["points"]:
         report = asked(*shlex.split(point["command"])[1:], "--json")
         assert report["goodput"]["requests_per_s"] == point["goodput_per_s"]
-        assert (report["config"].get("kv_groups", "off") == "off") is (point["store"] is not None)
+        assert report["config"]["kv_groups"] == "all"
 
 
 def test_a_script_is_compared_with_a_fleet_that_has_its_pools(asked: Callable[..., Any], trace: Path) -> None:

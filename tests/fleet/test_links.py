@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -42,7 +43,7 @@ def ends_of(links: Links, jobs: list[tuple[int, int, int, int]], looks: Iterable
             return ends
         while to_look and to_look[0] < now_ns:
             assert not links.take_ended(to_look.pop(0))
-        ends.update({each.decode.index: now_ns for each in links.take_ended(now_ns)})
+        ends.update({cast(Handoff, each).decode.index: now_ns for each in links.take_ended(now_ns)})
         while coming and coming[0][1][0] == now_ns:
             index, (_, source, target, num_bytes) = coming.pop(0)
             if links.begin(handoff(index, source, target), num_bytes, now_ns):
@@ -149,7 +150,7 @@ def layer_wise_ends(links: LayerWiseLinks, prompts: list[Prompt], looks: Iterabl
             return ends
         while to_look and to_look[0] < now_ns:
             assert not links.take_ended(to_look.pop(0))
-        ends.update({each.decode.index: now_ns for each in links.take_ended(now_ns)})
+        ends.update({cast(Handoff, each).decode.index: now_ns for each in links.take_ended(now_ns)})
         while happens and happens[0][0] == now_ns:
             _, index, place = happens.pop(0)
             if place < 0:

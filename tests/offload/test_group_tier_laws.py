@@ -14,11 +14,13 @@ from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.run_loads import holding_of_transfer, unhold
 from kvarts.offload.config import OffloadConfig
+from kvarts.offload.part_policy import LazyParts
+from kvarts.offload.part_tier import PartTier
 from kvarts.report.requests import REJECTED
 
 from builders.case import Case
 from builders.group_tiers import FAST, Grouped, grouped, overlapping, preempted, returning
-from builders.grouped import STATES, WINDOW, Told, assert_same_outcome, part_groups
+from builders.grouped import FULL, STATES, WINDOW, Told, assert_same_outcome, part_groups
 
 pytestmark = pytest.mark.laws
 
@@ -62,6 +64,29 @@ def test_leaps_change_nothing_with_every_limit_of_a_step(
     fast = tiers.replayed(max_itl_ms=max_itl_ms)
     assert_same_outcome(fast, tiers.replayed(max_itl_ms=max_itl_ms, step_by_step=True))
     assert_same_outcome(fast, tiers.replayed(max_itl_ms=max_itl_ms, audit=False))
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_the_end_of_a_request_drops_no_parts_of_another(is_lazy: bool) -> None:
+    """L1: its own unknown tokens would follow a page that is not there; another request's pages are."""
+    memory = GroupMemory((PartGroup(FULL, 1),), "all")
+    cache = RunCache(memory, page_size=1, total_bytes=20, num_below=1)
+    tier, policy = PartTier("host", 20, memory, cache.tree), LazyParts(cache, 20)
+    content = Content.from_tokens(range(14), page_size=1, owner=0)
+    holding = cache.begin(content, cache.match(content, 0))
+    cache.extend(holding, 14)
+    cache.close(holding, 14)
+    pin = holding_of_transfer(1)
+    tier.place(holding.last, 0, 3, 14, pin)
+    tier.settle(pin, is_stored=True)
+    other = Content.from_tokens([*range(10), 99], page_size=1, owner=1)
+    if is_lazy:
+        policy.ended(other)
+    else:
+        tier.drop_from(other, 11)
+    tier.check([])
+    cache.check([])
+    assert tier.num_cached_blocks == 11
 
 
 def test_what_a_store_alone_held_and_nothing_keeps_is_empty_after_it() -> None:

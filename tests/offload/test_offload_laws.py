@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvarts.offload.config import OffloadConfig
 from kvarts.sim.replay import replay
 
+from builders.case import Case, Row
 from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once
 from builders.outcome import run_kvarts
 from builders.rooms import HAS_AUDIT, ROUTERS, timelines_json
@@ -135,6 +137,27 @@ def test_a_closed_loop_over_replicas_is_the_same_step_by_step(
     assert fast.to_json() == slow.to_json()
     assert fast.requests_jsonl() == slow.requests_jsonl()
     assert timelines_json(fast) == timelines_json(slow)
+
+
+def test_a_transfer_that_comes_onto_a_bus_lets_no_engine_leap_over_the_end_of_a_request_elsewhere() -> None:
+    """L5: a request that ends makes another arrive, and a bus has something to do when no transfer ends."""
+    shared = [2, 0, 1, 0, 0, 1, 2, 2, 1, 0, 1, 1]
+    rows = [
+        Row(0, [3], 1, 4, None, 0, None),
+        Row(40, [*shared, 1, 2, 3], 30, 40, None, 0, "a"),
+        Row(441, [*shared, 3, 1], 27, 23, None, 0, None),
+        Row(641, [*shared, 3, 0, 2], 29, 36, None, 0, "a"),
+        Row(841, shared, 24, 25, None, 0, None),
+    ]
+    offload = OffloadConfig(
+        host_pages=3, policy="eager", h2d="1MB/s", d2h="1GB/s", kv_bytes_per_token=1000, store_within_ms=0.0, bus=70000
+    )
+    case = Case(rows, 2, 8, 59, 64, 8, "default", 1)
+    fast, slow = (
+        replay(case.trace(), case.config(step_by_step=slowly, offload=offload, concurrency=4, replicas=3))
+        for slowly in (False, True)
+    )
+    assert fast.requests_jsonl() == slow.requests_jsonl()
 
 
 @given(tiered(max_requests=24, cancels=True), st.sampled_from([None, 0.02]), st.integers(0, 1))

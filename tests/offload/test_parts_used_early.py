@@ -31,7 +31,11 @@ class Device:
             for place, (name, num_blocks) in enumerate([("host", NUM_PAGES), ("disk", 4 * NUM_PAGES)])
         ]
         connected = [
-            ConnectedTier(tier, *[Channel(way, latency_us=0.0, bytes_per_s=1000) for way in ("to", "from")])
+            ConnectedTier(
+                tier,
+                Channel("to", latency_us=0.0, bytes_per_s=1000),
+                Channel("from", latency_us=0.0, bytes_per_s=1000),
+            )
             for tier in tiers
         ]
         self.policy = EagerParts(self.cache.parts)

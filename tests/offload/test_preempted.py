@@ -19,21 +19,25 @@ from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.case import Case, Row
-from builders.grouped import FULL, WINDOW
+from builders.grouped import FULL, STATES, WINDOW
 from builders.outcome import Outcome, run_kvarts
 
 NS_PER_S = 1_000_000_000
 
 
 GROUPS = (PartGroup(FULL, 1000), PartGroup(WINDOW.layer, 1000))
-EITHER = pytest.mark.parametrize("groups", [None, GROUPS], ids=["whole pages", "KV groups"])
+WITH_STATES = (PartGroup(FULL, 1000), PartGroup(STATES[1].layer, 1000))
+EITHER = pytest.mark.parametrize(
+    "groups", [None, GROUPS, WITH_STATES], ids=["whole pages", "KV groups", "layers with a state"]
+)
 
 
 def outcome_of(mode: Any, policy: Any, groups: Any, cancel_after_ms: int | None = None) -> Outcome:
     """Two requests, the second of which loses its pages, and most are evicted before it can run again."""
     rows = [Row(index, [index], 16, num_output, None, 0, None) for index, num_output in enumerate((100, 60))]
     rows[1].cancel_after_ms = cancel_after_ms
-    case = Case(rows, 16, 4, 36 if groups is None else 21, 16, 8, "default", 1)
+    num_pages = {None: 36, GROUPS: 21, WITH_STATES: 37}[groups]
+    case = Case(rows, 16, 4, num_pages, 16, 8, "default", 1)
     offload = OffloadConfig(host_pages=100, policy=policy, kv_bytes_per_token=1000, preemption_mode=mode)
     if groups is None:
         return run_kvarts(case, offload=offload)
@@ -97,7 +101,9 @@ def unnamed(seed: int, num_requests: int, prompt_tokens: int, output_tokens: int
 
 @pytest.mark.laws
 @given(
-    st.sampled_from([("qwen3-8b", None), ("gpt-oss-20b", "tails"), ("gemma-3-27b", "all")]),
+    st.sampled_from(
+        [("qwen3-8b", None), ("gpt-oss-20b", "tails"), ("gemma-3-27b", "all"), ("qwen3-next-80b-a3b", "tails")]
+    ),
     st.sampled_from([(60, 500, 700), (40, 2000, 300), (30, 100, 1500)]),
     st.sampled_from([1.2, 2.0, 4.0]),
     st.sampled_from(["eager", "lazy"]),

@@ -11,27 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvarts.content import Content
-from kvarts.offload.config import OffloadConfig
 from kvarts.offload.shared_store import SharedStore
 from kvarts.offload.tier import TierLoad, TierStore
 
 from builders.pages import page_name
+from builders.tiers import NoLinks
 from oracles.naive_store import NaiveStore
 from oracles.naive_tier import Entry, NaivePlacement, Name
 
 pytestmark = pytest.mark.laws
-
-
-class NoLinks:
-    def begin(self, worker: int, number: int, num_bytes: int, now_ns: int, *, is_read: bool) -> None: ...
-
-    def within_ns(self, worker: int, num_bytes: int, *, is_read: bool) -> int:
-        return 0
-
-    def cancel(self, worker: int, number: int) -> None: ...
-
-    def left_ns(self, worker: int, number: int, now_ns: int) -> int:
-        return 0
 
 
 @dataclass
@@ -58,7 +46,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model = NaiveStore(num_pages)
         self.told: list[set[Name]] = [set() for _ in range(3)]
         for worker in range(3):
-            self.shared.below(worker, OffloadConfig(), 1)
+            self.shared.views[worker] = self.shared.open_view(worker, None, None)
             self.shared.views[worker].listen(self.hears_of(worker, is_stored=True), self.hears_of(worker))
         self.loaded: list[Counter[int]] = [Counter() for _ in range(3)]
         self.moving = [0, 0, 0]
@@ -164,7 +152,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert index.num_evicted == len(model.evicted)
         for worker, view in self.shared.views.items():
             assert self.told[worker] == model.of_writer(worker)
-            assert view.num_pages_from == dict(self.loaded[worker])
+            assert view.num_loaded_from == dict(self.loaded[worker])
             assert (view.num_used_blocks, view.num_cached_blocks) == (self.moving[worker], 0)
         assert sum(view.num_evicted_blocks for view in self.shared.views.values()) == index.num_evicted
 

@@ -7,7 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from kvarts.content import Content
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.run_cache import RunCache
 from kvarts.offload.filetier import FileTier
+from kvarts.offload.part_files import PartFiles
 from kvarts.offload.tier import MemoryTier, PageTier, TierStore
 
 TIERS: dict[str, Callable[[int], PageTier]] = {
@@ -246,3 +250,44 @@ def test_files_of_transfers_under_way_stay_until_they_are_reported() -> None:
     tier.complete_store(store)
     assert sorted(tier.take_dropped()) == sorted(tier.key(content, page) for page in range(4, 8))
     assert (tier.num_used_blocks, tier.num_cached_blocks) == (0, 0)
+
+
+def test_a_file_that_is_written_again_outlives_the_store_that_was_given_up() -> None:
+    """A reset forgets a page on its way, which another store then brings; the end of the first deletes nothing."""
+    tier, content = FileTier("disk", 8), content_of(range(4))
+    first = tier.prepare_store(content, 0, 4)
+    assert first is not None
+    tier.reset()
+    second = tier.prepare_store(content, 0, 4)
+    assert second is not None
+    assert tier.complete_store(second)
+    assert tier.complete_store(first, is_stored=False)
+    assert tier.take_dropped() == ()
+    assert tier.find(content, 0, 4) == 4
+    tier.drop(content, 0)
+    assert sorted(tier.take_dropped()) == sorted(tier.key(content, page) for page in range(4))
+
+
+def test_files_of_pages_that_arrived_stay_if_later_ones_were_dropped_on_their_way() -> None:
+    tier, content = FileTier("disk", 8), content_of(range(4))
+    store = tier.prepare_store(content, 0, 4)
+    assert store is not None
+    tier.drop(content, 2)
+    tier.complete_store(store)
+    assert tier.find(content, 0, 4) == 2
+    assert sorted(tier.take_dropped()) == sorted(tier.key(content, page) for page in range(2, 4))
+
+
+def test_files_of_other_things_are_dropped() -> None:
+    """Tiers of pages have no use for parts, nor those of parts for pages; each takes what is named as it names it."""
+    names = [b"%32d" % index for index in range(3)] + [b"%32d\0\0" % index for index in range(3)] + [b"?"]
+    pages = FileTier("disk", 8, known_keys=names)
+    assert (sorted(pages.take_dropped()), pages.num_cached_blocks) == (sorted(names[3:]), 3)
+    memory = GroupMemory((PartGroup(KvLayer(kind="full", num_heads=1, head_numbers=2), 1),))
+    cache = RunCache(memory, page_size=1, total_bytes=8, num_below=1)
+    parts = PartFiles("disk", 8, memory, cache.tree, place=0, known_keys=names)
+    assert sorted(parts.take_dropped()) == sorted([*names[:3], b"?"])
+    assert parts.num_cached_blocks == 3
+    for tier in (pages, parts):
+        tier.reset()
+    assert (sorted(pages.take_dropped()), sorted(parts.take_dropped())) == (names[:3], names[3:6])

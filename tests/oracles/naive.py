@@ -243,6 +243,9 @@ class NaiveEngine:
         if self.profile == "default":
             self.waiting.sort(key=lambda r: -r.priority)  # stable: arrival order within a priority
 
+    def end_transfers(self, now_ns: int) -> None:
+        """End the transfers that are due: here there are none."""
+
     def cancel(self, request: NaiveRequest) -> None:
         """Between steps."""
         request.cancelled = True
@@ -564,6 +567,8 @@ def run_naive(requests: Sequence[NaiveRequest], engines: Sequence[NaiveEngine]) 
         for i, end in enumerate(ends):
             if end is not None and end <= now:
                 ends[i] = None
+                if dropping[i]:
+                    engines[i].end_transfers(now)
                 for request in dropping[i]:
                     engines[i].cancel(request)
                 dropping[i] = []
@@ -576,6 +581,7 @@ def run_naive(requests: Sequence[NaiveRequest], engines: Sequence[NaiveEngine]) 
             if engines[request.replica].is_pausing:
                 ends[request.replica] = None
             if ends[request.replica] is None:
+                engines[request.replica].end_transfers(now)
                 engines[request.replica].cancel(request)
             else:
                 dropping[request.replica].append(request)

@@ -47,6 +47,13 @@ class NaiveTier:
     """What is to be copied to the next tier, in the order in which it arrived."""
     is_behind: bool = False
     """Whether what leads here is: to it, nothing is copied before a transfer has ended."""
+    is_shared: bool = False
+    """Whether it is one of the views of a store, each of which has the same parts: what is found broken stays there."""
+
+    def view(self) -> NaiveTier:
+        """Return the same parts as another engine sees them."""
+        assert self.is_shared
+        return NaiveTier(self.num_bytes, self.sizes, self.here, self.coming, self.doomed, self.recent, is_shared=True)
 
     def size(self, part: NaiveBelow) -> int:
         return self.sizes[part.key[0]]
@@ -108,8 +115,12 @@ class NaiveTieredGroups(NaiveGroups):
     """The same of preempted requests, which is stored before that."""
     fresh: list[NaivePart] = field(default_factory=list)
     """Parts that became findable since `note` was called."""
+    swaps_states: bool = True
+    """Whether states of preempted requests are stored."""
     idle_room: int = 0
     """Bytes that stores may still hold of what nothing uses."""
+    swaps: bool = True
+    """Whether what only a preempted request can find is stored."""
     first_private: int = 1000
     """Tokens from here on are of one request, and only it can find pages with them."""
 
@@ -164,13 +175,53 @@ class NaiveTieredGroups(NaiveGroups):
         known = num_known // self.page_size * self.page_size
         NaiveGroups.keep_tails(self, sequence)
         self.note(sequence, is_end=True, num_known=num_known)
+        is_swapped = self.swaps and full_tokens > known and (self.swaps_states or not self.states_at(sequence))
+        if is_swapped:
+            self.keep_states(sequence)
         self.close(sequence)
-        has_states = any(layer.kind == "state" for layer, _ in self.groups)
-        for group, (layer, _) in enumerate(self.groups if full_tokens > known and not has_states else ()):
+        for group, (layer, _) in enumerate(self.groups if is_swapped else ()):
             pages = sorted(self.needed(layer, full_tokens))
             if self.is_whole(group):
                 pages = [page for page in pages if page * self.page_size >= known]
             self.wanted_first += [(group, self.name(sequence.tokens, sequence.salt, page)) for page in pages]
+
+    def states_at(self, sequence: NaiveSequence) -> dict[int, Name]:
+        """Return the groups of states, with the name of the last full page of `sequence`."""
+        name = self.name(sequence.tokens, sequence.salt, sequence.num_tokens // self.page_size - 1)
+        return {group: name for group, (layer, _) in enumerate(self.groups) if layer.kind == "state"}
+
+    def keep_states(self, sequence: NaiveSequence) -> None:
+        """What a sequence has computed stands for a snapshot at its last full page, if there is none."""
+        states = self.states_at(sequence)
+        if any((group, name) in self.copies for group, name in states.items()):
+            return
+        for group, name in states.items():
+            part = sequence.states.pop(group)
+            NaiveGroups.publish(self, part, name)
+            sequence.parts[group][sequence.num_tokens // self.page_size - 1] = part
+
+    def resume(self, sequence: NaiveSequence) -> None:
+        """The request of `sequence` runs again: what was kept of its state when it was preempted is of no use."""
+        for key in self.states_at(sequence).items():
+            for part in self.copies.get(key, []).copy():
+                part.is_kept = False
+                if part.refs == 0:
+                    if part in self.released:
+                        self.released.remove(part)
+                    self.drop(part)
+            self.wanted = [each for each in self.wanted if each != key]
+            self.wanted_first = [each for each in self.wanted_first if each != key]
+            for tier in self.below:
+                self.doom(tier, key)
+
+    def doom(self, tier: NaiveTier, key: Key) -> None:
+        """Drop a part below; one that moves is dropped when that ends."""
+        if (part := tier.here.pop(key, None)) is not None:
+            tier.recent.remove(part)
+            if part.pins:
+                tier.doomed.append(part)
+        if (part := tier.coming.pop(key, None)) is not None:
+            tier.doomed.append(part)
 
     def end_private(self, tokens: list[int], salt: str | None) -> None:
         """The request of `tokens` has ended: drop what only it could find."""
@@ -180,14 +231,11 @@ class NaiveTieredGroups(NaiveGroups):
             return tenant == salt and self.is_private(of_page) and of_page == tuple(tokens[: len(of_page)])
 
         self.wanted_first = [key for key in self.wanted_first if not is_gone(key)]
+        if not self.swaps:
+            return
         tier = self.below[0]
-        for key in [key for key in tier.here if is_gone(key)]:
-            part = tier.here.pop(key)
-            tier.recent.remove(part)
-            if part.pins:
-                tier.doomed.append(part)
-        for key in [key for key in tier.coming if is_gone(key)]:
-            tier.doomed.append(tier.coming.pop(key))
+        for key in [key for key in (*tier.here, *tier.coming) if is_gone(key)]:
+            self.doom(tier, key)
 
     def plan_store(self, limit: int) -> list[tuple[NaivePart, NaiveBelow]]:
         """Return what is stored now: wanted parts that are not in the first tier, until `limit` bytes are reached."""
@@ -242,7 +290,7 @@ class NaiveTieredGroups(NaiveGroups):
         self.num_moving -= 1
         self.end_transfer()
         dropped = [below for below in parts if below in tier.doomed]
-        tier.doomed = [below for below in tier.doomed if below not in dropped]
+        tier.doomed[:] = [below for below in tier.doomed if below not in dropped]
         parts = [below for below in parts if below not in dropped]
         for below in parts:
             del tier.coming[below.key]
@@ -301,6 +349,17 @@ class NaiveTieredGroups(NaiveGroups):
             ):
                 return length
         return 0
+
+    def hit_with_coming(self, tokens: list[int], salt: str | None, limit: int) -> tuple[int, list[NaiveBelow]]:
+        """Return the same for all tiers and what comes to the last, and the parts that come of what is needed."""
+        last = self.below[-1]
+        here, coming = last.here, last.coming
+        last.here = {**here, **coming}
+        length = self.hit_below(tokens, salt, limit, len(self.below))
+        last.here = here
+        found = self.copies.keys() | {key for tier in self.below for key in tier.here}
+        needs = [key for key in self.needs(tokens, salt, length) if key not in found]
+        return length, [coming[key] for key in needs]
 
     def needs(self, tokens: list[int], salt: str | None, length: int) -> list[Key]:
         """Return what a sequence needs after so many pages, by group, then page."""
@@ -428,7 +487,7 @@ class NaiveTieredGroups(NaiveGroups):
                     arrived[-1].append(below)
                 else:
                     ends[below.key[0]] = min(ends[below.key[0]], self.page_of(below.key))
-                    if tier.here.get(below.key) is below:
+                    if tier.here.get(below.key) is below and not tier.is_shared:
                         del tier.here[below.key]
                         tier.recent.remove(below)
                         tier.doomed.append(below)

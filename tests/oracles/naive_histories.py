@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvarts.session.errors import SessionNotReadyError, SessionValueError, UnknownSessionError
 from kvarts.session.stored import StoredSession, Tombstone, Usage
+from kvarts.session.values import SessionNotReadyError, SessionValueError, UnknownSessionError
 
 
 @dataclass

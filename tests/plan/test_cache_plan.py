@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.plan.breakdown import Breakdown
-from kvarts.plan.cache import CachePlan
-from kvarts.plan.curve import lru_curve, stack_distances
-from kvarts.plan.knees import concave_hull, find_knees
+from kvarts.plan.cache import Breakdown, CachePlan
+from kvarts.plan.curve import concave_hull, find_knees, lru_curve, stack_distances
 from kvarts.plan.reuse import find_reuse
 from kvarts.plan.sampled import SampledCurve
 from kvarts.traffic.formats import load_trace

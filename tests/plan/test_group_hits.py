@@ -16,7 +16,7 @@ from kvarts.executor.cost import LinearCost
 from kvarts.kv.eviction import LruOrder
 from kvarts.kv.group_memory import PartGroup
 from kvarts.plan.cache import CachePlan
-from kvarts.plan.group_hits import GroupHits
+from kvarts.plan.league import GroupHits
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvarts.plan.cache import CachePlan
-from kvarts.plan.knees import concave_hull
+from kvarts.plan.curve import concave_hull
 from kvarts.plan.page import render_page
 from kvarts.plan.series import charts_of
 from kvarts.plan.shares import ModelMemory, divide

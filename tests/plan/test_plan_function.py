@@ -12,7 +12,7 @@ import pytest
 import kvarts
 from kvarts import ConfigError, Plan, ReplayConfig, Trace, load_trace
 from kvarts.plan.page import render_page
-from kvarts.routers.own import RoundRobinPolicy
+from kvarts.routers.policies import RoundRobinPolicy
 from kvarts.units import as_duration
 
 needs_pandas = pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="needs pandas")

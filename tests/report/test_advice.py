@@ -114,6 +114,22 @@ def test_hits_lost_to_eviction_ask_for_a_tier_below() -> None:
     assert f"{agents(offload={'host_memory': '1TiB'})['prefix_hit_ratio'] * 100:.1f}" == size[3]
 
 
+def test_without_a_prefix_cache_no_memory_is_advised() -> None:
+    said = advice(agents(no_prefix_caching=True))
+    assert said is not None and said.startswith("without a prefix cache nothing is found, and about ")
+    assert said.endswith("leave out --no-prefix-caching")
+
+
+def test_a_warning_of_snapshots_is_of_a_prefix_cache() -> None:
+    hybrid = {"model": "granite-4.0-h-tiny", "device": "h100-80gb", "kv_groups": "all"}
+    trace = trace_of("mooncake-conversation-1000.jsonl")
+    warned, quiet = (
+        any("snapshots" in line for line in replay(trace, make_config({**hybrid, **more})).summary.get("warnings", ()))
+        for more in ({}, {"no_prefix_caching": True})
+    )
+    assert (warned, quiet) == (True, False)
+
+
 @pytest.mark.long
 @pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_the_size_that_is_advised_is_the_least_on_the_grid_that_keeps_the_hits() -> None:

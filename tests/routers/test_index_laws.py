@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.content import Content
-from kvarts.routers.active import ActiveBlocks
-from kvarts.routers.approximate import IndexRule, PlacementIndex
+from kvarts.routers.approximate import ActiveBlocks, IndexRule, PlacementIndex
 from kvarts.routers.exact import EventIndex
 from kvarts.routers.spans import IndexTree
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvarts import ConfigError, ReplayConfig, load_trace, replay
-from kvarts.routers.own import LeastLoaded, PrefixAware
+from kvarts.routers.policies import LeastLoaded, PrefixAware
 from kvarts.routers.view import Asked, Needs, View
 
 MOST_WAITING: list[int] = []

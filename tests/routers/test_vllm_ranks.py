@@ -1,4 +1,4 @@
-"""The router `vllm-ranks` against vLLM's rule, computed from everything that happened so far."""
+"""The router `vllm-ranks`, and that of groups in lock step, against vLLM's rule, computed from all that happened."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvarts.content import Content
 from kvarts.request import Request
 from kvarts.routers.config import Routing
+from kvarts.sim.router import WithinGroups
 
 pytestmark = pytest.mark.laws
 
@@ -41,3 +42,35 @@ def test_the_rank_with_the_lowest_score_is_chosen(num_ranks: int, data: st.DataO
         assert router.place(Request(index, content, 4, 4, 0), None, 0) == expected
         placed[expected].append(index)
         since[expected] += 1
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.data())
+def test_groups_in_turn_choose_as_front_ends_of_their_own(num_groups: int, num_ranks: int, data: st.DataObject) -> None:
+    """The router of groups in lock step is one `vllm-ranks` for each group, whose requests are every so many."""
+    together = WithinGroups(num_groups * num_ranks, num_ranks)
+    alone = [
+        Routing().open("vllm-ranks", num_workers=num_ranks, page_size=4, max_num_batched_tokens=64)
+        for _ in range(num_groups)
+    ]
+    assert {each.staleness_ns for each in alone} == {together.staleness_ns}
+    in_flight: list[int] = []
+    for index in range(data.draw(st.integers(1, 30))):
+        has_reports, has_end = data.draw(st.tuples(st.booleans(), st.booleans()))
+        if has_reports:
+            for worker in range(num_groups * num_ranks):
+                group, rank = divmod(worker, num_ranks)
+                waiting, running = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
+                usage = data.draw(st.sampled_from([0.0, 0.5, 0.75, 1.0]))
+                together.report(worker, running, waiting, 0, 0, usage)
+                alone[group].report(rank, running, waiting, 0, 0, usage)
+        if in_flight and has_end:
+            ended = in_flight.pop()
+            together.ended(ended)
+            alone[ended % num_groups].ended(ended)
+        content = Content.from_tokens([1] * 8, page_size=4, owner=index)
+        request = Request(index, content, 4, 4, 0)
+        group = index % num_groups
+        chosen = alone[group].place(request, None, 0)
+        assert chosen is not None
+        assert together.place(request, None, 0) == group * num_ranks + chosen
+        in_flight.append(index)

@@ -19,7 +19,7 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.events import PagesRemoved, PagesStored
 from kvarts.serve.kv_events.config import KvEventsConfig, at_rank
-from kvarts.serve.kv_events.opening import KvEvents, open_kv_events
+from kvarts.serve.kv_events.publisher import KvEvents, open_kv_events
 
 from builders.kv_event_client import END, TIMEOUT_MS, Client, open_client
 from oracles.naive_kv_events import NaiveConsumer, chain

@@ -15,7 +15,7 @@ from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
-from kvarts.serve.statuses import STATUSES
+from kvarts.serve.messages import STATUSES
 from kvarts.session.runtime import SessionRuntime
 from kvarts.session.values import SessionSettings
 

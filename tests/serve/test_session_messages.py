@@ -17,8 +17,16 @@ from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.sampling import SamplingParams
 from kvarts.serve.messages import bytes_of_update, info_message, params_of, parsed, settings_of
-from kvarts.session.errors import SessionValueError
-from kvarts.session.values import Done, SessionInfo, SessionSettings, StopReason, Token, Truncated, Update
+from kvarts.session.values import (
+    Done,
+    SessionInfo,
+    SessionSettings,
+    SessionValueError,
+    StopReason,
+    Token,
+    Truncated,
+    Update,
+)
 
 pytestmark = pytest.mark.laws
 

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvarts.errors import ConfigError, OutputError
-from kvarts.session.checkpoint import Checkpoints, Refused, Saved
-from kvarts.session.checkpoint_file import (
+from kvarts.session.checkpoints import (
     ALIGNMENT,
     Checkpoint,
     CheckpointHeader,
+    Checkpoints,
+    Refused,
+    Saved,
     decode_checkpoint,
     encode_checkpoint,
     token_digest,
@@ -122,7 +124,7 @@ def test_every_truncation_and_every_addition_is_refused() -> None:
 def test_a_sound_checksum_over_nonsense_is_refused(text: bytes) -> None:
     from zlib import crc32
 
-    from kvarts.session.checkpoint_file import HEAD, MAGIC, TAIL
+    from kvarts.session.checkpoints import HEAD, MAGIC, TAIL
 
     data = HEAD.pack(MAGIC, len(text)) + text
     data += TAIL.pack(crc32(data))

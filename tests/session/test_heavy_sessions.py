@@ -16,8 +16,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.llm.llm import LLM
 from kvarts.session.config import SessionsConfig
-from kvarts.session.errors import SessionNotReadyError
-from kvarts.session.values import SessionSettings
+from kvarts.session.values import SessionNotReadyError, SessionSettings
 
 from builders.rooms import HAS_AUDIT
 from builders.sessions import OWNER, mock_sessions, say, sessions_on

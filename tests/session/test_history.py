@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from kvarts.errors import ConfigError, InputError, OutputError
-from kvarts.session.errors import SessionNotReadyError, SessionValueError, UnknownSessionError
 from kvarts.session.history import FILE_NAME, Histories
-from kvarts.session.history_file import APPLICATION_ID, SCHEMA_VERSION
-from kvarts.session.history_tables import SEGMENT_TOKENS
+from kvarts.session.history_file import APPLICATION_ID, SCHEMA_VERSION, SEGMENT_TOKENS
+from kvarts.session.values import SessionNotReadyError, SessionValueError, UnknownSessionError
 
 from builders import histories as builder
 from builders.histories import history_after, stored

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvarts.errors import KvartsError
-from kvarts.session.errors import SessionNotReadyError, UnknownSessionError
 from kvarts.session.history import Append, Histories
 from kvarts.session.stored import Usage
-from kvarts.session.values import SessionSettings
+from kvarts.session.values import SessionNotReadyError, SessionSettings, UnknownSessionError
 
 from builders.histories import stored
 from oracles.naive_histories import NaiveHistories

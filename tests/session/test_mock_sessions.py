@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvarts.llm.host import ModelHost
+from kvarts.llm.loop import ModelHost
 from kvarts.report.steps import StepLog
 from kvarts.session.config import SessionsConfig
-from kvarts.session.errors import SessionNotReadyError
 from kvarts.session.sessions import Sessions
-from kvarts.session.values import Done, SessionSettings, StopReason, Token, Truncated
+from kvarts.session.values import Done, SessionNotReadyError, SessionSettings, StopReason, Token, Truncated
 
 from builders.session_timeline import check_timeline
 from builders.sessions import OWNER, check_at_rest, greedy, mock_says, mock_sessions

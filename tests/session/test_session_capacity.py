@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 
 from kvarts.config import EngineConfig
 from kvarts.session.config import SessionsConfig
-from kvarts.session.errors import SessionsExhaustedError, UnknownSessionError
 from kvarts.session.opening import mock_host
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable
-from kvarts.session.values import MAX_ENDS, MAX_LABEL_CHARS, SessionSettings
+from kvarts.session.values import (
+    MAX_ENDS,
+    MAX_LABEL_CHARS,
+    SessionSettings,
+    SessionsExhaustedError,
+    UnknownSessionError,
+)
 
 ANN, BOB, EVE = "ann", "bob", "eve"
 EQUAL = {ANN: 1.0, BOB: 1.0, EVE: 1.0}

@@ -15,11 +15,19 @@ from kvarts.llm.listener import EngineDeadError, RequestFailedError
 from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.session.config import SessionsConfig
-from kvarts.session.errors import SessionBusyError, SessionGoneError, SessionsExhaustedError
 from kvarts.session.opening import open_sessions
 from kvarts.session.session import Session
 from kvarts.session.sessions import Sessions
-from kvarts.session.values import Done, SessionSettings, StopReason, Token, Update
+from kvarts.session.values import (
+    Done,
+    SessionBusyError,
+    SessionGoneError,
+    SessionSettings,
+    SessionsExhaustedError,
+    StopReason,
+    Token,
+    Update,
+)
 
 from builders.sessions import OWNER, GateClock, check_at_rest, greedy, mock_says, mock_sessions, say
 

@@ -16,17 +16,21 @@ from kvarts.llm.llm_engine import LLMEngine
 from kvarts.request import Request
 from kvarts.sampling import Logprobs, SamplingParams
 from kvarts.session.config import SessionsConfig
-from kvarts.session.errors import (
+from kvarts.session.opening import MOCK_TOKEN_BYTES
+from kvarts.session.sessions import Sessions
+from kvarts.session.values import (
+    Done,
     SessionBusyError,
     SessionGoneError,
     SessionNotReadyError,
+    SessionSettings,
     SessionsExhaustedError,
     SessionValueError,
+    StopReason,
+    Token,
+    Truncated,
     UnknownSessionError,
 )
-from kvarts.session.opening import MOCK_TOKEN_BYTES
-from kvarts.session.sessions import Sessions
-from kvarts.session.values import Done, SessionSettings, StopReason, Token, Truncated
 
 from builders.sessions import OWNER, GateClock, check_at_rest, greedy, mock_says, mock_sessions, say
 

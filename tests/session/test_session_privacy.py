@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from kvarts.errors import OutputError
-from kvarts.session.checkpoint import Checkpoints, Refused, Saved
-from kvarts.session.checkpoint_file import CheckpointHeader, token_digest
+from kvarts.session.checkpoints import CheckpointHeader, Checkpoints, Refused, Saved, token_digest
 from kvarts.session.history import FILE_NAME, Histories
 from kvarts.session.stored import StoredSession, Usage
 from kvarts.session.values import SessionSettings

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.session.soak.record import KvLayers, Sample, SoakRecord
-from kvarts.session.soak.rules import SoakRuleResult, expected_bytes
-from kvarts.session.soak.verdict import judge_soak
+from kvarts.session.soak.rules import SoakRuleResult, expected_bytes, judge_soak
 
 from builders.soak import BYTES_PER_TOKEN, record_of, with_sample, with_samples
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
@@ -25,7 +25,7 @@ from builders.case import Case, cases
 from builders.grouped import assert_same_outcome, part_groups
 from builders.laws import assert_as_in_naive, assert_fast_as_slow
 from builders.outcome import run_kvarts
-from builders.rooms import HAS_AUDIT, ROUTERS
+from builders.rooms import HAS_AUDIT, HAS_ROUTERS, ROUTERS
 
 STEP_NS = 10_000_000
 WORKLOAD = Workload(
@@ -245,3 +245,42 @@ def test_plans_look_as_far_as_one_engine_in_ten() -> None:
     assert cost_error_of(cost) == pytest.approx(1.28 * cost.held_out["tpot"].one_sigma, abs=0.006)
     assert cost_error_of(msgspec.structs.replace(cost, step_us=1.0)) == COST_ERROR
     assert cost_error_of(ReplayConfig().cost) == COST_ERROR
+
+
+# Without a prefix cache -----------------------------------------------------------------------------------
+
+
+@pytest.mark.laws
+@given(cases(max_requests=16) | cases(max_requests=16, cancels=True), st.booleans(), part_groups() | st.just(()))
+def test_without_a_prefix_cache_fast_forward_equals_step_by_step(
+    case: Case, is_async: bool, groups: tuple[PartGroup, ...]
+) -> None:
+    """L1 to L3, L5; the audit checks that nothing is hit."""
+    case.profile = "default"
+    changes: dict[str, Any] = {"no_prefix_caching": True, "async_scheduling": is_async, "audit": HAS_AUDIT}
+    if groups:
+        changes |= {"kv_groups": "all", "groups": groups}
+    fast, slow = (replay(case.trace(), case.config(step_by_step=slowly, **changes)) for slowly in (False, True))
+    assert_same_outcome(fast, slow)
+    assert not any(fast.requests["cached_tokens"])
+
+
+@pytest.mark.laws
+@given(cases(max_requests=16), st.booleans())
+def test_without_a_prefix_cache_requests_are_as_those_that_share_nothing(case: Case, is_async: bool) -> None:
+    """Only a request that is preempted would find something then: pages of its own."""
+    case.profile = "default"
+    trace = case.trace()
+    rows = [msgspec.structs.replace(row, tenant=str(place)) for place, row in enumerate(trace)]
+    apart = Trace(rows, unit_tokens=trace.unit_tokens, has_output_tokens=trace.has_output_tokens)
+    uncached = replay(trace, case.config(async_scheduling=is_async, no_prefix_caching=True))
+    alone = replay(apart, case.config(async_scheduling=is_async))
+    assume(not any(alone.requests["preemptions"]))
+    assert uncached.requests_jsonl() == alone.requests_jsonl()
+
+
+@pytest.mark.skipif(not HAS_ROUTERS, reason="without the room `routers`")
+def test_a_router_that_chooses_by_cached_pages_is_refused_without_a_prefix_cache() -> None:
+    with pytest.raises(ConfigError, match="chooses by cached pages"):
+        ReplayConfig(no_prefix_caching=True, replicas=2, router="prefix")
+    ReplayConfig(no_prefix_caching=True, replicas=2, router="least-loaded")

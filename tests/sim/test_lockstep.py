@@ -22,7 +22,7 @@ from builders.grouped import FULL, WINDOW
 from builders.kept import Kept
 from builders.live_groups import live_groups
 from builders.pages import paged
-from builders.rooms import HAS_AUDIT, ROUTERS
+from builders.rooms import HAS_AUDIT, HAS_ROUTERS, ROUTERS
 from builders.session_traces import Talk, session_traces
 
 RANKS = RooflineCost(llm="qwen3-30b-a3b", device="rtx-pro-6000", data_parallel=2, expert_parallel=2)
@@ -123,6 +123,15 @@ def traffic(num_requests: int = 6) -> Trace:
             for row, (num_prompt, num_output) in enumerate(sizes)
         ]
     )
+
+
+@pytest.mark.laws
+@pytest.mark.skipif(not HAS_ROUTERS, reason="without the room `routers`")
+@given(cases(max_requests=14, cancels=True), st.integers(2, 3))
+def test_one_group_is_placed_as_by_vllms_front_end(case: Case, num_ranks: int) -> None:
+    ours, _ = outcome(case, num_ranks, 1)
+    theirs, _ = outcome(case, num_ranks, 1, router="vllm-ranks")
+    assert ours.requests_jsonl() == theirs.requests_jsonl()
 
 
 def test_a_prompt_on_one_rank_delays_the_other() -> None:

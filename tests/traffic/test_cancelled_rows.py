@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvarts.errors import ConfigError, InputError
+from kvarts.traffic.editing import trace_lines
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_request import After
 from kvarts.traffic.workload import FixedLength, Workload
-from kvarts.traffic.writing import trace_lines
 
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000 * NS_PER_MS

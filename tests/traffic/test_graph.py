@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from kvarts.errors import InputError
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
-from kvarts.traffic.editing import anonymized, merged, repeated, scaled, sliced
+from kvarts.traffic.editing import anonymized, merged, repeated, scaled, sliced, trace_lines
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.graph import components
 from kvarts.traffic.source import ClosedLoop, OpenLoop, Source
 from kvarts.traffic.trace import Trace, TraceRequest, spell
 from kvarts.traffic.trace_request import After
-from kvarts.traffic.writing import trace_lines
 
 from builders.rooms import HAS_AUDIT
 from oracles.naive_graph import naive_closed_loop, naive_edges, naive_open_loop, naive_plays, ready_ns

@@ -10,10 +10,10 @@ import pytest
 
 from kvarts.errors import InputError
 from kvarts.hints import Hints, RetainedRange
+from kvarts.traffic.editing import trace_lines
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_request import After, TraceRequest
-from kvarts.traffic.writing import trace_lines
 
 GIVEN = {"priority": 3, "ttl_ms": 5, "pause_ms": 1500.5, "tool": "bash"}
 RANGES = [{"end": 256, "priority": 9}, {"start": 256, "ttl_ms": 10, "covers_output": False}]

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError, InputError
-from kvarts.traffic.editing import anonymized, merged, repeated, scaled, sliced, spread
+from kvarts.traffic.editing import anonymized, merged, mooncake_lines, repeated, scaled, sliced, spread
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace, spell
 from kvarts.traffic.working_set import working_set_pages
-from kvarts.traffic.writing import mooncake_lines
 
 DATA = Path(str(files("kvarts") / "data"))
 SAMPLE = DATA / "mooncake-conversation-1000.jsonl"

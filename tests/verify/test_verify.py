@@ -190,6 +190,16 @@ def test_what_shows_nothing_is_inconclusive(used: list[int], why: str) -> None:
     assert (verdict.verdict, verdict.why, verdict.exit_code) == ("inconclusive", why, 6)
 
 
+@pytest.mark.parametrize("name", ["block_size_tokens", "total_blocks"])
+def test_null_is_a_size_that_was_not_observed_only_where_there_is_no_row(name: str) -> None:
+    empty = {**series([]), name: None}
+    verdict = verify(empty)
+    assert (verdict.verdict, verdict.why) == ("inconclusive", f"the timeline is empty: {name} was not observed")
+    assert verify({**series([1, 2]), name: None}).verdict == "violated"
+    assert verify({**empty, "timeline": [{}]}).verdict == "violated", "a malformed row is a row"
+    assert verify({**empty, name: 0}).verdict == "violated"
+
+
 def test_the_totals_of_nothing_are_nothing() -> None:
     assert violated_rules({**series([]), "peak_used_pct": 0.5}) == {"peak_consistency"}
     assert violated_rules({**series([]), "preemption_count": 1}) == {"peak_consistency"}

@@ -17,9 +17,8 @@ from kvarts.audit.comparison import Account, find_different_pages, find_differen
 from kvarts.audit.digests import PageDigests
 from kvarts.audit.finding import AuditError, Finding, Findings
 from kvarts.audit.ledger import LOST, Happened, Keep, Ledger, LedgerError, LedgerGroup, LedgerPart
-from kvarts.audit.parts_below import PartsBelow
 from kvarts.audit.request_parts import KnownRequest, RequestParts
-from kvarts.audit.tiers import EvictionsTold, TierBooks
+from kvarts.audit.tiers import EvictionsTold, PartsBelow, TierBooks
 from kvarts.content import Content
 from kvarts.events import (
     Admitted,
@@ -91,8 +90,9 @@ class Auditor:
     `full_prompt_hits`: a load may bring a whole prompt. `at_branches`: snapshots of states are also made where prompts
     leave others. `plans_ahead`: a step is planned while the step before it runs. A request that has ended then keeps
     its parts until the next plan is made; a page that a decode fills is published a step later, and a part that a
-    window has passed is released a step later. `account`: returns the engine's account of its memory; if given,
-    `observe` compares it with the ledger and raises AuditError. Nothing is repaired.
+    window has passed is released a step later. `finds_prefixes`: requests find cached pages. `account`: returns the
+    engine's account of its memory; if given, `observe` compares it with the ledger and raises AuditError. Nothing is
+    repaired.
     """
 
     wants_details = True
@@ -110,6 +110,7 @@ class Auditor:
         full_prompt_hits: bool = False,
         at_branches: bool = False,
         plans_ahead: bool = False,
+        finds_prefixes: bool = True,
         account: Callable[[], Account] | None = None,
     ) -> None:
         self._account = account
@@ -160,6 +161,7 @@ class Auditor:
         """In admission order."""
         self._completing: list[int] = []
         self._plans_ahead = plans_ahead
+        self._finds_prefixes = finds_prefixes
         self._lags = int(plans_ahead)
         self._filled: deque[tuple[int, KnownRequest]] = deque()
         """Decodes that fill a page in this step and have not published it, with the tokens that they compute."""
@@ -634,6 +636,7 @@ class Auditor:
         self._check_awaited(known, event.request)
         # After a load of the whole prompt, its last token is computed again.
         known.computed = min(known.num_named * size, known.known - 1)
+        self._held.resume(known)
         known.is_running = True
 
     def _admit_loaded(self, known: KnownRequest, event: Admitted) -> None:
@@ -642,12 +645,13 @@ class Auditor:
             self._find(f"{num_pages} pages were loaded and found, and {event.num_hit_pages} were hit", event.request)
         known.num_named = num_pages
         known.computed = num_pages * self._page_size
+        self._held.resume(known)
         known.branch = 0
         known.is_running = True
 
     def _hit(self, known: KnownRequest, request: int, num_hit: int, reach: tuple[int, ...] | None) -> None:
         # The last token is always computed.
-        num_pages = (known.known - 1) // self._page_size
+        num_pages = (known.known - 1) // self._page_size if self._finds_prefixes else 0
         digests = self._digests.upto(known.content, num_pages)[:num_pages]
         longest, by_group = self.ledger.reach(digests, self._page_size)
         if num_hit < longest:
@@ -731,7 +735,8 @@ class Auditor:
             self._find(f"request {event.victim} lost {event.num_computed_tokens} tokens; it had {known.computed}")
         has_turn = known.stops or event.victim not in self._ended
         had_turn = has_turn and known.admission < self._requests[event.asker].admission
-        self._close(event.victim, known, num_unread=self._lags and known.is_unread and not had_turn)
+        num_unread = self._lags and known.is_unread and not had_turn
+        self._close(event.victim, known, num_unread=num_unread, keeps_state=event.keeps_state)
         known.computed = 0
         known.has_decoded = False
         if event.victim == event.asker and not event.model:
@@ -774,9 +779,9 @@ class Auditor:
         else:
             self._close(request, known, num_unread=self._lags and known.is_unread)
 
-    def _close(self, request: int, known: KnownRequest, *, num_unread: int = 0) -> None:
+    def _close(self, request: int, known: KnownRequest, *, num_unread: int = 0, keeps_state: bool = False) -> None:
         self._decoding.pop(request, None)
-        self._held.close(known, num_unread=num_unread)
+        self._held.close(known, num_unread=num_unread, keeps_state=keeps_state)
         if request not in self._requests:
             self._holders.pop(known.content.owner, None)
 

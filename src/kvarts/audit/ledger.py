@@ -335,6 +335,17 @@ class Ledger:
             self._forget(part, "dropped")
         self._free(part)
 
+    def drop(self, part: LedgerPart) -> None:
+        """Drop a part that can be found; if it is held, when it is released."""
+        part.stays = False
+        if part.refs:
+            return
+        self._idle.pop(part, None)
+        if not part.keeps:
+            self._count_cached(part, -1)
+            self._forget(part, "dropped")
+            self._free(part)
+
     def read(self, part: LedgerPart) -> None:
         """Hold one copy of a part of a KV group for a transfer, until `end_read`.
 

@@ -24,7 +24,9 @@ class KnownRequest:
     first page that it computes before these, while they are loaded; `awaited`: the transfer for another request that it
     waits for, or -1; `is_cancelled`: it is gone when its load has ended. `has_decoded`: it continues with chunks after
     it has decoded. `is_unread`: a decode computed the last of its tokens. `last`: the tokens that it knows when it
-    ends. `stops`: it computes the token that ends it as well.
+    ends. `stops`: it computes the token that ends it as well. `swapped`: while it waits after a preemption that kept
+    its state, the tokens that the state is of; else 0. `resumed`: the tokens of the state from which it began, if that
+    was kept; else 0.
     """
 
     __slots__ = (
@@ -48,8 +50,10 @@ class KnownRequest:
         "num_taken",
         "offer",
         "parts",
+        "resumed",
         "states",
         "stops",
+        "swapped",
     )
 
     def __init__(self, content: Content, num_prompt_tokens: int, num_groups: int, max_tokens: int = 0) -> None:
@@ -61,7 +65,7 @@ class KnownRequest:
         self.states: dict[int, LedgerPart] = {}
         self.is_running = self.is_unread = self.stops = self.has_decoded = False
         self.admission = self.awaited = self.front = -1
-        self.branch = 0
+        self.branch = self.swapped = self.resumed = 0
         self.load: range | None = None
         self.offer: tuple[int, tuple[tuple[str, int], ...]] | None = None
         self.is_cancelled = False
@@ -209,13 +213,15 @@ class RequestParts:
         known.num_taken = min(known.num_taken, num_pages)
         self.name(known)
 
-    def close(self, known: KnownRequest, *, num_unread: int = 0) -> None:
+    def close(self, known: KnownRequest, *, num_unread: int = 0, keeps_state: bool = False) -> None:
         """Release all parts of a request, group by group: the state, then pages from the last to the first.
 
-        `num_unread`: as for `name`.
+        `num_unread`: as for `name`. `keeps_state`: its state can be found after its last full page.
         """
         self.name(known, (known.computed - num_unread) // self._page_size)
         self._keep_tails(known)
+        if keeps_state:
+            self._keep_state(known)
         for index, parts in enumerate(known.parts):
             if index in known.states:
                 self._ledger.release(known.states.pop(index))
@@ -223,6 +229,32 @@ class RequestParts:
                 self._ledger.release(parts.pop(page))
         known.num_named = known.num_taken = 0
         known.is_running = False
+
+    def _keep_state(self, known: KnownRequest) -> None:
+        """Publish the states of a request in place of snapshots at its last full page, if there are none."""
+        page = known.computed // self._page_size - 1
+        digest = self._digests.of(known.content, page)
+        snapshots = [self._ledger.find(index, digest) for index in known.states]
+        known.swapped = known.computed if not any(snapshots) else (page + 1) * self._page_size
+        for index, snapshot in zip(list(known.states), snapshots, strict=True):
+            if snapshot is not None:
+                snapshot.stays = True
+            elif not any(snapshots):
+                part = known.parts[index][page] = known.states.pop(index)
+                self.publish(known, index, page, part)
+
+    def resume(self, known: KnownRequest) -> None:
+        """Begin after the tokens of a kept state, if it was found, and drop it: it is of fewer than there will be."""
+        swapped, known.swapped, known.resumed = known.swapped, 0, 0
+        if not swapped:
+            return
+        num_pages = swapped // self._page_size
+        if num_pages == known.num_named:
+            known.computed = known.resumed = swapped
+        digest = self._digests.of(known.content, num_pages - 1)
+        for index, group in enumerate(self._ledger.groups):
+            if group.kind == "state" and (part := self._ledger.find(index, digest)) is not None:
+                self._ledger.drop(part)
 
     def look_at(self, known: KnownRequest, since: int) -> None:
         """Report parts that a running request holds between two steps though no token from `since` on sees them.
@@ -232,10 +264,15 @@ class RequestParts:
         if known.drafted:
             self._found.add("has a draft of an earlier step, which was not judged", known.content.owner)
             known.drafted = 0
+        began = known.began
+        if began == known.resumed:
+            # It holds what tokens from the page end on see at which its state was found.
+            began -= began % self._page_size
+            since = min(since, began)
         for index, group in enumerate(self._ledger.groups):
             if group.has_every_page:
                 continue
-            sink, others = group.needed(known.began if group.kind == "state" else since, self._page_size)
+            sink, others = group.needed(began if group.kind == "state" else since, self._page_size)
             for page in known.parts[index]:
                 if page in others or (group.is_bounded and page >= others.start):
                     break  # pages are in order

@@ -1,16 +1,26 @@
-"""The auditor's knowledge of the tiers below, and its check of evictions that the engine may choose freely.
+"""The auditor's knowledge of the tiers below: the parts there, those held by stores and filled by loads, and evictions.
 
-Both derive from the engine's events. The tiers' own invariants verify that their contents match these.
+All of it derives from the engine's events. The tiers' own invariants verify that their contents match.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
+import msgspec
+
+from kvarts.audit.digests import PageDigests
+from kvarts.audit.finding import Findings
 from kvarts.audit.ledger import Ledger, LedgerPart
+from kvarts.audit.request_parts import KnownRequest, RequestParts
+from kvarts.events import LoadStarted, PagesRemoved, PagesStored, StoreStarted, TransferEnded
 
-__all__ = ["EvictionsTold", "TierBooks"]
+__all__ = ["EvictionsTold", "PartsBelow", "TierBooks"]
+
+MEDIA = "host", "disk"
+"""The tiers, the fastest first."""
 
 
 class TierBooks:
@@ -99,3 +109,264 @@ class EvictionsTold:
                 return False
             pages += self.ledger.after(group, page)
         return True
+
+
+class _Load(msgspec.Struct, eq=False):
+    """A load for `known`, up to `num_pages` pages. `incoming`: the parts that it fills, each with its tier, the fastest
+    first, and its page. `num_blocks`: those that the request has until it runs, promised ones included.
+    """
+
+    known: KnownRequest
+    num_pages: int
+    incoming: list[tuple[int, int, LedgerPart]]
+    num_blocks: int = 0
+    num_promised: int = 0
+    is_dropped: bool = False
+    """Whether the request was cancelled or the load is incomplete."""
+    has_ended: bool = False
+    is_cancelled: bool = False
+
+    @property
+    def has_front(self) -> bool:
+        """Whether the request still has to compute pages before those that are loaded."""
+        known = self.known
+        return known.load is not None and known.computed < known.load.start * known.content.page_size
+
+
+class PartsBelow:
+    """Owner of the holds of transfers in `ledger`. `found` receives the findings.
+
+    `goes_first`: the device evicts stored parts next.
+    """
+
+    def __init__(
+        self,
+        held: RequestParts,
+        ledger: Ledger,
+        digests: PageDigests,
+        found: Findings,
+        page_size: int,
+        *,
+        goes_first: bool,
+    ) -> None:
+        self._held = held
+        self._ledger = ledger
+        self._digests = digests
+        self._found = found
+        self._page_size = page_size
+        self._goes_first = goes_first
+        self._stored: set[tuple[str, int | None, bytes]] = set()
+        self._stores: dict[int, list[list[LedgerPart]]] = {}
+        """Runs held by each store, by transfer."""
+        self._loads: dict[int, _Load] = {}
+        """Loads by request: those in progress, and those that ended before their request runs."""
+        self._ended: list[int] = []
+        """Requests that do not resume from their ended load; they release their parts when a step begins."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of parts held by stores."""
+        parts = {part for runs in self._stores.values() for run in runs for part in run}
+        return sum(self._ledger.groups[part.group].part_blocks for part in parts)
+
+    def hear(self, event: PagesStored | PagesRemoved) -> None:
+        """Record parts that a tier has stored or removed."""
+        for page in range(event.start_page, event.end_page):
+            part = event.medium, event.group, self._digests.of(event.content, page)
+            is_stored = isinstance(event, PagesStored)
+            if (part in self._stored) is is_stored:
+                what = f"was {'stored in' if is_stored else 'gone from'} {event.medium} twice"
+                self._found.add(what, event.content.owner, page)
+            elif is_stored:
+                self._stored.add(part)
+            else:
+                self._stored.remove(part)
+
+    def begin_store(self, event: StoreStarted) -> None:
+        """Hold the parts that are copied: the oldest copy of each. A spill copies those of host memory."""
+        runs: list[list[LedgerPart]] = []
+        if event.medium != MEDIA[0]:
+            self._stores[event.transfer] = runs
+            for (content, start, end), group in zip(event.runs, event.groups, strict=True):
+                for page in range(start, end):
+                    if (MEDIA[0], group, self._digests.of(content, page)) not in self._stored:
+                        what = f"is to be stored in {event.medium} and is not in {MEDIA[0]}{self._ledger.words(group)}"
+                        self._found.add(what, content.owner, page)
+            return
+        for (content, start, end), group in zip(event.runs, event.groups, strict=True):
+            run = []
+            for page in range(start, end):
+                part = self._ledger.find(group, self._digests.of(content, page))
+                if part is None:
+                    what = f"is to be stored in {event.medium} and is not resident{self._ledger.words(group)}"
+                    self._found.add(what, content.owner, page)
+                    continue
+                self._ledger.read(part)
+                run.append(part)
+            runs.append(run)
+        self._stores[event.transfer] = runs
+
+    def begin_load(self, known: KnownRequest, event: LoadStarted) -> None:
+        """Hold the parts on the device that all groups need, and allocate the missing ones.
+
+        If the request computes its first pages meanwhile: its hit, and the parts of the pages after these.
+        """
+        ledger, size = self._ledger, self._page_size
+        first = event.num_hit_pages + event.num_front_pages
+        num_pages = first + sum(count for _, count in event.by_tier)
+        if num_pages > (known.known - 1) // size:
+            self._found.add(f"{num_pages} pages are loaded of {known.known} tokens", event.request)
+        if event.num_front_pages:
+            self._held.hit(known, event.num_hit_pages)
+        load = self._loads[event.request] = _Load(known, num_pages, [])
+        missing: list[tuple[int, int, int]] = []
+        for index, group in enumerate(ledger.groups):
+            for page in chain(*group.needed(num_pages * size, size)):
+                if event.num_front_pages and page < first:
+                    continue
+                digest = self._digests.of(known.content, page)
+                part = ledger.find(index, digest)
+                if part is not None:
+                    ledger.hold(part)
+                    known.parts[index][page] = part
+                    continue
+                having = (tier for tier, medium in enumerate(MEDIA) if (medium, index, digest) in self._stored)
+                tier = next(having, None)
+                if tier is None:
+                    self._found.add(f"is loaded, and no tier has it{ledger.words(index)}", event.request, page)
+                missing.append((tier or 0, index, page))
+        for tier, index, page in missing:
+            part = ledger.take(index)
+            if part is None:
+                self._found.add(f"was taken{ledger.words(index)} where none is free", event.request, page)
+                continue
+            known.parts[index][page] = part
+            load.incoming.append((tier, page, part))
+        load.incoming.sort(key=_tier_of)
+        load.num_blocks = event.num_held_pages
+        self._promise(load)
+        if event.num_front_pages:
+            known.load = range(first, num_pages)
+            known.computed = event.num_hit_pages * size
+        else:
+            self._pass_front(load)
+
+    def _promise(self, load: _Load) -> None:
+        """Promise a request the blocks that it does not hold yet."""
+        groups = self._ledger.groups
+        num_held = sum(groups[index].part_blocks * len(parts) for index, parts in enumerate(load.known.parts))
+        load.num_promised = max(0, load.num_blocks - num_held)
+        self._ledger.num_promised += load.num_promised
+
+    def _pass_front(self, load: _Load) -> None:
+        """Let a request go on after its loaded pages, which are published when the load ends."""
+        known = load.known
+        front_end = 0 if known.load is None else known.load.start
+        for parts in known.parts:
+            for page in [page for page, part in parts.items() if page < front_end and part.name is None]:
+                self._ledger.release(parts.pop(page))  # it is not full
+            ordered = dict(sorted(parts.items()))
+            parts.clear()
+            parts.update(ordered)
+        known.load = None
+        known.computed = load.num_pages * self._page_size
+        known.num_taken = known.num_named = load.num_pages
+
+    def begin_front(self, request: int) -> None:
+        """Let a request take its promised blocks for the tokens of its front."""
+        self._end_promise(self._loads[request])
+
+    def end_front(self, request: int) -> None:
+        """Promise it the rest again."""
+        self._promise(self._loads[request])
+
+    def use(self, request: int) -> int:
+        """Publish the parts of a load in progress, which ends before the step does; return their blocks."""
+        load = self._loads[request]
+        for _, page, part in sorted(load.incoming, key=_place_of):
+            part.stays = True
+            self._held.publish(load.known, part.group, page, part)
+        return sum(self._ledger.groups[part.group].part_blocks for _, _, part in load.incoming)
+
+    def end(self, event: TransferEnded) -> None:
+        """End a transfer: release the parts of a store, or publish the parts that a load has filled."""
+        if event.request < 0:
+            goes_first = self._goes_first and event.num_good_pages > 0
+            for run in reversed(self._stores.pop(event.transfer)):
+                for part in run if goes_first else reversed(run):
+                    self._ledger.end_read(part, goes_first=goes_first)
+            return
+        load = self._loads[event.request]
+        load.has_ended = True
+        num_left = event.num_good_blocks
+        broken: dict[int, int] = {}
+        for _, page, part in load.incoming:
+            num_left -= self._ledger.groups[part.group].part_blocks
+            if num_left < 0:
+                broken[part.group] = min(page, broken.get(part.group, page))
+        load.is_dropped = load.is_dropped or bool(broken)
+        for _, page, part in sorted(load.incoming, key=_place_of):
+            if part.group not in broken or page < broken[part.group]:
+                part.stays = True
+                self._held.publish(load.known, part.group, page, part)
+        if load.is_dropped:
+            self._ended.append(event.request)
+
+    def drop_ended(self) -> None:
+        """At the start of a step, release the parts of requests that do not resume from their loads.
+
+        Those that still compute what precedes their loaded pages keep them until then.
+        """
+        ended, self._ended = self._ended, []
+        for request in ended:
+            load = self._loads[request]
+            if load.has_front and not load.is_cancelled:
+                self._ended.append(request)
+            else:
+                self._drop(request)
+
+    def cancel(self, request: int) -> bool:
+        """Record that a request is cancelled; return whether a load for it is in progress, which keeps its parts."""
+        load = self._loads.get(request)
+        if load is None:
+            return False
+        load.is_cancelled = True
+        if load.known.load is not None:
+            load.is_dropped = True
+            if load.has_ended and request not in self._ended:
+                self._ended.append(request)
+            return True
+        if all(part.name is not None for _, _, part in load.incoming):
+            self._end_promise(self._loads.pop(request))
+            return False
+        load.is_dropped = True
+        return True
+
+    def admit(self, request: int) -> int:
+        """Record that a request begins to run after its load; return its number of pages."""
+        load = self._loads.pop(request)
+        if load.has_front:
+            self._found.add("runs before it has computed what precedes its loaded pages", request)
+        self._pass_front(load)
+        self._end_promise(load)
+        return load.num_pages
+
+    def _drop(self, request: int) -> None:
+        load = self._loads.pop(request)
+        self._pass_front(load)
+        self._end_promise(load)
+        self._held.close(load.known)
+        load.known.computed = 0
+
+    def _end_promise(self, load: _Load) -> None:
+        self._ledger.num_promised -= load.num_promised
+        load.num_promised = 0
+
+
+def _tier_of(incoming: tuple[int, int, LedgerPart]) -> int:
+    return incoming[0]
+
+
+def _place_of(incoming: tuple[int, int, LedgerPart]) -> tuple[int, int]:
+    _, page, part = incoming
+    return part.group, page

@@ -33,7 +33,7 @@ from kvarts.calibrate.writing import coefficients_text, cost_toml, cost_values, 
 from kvarts.errors import ConfigError
 from kvarts.executor.constants import Constants
 from kvarts.executor.roofline import RooflineCost
-from kvarts.executor.uncertainty import MeasuredOn, Uncertainty
+from kvarts.executor.uncertainty import Uncertainty
 
 __all__ = ["KNOWN", "Calibration", "OfRun", "Search", "calibrate_runs", "covariance_of", "most_replays"]
 
@@ -208,7 +208,7 @@ def calibrate_runs(
     before = [each.compare(each.run.cost) for each in fitted]
     best = search.run(seed)
     covariance = search.covariance(best)
-    measured_on = tuple(dict.fromkeys(MeasuredOn.of(cost) for cost in costs))
+    measured_on = tuple(dict.fromkeys(cost.measured_on for cost in costs))
     carried = len(measured_on) / (len(measured_on) + OWN_PART)
     elsewhere = np.exp(search.guess + carried * (best - search.guess))
     uncertainty = Uncertainty(

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 import msgspec
 
-from kvarts.cli.options import Command, given_by_flags, options_of
+from kvarts.cli.options import INPUT, OUTPUT, Command, given_by_flags, options_of
 from kvarts.cli.pages import check_opening, open_option, open_page
-from kvarts.cli.paths import INPUT, OUTPUT
-from kvarts.cli.printing import print_json
+from kvarts.cli.process import print_json
 from kvarts.cli.progress import Progress
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole

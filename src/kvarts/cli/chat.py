@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,24 +14,110 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.chat_server import ServerChat, is_http, mock_server
-from kvarts.cli.chat_text import ByteText, ModelText, Text
 from kvarts.cli.engine_options import SAMPLING
-from kvarts.cli.options import Command
-from kvarts.cli.paths import INPUT
+from kvarts.cli.options import INPUT, Command
 from kvarts.cli.sessions import WINDOW, need_grpc
-from kvarts.errors import ConfigError, InputError
+from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.files import read_text
 from kvarts.session.values import Done, StopReason, Token, Truncated
 
 if TYPE_CHECKING:
     from kvarts.client import Session
 
-__all__ = ["chat_command"]
+__all__ = ["ByteText", "ModelText", "chat_command"]
 
 NOTES = {
     StopReason.CANCELLED: "cancelled",
     StopReason.TRUNCATED: "the session cannot go on: the model was not trained for later positions",
 }
+
+
+class ByteText:
+    """Token ids are UTF-8 bytes. Ids above 255 are written as numbers."""
+
+    eos_token_ids: tuple[int, ...] = ()
+
+    def tokens(self, line: str, *, is_first: bool, end: int | None) -> list[int]:
+        """Return the bytes of a line and its newline."""
+        return list(f"{line}\n".encode())
+
+    def writer(self) -> Callable[[int], str]:
+        """Return an incremental UTF-8 decoder."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+        def write(token: int) -> str:
+            if token < 256:
+                return decoder.decode(bytes([token]))
+            return decoder.decode(b"", final=True) + f"<{token}>"
+
+        return write
+
+
+ANSWER = "kvarts-answer-5d41402a"
+"""Placeholder for an answer, to find the text that a template renders after one."""
+
+
+class ModelText:
+    """The tokenizer in a model's directory, with its chat template if it has one.
+
+    A template renders a whole conversation, but a session needs only the text that a turn adds. So a conversation with
+    a placeholder for the answer is rendered; the addition is the text after the placeholder, without the end-of-turn
+    token if the model generated that.
+    """
+
+    def __init__(self, directory: str) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ConfigError(
+                f"a model's tokenizer needs transformers ({error})",
+                field="model",
+                hint="pip install 'kvarts[torch]', or leave --model out.",
+            ) from None
+        if directory.startswith(("/", ".", "~")) and not Path(directory).exists():
+            hint = "Give a directory with a model, or `kvarts model tiny`."
+            raise MissingFileError("no such directory", path=directory, hint=hint)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(
+                f"has no tokenizer: {reason}", path=directory, hint="Give the directory of a model."
+            ) from None
+        eos = self._tokenizer.eos_token_id
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
+
+    def tokens(self, line: str, *, is_first: bool, end: int | None) -> list[int]:
+        """Return the tokens of a turn."""
+        if not self._tokenizer.chat_template:
+            return self._encode(f"{line}\n", add_special_tokens=is_first)
+        message = {"role": "user", "content": line}
+        if is_first:
+            return self._encode(self._render([message]), add_special_tokens=False)
+        answer = {"role": "assistant", "content": ANSWER}
+        _, is_there, addition = self._render([message, answer, message]).partition(ANSWER)
+        if not is_there:
+            raise ConfigError("the chat template leaves answers out", field="model", hint="Leave --model out.")
+        if end is not None:
+            addition = addition.removeprefix(self._tokenizer.decode([end]))
+        return self._encode(addition, add_special_tokens=False)
+
+    def writer(self) -> Callable[[int], str]:
+        """Return an incremental decoder of the tokenizer."""
+        from tokenizers.decoders import DecodeStream
+
+        backend, stream = self._tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
+        return lambda token: stream.step(backend, token) or ""
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return tokens
 
 
 def _sampling_options(command: Any) -> Any:
@@ -70,7 +157,7 @@ def chat_command(**values: Any) -> None:
     sampling = {name: values[name] for name, _, _ in SAMPLING if values[name] is not None}
     sampling["ignore_eos"] = values["ignore_eos"]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    text: Text = ByteText() if values["model"] is None else ModelText(values["model"])
+    text = ByteText() if values["model"] is None else ModelText(values["model"])
     settings: dict[str, Any] = {"label": "kvarts chat", "eos_token_ids": text.eos_token_ids}
     if values["sink"] is not None:
         settings["sink"] = values["sink"]
@@ -98,7 +185,7 @@ def _chat_over_http(values: dict[str, Any]) -> None:
 class _Chat:
     """A conversation: reads lines and prints answers until the input ends."""
 
-    def __init__(self, session: Session, text: Text, sampling: dict[str, Any]) -> None:
+    def __init__(self, session: Session, text: ByteText | ModelText, sampling: dict[str, Any]) -> None:
         self._session = session
         self._text = text
         self._sampling = sampling

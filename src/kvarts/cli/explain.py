@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvarts.cli.options import Command
-from kvarts.cli.paths import INPUT
+from kvarts.cli.options import INPUT, Command
 from kvarts.cli.progress import Progress
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.files import reading

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from kvarts.cli.options import GroupedOption
-from kvarts.cli.paths import INPUT, OUTPUT
+from kvarts.cli.options import INPUT, OUTPUT, GroupedOption
 from kvarts.cli.process import give_back_memory
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_replaceable
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from socket import socket
 
+    from kvarts.event_log import EventReader
     from kvarts.openai_api.access_log import AccessLog
     from kvarts.openai_api.opening import Opened
     from kvarts.openai_api.server import HttpDoors, Lifecycle
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DoorsBehind",
+    "NoReaders",
+    "ReadersOf",
     "address_of",
     "door_settings",
     "failure_options",
@@ -64,6 +66,41 @@ class OneOfSeveral(Protocol):
 
     def say(self, line: str) -> None:
         """Print a line."""
+
+
+class ReadersOf(Protocol):
+    """Opens the readers of the events of engines, which publish them."""
+
+    def __call__(self, name: str) -> list[EventReader]:
+        """Return the readers of the next model, which has this name. Raise ConfigError."""
+
+    def of_worker(self, name: str, worker: int) -> list[EventReader]:
+        """Return the readers of a worker of a fleet. Raise ConfigError."""
+
+    def sources_of(self, worker: int) -> list[dict[str, Any]]:
+        """Return where the events of a worker are published."""
+
+    def close(self, worker: int) -> None:
+        """Publish what waits of a worker, and end that."""
+
+
+class NoReaders:
+    """A ReadersOf where nothing reads events."""
+
+    def __call__(self, name: str) -> list[EventReader]:
+        """Return no readers."""
+        return []
+
+    def of_worker(self, name: str, worker: int) -> list[EventReader]:
+        """Return no readers."""
+        return []
+
+    def sources_of(self, worker: int) -> list[dict[str, Any]]:
+        """Return none."""
+        return []
+
+    def close(self, worker: int) -> None:
+        """Do nothing."""
 
 
 class DoorsBehind(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.http_options import need_http, say
-from kvarts.cli.options import GroupedOption
-from kvarts.cli.paths import DIRECTORY
+from kvarts.cli.options import DIRECTORY, GroupedOption
 from kvarts.cli.sessions import WINDOW, Door
-from kvarts.combines import why_not
+from kvarts.combines import check_combination, why_not
 from kvarts.errors import ConfigError
 from kvarts.units import parse_bytes
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from kvarts.openai_api.opening import Opened
     from kvarts.owners.keys import Keys
 
-__all__ = ["beside", "open_sessions_of", "server_options"]
+__all__ = ["beside", "check_options_beside", "open_sessions_of", "server_options"]
 
 DRAIN_S = 5.0
 MAX_SESSIONS = 1024
@@ -62,6 +61,13 @@ def server_options() -> list[click.Option]:
                help="Keep sessions here, as `kvarts serve sessions` does. [in memory]"),
         option("--no-sessions", is_flag=True, help="Answer as if no session had been named."),
     ]  # fmt: skip
+
+
+def check_options_beside(other: dict[str, str], values: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an option of sessions is given that does not combine with `other`, as in combines.py."""
+    for name in GIVEN:
+        if values.get(name) is not None:
+            check_combination({"sessions": name, **other})
 
 
 def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.report.report import Report
     from kvarts.serve.kv_events.config import KvEventsConfig
-    from kvarts.serve.kv_events.opening import KvEvents
+    from kvarts.serve.kv_events.publisher import KvEvents
     from kvarts.sim.config import ReplayConfig
 
 __all__ = ["PART", "Publishing", "publishing_of"]
@@ -58,9 +59,8 @@ def server_readers(
     kv_groups: Mapping[str, Sequence[Mapping[str, Any]]],
     *,
     rank: int = 0,
-) -> Callable[[str], list[EventReader]]:
-    """Return a function that opens a publisher for the model of a given name and returns its readers, empty if KV
-    events are off. Publishers close with `stack`. Raise ConfigError.
+) -> ServerReaders:
+    """Return what opens a publisher for each engine. Publishers close with `stack`. Raise ConfigError.
 
     Each model has its own endpoints and sequence numbers, like separate engines: a consumer of one model sees no gaps.
     Events do not name the model; indexers are configured with the model of each endpoint. Each publisher is added to
@@ -68,18 +68,70 @@ def server_readers(
     `rank`: of the engine, among those of several workers.
     """
     config = _config_of(values)
-    if config is not None:
-        config = config.for_rank(rank)
+    return ServerReaders(stack, None if config is None else config.for_rank(rank), sources, kv_groups)
 
-    def open_for(name: str) -> list[EventReader]:
-        if config is None:
+
+class ServerReaders:
+    """Opens publishers, see `server_readers`. `config`: None if KV events are off."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        config: KvEventsConfig | None,
+        sources: list[dict[str, Any]],
+        kv_groups: Mapping[str, Sequence[Mapping[str, Any]]],
+    ) -> None:
+        self._config = config
+        self._sources = sources
+        self._kv_groups = kv_groups
+        self._open: dict[int, tuple[KvEvents, dict[str, Any], int]] = {}
+        """The publisher of each engine, where it publishes, and its place in the row of ports."""
+        stack.callback(self._close_all)
+
+    def __call__(self, name: str) -> list[EventReader]:
+        """Return the readers of the events of the next model, which has this name; empty if KV events are off."""
+        return [] if self._config is None else self._at(name, len(self._sources), len(self._open))
+
+    def of_worker(self, name: str, worker: int) -> list[EventReader]:
+        """Return the readers of a worker of a fleet: at the first ports that no worker has, or else at free ones."""
+        if self._config is None:
             return []
-        from kvarts.serve.kv_events.batches import MAX_WAITING
-        from kvarts.serve.kv_events.opening import open_kv_events
+        taken = {place for _, _, place in self._open.values()}
+        place = next(place for place in count() if place not in taken)
+        try:
+            readers = self._at(name, place, worker)
+        except ConfigError:
+            if place == worker:
+                raise  # the fleet starts
+            readers = self._at(name, place, worker, at_free_ports=True)
+        self._open[worker][1]["worker"] = worker
+        return readers
 
-        of_model = config.for_model(name, len(sources))
-        if name in kv_groups:
-            of_model = _with_groups(of_model, kv_groups[name])
+    def sources_of(self, worker: int) -> list[dict[str, Any]]:
+        """Return where the events of a worker are published."""
+        return [self._open[worker][1]] if worker in self._open else []
+
+    def close(self, worker: int) -> None:
+        """Publish the queued batches of a worker, and close its sockets."""
+        opened = self._open.pop(worker, None)
+        if opened is not None:
+            self._sources.remove(opened[1])
+            opened[0].close()
+
+    def _close_all(self) -> None:
+        for worker in reversed(list(self._open)):
+            self.close(worker)
+
+    def _at(self, name: str, place: int, worker: int, *, at_free_ports: bool = False) -> list[EventReader]:
+        from kvarts.serve.kv_events.batches import MAX_WAITING
+        from kvarts.serve.kv_events.publisher import open_kv_events
+
+        assert self._config is not None
+        sources = self._sources
+        config = self._config.at_free_ports() if at_free_ports else self._config
+        of_model = config.for_model(name, place)
+        if name in self._kv_groups:
+            of_model = _with_groups(of_model, self._kv_groups[name])
         taken = {source[key] for source in sources for key in ("endpoint", "replay_endpoint")}
         for field, endpoint in (("kv_events", of_model.endpoint), ("kv_events_replay", of_model.replay_endpoint)):
             if endpoint is not None and endpoint in taken:
@@ -89,25 +141,22 @@ def server_readers(
                     hint="Let --kv-events and --kv-events-replay be further apart: tcp://127.0.0.1:5557 and :5657.",
                 )
         events = open_kv_events(of_model, now_s=time.time)
-        stack.callback(events.close)
         publisher = events.publisher
-        sources.append(
-            {
-                "data_parallel_rank": of_model.rank,
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "endpoint": publisher.endpoint,
-                "replay_endpoint": publisher.replay_endpoint,
-                "buffer_steps": of_model.buffer_steps,
-                "hwm": of_model.high_water_mark,
-                "max_queue_size": MAX_WAITING,
-                "topic": of_model.topic,
-                "model_name": name,
-            }
-        )
+        source = {
+            "data_parallel_rank": of_model.rank,
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": publisher.endpoint,
+            "replay_endpoint": publisher.replay_endpoint,
+            "buffer_steps": of_model.buffer_steps,
+            "hwm": of_model.high_water_mark,
+            "max_queue_size": MAX_WAITING,
+            "topic": of_model.topic,
+            "model_name": name,
+        }
+        sources.append(source)
+        self._open[worker] = events, source, place
         return [events.reader]
-
-    return open_for
 
 
 def _config_of(values: Mapping[str, Any]) -> KvEventsConfig | None:
@@ -216,7 +265,7 @@ class Publishing:
     @contextmanager
     def open(self) -> Iterator[Callable[[int, ReplayConfig], EventReader]]:
         """Yield a function that returns the publisher of an engine's events, by its number and configuration."""
-        from kvarts.serve.kv_events.opening import open_kv_events
+        from kvarts.serve.kv_events.publisher import open_kv_events
 
         with ExitStack() as stack:
             opened: dict[int, KvEvents] = {}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import msgspec
 
-from kvarts.cli import offload_llm
+from kvarts.cli import offload
 from kvarts.cli.engine_options import (
     MODEL_HELP,
     SAMPLING,
@@ -64,7 +64,7 @@ def need_torch() -> None:
 
 def llm_options(command: Command) -> Command:
     """Add the options that `open_llm` reads."""
-    command = offload_llm.add_options(command)
+    command = offload.add_options(command)
     command = engine_options(kv_groups_option(snapshots_option(command)))
     return click.option("--model", metavar="DIR", required=True, help=MODEL_HELP)(command)
 
@@ -93,7 +93,7 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
     """Return the LLM that the options describe."""
     from kvarts.llm.llm import LLM
 
-    settings |= offload_llm.settings_of(values)
+    settings |= offload.settings_of(values)
     llm = LLM(values["model"], options=engine_options_of(values), **settings)
     config = llm.config
     blocks = "" if llm.kv_groups == "off" else f" as {llm.num_pages:,} blocks of {llm.kv_blocks['block_bytes']:,} bytes"

@@ -20,9 +20,8 @@ from kvarts.cli.llm import (
     sampling_options,
     sampling_params,
 )
-from kvarts.cli.options import Command
-from kvarts.cli.paths import INPUT
-from kvarts.cli.printing import print_bytes
+from kvarts.cli.options import INPUT, Command
+from kvarts.cli.process import print_bytes
 from kvarts.errors import ConfigError, KvartsError
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from kvarts.cli.llm import (
     sampling_options,
     sampling_params,
 )
-from kvarts.cli.options import Command
-from kvarts.cli.paths import INPUT, OUTPUT
-from kvarts.cli.printing import print_json
+from kvarts.cli.options import INPUT, OUTPUT, Command
+from kvarts.cli.process import print_json
 from kvarts.errors import KvartsError
 from kvarts.files import check_writable, is_standard_output, whole_file, write_whole
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 from importlib import import_module
+from importlib.util import find_spec
 
 import click
 
+from kvarts import __version__
 from kvarts.cli.options import Group
 from kvarts.cli.process import (
     ReaderGoneError,
@@ -16,11 +18,9 @@ from kvarts.cli.process import (
     handle_signals,
     signal_that_came,
 )
-from kvarts.cli.version import version_option
 from kvarts.errors import KvartsError, OutputError
 
-__all__ = ["main", "run", "run_main"]
-
+__all__ = ["how_built", "main", "run", "run_main", "version_option"]
 
 HELP = """KV-cache engine for LLM serving: planning, testing and proving KV memory.
 
@@ -57,6 +57,24 @@ COMMANDS = {
     "watch": "watch",
 }
 """The commands, each with the module of `kvarts.cli` that defines it."""
+
+
+def how_built() -> str:
+    """Return `compiled` if the engine is a compiled library, else `interpreted`."""
+    engine = find_spec("kvarts.engine")
+    assert engine is not None and engine.origin is not None
+    return "interpreted" if engine.origin.endswith(".py") else "compiled"
+
+
+def _tell(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked and not ctx.resilient_parsing:
+        click.echo(f"kvarts, version {__version__} ({how_built()})")
+        ctx.exit()
+
+
+version_option = click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, help="Show the version and exit.", callback=_tell
+)
 
 
 class Commands(Group):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from kvarts.cli import (
     workers,
 )
 from kvarts.cli.http_options import (
+    NoReaders,
     address_of,
     door_settings,
     failure_options,
@@ -25,17 +25,15 @@ from kvarts.cli.http_options import (
     need_http,
     serve_http,
 )
-from kvarts.cli.options import Command, GroupedOption, given_by_flags, options_of
-from kvarts.cli.paths import INPUT
-from kvarts.cli.printing import tell_whole_pages
+from kvarts.cli.options import INPUT, Command, GroupedOption, given_by_flags, options_of
+from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError, MissingFileError
 from kvarts.rooms import from_room
 from kvarts.settings import Given
 
 if TYPE_CHECKING:
-    from kvarts.cli.http_options import DoorsBehind, OneOfSeveral
-    from kvarts.event_log import EventReader
+    from kvarts.cli.http_options import DoorsBehind, OneOfSeveral, ReadersOf
     from kvarts.openai_api.opening import Opened
     from kvarts.openai_api.recordings import RecordedAnswers
 
@@ -144,7 +142,7 @@ def mock_command(**params: Any) -> None:
     worker = workers.start_if_several(params, given, door.answers, address)
     rank = 0 if worker is None else worker.rank
     door = msgspec.structs.replace(door, rank=rank)
-    readers_of: Callable[[str], list[EventReader]] = _no_readers
+    readers_of: ReadersOf = NoReaders()
     sources: list[dict[str, Any]] = []
     kv_groups: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
@@ -155,7 +153,7 @@ def mock_command(**params: Any) -> None:
         readers_of = kv_events.server_readers(stack, params, sources, kv_groups, rank=rank)
         fleet = mock_fleet.open_if_given(
             given, sections, params, door, model=str(given["model"]) if "model" in given else "mock", speedup=speedup,
-            readers_of=readers_of, sources=sources, kv_groups=kv_groups,
+            readers_of=readers_of, kv_groups=kv_groups,
         )  # fmt: skip
         sharing = None if fleet is not None else mock_sharing.open_if_several(
             given, sections, params, door, speedup=speedup, readers_of=readers_of, kv_groups=kv_groups
@@ -210,11 +208,6 @@ def _check_model(name: str) -> None:
     except MissingFileError as error:
         hint = f"To serve a mock by this name: --served-model-name {name}. {error.hint}"
         raise MissingFileError(error.what, path=name, hint=hint) from None
-
-
-def _no_readers(name: str) -> list[EventReader]:
-    """Return the readers of a model's events when nothing reads them."""
-    return []
 
 
 def _told(opened: Opened) -> str:

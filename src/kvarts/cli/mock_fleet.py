@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.cli.http_sessions import GIVEN as SESSION_OPTIONS
-from kvarts.cli.options import GroupedOption
-from kvarts.cli.paths import INPUT
-from kvarts.cli.printing import tell_whole_pages
+from kvarts.cli import (
+    http_sessions,
+)
+from kvarts.cli.http_options import say
+from kvarts.cli.options import INPUT, GroupedOption
+from kvarts.cli.process import tell_whole_pages
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvarts.cli.http_options import ReadersOf
     from kvarts.event_log import EventReader
     from kvarts.fleet.config import FleetWorker
     from kvarts.openai_api.fleet.opening import OpenedFleet
@@ -53,14 +56,12 @@ def open_if_given(
     *,
     model: str,
     speedup: float,
-    readers_of: Callable[[str], list[EventReader]],
-    sources: list[dict[str, Any]],
+    readers_of: ReadersOf,
     kv_groups: dict[str, list[dict[str, Any]]],
 ) -> FleetDoors | None:
     """Return the doors of the fleet that `--fleet` names; None without it. Raise ConfigError.
 
-    `readers_of` opens the publisher of KV events of the next worker, adds it to `sources`, and returns its reader; it
-    reads the KV groups of the worker in `kv_groups`.
+    `readers_of` opens the publisher of KV events of a worker; it reads the KV groups of the worker in `kv_groups`.
     """
     if params["fleet"] is None:
         return None
@@ -77,9 +78,7 @@ def open_if_given(
         **({"several": "--model"} if given.names("models") else {}),
     }
     check_combination(asked)
-    for name in SESSION_OPTIONS:
-        if params.get(name) is not None:
-            check_combination({"sessions": name, "fleet": "fleet"})
+    http_sessions.check_options_beside({"fleet": "fleet"}, params)
     from kvarts.cli.fleet import with_eviction
 
     config = with_eviction(resolve_fleet(given, sections), given, None)
@@ -89,20 +88,28 @@ def open_if_given(
 
     def readers_of_worker(worker: FleetWorker) -> list[EventReader]:
         each = worker.pool.each
-        if worker.index >= config.replicas:
-            return []  # a worker that a scaler adds publishes no events
         kv_groups.pop(name, None)
         if each.kv_groups != "off":
             kv_groups[name] = each.memory.to_builtins()["kv_groups"]
-        return readers_of(name)
+        try:
+            return readers_of.of_worker(name, worker.index)
+        except ConfigError as error:
+            if worker.index < config.replicas:
+                raise
+            say(f"worker {worker.index} publishes no KV events: {error.what}")  # the others go on
+            return []
 
     from kvarts.openai_api.fleet.opening import open_fleet
 
-    fleet = open_fleet(config, door, model=model, speedup=speedup, readers_of=readers_of_worker)
-    fleet.front.routes.event_sources += sources
-    if sources:
-        for worker, source in zip(fleet.workers, sources, strict=True):
-            worker.opened.routes.event_sources.append(source)
+    fleet = open_fleet(
+        config,
+        door,
+        model=model,
+        speedup=speedup,
+        readers_of=readers_of_worker,
+        sources_of=readers_of.sources_of,
+        close_events=readers_of.close,
+    )
     return FleetDoors(fleet)
 
 
@@ -118,6 +125,6 @@ class FleetDoors:
         """Return all servers, and their models. Raise ConfigError if a port is taken."""
         from kvarts.openai_api.fleet.servers import FleetModels, FleetServer
 
-        server = FleetServer(self._fleet, address)
+        server = FleetServer(self._fleet, address, say=say)
         self.urls = server.urls
         return server, FleetModels(self._fleet)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.options import options_of
-from kvarts.cli.printing import tell_whole_pages
+from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.sharing import MODELS
 from kvarts.cli.sharing import PART as SHARING
 from kvarts.errors import ConfigError

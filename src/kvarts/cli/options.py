@@ -1,9 +1,13 @@
-"""Command-line options, generated from settings, and the settings that were given by them."""
+"""Command-line options, generated from settings, and the settings that were given by them.
+
+No type of a path looks at the file system. `kvarts.files` reports paths that cannot be read or written, with the
+library's exit codes and messages.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf, isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -13,17 +17,118 @@ import msgspec
 
 from kvarts.cli.effects import check_effects
 from kvarts.cli.helps import common_of, examples_of, groups_of, summary_of
-from kvarts.cli.paths import role_of
-from kvarts.cli.spellings import in_our_words
 from kvarts.errors import ConfigError, did_you_mean
 from kvarts.files import check_outputs
 from kvarts.settings import Flags, Given, Section, Setting
 
-__all__ = ["Command", "Group", "GroupedOption", "given_by_flags", "grouped", "options_of", "settings_by_param"]
+__all__ = [
+    "ALIASES",
+    "ANSWERS",
+    "DERIVED",
+    "DIRECTORY",
+    "INPUT",
+    "OUTPUT",
+    "Command",
+    "Group",
+    "GroupedOption",
+    "PathRole",
+    "given_by_flags",
+    "grouped",
+    "in_our_words",
+    "options_of",
+    "role_of",
+    "settings_by_param",
+]
 
+PathRole = Literal["input", "output", "derived", "directory"]
+ALIASES = {
+    "--num-gpu-blocks-override": "--pages",
+    "--block-size": "--page-size",
+    "--max-num-seqs": "--max-seqs",
+    "--max-num-batched-tokens": "--max-batched-tokens",
+    "--tensor-parallel-size": "--tensor-parallel",
+    "--tp": "--tensor-parallel",
+    "-tp": "--tensor-parallel",
+    "--data-parallel-size": "--data-parallel",
+    "--dp": "--data-parallel",
+    "-dp": "--data-parallel",
+    "--pipeline-parallel-size": "--pipeline-parallel",
+    "--pp": "--pipeline-parallel",
+    "-pp": "--pipeline-parallel",
+    "--gpu-memory-utilization": "--memory-fraction",
+    "--kv-cache-dtype": "--kv-dtype",
+    "--kv-cache-memory-bytes": "--kv-memory",
+    "--no-enable-prefix-caching": "--no-prefix-caching",
+}
+"""Options of `vllm serve`, and the option here with the same meaning and values."""
+
+ANSWERS = {
+    "--cpu-offload-gb": "kvarts keeps weights on the device; for KV below it, give --host-memory 64GiB",
+    "--enable-chunked-prefill": "prompts are always chunked; --max-batched-tokens sets the largest chunk",
+    "--enable-expert-parallel": "give --expert-parallel N, over how many devices experts are divided",
+    "--enable-prefix-caching": "the prefix cache is on unless --no-prefix-caching is given",
+    "--kv-offloading-size": "give --host-memory 64GiB",
+    "--max-model-len": "a replay takes each request as long as the trace has it",
+    "--num-gpu-blocks": "give --pages N",
+    "--quantization": "give --weight-dtype fp8, and --kv-dtype for KV",
+    "--scheduling-policy": "requests are ordered by priority and arrival; for another policy see "
+    "docs/guide-policies.md",
+    "--swap-space": "give --host-memory 64GiB",
+    "-q": "give --weight-dtype fp8, and --kv-dtype for KV",
+}
+"""Options of `vllm serve` without an equivalent, and what to do instead."""
 HELP_ALL = "kvarts.help_all"
 NEVER = ("--reclaim-after",)
 """Options that accept `inf`, which means never."""
+
+
+class _PathType(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
+    name = "path"
+
+    def __init__(self, role: PathRole) -> None:
+        self.role: PathRole = role
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if value == "":
+            self.fail("a path is not empty", param, ctx)
+        if value == "-" and self.role == "directory":
+            self.fail("standard output is not a directory; use ./- for a directory of that name", param, ctx)
+        return Path(value)
+
+
+INPUT = _PathType("input")
+"""A file, or a directory, that is read."""
+OUTPUT = _PathType("output")
+"""A file that is written."""
+DERIVED = _PathType("derived")
+"""A name from which those of several files are made, one per replica or model; the command checks them."""
+DIRECTORY = _PathType("directory")
+"""A directory that only the command writes to."""
+
+
+def role_of(param: click.Parameter) -> PathRole | None:
+    """Return how a command uses the path of a parameter; None if the parameter is not a path."""
+    role: PathRole | None = getattr(param.type, "role", None)
+    return role
+
+
+def in_our_words(args: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return `args` with vLLM's option names replaced. `known`: the options of the command.
+
+    Raise UsageError for an option in ANSWERS. Words after `--` are not changed.
+    """
+    ours: list[str] = []
+    for place, word in enumerate(args):
+        if word == "--":
+            return [*ours, *args[place:]]
+        name, equals, value = word.partition("=")
+        if name not in known:
+            if ALIASES.get(name) in known:
+                name = ALIASES[name]
+            elif name in ANSWERS:
+                raise click.UsageError(f"No such option: {name}: {ANSWERS[name]}.")
+        ours.append(f"{name}{equals}{value}")
+    return ours
 
 
 class GroupedOption(click.Option):

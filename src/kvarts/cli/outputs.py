@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvarts import __version__
 from kvarts.cli.parts import CommandPart, RoomResults, load_parts
-from kvarts.cli.printing import print_bytes
+from kvarts.cli.process import print_bytes
 from kvarts.cli.table import render_advice, render_table
 from kvarts.files import check_writable, is_standard_output, write_whole
-from kvarts.report.run_files import DISTRIBUTIONS, REPORT, REQUESTS, RUN
+from kvarts.report.run_directory import DISTRIBUTIONS, REPORT, REQUESTS, RUN
 
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader

@@ -10,20 +10,17 @@ import click
 from click.core import ParameterSource
 
 from kvarts.cli.effects import NO_REPLAY, check_effects
-from kvarts.cli.options import Command, given_by_flags, grouped, options_of
-from kvarts.cli.pages import open_option
+from kvarts.cli.options import INPUT, OUTPUT, Command, given_by_flags, grouped, options_of
+from kvarts.cli.pages import check_opening, open_option, open_page
 from kvarts.cli.parts import load_parts
-from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.plan_options import TIER_NAMES, PlanOptions, fleet_kinds
-from kvarts.cli.plan_pictures import Pictures
 from kvarts.cli.plan_shares import Share, ShareType, divided
-from kvarts.cli.printing import print_bytes, print_json, tell_whole_pages
+from kvarts.cli.process import print_bytes, print_json, tell_whole_pages
 from kvarts.cli.progress import Progress
-from kvarts.cli.replay import all_sections, paths_in, read_settings, set_by
-from kvarts.cli.sample import load_traffic, over_sample_settings
+from kvarts.cli.replay import all_sections, load_traffic, over_sample_settings, paths_in, read_settings, set_by
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.files import check_outputs
+from kvarts.files import check_outputs, check_writable, is_standard_output, write_whole
 from kvarts.limits import MOST_PAGES, brief
 from kvarts.plan.policy import check_policy, with_policy
 from kvarts.samples import sample_of
@@ -32,7 +29,7 @@ from kvarts.sim.config import resolve_replay
 if TYPE_CHECKING:
     from kvarts.settings import Given
 
-__all__ = ["plan_command"]
+__all__ = ["Pictures", "plan_command"]
 
 MOST_USERS = 100_000
 OWN = ("sizes", "policies", "league", "prices", "slo_share", "cost_error", "curves_only")
@@ -44,6 +41,40 @@ latencies = grouped("Latencies")
 fleets = grouped("Fleets")
 more = grouped("Next to the curve")
 results = grouped("Results")
+
+
+class Pictures:
+    """The files of charts, checked before anything is computed. Raises ConfigError and OutputError."""
+
+    def __init__(self, html_file: Path | None, plot_files: tuple[Path, ...], *, opens: bool) -> None:
+        check_opening(html_file, opens=opens)
+        self._opens = opens
+        self._html_file = html_file
+        self._plot_files = plot_files
+        self.paths = [*plot_files, *([html_file] if html_file is not None else [])]
+        if plot_files:
+            from kvarts.report.pictures import check_installed
+
+            check_installed("--plot")
+        for path in self.paths:
+            check_writable(path)
+
+    @property
+    def are_printed(self) -> bool:
+        """Whether one of the files is standard output; then nothing else is printed there."""
+        return any(map(is_standard_output, self.paths))
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Write all files."""
+        if self._html_file is not None:
+            from kvarts.plan.page import render_page
+
+            write_whole(self._html_file, render_page(values))
+            open_page(self._html_file, opens=self._opens)
+        for path in self._plot_files:
+            from kvarts.plan.pictures import draw
+
+            write_whole(path, draw(values, "png" if path.suffix == ".png" else "svg"))
 
 
 def _options() -> list[click.Parameter]:
@@ -233,7 +264,7 @@ def plan_command(
     """
     from kvarts.plan import tables
     from kvarts.plan.fleet_kinds import given_of_fleets
-    from kvarts.plan.fleet_tables import render_fleets
+    from kvarts.plan.tables import render_fleets
 
     sections = all_sections()
     given = given_by_flags(params, sections).over(read_settings(config_file, sections))

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarts.cli.printing import tell_whole_pages
+from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.progress import Progress
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
-from kvarts.plan.commands import command_line
+from kvarts.plan.commands import CommandLines, command_line
 from kvarts.report.advice import as_size
 from kvarts.settings import SettingError, parts_of_error
 
@@ -29,7 +29,7 @@ TIER_NAMES = ("device", "host", "disk")
 GIVE_MODEL = "Give --model and --device."
 
 
-class PlanOptions:
+class PlanOptions(CommandLines):
     """All options, and the trace. `config`: None if nothing is replayed.
 
     `options`: the plan's own options that belong in every command line it prints; `own`: its other options.

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvarts.cli.parts import CommandPart, ReplayRun
-from kvarts.plan.policy import KEY, SECTION, check_policy
+from kvarts.cli.replay import OneRun
+from kvarts.plan.policy import KEY, SECTION, check_policy, with_policy
 from kvarts.settings import Given, Section
 
-__all__ = ["PART"]
+if TYPE_CHECKING:
+    from kvarts.traffic.trace import Trace
+
+__all__ = ["PART", "PolicyRun"]
 
 
 class PolicyPart(CommandPart):
@@ -30,9 +34,18 @@ class PolicyPart(CommandPart):
         """Return the run if a policy is given."""
         if KEY not in given:
             return None
-        from kvarts.cli.plan_run import PolicyRun
 
         return PolicyRun(given, trace, sections)
 
 
 PART = PolicyPart()
+
+
+class PolicyRun(OneRun):
+    """A replay with the given policy."""
+
+    def load(self) -> tuple[Trace, Sequence[Trace]]:
+        """Load the trace, and pass its sessions to the policy."""
+        traffic, traces = super().load()
+        self.config = with_policy(self.config, self._given, traffic)
+        return traffic, traces

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import click
 
-from kvarts.cli.options import Command
-from kvarts.cli.paths import DIRECTORY, INPUT
-from kvarts.cli.printing import print_bytes, print_json
+from kvarts.cli.options import DIRECTORY, INPUT, Command
+from kvarts.cli.process import print_bytes, print_json
 from kvarts.cli.progress import Progress
 
 __all__ = ["sweep_command"]

@@ -18,9 +18,15 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
 
 from kvarts.errors import OutputError
+
+if TYPE_CHECKING:
+    from kvarts.sim.config import ReplayConfig
 
 __all__ = [
     "ReaderGoneError",
@@ -30,7 +36,10 @@ __all__ = [
     "guard_streams",
     "handle_signals",
     "hold_signals_back",
+    "print_bytes",
+    "print_json",
     "signal_that_came",
+    "tell_whole_pages",
 ]
 
 STANDARD_STREAMS = (0, 1, 2)
@@ -227,3 +236,25 @@ def end(code: int) -> None:
     sys.stderr.flush()
     # Everything is written. Destroying all objects of a replay one by one would take longer than its report did.
     os._exit(code)
+
+
+def print_bytes(text: bytes) -> None:
+    """Write to standard output. Raise OutputError if that fails."""
+    try:
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", path="standard output") from error
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON value on standard output, indented, with a newline."""
+    print_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+def tell_whole_pages(config: ReplayConfig, of: str = "the model") -> None:
+    """Say why pages are whole, though layers keep less and KV groups are the default."""
+    if config.whole_pages:
+        click.echo(f"kvarts: pages are whole, though layers of {of} keep less: {config.whole_pages}", err=True)

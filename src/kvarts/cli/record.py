@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.cli.options import GroupedOption
+from kvarts.cli.options import DERIVED, OUTPUT, GroupedOption
 from kvarts.cli.parts import CommandPart
-from kvarts.cli.paths import DERIVED, OUTPUT
 from kvarts.errors import OutputError
 from kvarts.files import check_writable, whole_file
 from kvarts.report.run_directory import EVENTS, TIMELINE, named, per_replica

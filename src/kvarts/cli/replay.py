@@ -10,39 +10,68 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.effects import check_effects
-from kvarts.cli.options import Command, given_by_flags, grouped, options_of
+from kvarts.cli.options import DERIVED, DIRECTORY, INPUT, Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import check_opening, open_option, write_run_page
 from kvarts.cli.parts import CommandPart, Outputs, ReplayRun, concern_parts, load_parts
-from kvarts.cli.printing import tell_whole_pages
+from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.progress import Progress
-from kvarts.cli.sample import load_traffic, over_sample_settings
 from kvarts.files import check_outputs
-from kvarts.report.run_files import REPORT
-from kvarts.settings import Given, Section, given_in
+from kvarts.report.run_directory import REPORT
+from kvarts.samples import PREFIX, SAMPLES
+from kvarts.settings import Flags, Given, Section, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 from kvarts.traffic.settings import SECTION as TRAFFIC
+from kvarts.traffic.settings import load_given
 
 if TYPE_CHECKING:
     from kvarts.traffic.trace import Trace
-
-from kvarts.cli.paths import DERIVED, DIRECTORY, INPUT
 
 __all__ = [
     "OWN_SECTIONS",
     "OneRun",
     "ReplayCommand",
     "all_sections",
+    "load_traffic",
+    "over_sample_settings",
     "paths_in",
     "read_settings",
     "replay_command",
     "set_by",
 ]
 
+SAMPLE = "agents"
+SAMPLE_SETTINGS = {"model": "llama-3.1-8b", "device": "h100-80gb"}
+"""By their keys. With these, the pages nearly suffice for the prefixes that the sessions return to."""
 INCONCLUSIVE = 6
 
 OWN_SECTIONS = (*SECTIONS, TRAFFIC)
 
 result = grouped("Results")
+
+
+def load_traffic(given: Given, trace: Path | None) -> Trace:
+    """Load the trace named on the command line, else the traffic that the settings file describes, else the sample."""
+    with Progress("reading the trace" if trace is None else f"reading {trace}"):
+        found = load_given(given, trace)
+    if found is None:
+        click.echo(f"kvarts: replaying {SAMPLES[SAMPLE].what}; give a TRACE to replay your own", err=True)
+        found = load_given(given, f"{PREFIX}{SAMPLE}")
+    assert found is not None
+    return found
+
+
+def over_sample_settings(given: Given, sections: Sequence[Section]) -> Given:
+    """Return the given settings, with the sample's model and device for those that are missing.
+
+    If `cost` is given, nothing is added: it determines the time of steps without a model and device.
+    """
+    sample = Given()
+    spellings = Flags({key: f"{key} of the sample" for key in SAMPLE_SETTINGS})
+    if "cost" not in given:
+        for setting in (setting for section in sections if not section.is_named for setting in section.settings):
+            if setting.key in SAMPLE_SETTINGS:
+                sample.add(setting, SAMPLE_SETTINGS[setting.key], spellings)
+    return given.over(sample)
 
 
 def all_sections() -> tuple[Section, ...]:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 
-from kvarts.cli.options import Command
+from kvarts.cli.options import INPUT, OUTPUT, Command
 from kvarts.cli.pages import check_opening, open_option, write_run_page
-from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.progress import Progress
 from kvarts.files import check_writable, is_standard_output
 

@@ -15,8 +15,7 @@ from kvarts.cli import (
 )
 from kvarts.cli.engine_options import MODEL_HELP, engine_options, engine_options_of, kv_groups_option
 from kvarts.cli.narrating import narrate
-from kvarts.cli.options import Command, GroupedOption, grouped
-from kvarts.cli.paths import DIRECTORY, INPUT
+from kvarts.cli.options import DIRECTORY, INPUT, Command, GroupedOption, grouped
 from kvarts.cli.process import give_back_memory
 from kvarts.cli.sessions import WINDOW, Door, need_grpc
 from kvarts.errors import ConfigError

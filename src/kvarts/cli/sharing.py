@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import click
 import msgspec
 
-from kvarts.cli.options import GroupedOption
+from kvarts.cli.options import DERIVED, GroupedOption
 from kvarts.cli.parts import CommandPart, ReplayRun
-from kvarts.cli.paths import DERIVED
 from kvarts.errors import ConfigError
 from kvarts.settings import Flags, Given, Section, setting, settings_of
 from kvarts.sharing.config import SECTIONS, ModelShare, SharingConfig

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli import record as recording
-from kvarts.cli.options import Command
-from kvarts.cli.paths import INPUT, OUTPUT
-from kvarts.cli.printing import print_bytes
+from kvarts.cli.options import INPUT, OUTPUT, Command
+from kvarts.cli.process import print_bytes
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_replaceable, is_standard_output, write_whole
 from kvarts.rooms import from_room
@@ -85,7 +84,7 @@ def soak_command(
     """
     from kvarts.session.soak.page import render_soak_page
     from kvarts.session.soak.record import load_record, write_record
-    from kvarts.session.soak.verdict import judge_soak
+    from kvarts.session.soak.rules import judge_soak
 
     timeline = values.get("kv_timeline")
     if timeline is not None and not virtual:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.cli.options import Command, Group
-from kvarts.cli.paths import INPUT, OUTPUT
-from kvarts.cli.printing import print_bytes, print_json
+from kvarts.cli.options import INPUT, OUTPUT, Command, Group
+from kvarts.cli.process import print_bytes, print_json
 from kvarts.cli.progress import Progress
 from kvarts.errors import ConfigError
 from kvarts.samples import PREFIX, SAMPLES
@@ -177,7 +176,7 @@ def _load(path: Path, reading: dict[str, Any]) -> Trace:
 
 def _write(trace: Trace, output: Path | None) -> None:
     from kvarts.files import check_writable, whole_file
-    from kvarts.traffic.writing import trace_lines
+    from kvarts.traffic.editing import trace_lines
 
     if output is None:
         print_bytes(b"".join(trace_lines(trace)))

@@ -9,9 +9,8 @@ from typing import Any
 import click
 import msgspec
 
-from kvarts.cli.options import Command
-from kvarts.cli.paths import INPUT
-from kvarts.cli.printing import print_json
+from kvarts.cli.options import INPUT, Command
+from kvarts.cli.process import print_json
 from kvarts.cli.progress import Progress
 from kvarts.errors import ConfigError, KvartsError
 from kvarts.units import parse_bytes

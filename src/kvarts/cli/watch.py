@@ -15,10 +15,8 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 import msgspec
 
-from kvarts.cli.options import Command, grouped
-from kvarts.cli.paths import OUTPUT
-from kvarts.cli.printing import print_bytes, print_json
-from kvarts.cli.process import give_back_memory
+from kvarts.cli.options import OUTPUT, Command, grouped
+from kvarts.cli.process import give_back_memory, print_bytes, print_json
 from kvarts.errors import ConfigError
 from kvarts.files import (
     check_writable,
@@ -138,7 +136,7 @@ def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any
     if scraper is not None:
         stack.callback(scraper.close)
 
-    def open_timeline(total_blocks: int, block_size: int) -> WatchedTimeline:
+    def open_timeline(total_blocks: int | None, block_size: int | None) -> WatchedTimeline:
         file = _LiveFile(values["timeline_file"])
         stack.callback(file.close)
         timeline = WatchedTimeline(file, total_blocks=total_blocks, block_size=block_size)
@@ -181,7 +179,7 @@ def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any
     if scraper is not None and not scraper.num_seen:
         notes.append(f"metrics could not be read at {values['metrics']}")
     if values["timeline_file"] is not None and watch.timeline is None:
-        open_timeline(watched.claims.total_blocks or 0, watched.claims.block_size or 0)
+        open_timeline(watched.claims.total_blocks, watched.claims.block_size)
         notes.append("the timeline is empty: the metrics do not report the number of blocks, or no block was stored")
     return watch
 

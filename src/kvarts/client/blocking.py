@@ -9,15 +9,17 @@ from typing import Any, Self, Unpack
 
 import grpc
 
-from kvarts.client.connection import credentials_of, metadata_of, options_of
 from kvarts.client.errors import error_of
 from kvarts.client.messages import (
     Sampling,
     Settings,
     append_request,
     create_request,
+    credentials_of,
     generate_request,
     info_of,
+    metadata_of,
+    options_of,
     rollback_request,
     update_of,
 )
@@ -25,8 +27,7 @@ from kvarts.errors import KvartsError
 from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
-from kvarts.session.errors import UnknownSessionError
-from kvarts.session.values import SessionInfo, Update
+from kvarts.session.values import SessionInfo, UnknownSessionError, Update
 
 __all__ = ["Session", "Sessions"]
 
@@ -37,7 +38,7 @@ class Sessions:
     `token`: the owner's token, if the server requires one. `tls`: encrypt, and trust the system's certificates;
     `tls_ca`: encrypt, and trust the certificates in this file. Nothing is sent before the first call.
 
-    All calls raise the server's errors, which are classes of `kvarts.session.errors` and ConfigError; other failures
+    All calls raise the server's errors, which are classes of `kvarts.session.values` and ConfigError; other failures
     raise a ServerError: ServerUnreachableError, NotAuthenticatedError, CallCancelledError.
     """
 

@@ -8,7 +8,7 @@ import grpc
 
 from kvarts.errors import ConfigError, KvartsError
 from kvarts.proto import ERROR_KEY
-from kvarts.session.errors import (
+from kvarts.session.values import (
     SessionBusyError,
     SessionGoneError,
     SessionNotReadyError,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
+import grpc
 from google.protobuf.message import Message
 
+from kvarts.files import read_bytes
 from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.sampling import SamplingParams
-from kvarts.session.errors import SessionValueError
 from kvarts.session.values import (
     Done,
     Keep,
@@ -18,6 +20,7 @@ from kvarts.session.values import (
     Retention,
     SessionInfo,
     SessionSettings,
+    SessionValueError,
     StopReason,
     Token,
     Truncated,
@@ -29,14 +32,26 @@ __all__ = [
     "Settings",
     "append_request",
     "create_request",
+    "credentials_of",
     "generate_request",
     "info_of",
+    "metadata_of",
+    "options_of",
     "rollback_request",
     "update_of",
 ]
 
-
 SomeMessage = TypeVar("SomeMessage", bound=Message)
+OPTIONS = [
+    ("grpc.max_receive_message_length", -1),  # a list of all sessions may be long
+    # A server whose connection broke sends nothing: during a call, pings detect it.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+HERE = ("localhost", "127.0.0.1", "[::1]")
 
 
 class Settings(TypedDict, total=False):
@@ -156,3 +171,20 @@ def info_of(message: added.SessionInfo) -> SessionInfo:
         num_computed_tokens=message.num_computed_tokens,
         restored=message.restored if message.HasField("restored") else None,
     )
+
+
+def options_of(address: str) -> list[tuple[str, int]]:
+    """Return the options of a channel. A proxy set in the environment is not used for this machine."""
+    return [*OPTIONS, ("grpc.enable_http_proxy", int(address.rpartition(":")[0] not in HERE))]
+
+
+def credentials_of(tls: bool, tls_ca: Path | str | None) -> grpc.ChannelCredentials | None:
+    """Return the credentials of a TLS channel; None without TLS. Raise MissingFileError or InputError."""
+    if tls_ca is None:
+        return grpc.ssl_channel_credentials() if tls else None
+    return grpc.ssl_channel_credentials(read_bytes(Path(tls_ca), hint="Check the path of the certificate."))
+
+
+def metadata_of(token: str | None) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of each call."""
+    return () if token is None else (("authorization", f"Bearer {token}"),)

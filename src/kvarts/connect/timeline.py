@@ -14,12 +14,12 @@ class WatchedTimeline:
     """Writes rows to `file`, as JSON lines. The file remains the caller's; `close` writes the totals.
 
     Rows are samples of a running engine: they may miss its peaks, and preemptions are those since the previous row. A
-    sample without usage or requests gives no row.
+    sample without usage or requests gives no row, and neither does any if a size was not observed (None).
     """
 
-    def __init__(self, file: Written, *, total_blocks: int, block_size: int) -> None:
+    def __init__(self, file: Written, *, total_blocks: int | None, block_size: int | None) -> None:
         self._file = file
-        self._total = total_blocks
+        self._total = total_blocks or 0
         self._encode = msgspec.json.Encoder().encode
         self._peak_pct = 0.0
         self._num_preempted_before: int | None = None
@@ -29,7 +29,7 @@ class WatchedTimeline:
 
     def add(self, time_s: float, sample: EngineSample) -> None:
         """Write a row for a sample taken at `time_s`, in seconds from the start of the watch."""
-        if sample.usage is None or sample.num_running is None:
+        if not self._total or sample.usage is None or sample.num_running is None:
             return
         used = min(self._total, max(0, round(sample.usage * self._total)))
         before, total = self._num_preempted_before, sample.num_preempted

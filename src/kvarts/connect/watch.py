@@ -36,7 +36,7 @@ class Watch:
         watched: Watched,
         *,
         looks: Looks | None = None,
-        open_timeline: Callable[[int, int], WatchedTimeline] | None = None,
+        open_timeline: Callable[[int | None, int | None], WatchedTimeline] | None = None,
         on_status: Callable[[Watch], object] | None = None,
         every_s: float = 1.0,
         on_look: Callable[[Watch], object] | None = None,

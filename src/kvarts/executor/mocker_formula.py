@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from mypy_extensions import i64
+
 from kvarts.executor.manysteps import are_many, whole_ns
 from kvarts.sched.plan import Batch
 
 __all__ = ["mocker_decode_ns", "mocker_step_ns"]
+
+IS_COMPILED: Final = not __file__.endswith(".py")
 
 
 def mocker_step_ns(batch: Batch) -> int:
@@ -42,6 +48,8 @@ def mocker_step_ns(batch: Batch) -> int:
 
 def mocker_decode_ns(num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
     """Return the durations of `num_steps` steps of decodes."""
+    if IS_COMPILED:
+        return _one_by_one_ns(num_decodes, known_tokens, pool_tokens, num_steps)
     last = known_tokens + (num_steps - 1) * num_decodes
     is_few = not are_many(num_steps)
     if is_few and last <= pool_tokens:
@@ -69,3 +77,23 @@ def mocker_decode_ns(num_decodes: int, known_tokens: int, pool_tokens: int, num_
     ms += 5.74
     ms *= 1e6
     return whole_ns(ms)
+
+
+def _one_by_one_ns(num_decodes: i64, known_tokens: i64, pool_tokens: i64, num_steps: i64) -> list[int]:
+    """Return the result of `mocker_decode_ns`, in machine numbers: compiled, this is faster than NumPy's calls."""
+    durations: list[int] = []
+    capacity = float(pool_tokens)
+    known = known_tokens
+    for _ in range(num_steps):
+        u = float(known) / capacity
+        known += num_decodes
+        if u > 1.0:
+            u = 1.0
+        ns = (-25.74 * u * u + 54.01 * u + 5.74) * 1e6
+        # `round`: half to even. The rest is exact.
+        whole = i64(ns)
+        rest = ns - float(whole)
+        if rest > 0.5 or (rest == 0.5 and whole & 1):
+            whole += 1
+        durations.append(whole)
+    return durations

@@ -1,4 +1,4 @@
-"""The parts of a step's time, for a RooflineCost: matrices, experts, attention, and communication between devices.
+"""The parts of a step's time, of the settings of a roofline: matrices, experts, attention, and communication.
 
 The formulas depend on a step only by arithmetic and by the methods `larger`, `smaller`, `fewer`, `root` and `padded`;
 step_arrays.py overrides these, so that the same formulas take arrays, with one element per step.
@@ -10,21 +10,34 @@ from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvarts.executor.layer_cost import LayerCost
 from kvarts.executor.manysteps import are_many, whole_ns
 from kvarts.sched.plan import Batch
 
 if TYPE_CHECKING:
-    from kvarts.executor.roofline import RooflineCost
+    from kvarts.executor.roofline_settings import RooflineSettings
     from kvarts.hardware import Sparse
 
 __all__ = ["StepParts", "format_of", "graph_size"]
 
 
+class LayerCost(NamedTuple):
+    """Layers that attend to the same span. `span`: the largest number of tokens attended to; None for all.
+
+    `work`, `read`: arithmetic and bytes per attended token in one of these layers, relative to the model's first layer;
+    `decode`: the relative cost per attended token of all these layers in a decode.
+    """
+
+    span: int | None
+    num_layers: int
+    work: float
+    read: float
+    decode: float
+
+
 class StepParts:
     """The constants of a RooflineCost, in milliseconds, and the durations of the parts of a step."""
 
-    def __init__(self, cost: RooflineCost) -> None:
+    def __init__(self, cost: RooflineSettings) -> None:
         from kvarts.hardware.dtypes import dtype_bits, flops_dtype, has_block_scales
         from kvarts.hardware.fit import local_layer_bytes_per_token
 
@@ -140,7 +153,7 @@ class StepParts:
         """Whether the time of decodes in a CUDA graph is linear in their known tokens."""
 
     def _sparse_layers(
-        self, cost: RooflineCost, sparse: Sparse, head_numbers: int, decode_operations: float
+        self, cost: RooflineSettings, sparse: Sparse, head_numbers: int, decode_operations: float
     ) -> list[LayerCost]:
         """Return the attention to chosen tokens, and the indexers, which score all tokens in fp8 on every device."""
         chosen = (head_numbers - sparse.key_dim * (sparse.num_indexers > 0)) / head_numbers
@@ -462,7 +475,7 @@ def format_of(dtype: str) -> str:
     return "" if bits >= 16 else "fp8" if bits >= 8 else "fp4"
 
 
-def _reached(cost: RooflineCost, dtype: str) -> Reached:
+def _reached(cost: RooflineSettings, dtype: str) -> Reached:
     compute, bandwidth = cost.compute_efficiency, cost.bandwidth_efficiency
     narrow = format_of(dtype)
     if narrow == "fp8":

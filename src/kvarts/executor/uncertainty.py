@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.executor.constants import COEFFICIENTS
 from kvarts.limits import check_whole
-
-if TYPE_CHECKING:
-    from kvarts.executor.roofline import RooflineCost
 
 __all__ = ["FAR", "NEAR", "OWN", "MeasuredOn", "Uncertainty"]
 
@@ -50,11 +46,6 @@ class MeasuredOn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expert_parallel: int = 1
     pipeline_parallel: int = 1
 
-    @classmethod
-    def of(cls, cost: RooflineCost) -> MeasuredOn:
-        """Return the model, device and parallelism of `cost`."""
-        return cls(*(getattr(cost, field) for field in cls.__struct_fields__))
-
 
 class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The covariance of the logarithms of `coefficients`, in their order, after a fit to the runs in `measured`.
@@ -87,41 +78,35 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if not np.allclose(matrix, matrix.T, rtol=1e-6, atol=1e-12) or np.linalg.eigvalsh(matrix).min() < -1e-9:
             raise ConfigError("is no covariance: not symmetric, or negative", field="uncertainty.covariance")
 
-    def has_measured(self, cost: RooflineCost) -> bool:
-        """Return whether the model, device and parallelism of `cost` were measured; True if nothing is known."""
-        return not self.measured or MeasuredOn.of(cost) in self.measured
+    def has_measured(self, case: MeasuredOn) -> bool:
+        """Return whether `case` was measured; True if nothing is known."""
+        return not self.measured or case in self.measured
 
-    def share_of(self, cost: RooflineCost) -> float:
-        """Return the relative model error of steps of `cost`, beyond its coefficients: OWN, NEAR or FAR."""
-        if self.has_measured(cost):
+    def share_of(self, case: MeasuredOn) -> float:
+        """Return the relative model error of steps of `case`, beyond its coefficients: OWN, NEAR or FAR."""
+        if self.has_measured(case):
             return OWN
-        return NEAR if any(each.device == cost.device for each in self.measured) else FAR
+        return NEAR if any(each.device == case.device for each in self.measured) else FAR
 
-    def alternatives(self, cost: RooflineCost) -> list[tuple[RooflineCost, RooflineCost]]:
-        """Return pairs of costs, one standard deviation to either side of `cost` along each axis of the uncertainty.
+    def moves(self, case: MeasuredOn, names: Sequence[str]) -> list[dict[str, float]]:
+        """Return moves of the logarithms of coefficients, one standard deviation along each axis of the uncertainty.
 
-        The standard deviation of any result is the square root of the sum of squares of half the pairs' differences.
+        `names`: the coefficients that the steps of `case` depend on. The standard deviation of any result is the square
+        root of the sum of squares of half the differences between the results of each move and of its opposite.
         """
         import numpy as np
 
-        active = [name for name in cost.active_coefficients if name in self.coefficients or name in SLOWER]
-        places = [self.coefficients.index(name) if name in self.coefficients else None for name in active]
+        names = [name for name in names if name in self.coefficients or name in SLOWER]
+        places = [self.coefficients.index(name) if name in self.coefficients else None for name in names]
         known = np.array(self.covariance, np.float64)
         matrix = np.array([[0.0 if a is None or b is None else known[a, b] for b in places] for a in places])
-        slower = np.array([SLOWER.get(name, 0.0) for name in active])
-        matrix += self.share_of(cost) ** 2 * np.outer(slower, slower)
-        if not self.has_measured(cost):
-            matrix += np.diag([self.deviations.get(name, 0.0) ** 2 for name in active])
+        slower = np.array([SLOWER.get(name, 0.0) for name in names])
+        matrix += self.share_of(case) ** 2 * np.outer(slower, slower)
+        if not self.has_measured(case):
+            matrix += np.diag([self.deviations.get(name, 0.0) ** 2 for name in names])
         variances, directions = np.linalg.eigh(matrix)
-        pairs = []
-        for variance, direction in zip(variances[::-1], directions.T[::-1], strict=True):
-            if variance < LEAST_AXIS**2:
-                continue
-            move = direction * np.sqrt(variance)
-            pairs.append((_moved(cost, active, move), _moved(cost, active, -move)))
-        return pairs
-
-
-def _moved(cost: RooflineCost, names: Sequence[str], move: Sequence[float]) -> RooflineCost:
-    changes = {name: cost.coefficient(name) * exp(by) for name, by in zip(names, move, strict=True)}
-    return msgspec.structs.replace(cost, uncertainty=None, **changes)
+        return [
+            dict(zip(names, (direction * np.sqrt(variance)).tolist(), strict=True))
+            for variance, direction in zip(variances[::-1], directions.T[::-1], strict=True)
+            if variance >= LEAST_AXIS**2
+        ]

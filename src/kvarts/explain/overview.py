@@ -10,7 +10,7 @@ import numpy as np
 from kvarts.explain.hits import hit_ledger
 from kvarts.explain.reading import Journal
 from kvarts.explain.story import story_of_request
-from kvarts.explain.waits import longest_waits
+from kvarts.explain.sums import longest_waits
 from kvarts.journal import RemovedLine
 
 __all__ = ["Overview", "TokenKind", "Wait", "overview_of"]

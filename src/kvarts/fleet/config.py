@@ -92,6 +92,14 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             default="prefill workers compute every prompt",
         ),
     ] = None
+    pull: Annotated[
+        bool,
+        setting(
+            "Workers read pages that they lack from the host memory of others over these links, instead of computing "
+            "them, if that is sooner.",
+            flag="--pull-from-peers",
+        ),
+    ] = False
     token_bytes: Annotated[
         int | None,
         setting("Bytes of KV of a token on a link.", metavar="N", default="those of the model"),
@@ -110,6 +118,8 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         if self.mode not in get_args(TransferMode):
             modes = "'full-prompt', 'missing' or 'layer-wise'"
             raise SettingError(f"must be {modes}, got {self.mode!r}", "mode")
+        if self.pull and self.rate is None:
+            raise SettingError("does not say how long it takes", "pull", hint="Give {rate} as well.")
         if self.mode == "layer-wise" and self.rate is None:
             raise SettingError("has no effect on transfers that take no time", "mode", hint="Give {rate} as well.")
         if self.layers is not None:
@@ -229,15 +239,15 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """The rates of the store and of a worker."""
         return self._parsed(parse_rate, "rate"), self._parsed(parse_rate, "worker_rate")
 
-    def num_pages(self, page_bytes: int) -> int:
-        """Return the pages of the store. Raise SettingError for a size that holds none."""
+    def num_units(self, unit_bytes: int, unit: str = "page") -> int:
+        """Return the pages, or blocks, of the store. Raise SettingError for a size that holds none."""
         if self.pages is not None:
             return self.pages
         size = self._parsed(parse_bytes, "memory")
-        if size < page_bytes:
-            hint = meant_size(str(self.memory), page_bytes)
-            raise SettingError(f"{self.memory} hold no page of {page_bytes:,} bytes", "memory", hint=hint)
-        return min(MOST_PAGES, size // page_bytes)
+        if size < unit_bytes:
+            hint = meant_size(str(self.memory), unit_bytes)
+            raise SettingError(f"{self.memory} hold no {unit} of {unit_bytes:,} bytes", "memory", hint=hint)
+        return min(MOST_PAGES, size // unit_bytes)
 
     def _parsed(self, parse: Callable[[str], int], field: str) -> int:
         value = getattr(self, field)
@@ -372,7 +382,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         for name, role, table in _tables(given, of_all)
     ]
     transfer = given.build(TransferSettings, "transfer")
-    if given.in_table("transfer") and all(pool.role == "mixed" for pool in pools):
+    if given.in_table("transfer") and not transfer.pull and all(pool.role == "mixed" for pool in pools):
         raise given.error(given.in_table("transfer")[0], "has no effect: mixed workers send nothing")
     if given.in_table("store") and not _sizes_of_store(given):
         raise given.error(
@@ -391,7 +401,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         )
     token_bytes = transfer.token_bytes
     if token_bytes is None and transfer.rate is not None:
-        token_bytes = next((_token_bytes(pool.each) for pool in pools if pool.role != "mixed"), None)
+        token_bytes = next((_token_bytes(pool.each) for pool in pools if pool.role != "mixed" or transfer.pull), None)
         if token_bytes is None:
             raise given.error(
                 "transfer.rate",
@@ -417,6 +427,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             sharing=transfer.sharing,
             least_remote=transfer.least_remote,
             hold_s=transfer.hold_s,
+            pulls=transfer.pull,
             token_bytes=token_bytes or 0,
             scaler=None if policy is None else partial(parse_scaler, policy),
             scaling=policy or "",
@@ -431,7 +442,8 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
 def _tables(given: Given, of_all: Given) -> list[tuple[str, Role, str]]:
     """Return the name and role of each pool, and the table of its own settings; "" for none."""
     names = given.names(POOL)
-    short = [key for table in (*ROLES, *(() if names else ("transfer",))) for key in given.in_table(table)]
+    is_apart = not (names or "transfer.pull" in given)
+    short = [key for table in (*ROLES, *(("transfer",) if is_apart else ())) for key in given.in_table(table)]
     if names:
         if short or "replicas" in of_all:
             raise given.error(
@@ -466,6 +478,7 @@ def _resolve_pool(given: Given, table: str, of_all: Given, sections: Sequence[Se
         if inner in known:
             own.add(known[inner], given.value_of(key), _InPool(given.source_of(key), given.setting_of(key)))
     asked = {"fleet": "pools", **dict.fromkeys(["store"] if (sizes := _sizes_of_store(given)) else [], *sizes[:1])}
+    asked |= {"pulls": "transfer.pull"} if "transfer.pull" in given and given.value_of("transfer.pull") else {}
     return resolve_replay(own.over(of_all), sections, asked=asked)
 
 
@@ -484,8 +497,20 @@ def _token_bytes(config: ReplayConfig) -> int | None:
     """Return the bytes of a token's KV over all devices of a worker; None if the config names no model."""
     if config.placement is None:
         return None
-    ways = int(getattr(config.cost, "tensor_parallel", 1)) * int(getattr(config.cost, "pipeline_parallel", 1))
-    return config.placement.kv_bytes_per_token * ways
+    return config.placement.kv_bytes_per_token * _num_ways(config)
+
+
+def _num_ways(config: ReplayConfig) -> int:
+    """Return the number of devices among which a worker divides a page."""
+    return int(getattr(config.cost, "tensor_parallel", 1)) * int(getattr(config.cost, "pipeline_parallel", 1))
+
+
+def _parts_of(config: ReplayConfig) -> str:
+    """Return what must be the same where engines share parts of pages: their layers, and their sizes in the store."""
+    if config.kv_groups == "off":
+        return ""
+    memory = config.memory
+    return f"{memory.to_builtins()['kv_groups']} {memory.block_bytes * _num_ways(config)}"
 
 
 def _num_layers(config: ReplayConfig) -> int | None:
@@ -498,7 +523,7 @@ def _num_layers(config: ReplayConfig) -> int | None:
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers that are alike: as many as `each` has replicas. `name`: left out, its role."""
+    """Identical workers: as many as `each` has replicas. `name`: left out, its role."""
 
     role: Role
     each: ReplayConfig
@@ -522,7 +547,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     `bytes_per_s`: per transfer, or per worker with `sharing`; with None, a transfer takes only `latency_ms`. `layers`:
     their number, if `transfer` is layer-wise.
     `least_remote`: a worker that generates computes prompts of which it lacks fewer tokens itself. `hold_s`: how long a
-    worker holds a prompt that its client has left there, until another request fetches it. `scaler`:
+    worker holds a prompt that its client has left there, until another request fetches it. `pulls`: workers read pages
+    from the host memory of others. `scaler`:
     makes the scaler, which decides the number of workers; with None, that number is fixed by the pools. `scaling`: the
     scaler's name, for reports. `startup_s`: time from adding a worker until it is ready. `store`: the
     store that all workers share below their own tiers, if any. `faults`: failures and their times.
@@ -538,6 +564,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     sharing: Sharing = "none"
     least_remote: int | None = None
     hold_s: float = 30.0
+    pulls: bool = False
     token_bytes: int = 0
     scaler: Callable[[], Scaler] | None = None
     scaling: str = ""
@@ -568,7 +595,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                     "faults.script",
                     hint=f"There are workers 0 to {self.replicas - 1}.",
                 )
-            if fault.kind != "down" and "prefill" not in roles:
+            if fault.kind != "down" and "prefill" not in roles and not self.pulls:
                 raise SettingError(
                     f"has {fault.kind}:{fault.worker}, and mixed workers send nothing",
                     "faults.script",
@@ -590,17 +617,43 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                 what = "sessions that engines keep are not modelled in a fleet yet"
                 raise SettingError(what, "sessions", hint="Leave them out.")
             of_fleet = {"fleet": "pools"} if self.store is None else {"fleet": "pools", "store": "store.pages"}
+            of_fleet |= {"pulls": "transfer.pull"} if self.pulls else {}
             check_combination({**pool.each.features, **of_fleet})
             if int(getattr(pool.each.cost, "num_ranks", 1)) > 1:
                 raise SettingError("is not modelled in a fleet yet", "data_parallel", hint="Leave it out.")
 
         if self.store is not None:
             self._check_store(self.store)
+        if self.pulls:
+            self._check_pulls()
+
+    def _check_pulls(self) -> None:
+        """Raise SettingError if workers cannot read from the host memory of others."""
+        if self.bytes_per_s is None or not self.token_bytes:
+            raise SettingError("does not say how long it takes", "transfer.pull", hint="Give {transfer.rate} as well.")
+        if self.transfer == "layer-wise":
+            what = "goes over links that carry the layers of prompts"
+            raise SettingError(what, "transfer.pull", hint="Leave {transfer.mode} out.")
+        if self.first.profile == "mocker":
+            raise SettingError("is not in Dynamo's mocker", "transfer.pull", hint="Take another profile.")
+        if not all("host" in pool.each.tiers for pool in self.pools):
+            hint = "Give {offload.host_memory} as well."
+            raise SettingError("needs workers with host memory", "transfer.pull", hint=hint)
+        if len({_stored_token_bytes(pool.each) for pool in self.pools}) > 1:
+            raise SettingError("is among pools with different models", "transfer.pull", hint="KV is of one model.")
+
+    @property
+    def num_host_pages(self) -> int:
+        """Pages of the host memory of all workers."""
+        return sum(pool.each.replicas * pool.each.tiers.get("host", 0) for pool in self.pools)
 
     def _check_store(self, store: StoreSettings) -> None:
         """Raise SettingError for a store that the pools cannot share."""
         if len({_stored_token_bytes(pool.each) for pool in self.pools}) > 1:
             raise SettingError("is shared by pools with different models", "store.pages", hint="KV is of one model.")
+        if len({_parts_of(pool.each) for pool in self.pools}) > 1:
+            what = "is shared by pools that divide pages into different parts"
+            raise SettingError(what, "store.pages", hint="Give them the same {kv_groups}, or set it to off.")
         for pool in self.pools:
             if pool.each.offload is not None and pool.each.offload.is_lazy:
                 raise SettingError(
@@ -609,15 +662,31 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                     hint="Leave it out.",
                 )
         try:
-            _ = store.num_pages(self.stored_page_bytes)
+            _ = self.store_size
         except SettingError as error:
             what, hint = error.texts
             raise SettingError(what, *(f"store.{field}" for field in error.fields), hint=hint) from error
 
     @property
-    def stored_page_bytes(self) -> int:
-        """The bytes of a page in a store: those on all devices of a worker."""
-        return _stored_token_bytes(self.first) * self.page_size
+    def stored_unit_bytes(self) -> int:
+        """The bytes of a page in a store, or with KV groups of a block: those on all devices of a worker."""
+        first = self.first
+        if first.kv_groups == "off":
+            return _stored_token_bytes(first) * self.page_size
+        return first.memory.block_bytes * _num_ways(first)
+
+    @property
+    def store_size(self) -> int:
+        """The pages of the store, or with KV groups its blocks. Raise SettingError for a size that holds none."""
+        assert self.store is not None
+        if self.first.kv_groups == "off":
+            return self.store.num_units(self.stored_unit_bytes)
+        if self.store.pages is None:
+            return self.store.num_units(self.stored_unit_bytes, "block")
+        num_blocks = self.first.memory.num_blocks(self.store.pages)
+        if num_blocks > MOST_PAGES:
+            raise SettingError(f"makes {num_blocks:,} blocks, more than {MOST_PAGES:,}", "pages")
+        return num_blocks
 
     @property
     def first(self) -> ReplayConfig:
@@ -663,6 +732,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                 **({"layers": self.layers} if self.transfer == "layer-wise" else {}),
                 "sharing": self.sharing,
                 **({} if self.least_remote is None else {"least_remote": self.least_remote}),
+                **({"pull": True} if self.pulls else {}),
                 "token_bytes": self.token_bytes,
             },
             **({"scaler": self.scaling, "startup_s": self.startup_s} if self.scaler is not None else {}),

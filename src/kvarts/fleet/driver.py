@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from typing import cast
 
 from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
-from kvarts.fleet.links import Links, StoreTransfer
-from kvarts.fleet.moves import HOLD_NS, Incoming, Moves, StoreUse
+from kvarts.fleet.links import Links
+from kvarts.fleet.moves import HOLD_NS, Incoming, Moves, PeerUse, StoreUse
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.scaling import FleetState, Scaler
@@ -29,8 +30,8 @@ __all__ = ["FleetDriver"]
 class FleetDriver(Moves):
     """Runs one replay on a fleet.
 
-    `store`: the store that workers share, and their links to it. `scaler`: decides the number of workers. `faults`:
-    failures and their times.
+    `store`: the store that workers share, and their links to it. `peers`: the host memory of workers, if others read
+    from it. `scaler`: decides the number of workers. `faults`: failures and their times.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class FleetDriver(Moves):
         is_mocker: bool,
         tier_names: Sequence[str] = (),
         store: StoreUse | None = None,
+        peers: PeerUse | None = None,
         layer_wise: LayerWiseLinks | None = None,
         scaler: Scaler | None = None,
         faults: tuple[Fault, ...] = (),
@@ -64,6 +66,7 @@ class FleetDriver(Moves):
             is_mocker=is_mocker,
             tier_names=tier_names,
             store=store,
+            peers=peers,
             layer_wise=layer_wise,
             on_progress=on_progress,
         )
@@ -127,6 +130,23 @@ class FleetDriver(Moves):
             self._advance(next_ns)
             self.run_until(until_ns)
 
+    def next_idle_ns(self) -> int:
+        """Return when `idle_until` does something next, if no request is in the fleet; NEVER_NS if it will not."""
+        times = [self._tick_ns, *(pool.next_ready_ns() for pool in self._pools)] if self._scaler is not None else []
+        return min((each for each in times if each is not None), default=NEVER_NS)
+
+    def release_gone(self) -> list[int]:
+        """Release the memory of workers that a scaler has taken away and that are at rest; return their numbers."""
+        released = []
+        for pool in self._pools:
+            for worker in [each for each in pool.gone if each.is_at_rest]:
+                self._roused.discard(worker.index)
+                self.workers[worker.index] = pool.release(worker)
+                if self._store is not None:
+                    self._store.store.leave(worker.index)
+                released.append(worker.index)
+        return released
+
     def _advance(self, now_ns: int) -> None:
         """Carry out everything that happens at `now_ns`, which is next."""
         self.now_ns = now_ns
@@ -139,11 +159,15 @@ class FleetDriver(Moves):
         if self._scaler is not None:
             for pool in self._pools:
                 pool.make_ready(now_ns)
-        for handoff in self._links.take_ended(now_ns):
-            self._activate(handoff, now_ns)
+        for carried in self._links.take_ended(now_ns):
+            pull = None if self._peers is None else self._peers.links.pulls.get(carried)
+            if pull is None:
+                self._activate(cast(Handoff, carried), now_ns)
+            else:
+                self._end_pull(pull, now_ns)
         if self._store is not None:
             for transfer in self._store.links.take_ended(now_ns):
-                self._end_of_store(transfer, now_ns)
+                self._end_of_transfer(self.workers[transfer.worker], transfer.number, now_ns)
         if self._scaler is not None:
             self._scale(now_ns)
         self._take_in(now_ns)
@@ -151,8 +175,7 @@ class FleetDriver(Moves):
         if self._holding:
             self._take_placed(now_ns)
         if self._scaler is not None:
-            for pool in self._pools:
-                pool.remove_drained(now_ns)
+            self._remove_drained(now_ns)
         self._start_steps(now_ns)
 
     def next_ns(self) -> int:
@@ -208,10 +231,18 @@ class FleetDriver(Moves):
             next_ns = min(next_ns, self._tick_ns)
         return next_ns
 
-    def _scale(self, now_ns: int) -> None:
-        """Remove drained workers, and run the scaler if its tick is due."""
+    def _remove_drained(self, now_ns: int) -> None:
+        """Remove draining workers without requests, and fail reads from them."""
         for pool in self._pools:
             pool.remove_drained(now_ns)
+            if self._peers is not None:
+                for worker in pool.gone:
+                    if self._peers.memory.leave(worker.index):
+                        self._lose_pulls(worker, now_ns)
+
+    def _scale(self, now_ns: int) -> None:
+        """Remove drained workers, and run the scaler if its tick is due."""
+        self._remove_drained(now_ns)
         if self._tick_ns is None or self._tick_ns > now_ns:
             return
         assert self._scaler is not None
@@ -239,24 +270,6 @@ class FleetDriver(Moves):
             worker = self.workers[index]
             if worker.wake_ns == wake_ns:
                 self._wake(worker, now_ns)
-
-    def _wake(self, worker: Worker, now_ns: int) -> None:
-        """Let an idle worker look again, as a transfer to or from a tier below it has ended."""
-        worker.wake_ns = NEVER_NS
-        worker.end_transfers(now_ns)
-        self._end_waits(now_ns)
-        self._roused.add(worker.index)
-        if worker.pending:
-            self._reserve_for(worker, now_ns)
-
-    def _end_of_store(self, transfer: StoreTransfer, now_ns: int) -> None:
-        """End a transfer to or from the store; a worker that is busy looks at the end of its step."""
-        worker = self.workers[transfer.worker]
-        is_busy = self._is_busy(worker, now_ns)
-        assert worker.tiers is not None
-        worker.tiers.ends(transfer.number, now_ns)
-        if not is_busy:
-            self._wake(worker, now_ns)
 
     def _finish(self, worker: Worker, now_ns: int) -> None:
         finished = worker.finish()
@@ -414,8 +427,12 @@ class FleetDriver(Moves):
             self._cut.discard(worker.index)
             if change.is_begin:
                 self._cut.add(worker.index)
-                cut = (each for each in self._links.under_way() if worker.index in (each.source, each.target))
-                for handoff in sorted(cut, key=lambda handoff: handoff.decode.index):
+                cut = [each for each in self._links.under_way() if worker.index in (each.source, each.target)]
+                pulls = {} if self._peers is None else self._peers.links.pulls
+                handoffs = [cast(Handoff, each) for each in cut if each not in pulls]
+                for pull in [pulls[each] for each in cut if each in pulls]:
+                    self._fail_pull(pull, now_ns)
+                for handoff in sorted(handoffs, key=lambda handoff: handoff.decode.index):
                     self._cut_transfer(handoff, now_ns)
         elif change.is_begin:
             worker.is_down = True

@@ -6,10 +6,10 @@ from collections import deque
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from math import ceil
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from kvarts.fleet.handoff import Computed, Handoff
-from kvarts.fleet.links import Links, SharedByWorkers, slower_of
+from kvarts.fleet.links import Links, LinkTransfer, SharedByWorkers, slower_of
 from kvarts.rates import Job
 from kvarts.sched.policy import NEVER_NS
 
@@ -99,8 +99,9 @@ class LayerWise:
         """Ends of the transfers of prompts that are computed, or are in the step under way."""
         self._factors: dict[int, int] = {}
 
-    def begin(self, handoff: Handoff, num_bytes: int, now_ns: int) -> bool:
+    def begin(self, carried: LinkTransfer, num_bytes: int, now_ns: int) -> bool:
         """Begin a transfer; return False: it takes time."""
+        handoff = cast(Handoff, carried)
         self._streams[handoff] = _Stream(handoff, self._num_begun, num_bytes, now_ns * self._unit)
         self._num_begun += 1
         for computed in handoff.computed or (Computed(now_ns, now_ns, num_bytes),):
@@ -120,8 +121,9 @@ class LayerWise:
             stream.parts.append((0, Fraction(self._latency * slower_of(self._factors, handoff))))
             self._expect(stream)
 
-    def cancel(self, handoff: Handoff, now_ns: int) -> None:
+    def cancel(self, carried: LinkTransfer, now_ns: int) -> None:
         """Abort a transfer that is under way."""
+        handoff = cast(Handoff, carried)
         if self._streams.pop(handoff, None) is not None:
             self._ends = [each for each in self._ends if each[2] is not handoff]
             heapify(self._ends)
@@ -136,7 +138,7 @@ class LayerWise:
             if not stream.num_left:
                 self._expect(stream)
 
-    def under_way(self) -> list[Handoff]:
+    def under_way(self) -> list[LinkTransfer]:
         """Return the transfers under way."""
         return list(self._streams)
 
@@ -144,12 +146,13 @@ class LayerWise:
         """Return when the next transfer ends, as far as it is known."""
         return self._ends[0][0] if self._ends else NEVER_NS
 
-    def take_ended(self, now_ns: int) -> list[Handoff]:
+    def take_ended(self, now_ns: int) -> list[LinkTransfer]:
         """Return the transfers that end now."""
-        ended = []
+        ended: list[LinkTransfer] = []
         while self._ends and self._ends[0][0] <= now_ns:
-            ended.append(heappop(self._ends)[2])
-            del self._streams[ended[-1]]
+            handoff = heappop(self._ends)[2]
+            del self._streams[handoff]
+            ended.append(handoff)
         return ended
 
     def _expect(self, stream: _Stream) -> None:
@@ -182,8 +185,9 @@ class SharedLayerWise(SharedByWorkers):
         self._ready: list[tuple[int, int, Handoff]] = []
         """When the next layer of each transfer can be sent, if it is not computed yet; a heap."""
 
-    def begin(self, handoff: Handoff, num_bytes: int, now_ns: int) -> bool:
+    def begin(self, carried: LinkTransfer, num_bytes: int, now_ns: int) -> bool:
         """Begin a transfer; return False: it takes time."""
+        handoff = cast(Handoff, carried)
         self._streams[handoff] = _SharedStream(self._num_begun, num_bytes)
         self._num_begun += 1
         for computed in handoff.computed or (Computed(now_ns, now_ns, num_bytes),):
@@ -199,8 +203,9 @@ class SharedLayerWise(SharedByWorkers):
         stream.coming += layers_of(computed, self._num_layers)
         stream.num_left -= computed.num_bytes
 
-    def cancel(self, handoff: Handoff, now_ns: int) -> None:
+    def cancel(self, carried: LinkTransfer, now_ns: int) -> None:
         """Abort a transfer that is under way; the others get its share of the rate from now on."""
+        handoff = cast(Handoff, carried)
         stream = self._streams.pop(handoff, None)
         if stream is None:
             self._latency.cancel(handoff, now_ns)
@@ -211,7 +216,7 @@ class SharedLayerWise(SharedByWorkers):
             self._shared.advance(now_ns)
             self._shared.remove(stream.job)
 
-    def under_way(self) -> list[Handoff]:
+    def under_way(self) -> list[LinkTransfer]:
         """Return the transfers under way."""
         return [*self._streams, *self._latency.under_way()]
 
@@ -219,14 +224,13 @@ class SharedLayerWise(SharedByWorkers):
         """Return when the next transfer ends or gets a further layer, if none begins before."""
         return min(super().next_ns(), self._ready[0][0] if self._ready else NEVER_NS)
 
-    def take_ended(self, now_ns: int) -> list[Handoff]:
+    def take_ended(self, now_ns: int) -> list[LinkTransfer]:
         """Return the transfers that end now."""
         if now_ns < self.next_ns():
             return []
-        ended: list[Handoff] = []
+        ended: list[LinkTransfer] = []
         for job in self._shared.take_ended(now_ns):
-            handoff = job.owner
-            assert isinstance(handoff, Handoff)
+            handoff = cast(Handoff, job.owner)
             stream = self._streams[handoff]
             stream.job = None
             if stream.num_left or stream.coming:

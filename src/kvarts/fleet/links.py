@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from math import ceil
 from typing import Protocol, cast
 
-from kvarts.fleet.handoff import Handoff
 from kvarts.rates import End, Job, SharedRates
 from kvarts.sched.policy import NEVER_NS
 
-__all__ = ["FixedRate", "Links", "SharedByWorkers", "StoreLinks", "StoreTransfer", "slower_of"]
+__all__ = ["FixedRate", "LinkTransfer", "Links", "PeerLinks", "Pull", "PullingLinks", "SharedByWorkers", "StoreLinks"]
+__all__ += ["StoreTransfer", "slower_of"]
+
+
+class LinkTransfer(Protocol):
+    """A transfer from one worker to another: the prompt of a handoff, or pages that are pulled."""
+
+    source: int
+    target: int
 
 
 class Links(Protocol):
     """Transfers between workers. Promises: every transfer that was begun and not cancelled ends exactly once."""
 
-    def begin(self, handoff: Handoff, num_bytes: int, now_ns: int) -> bool:
+    def begin(self, carried: LinkTransfer, num_bytes: int, now_ns: int) -> bool:
         """Begin a transfer; return whether it has already ended because it takes no time."""
 
-    def cancel(self, handoff: Handoff, now_ns: int) -> None:
+    def cancel(self, carried: LinkTransfer, now_ns: int) -> None:
         """Abort a transfer that is under way; its KV never arrives."""
 
     def slow_down(self, worker: int, factor: int, now_ns: int) -> None:
         """Make everything that `worker` sends and receives take `factor` times its usual time from now on."""
 
-    def under_way(self) -> list[Handoff]:
+    def under_way(self) -> Sequence[LinkTransfer]:
         """Return the transfers under way."""
 
     def next_ns(self) -> int:
         """Return when the next transfer ends if none begins before; NEVER_NS if none is under way."""
 
-    def take_ended(self, now_ns: int) -> list[Handoff]:
+    def take_ended(self, now_ns: int) -> Sequence[LinkTransfer]:
         """Return the transfers that end now, in the order in which they began."""
+
+
+class PullingLinks(Links, Protocol):
+    """Links that also carry pages that workers pull from each other."""
+
+    def within_ns(self, source: int, target: int, num_bytes: int) -> int:
+        """Return how long one more transfer would take if no other began or ended."""
 
 
 class FixedRate:
@@ -41,11 +56,18 @@ class FixedRate:
     def __init__(self, bytes_per_s: float | None, latency_ns: int) -> None:
         self._bytes_per_s = bytes_per_s
         self._latency_ns = latency_ns
-        self._ends: list[tuple[int, int, Handoff]] = []
+        self._ends: list[tuple[int, int, LinkTransfer]] = []
         self._num_begun = 0
         self._factors: dict[int, int] = {}
 
-    def begin(self, handoff: Handoff, num_bytes: int, now_ns: int) -> bool:
+    def within_ns(self, source: int, target: int, num_bytes: int) -> int:
+        """Return how long a transfer takes."""
+        duration_ns = self._latency_ns
+        if self._bytes_per_s is not None:
+            duration_ns += ceil(num_bytes / self._bytes_per_s * 1e9)
+        return duration_ns * max(self._factors.get(source, 1), self._factors.get(target, 1))
+
+    def begin(self, carried: LinkTransfer, num_bytes: int, now_ns: int) -> bool:
         """Begin a transfer; return whether it takes no time."""
         duration_ns = self._latency_ns
         if self._bytes_per_s is not None:
@@ -53,14 +75,14 @@ class FixedRate:
         if not duration_ns:
             return True
         if self._factors:
-            duration_ns *= slower_of(self._factors, handoff)
-        heappush(self._ends, (now_ns + duration_ns, self._num_begun, handoff))
+            duration_ns *= slower_of(self._factors, carried)
+        heappush(self._ends, (now_ns + duration_ns, self._num_begun, carried))
         self._num_begun += 1
         return False
 
-    def cancel(self, handoff: Handoff, now_ns: int) -> None:
+    def cancel(self, carried: LinkTransfer, now_ns: int) -> None:
         """Abort a transfer that is under way."""
-        self._ends = [each for each in self._ends if each[2] is not handoff]
+        self._ends = [each for each in self._ends if each[2] is not carried]
         heapify(self._ends)
 
     def slow_down(self, worker: int, factor: int, now_ns: int) -> None:
@@ -73,7 +95,7 @@ class FixedRate:
         ]
         heapify(self._ends)
 
-    def under_way(self) -> list[Handoff]:
+    def under_way(self) -> list[LinkTransfer]:
         """Return the transfers under way."""
         return [handoff for _, _, handoff in self._ends]
 
@@ -81,15 +103,15 @@ class FixedRate:
         """Return when the next transfer ends."""
         return self._ends[0][0] if self._ends else NEVER_NS
 
-    def take_ended(self, now_ns: int) -> list[Handoff]:
+    def take_ended(self, now_ns: int) -> list[LinkTransfer]:
         """Return the transfers that end now."""
-        ended = []
+        ended: list[LinkTransfer] = []
         while self._ends and self._ends[0][0] <= now_ns:
             ended.append(heappop(self._ends)[2])
         return ended
 
 
-def slower_of(factors: dict[int, int], handoff: Handoff) -> int:
+def slower_of(factors: dict[int, int], handoff: LinkTransfer) -> int:
     """Return the slowdown of a transfer: that of its slower end."""
     return max(factors.get(handoff.source, 1), factors.get(handoff.target, 1))
 
@@ -103,54 +125,103 @@ class SharedByWorkers:
         self._shared = SharedRates()
         self._factors: dict[int, int] = {}
 
-    def begin(self, handoff: Handoff, num_bytes: int, now_ns: int) -> bool:
+    def within_ns(self, source: int, target: int, num_bytes: int) -> int:
+        """Return how long one more transfer would take if no other began or ended."""
+        rate = self._bytes_per_ns
+        alone = self._shared.rate_of_one_more(((("send", source), rate), (("receive", target), rate)))
+        factor = max(self._factors.get(source, 1), self._factors.get(target, 1))
+        return ceil(num_bytes * factor / alone) + self._latency.within_ns(source, target, 0)
+
+    def begin(self, carried: LinkTransfer, num_bytes: int, now_ns: int) -> bool:
         """Begin a transfer; return whether it takes no time."""
         if not num_bytes:
-            return self._latency.begin(handoff, 0, now_ns)
-        self._shared.begin(self.job_of(handoff, num_bytes), now_ns)
+            return self._latency.begin(carried, 0, now_ns)
+        self._shared.begin(self.job_of(carried, num_bytes), now_ns)
         return False
 
-    def job_of(self, handoff: Handoff, num_bytes: int) -> Job:
+    def job_of(self, handoff: LinkTransfer, num_bytes: int) -> Job:
         """Return a job that shares the rates of both workers."""
         rate = self._bytes_per_ns
         ends = (("send", handoff.source), rate), (("receive", handoff.target), rate)
         return Job(handoff, num_bytes, ends, slower_of(self._factors, handoff))
 
-    def cancel(self, handoff: Handoff, now_ns: int) -> None:
+    def cancel(self, carried: LinkTransfer, now_ns: int) -> None:
         """Abort a transfer that is under way; the others get its share of the rate from now on."""
         self._shared.advance(now_ns)
         for job in self._shared.jobs:
-            if job.owner is handoff:
+            if job.owner is carried:
                 self._shared.remove(job)
                 return
-        self._latency.cancel(handoff, now_ns)
+        self._latency.cancel(carried, now_ns)
 
     def slow_down(self, worker: int, factor: int, now_ns: int) -> None:
         """Make the rest of each transfer of `worker` take `factor` times its usual time."""
         self._shared.advance(now_ns)
         self._factors[worker] = factor
         for job in self._shared.jobs:
-            job.factor = slower_of(self._factors, cast(Handoff, job.owner))
+            job.factor = slower_of(self._factors, cast(LinkTransfer, job.owner))
         self._latency.slow_down(worker, factor, now_ns)
 
-    def under_way(self) -> list[Handoff]:
+    def under_way(self) -> list[LinkTransfer]:
         """Return the transfers under way."""
-        return [*(cast(Handoff, job.owner) for job in self._shared.jobs), *self._latency.under_way()]
+        return [*(cast(LinkTransfer, job.owner) for job in self._shared.jobs), *self._latency.under_way()]
 
     def next_ns(self) -> int:
         """Return when the next transfer ends, if none begins before."""
         return min(self._latency.next_ns(), self._shared.next_ns())
 
-    def take_ended(self, now_ns: int) -> list[Handoff]:
+    def take_ended(self, now_ns: int) -> list[LinkTransfer]:
         """Return the transfers that end now."""
         if now_ns < self.next_ns():
             return []  # keep the sums independent of times at which nothing happens
-        ended = []
+        ended: list[LinkTransfer] = []
         for job in self._shared.take_ended(now_ns):
-            handoff = cast(Handoff, job.owner)
+            handoff = cast(LinkTransfer, job.owner)
             if self._latency.begin(handoff, 0, now_ns):
                 ended.append(handoff)
         return ended + self._latency.take_ended(now_ns)
+
+
+class Pull:
+    """Transfer `number` of the tiers of worker `target`, which reads pages from the host memory of `source`."""
+
+    __slots__ = ("number", "source", "target")
+
+    def __init__(self, source: int, target: int, number: int) -> None:
+        self.source = source
+        self.target = target
+        self.number = number
+
+
+class PeerLinks:
+    """The links of a fleet, as the tiers of a worker see them that read from other workers."""
+
+    def __init__(self, links: PullingLinks) -> None:
+        self._links = links
+        self.pulls: dict[LinkTransfer, Pull] = {}
+        """Transfers under way."""
+        self.cut: set[int] = set()
+        """Workers whose link is cut."""
+
+    def reaches(self, source: int, worker: int) -> bool:
+        """Return whether neither link is cut."""
+        return not self.cut or self.cut.isdisjoint((source, worker))
+
+    def begin_pull(self, source: int, worker: int, number: int, num_bytes: int, now_ns: int) -> None:
+        """Begin a transfer."""
+        pull = Pull(source, worker, number)
+        self.pulls[pull] = pull
+        is_over = self._links.begin(pull, num_bytes, now_ns)
+        assert not is_over, "pages have bytes, and the links a rate"
+
+    def within_ns(self, source: int, worker: int, num_bytes: int) -> int:
+        """Return how long one more transfer would take if no other began or ended."""
+        return self._links.within_ns(source, worker, num_bytes)
+
+    def cancel(self, pull: Pull, now_ns: int) -> None:
+        """Abort a transfer that is under way."""
+        del self.pulls[pull]
+        self._links.cancel(pull, now_ns)
 
 
 class StoreTransfer:

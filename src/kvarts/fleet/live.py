@@ -101,6 +101,7 @@ class LiveFleet:
         )
         self._arriving = _Arriving()
         config = structs.replace(config, pools=pools)
+        self._num_known = config.replicas
         self._driver = BuiltFleet(config, num_waiting=1).open(lambda _: self._arriving, readers_of)
         self._under_way: dict[int, Handoff] = {}
         self._driver.under_way = self._under_way
@@ -137,6 +138,19 @@ class LiveFleet:
         while driver.next_ns() == NEVER_NS and driver.resolve():
             driver.run_until(until_ns)
         driver.idle_until(until_ns)
+
+    def take_scaled(self) -> tuple[list[Worker], list[int]]:
+        """Return the workers that were added since the last call, and the numbers of the removed ones.
+
+        The memory of removed workers is released.
+        """
+        workers = self._driver.workers
+        added, self._num_known = workers[self._num_known :], len(workers)
+        return added, self._driver.release_gone()
+
+    def next_idle_ns(self) -> int:
+        """Return when a scaler decides next, or a worker is ready, if no request is in the fleet."""
+        return self._driver.next_idle_ns()
 
     def give_up(self, index: int, now_ns: int) -> None:
         """Drop a request that its client gives up at `now_ns`, after the time that was reached."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
-from kvarts.fleet.links import Links, StoreLinks
+from kvarts.fleet.links import Links, PeerLinks, Pull, StoreLinks
 from kvarts.fleet.pool import Front
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.worker import Worker
@@ -22,7 +22,8 @@ from kvarts.request import Request, RequestState
 from kvarts.sched.policy import NEVER_NS
 from kvarts.traffic.trace_request import TraceRequest
 
-__all__ = ["HOLD_NS", "Incoming", "Moves", "Outcomes", "SharedPages", "StoreUse"]
+__all__ = ["HOLD_NS", "Incoming", "Moves", "Outcomes", "PeerUse", "ReadMemory", "SharedPages"]
+__all__ += ["StoreUse"]
 
 HOLD_NS = 30_000_000_000
 """How long a worker holds a prompt for a request that has not come yet: the lease of vLLM's connector."""
@@ -90,6 +91,16 @@ class SharedPages(Protocol):
     def take_waited_for(self) -> list[tuple[int, int]]:
         """Return each write that has ended since the last call, behind each worker with requests that waited for it."""
 
+    def leave(self, worker: int) -> None:
+        """Stop sending events to `worker`, which was removed."""
+
+
+class ReadMemory(Protocol):
+    """The host memory of workers, from which others read."""
+
+    def leave(self, worker: int) -> bool:
+        """Stop reading from `worker`, which was removed; return whether it was still registered."""
+
 
 class StoreUse:
     """A store that workers share, and their links to it."""
@@ -101,14 +112,24 @@ class StoreUse:
         self.links = links
 
 
+class PeerUse:
+    """The host memory of workers, from which others read, and the links that carry it."""
+
+    __slots__ = ("links", "memory")
+
+    def __init__(self, memory: ReadMemory, links: PeerLinks) -> None:
+        self.memory = memory
+        self.links = links
+
+
 class Moves:
     """Owner of the requests of a fleet.
 
     `first`: the workers that requests arrive at; `second`: those that only generate, or `first` again if there are
     none. `least_remote`, `hold_ns`: see FleetConfig. `token_bytes`: bytes of the KV of a token on a link;
     `only_missing`: pages that the second worker has are not sent. `tier_names`: the names of the tiers below any
-    worker. `store`: see FleetDriver. `is_mocker`: as Dynamo's mocker, to the order of what happens at one time.
-    `layer_wise`: `links` again, if they send layers of a prompt before it is complete.
+    worker. `store`, `peers`: see FleetDriver. `is_mocker`: as Dynamo's mocker, to the order of what happens at one
+    time. `layer_wise`: `links` again, if they send layers of a prompt before it is complete.
     """
 
     def __init__(
@@ -125,6 +146,7 @@ class Moves:
         is_mocker: bool,
         tier_names: Sequence[str] = (),
         store: StoreUse | None = None,
+        peers: PeerUse | None = None,
         layer_wise: LayerWiseLinks | None = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
@@ -132,6 +154,7 @@ class Moves:
         self._arrivals = arrivals
         self._tier_names = tier_names
         self._store = store
+        self._peers = peers
         self._source = arrivals.source
         self._log = arrivals.log
         self._first = first
@@ -163,7 +186,7 @@ class Moves:
         """The requests in the fleet, by either of their engine requests."""
         self._num_reserved = 0
         self._only_prefills = self._splits and all(pool.role == "prefill" for pool in first.pools)
-        self._cut: set[int] = set()
+        self._cut: set[int] = set() if peers is None else peers.links.cut
         """Workers whose link is cut."""
         self.num_failed_transfers = 0
         self.deadlocks: list[tuple[int, int, str]] = []
@@ -250,7 +273,7 @@ class Moves:
             if handoff.is_held:
                 self._actions.append((self._release, handoff))
             what = "is down" if worker.is_down else "was taken away"
-            self._refuse(handoff, worker.index, f"worker {worker.index} {what}", FAILED)
+            self._refuse(handoff, handoff.placed, f"worker {handoff.placed} {what}", FAILED)
             return
         holder = None if handoff.fetches is None else self._left.pop(handoff.fetches, None)
         if holder is not None and holder.is_held:
@@ -412,7 +435,7 @@ class Moves:
         self._roused.add(worker.index)
 
     def _route(self, front: Front, handoff: Handoff, now_ns: int) -> Worker | None:
-        """Return the worker behind `front` that a request goes to; None if it waits in the router."""
+        """Return the worker behind `front` on which a request is placed; None if it waits in the router."""
         router = front.router
         if handoff.routed >= 0:
             routed, handoff.routed = self.workers[handoff.routed], -1
@@ -432,7 +455,7 @@ class Moves:
         return worker
 
     def _poll(self, front: Front, now_ns: int) -> None:
-        """Let the router of `front` see what its workers have done, and their metrics if it is time."""
+        """Pass the events of its workers to the router of `front`, and their metrics if these are due."""
         for worker in front.workers:
             self._is_busy(worker, now_ns)
         if front.poll_ns(now_ns) == now_ns:
@@ -528,7 +551,7 @@ class Moves:
         return self._weight(self.workers[handoff.target], start, handoff.decode.num_prompt_tokens)
 
     def _weight(self, worker: Worker, start: int, num_tokens: int) -> int:
-        """Return the bytes of KV with which `worker` can continue a prompt of which it has `start` tokens."""
+        """Return the bytes of KV with which `worker`, with `start` tokens of a prompt, can continue it."""
         cache, page_size = worker.scheduler.cache, self._page_size
         if cache.settles:
             num_blocks = cache.num_sent(start, num_tokens, page_size)
@@ -667,6 +690,10 @@ class Moves:
         worker.is_failing = False
         if self._store is not None:
             self._store.links.drop(worker.index, now_ns)
+        if self._peers is not None:
+            for pull in [each for each in self._peers.links.pulls.values() if each.target == worker.index]:
+                self._peers.links.cancel(pull, now_ns)
+            self._lose_pulls(worker, now_ns)
         worker.lose_transfers(now_ns)
         self._end_waits(now_ns)
         mine = {handoff.decode.index: handoff for handoff in self._of.values()}
@@ -676,6 +703,47 @@ class Moves:
             elif handoff.at_source and handoff.source == worker.index:
                 self._lose_source(handoff, worker, now_ns)
         worker.lose_memory()
+
+    def _lose_pulls(self, worker: Worker, now_ns: int) -> None:
+        """Fail all reads from a worker that fails or was removed."""
+        assert self._peers is not None
+        for pull in list(self._peers.links.pulls.values()):
+            if pull.source == worker.index:
+                self._fail_pull(pull, now_ns)
+
+    def _fail_pull(self, pull: Pull, now_ns: int) -> None:
+        """End a transfer of pages that do not arrive: its request computes them."""
+        assert self._peers is not None
+        self._peers.links.cancel(pull, now_ns)
+        self.num_failed_transfers += 1
+        worker = self.workers[pull.target]
+        is_busy = self._is_busy(worker, now_ns)
+        assert worker.tiers is not None
+        worker.tiers.fails_last(pull.number, now_ns)
+        if not is_busy:
+            self._wake(worker, now_ns)
+
+    def _end_pull(self, pull: Pull, now_ns: int) -> None:
+        """End a transfer of pages that have arrived; a worker that is busy looks at the end of its step."""
+        assert self._peers is not None
+        del self._peers.links.pulls[pull]
+        self._end_of_transfer(self.workers[pull.target], pull.number, now_ns)
+
+    def _end_of_transfer(self, worker: Worker, number: int, now_ns: int) -> None:
+        is_busy = self._is_busy(worker, now_ns)
+        assert worker.tiers is not None
+        worker.tiers.ends(number, now_ns)
+        if not is_busy:
+            self._wake(worker, now_ns)
+
+    def _wake(self, worker: Worker, now_ns: int) -> None:
+        """Let an idle worker look again, as a transfer to or from a tier below it has ended."""
+        worker.wake_ns = NEVER_NS
+        worker.end_transfers(now_ns)
+        self._end_waits(now_ns)
+        self._roused.add(worker.index)
+        if worker.pending:
+            self._reserve_for(worker, now_ns)
 
     def _lose_target(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
         """Restart a request on another worker: from the KV that its source holds, else by recomputing its tokens."""

@@ -1,4 +1,4 @@
-"""Pools of workers that are alike, and the routers in front of them."""
+"""Pools of identical workers, and the routers in front of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Front(Informed):
         self.workers: list[Worker] = []
         self._places: dict[int, int] = {}
         self.stranded: list[Handoff] = []
-        """Requests that came while no worker was active."""
+        """Requests that arrived while no worker was active."""
         self.held: dict[Request, Handoff] = {}
         """Requests that wait in the router, in no order."""
 
@@ -40,6 +40,13 @@ class Front(Informed):
         self._replicas.append(worker.replica)
         self._places[worker.index] = place
         self.router.follow(place, worker.engine.log)
+
+    def replace(self, worker: Worker, by: Worker) -> None:
+        """Let `by` stand for `worker`; both were removed."""
+        place = self._places[worker.index]
+        self.router.forget(place)
+        self.workers[place] = by
+        self._replicas[place] = by.replica
 
     def enter(self, worker: Worker) -> None:
         """Send requests to `worker` again."""
@@ -113,7 +120,7 @@ class Front(Informed):
         return worker
 
     def ended(self, request: Request) -> None:
-        """Tell the router that a worker has nothing of `request` any more."""
+        """Notify the router that a worker has no pages of `request` any more."""
         if self.router.is_told:
             self.router.ended(request.index)
 
@@ -158,6 +165,10 @@ class Pool:
         """Workers that are to come up again, or not."""
         self.born_ns: dict[int, int] = {worker.index: 0 for worker in self.workers}
         self.gone_ns: dict[int, int] = {}
+        self.gone: list[Worker] = []
+        """Removed workers that still have memory."""
+        self._first_gone: Worker | None = None
+        """The first released worker, which stands for all later ones."""
 
     def _add(self) -> Worker:
         worker = self._open_worker(len(self.front.workers))
@@ -204,7 +215,21 @@ class Pool:
         """Remove draining workers that have finished all their requests."""
         for worker in [each for each in self.draining if not each.num_owned]:
             self.draining.remove(worker)
-            self.gone_ns[worker.index] = now_ns
+            self._go(worker, now_ns)
+
+    def _go(self, worker: Worker, now_ns: int) -> None:
+        self.gone_ns[worker.index] = now_ns
+        self.gone.append(worker)
+
+    def release(self, worker: Worker) -> Worker:
+        """Release the memory of a removed worker at rest; return the worker that stands for it from now on."""
+        worker.engine.log.flush()
+        self.gone.remove(worker)
+        if self._first_gone is None:
+            self._first_gone = worker
+        self.workers[self.workers.index(worker)] = self._first_gone
+        self.front.replace(worker, self._first_gone)
+        return self._first_gone
 
     def scale(self, target: int, now_ns: int) -> list[Worker]:
         """Add or remove workers until there are `target`, including those that start; return the new ones.
@@ -214,7 +239,7 @@ class Pool:
         """
         target = max(1, target)
         while len(self.active) + len(self.starting) > target and self.starting:
-            self.gone_ns[self.starting.pop()[1].index] = now_ns
+            self._go(self.starting.pop()[1], now_ns)
         while len(self.active) > target:
             worker = self.active.pop()
             self.draining.append(worker)

@@ -16,8 +16,8 @@ from kvarts.fleet.cost import DecodeOnly
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
-from kvarts.fleet.links import FixedRate, Links, SharedByWorkers, StoreLinks
-from kvarts.fleet.moves import Incoming, SharedPages, StoreUse
+from kvarts.fleet.links import FixedRate, Links, PeerLinks, PullingLinks, SharedByWorkers, StoreLinks
+from kvarts.fleet.moves import Incoming, PeerUse, ReadMemory, SharedPages, StoreUse
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByAge, ByReservation
 from kvarts.fleet.report import FleetReport
@@ -36,6 +36,8 @@ __all__ = ["BuiltFleet", "replay_fleet"]
 
 STORE = "store"
 """The name of a store among the tiers of a worker."""
+PEERS = "peers"
+"""The name of the host memory of other workers among the tiers of a worker."""
 RANKS: dict[Role, int] = {"prefill": 0, "mixed": 1, "decode": 2}
 """Which workers come first where something happens at one time."""
 
@@ -61,7 +63,9 @@ def replay_fleet(
     def readers_of(worker: FleetWorker) -> list[EventReader]:
         each = worker.pool.each
         memory = None if each.kv_groups == "off" else each.memory.to_builtins()
-        shared = {} if opened.store is None else {STORE: opened.store.num_pages}
+        shared = {} if opened.store is None else {STORE: opened.store.size}
+        if config.pulls:
+            shared[PEERS] = config.num_host_pages
         steps.append(StepLog(each.num_blocks, {**each.tiers, **shared}, memory))
         return [steps[-1], *(() if observers_of is None else observers_of(worker))]
 
@@ -90,6 +94,7 @@ def replay_fleet(
         num_evicted_pages=sum(each.cache.num_evicted for each in schedulers),
         tier_names=tiers_of(config),
         store=None if store is None or store_links is None else store_report(store, store_links, driver.now_ns),
+        pulls=None if opened.peers is None else pulls_report(opened.peers),
         transfers=[each.tiers.totals() for each in schedulers if each.tiers is not None],
         evicted_parts=[each.num_evicted_parts() for each in schedulers],
         deadlocks=driver.deadlocks,
@@ -102,6 +107,7 @@ def replay_fleet(
 def tiers_of(config: FleetConfig) -> list[str]:
     """Return the names of the tiers below any worker."""
     names = list(dict.fromkeys(name for pool in config.pools for name in pool.each.tiers))
+    names += [PEERS] if config.pulls else []
     return names if config.store is None else [*names, STORE]
 
 
@@ -115,6 +121,11 @@ class BuiltFleet:
         self._config = config
         self._num_waiting = num_waiting
         self.store, self.store_links = open_store(config)
+        self.layer_wise = None if config.transfer != "layer-wise" else layer_wise_links_of(config)
+        pulling = links_of(config)
+        self.links: Links = pulling if self.layer_wise is None else self.layer_wise
+        self.peer_links = PeerLinks(pulling) if config.pulls else None
+        self.peers = None if self.peer_links is None else open_peers(config, self.peer_links)
         self.pools: list[Pool] = []
         self._num_workers = 0
 
@@ -146,12 +157,12 @@ class BuiltFleet:
             front = fronts[each.role == "decode"]
             opened = self._opener(each, front.router, readers_of)
             self.pools.append(Pool(each.name, each.role, each.each.replicas, opened, front, startup_ns=startup_ns))
-        layer_wise = None if config.transfer != "layer-wise" else layer_wise_links_of(config)
+        peers, peer_links = self.peers, self.peer_links
         return FleetDriver(
             arrivals_at(fronts[False]),
             fronts[False],
             fronts.get(True, fronts[False]),
-            links_of(config) if layer_wise is None else layer_wise,
+            self.links,
             token_bytes=config.token_bytes,
             only_missing=config.transfer == "missing",
             least_remote=config.least_remote,
@@ -159,7 +170,8 @@ class BuiltFleet:
             is_mocker=config.first.profile == "mocker",
             tier_names=tiers_of(config),
             store=None if store is None or store_links is None else StoreUse(store, store_links),
-            layer_wise=layer_wise,
+            peers=None if peers is None or peer_links is None else PeerUse(peers, peer_links),
+            layer_wise=self.layer_wise,
             scaler=None if config.scaler is None else config.scaler(),
             faults=config.faults,
             on_progress=on_progress,
@@ -176,42 +188,51 @@ class BuiltFleet:
             self._num_workers += 1
             of_router = router.reader_of(number)
             readers = [*readers_of(FleetWorker(index, of_pool)), *(() if of_router is None else (of_router,))]
-            return open_worker(of_pool, index, rank + index, readers, self.store, num_waiting=self._num_waiting)
+            return open_worker(
+                of_pool, index, rank + index, readers, self.store or self.peers, num_waiting=self._num_waiting
+            )
 
         return open_next
 
 
-class WorkersStore(SharedPages, Protocol):
+class BelowTiers(Protocol):
+    """Something below the tiers of workers that is not of one of them."""
+
+    def below(self, worker: int, offload: TiersBelow | None, kv_bytes_per_token: int) -> TierSettings:
+        """Return the settings of the tiers of `worker`: those of `offload`, and this below them."""
+
+
+class WorkersStore(SharedPages, BelowTiers, Protocol):
     """A store that workers share."""
 
-    num_pages: int
-    page_bytes: int
+    unit: str
+    """Its unit: "pages", or with KV groups "blocks"."""
+
+    size: int
+    unit_bytes: int
 
     @property
-    def index(self) -> StoreIndex:
-        """Its pages."""
+    def num_cached(self) -> int:
+        """Units that can be found and that no transfer uses."""
+
+    @property
+    def num_evicted(self) -> int:
+        """Units that were evicted to make room."""
+
+    @property
+    def num_refused(self) -> int:
+        """Pages, or parts of pages, that were to be stored and found no room."""
 
     @property
     def views(self) -> Mapping[int, ViewOfStore]:
         """Each worker's use of it."""
 
-    def below(self, worker: int, offload: TiersBelow | None, kv_bytes_per_token: int) -> TierSettings:
-        """Return the settings of the tiers of `worker`: those of `offload`, and the store below them."""
-
-
-class StoreIndex(Protocol):
-    """The pages of a store."""
-
-    num_cached: int
-    num_evicted: int
-    num_refused: int
-
 
 class ViewOfStore(Protocol):
     """A worker's use of a store."""
 
-    num_pages_from: dict[int, int]
-    """Pages that it has loaded, by the worker that had stored them."""
+    num_loaded_from: dict[int, int]
+    """Units that it has loaded, by the worker that had stored them."""
 
 
 def open_store(config: FleetConfig) -> tuple[WorkersStore | None, StoreLinks | None]:
@@ -220,28 +241,57 @@ def open_store(config: FleetConfig) -> tuple[WorkersStore | None, StoreLinks | N
     if settings is None:
         return None, None
     links = StoreLinks(*settings.bytes_per_s, round(settings.latency_us * 1e3))
-    make = from_room("offload.shared_store", "SharedStore", field="store")
-    page_bytes = config.stored_page_bytes
-    return make(settings.num_pages(page_bytes), page_bytes, links), links
+    first, unit_bytes = config.first, config.stored_unit_bytes
+    if first.kv_groups == "off":
+        make = from_room("offload.shared_store", "SharedStore", field="store")
+        return make(config.store_size, unit_bytes, links), links
+    make = from_room("offload.shared_parts", "SharedParts", field="store")
+    return make(config.store_size, unit_bytes, links, memory=first.memory, page_size=first.page_size), links
+
+
+class PeersOfWorkers(ReadMemory, BelowTiers, Protocol):
+    """The host memory of workers, from which others read."""
+
+    @property
+    def views(self) -> Mapping[int, ViewOfStore]:
+        """The reads of each worker."""
+
+
+def open_peers(config: FleetConfig, links: PeerLinks) -> PeersOfWorkers:
+    """Return the host memory from which workers read. Raise ConfigError if its room is missing."""
+    make = from_room("offload.peers", "PeerMemory", field="transfer.pull")
+    opened: PeersOfWorkers = make(config.token_bytes * config.page_size, links)
+    return opened
+
+
+def pulls_report(memory: PeersOfWorkers) -> dict[str, Any]:
+    """Return what workers read from the host memory of others, as a part of the report."""
+    pulled = [
+        {"reader": reader, "source": source, "pages": num_pages}
+        for reader, view in sorted(memory.views.items())
+        for source, num_pages in sorted(view.num_loaded_from.items())
+    ]
+    return {"num_pulled_pages": sum(row["pages"] for row in pulled), "pulled": pulled}
 
 
 def store_report(store: WorkersStore, links: StoreLinks, end_ns: int) -> dict[str, Any]:
     """Return the use of a store, as a part of the report."""
+    unit = store.unit
     loaded = [
-        {"reader": reader, "writer": writer, "pages": num_pages}
+        {"reader": reader, "writer": writer, unit: num_loaded}
         for reader, view in sorted(store.views.items())
-        for writer, num_pages in sorted(view.num_pages_from.items())
+        for writer, num_loaded in sorted(view.num_loaded_from.items())
     ]
     read_ns, write_ns = links.busy_ns
-    num_loaded = sum(row["pages"] for row in loaded)
-    num_of_others = sum(row["pages"] for row in loaded if row["reader"] != row["writer"])
+    num_loaded = sum(row[unit] for row in loaded)
+    num_of_others = sum(row[unit] for row in loaded if row["reader"] != row["writer"])
     return {
-        "pages": store.num_pages,
-        "page_bytes": store.page_bytes,
-        "num_cached_pages": store.index.num_cached,
-        "num_evicted_pages": store.index.num_evicted,
-        "num_pages_without_room": store.index.num_refused,
-        "num_loaded_pages": num_loaded,
+        unit: store.size,
+        f"{unit.removesuffix('s')}_bytes": store.unit_bytes,
+        f"num_cached_{unit}": store.num_cached,
+        f"num_evicted_{unit}": store.num_evicted,
+        "num_parts_without_room" if unit == "blocks" else "num_pages_without_room": store.num_refused,
+        f"num_loaded_{unit}": num_loaded,
         "of_others_pct": num_of_others / num_loaded if num_loaded else None,
         "read_busy_pct": read_ns / end_ns if end_ns else None,
         "write_busy_pct": write_ns / end_ns if end_ns else None,
@@ -249,7 +299,7 @@ def store_report(store: WorkersStore, links: StoreLinks, end_ns: int) -> dict[st
     }
 
 
-def links_of(config: FleetConfig) -> Links:
+def links_of(config: FleetConfig) -> PullingLinks:
     """Return the links between the workers, by the configured sharing."""
     latency_ns = round(config.latency_ms * 1e6)
     if config.sharing == "worker" and config.bytes_per_s is not None:
@@ -269,11 +319,14 @@ def open_worker(
     index: int,
     rank: int,
     readers: Sequence[EventReader],
-    store: WorkersStore | None,
+    shared: BelowTiers | None,
     *,
     num_waiting: int = MANY_EVENTS,
 ) -> Worker:
-    """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker."""
+    """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker.
+
+    `shared`: memory below its own tiers, shared with others.
+    """
     config = pool.each
     is_mocker = config.profile == "mocker"
     cost: CostModel = config.cost_model
@@ -282,9 +335,9 @@ def open_worker(
     executor = SimExecutor(cost)
     queue = ByReservation() if is_mocker else ByAge()
     offload: TierSettings | None = config.offload
-    if store is not None:
+    if shared is not None:
         token_bytes = TOKEN_BYTES if config.placement is None else config.placement.kv_bytes_per_token
-        offload = store.below(index, config.offload, token_bytes)
+        offload = shared.below(index, config.offload, token_bytes)
     engine = build_engine(
         config,
         executor,

@@ -46,6 +46,7 @@ class FleetReport(Report):
         num_evicted_pages: int,
         tier_names: Sequence[str] = (),
         store: Mapping[str, Any] | None = None,
+        pulls: Mapping[str, Any] | None = None,
         transfers: Sequence[TransferTotals] = (),
         evicted_parts: Sequence[Sequence[int]] = (),
         deadlocks: Sequence[tuple[int, int, str]] = (),
@@ -67,6 +68,7 @@ class FleetReport(Report):
         )
         self._tiers = list(tier_names)
         self._store = store
+        self._pulls = pulls
         self._deadlocks = deadlocks
         self._num_faults = num_faults
         self._num_failed_transfers = num_failed_transfers
@@ -116,6 +118,7 @@ class FleetReport(Report):
             **({} if self.config.least_remote is None else {"num_local_prefills": int((raw["is_local"] > 0).sum())}),
             "transferred_bytes": int(raw["num_bytes"].sum()),
             **({} if self._store is None else {"store": dict(self._store)}),
+            **({} if self._pulls is None else {"pulls": dict(self._pulls)}),
             **self._faults(raw),
             "num_deadlocks": len(self._deadlocks),
             "deadlocks": [

@@ -71,6 +71,7 @@ class Worker:
         """The `generation` in which the first pending request was refused; -1 if it was not."""
         self.is_mocker = replica.config.profile == "mocker"
         self._leaps = leaps
+        self._plans_idle = replica.scheduler.plans_idle or replica.plans_ahead
         self._must_plan = False
         """Whether transfers have ended since the last step: the next one may have to store something."""
         self._durations_ns: list[int] = []
@@ -84,6 +85,8 @@ class Worker:
         """
         engine, replica, scheduler, tiers = self.engine, self.replica, self.scheduler, self.tiers
         self.wake_ns = NEVER_NS
+        if not (self._plans_idle or scheduler.running.num_running or scheduler.num_waiting):
+            return False  # what was released, or reserved, is no work
         others_join = replica.join(now_ns)
         if tiers is not None:
             self.end_transfers(now_ns)
@@ -121,6 +124,13 @@ class Worker:
         if self.tiers is not None and self.tiers.advance_to(now_ns):
             self.changed()
             self._must_plan = True
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing is under way: no request, no step, no transfer to or from a tier below."""
+        tiers = self.tiers
+        is_moving = tiers is not None and (tiers.has_work or self.wake_ns != NEVER_NS)
+        return not (self.num_owned or is_moving or self.end_ns != NEVER_NS)
 
     def lose_memory(self) -> None:
         """Drop all pages of the device and of its own tiers below; no request may have any."""

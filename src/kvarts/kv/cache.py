@@ -337,7 +337,7 @@ class Cache:
     def open_to_receive(self, match: Match, num_tokens: int) -> Holding:
         """Hold `match`, and take the further parts with which the last of `num_tokens` tokens is computed again.
 
-        What is taken cannot be found before `receive`.
+        The new parts cannot be found before `receive`.
         """
         raise NotImplementedError
 
@@ -348,7 +348,7 @@ class Cache:
     # Memory ---------------------------------------------------------------------------------------------------
 
     def set_time(self, now_ns: int) -> None:
-        """Set the time of what is opened and closed from now on."""
+        """Set the time at which holdings are opened and closed from now on."""
 
     def refresh(self, num_free: int) -> None:
         """Record that `num_free` blocks are free, in a memory from which others take as well."""

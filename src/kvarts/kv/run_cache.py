@@ -81,7 +81,9 @@ class RunCache(RunAccount):
         self._whole = [index for index, group in enumerate(groups) if not (group.is_state or group.is_bounded)]
         self._less = [index for index, group in enumerate(groups) if group.is_state or group.is_bounded]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
-        tree = self.tree = SpanTree(memory, page_size, self.decodes, num_below=num_below, finds_branches=at_branches)
+        tree = self.tree = SpanTree(
+            memory, page_size, self.decodes.look, num_below=num_below, finds_branches=at_branches
+        )
         self.match = tree.match
         self.num_shared = tree.num_shared
         self.num_idle = tree.num_idle
@@ -379,6 +381,8 @@ class RunCache(RunAccount):
             self._name(holding, num_full_pages)
         holding.num_tokens = num_full_pages * self.page_size
         self.keep_tails(holding, num_full_pages)
+        if holding.swapped_tokens:
+            self._keep_state(holding)
         for index, held in enumerate(holding.held):
             num_open = holding.num_taken - holding.first_open[index]
             num_unnamed = holding.num_states[index] if self._is_state[index] else num_open
@@ -524,6 +528,51 @@ class RunCache(RunAccount):
                 if page <= holding.content.num_known_pages:
                     self.wants.complete(holding.content, index, page - 1, page)
             self.release(index, (run,), holding)  # a copy that nothing holds
+
+    def _keep_state(self, holding: RunHolding) -> None:
+        """Make the states of a sequence that is about to be closed findable after its last full page.
+
+        They are of more tokens than that page ends with, `swapped_tokens` of its content, and nothing else can find
+        them. With a snapshot at that page, they are not kept.
+        """
+        span, page = self.tree.last_of(holding), holding.num_named
+        snapshots = [run for index in self._of_states for run in span.parts[index] if run.end == page]
+        if snapshots:
+            holding.content.swapped_tokens = page * self.page_size
+            for run in snapshots:
+                run.is_kept = True  # the last preemption may have made it
+            return
+        holding.content.swapped_tokens = holding.swapped_tokens
+        for index in self._of_states:
+            run = PartRun(index, span, page - 1, page, [holding], is_kept=True, ids=holding.state_ids[index])
+            holding.num_states[index], holding.state_ids[index] = 0, []
+            if self.events is not None:
+                self.events.came(holding.content, index, span, page - 1, page)
+                self.events.told()
+            span.parts[index].append(run)
+            holding.held[index].append(run)
+
+    def drop_state(self, content: Content, page: int) -> None:
+        """Drop the snapshots before `page` of a request that has resumed; those that it holds when it releases them."""
+        spans, num_pages = self.tree.walk(content, page)
+        for index in self._of_states if num_pages == page else ():
+            for run in tuple(spans[-1].parts[index]):
+                if run.end != page:
+                    continue
+                run.is_kept = run.is_wanted = False
+                if run.spot is not None:
+                    run.leave_spot()
+                if run.holders:
+                    continue
+                if self.events is not None:
+                    self.events.goes(run, run.start, run.end, is_dropped=True)
+                    self.events.told()
+                run.unlist()
+                self.note_used(index, 1)
+                self.note_empty(index, 1)
+                self.give_ids(run.ids)
+                run.ids = []
+                run.forget()
 
     # Steps of decodes -------------------------------------------------------------------------------------
 

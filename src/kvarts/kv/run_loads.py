@@ -24,7 +24,7 @@ def begin_load(cache: RunCache, content: Content, match: RunMatch, first: int = 
     them later.
     """
     cache.note_begin()
-    last = match.spans[-1]
+    last = match.spans[-1] if match.spans else match.root
     holding = RunHolding(content, last, match.num_pages, cache.page_size, len(cache.groups))
     last.num_users += 1
     assert match.pieces is not None
@@ -37,6 +37,9 @@ def begin_load(cache: RunCache, content: Content, match: RunMatch, first: int = 
     for index, pieces in enumerate(from_first):
         cache.hold_path([run.cut(start, end) for run, start, end in pieces if run.list_index == index], holding)
         resident.append(holding.held[index])
+    if not match.spans:  # pages that only a shared tier has
+        holding.num_named = 0
+        cache.tree.extend(holding, match.num_pages)
     for index, pieces in enumerate(from_first):
         num_missing = sum(end - start for run, start, end in pieces if run.list_index != index)
         if not num_missing:

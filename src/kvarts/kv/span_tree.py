@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from math import gcd
 
 from kvarts.content import Content
-from kvarts.kv.decodes import Decodes
 from kvarts.kv.first_seen import FirstSeen
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.node import NOTHING
@@ -17,14 +17,14 @@ __all__ = ["SpanTree", "find"]
 
 
 class SpanTree:
-    """Owner of all spans. `decodes`: brings the runs of streams up to date. `num_below`: the number of tiers below.
-    `finds_branches`: matches of models with states include the branch."""
+    """Owner of all spans. `look`: brings the runs of streams in a span up to date. `num_below`: the number of tiers
+    below. `finds_branches`: matches of models with states include the branch."""
 
     def __init__(
         self,
         memory: GroupMemory,
         page_size: int,
-        decodes: Decodes,
+        look: Callable[[Span], object],
         *,
         num_below: int = 0,
         finds_branches: bool = False,
@@ -35,7 +35,7 @@ class SpanTree:
         self.page_size = page_size
         self.roots: dict[str | None, Span] = {}
         """The roots of the tenants' trees; a root precedes the first page."""
-        self._decodes = decodes
+        self._look = look
         self._whole = [index for index, group in enumerate(groups) if group.layer.kind in ("full", "latent")]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
         self._states = [index for index, group in enumerate(groups) if group.is_state]
@@ -74,7 +74,7 @@ class SpanTree:
             if child is None:
                 break
             if child.is_moving:
-                self._decodes.look(child)
+                self._look(child)
             common = end = _common(child, content, min(limit, child.end))
             resident = self._with_below(child, depth) if depth else child
             for index in self._whole:
@@ -98,6 +98,49 @@ class SpanTree:
             match.branch = branch
         if depth:
             match.pieces = self._pieces(found, length)
+        return match
+
+    def match_across(
+        self, content: Content, limit: int, other: SpanTree, lists: Sequence[int], *, depth: int = 0
+    ) -> RunMatch:
+        """Return the same as `match`, with parts of `other`: for each of `lists`, those from that list of its spans on.
+
+        The parts are taken from `other` where neither the device nor a tier has them. The match lacks spans if this
+        tree lacks the span of one of its pages.
+        """
+        own, known = self.walk(content, limit)
+        there, end = other.walk(content, limit)
+        cuts = sorted({0, known, end, *(span.start for span in own)})
+        page = at = place = 0
+        found: list[Span] = []
+        for start, stop in pairwise(cuts):
+            # A span may reach beyond what it has in common with `content`, and so may its runs.
+            while at < len(own) and own[at].end <= start:
+                at += 1
+            of_device = [[]] * self.num_groups if start >= known else self._with_below(own[at], depth).parts
+            resident = Span(content, b"", start, stop, None, 0)
+            resident.parts = [[run for run in runs if run.start < stop and start < run.end] for runs in of_device]
+            while place < len(there) and there[place].end <= start:
+                place += 1
+            for number in range(place, len(there) if start < end else 0):
+                each = there[number]
+                if each.start >= stop:
+                    break
+                for index, runs in enumerate(resident.parts):
+                    for first in lists:
+                        runs += [run for run in each.parts[first + index] if run.start < stop and start < run.end]
+            covered = stop
+            for index in self._whole:
+                covered = _covered_to(resident.parts[index], page, covered)
+            if covered > page:
+                found.append(resident)
+                page = covered
+            if covered < stop:
+                break
+        length = self._longest(found, page) if page else 0
+        spans = [span for span in own if span.start < length] if length <= known else []
+        match = RunMatch(self.root(content.salt), spans, length)
+        match.pieces = self._pieces(found, length)
         return match
 
     def _branch_of(self, span: Span, content: Content, page: int) -> int:
@@ -139,7 +182,7 @@ class SpanTree:
         page = 0
         while page < end and (child := span.children.get(content.key(page))) is not None:
             if child.is_moving:
-                self._decodes.look(child)
+                self._look(child)
             spans.append(child)
             page = _common(child, content, min(end, child.end))
             if page < child.end:
@@ -385,13 +428,13 @@ class SpanTree:
             if page < last.end:
                 child = last
                 if child.is_moving:
-                    self._decodes.look(child)
+                    self._look(child)
                 common = child.content.common_pages(content, page, min(end, child.end))
             else:
                 key = content.key(page)
                 of_key = last.children.get(key)
                 if of_key is not None and of_key.is_moving:
-                    self._decodes.look(of_key)
+                    self._look(of_key)
                     of_key = last.children.get(key)  # it may have been pruned
                 if of_key is None:
                     of_key = last.children[key] = Span(content, key, page, end, last, self._num_lists)
@@ -480,13 +523,14 @@ def _covered_end(index: int, spans: list[Span], length: int) -> int:
             if run.start < length and run.end > best:
                 best = run.end
         if best:
-            return min(best, length)
+            return min(best, length, span.end)
     return 0
 
 
 def _last_end(index: int, spans: list[Span], length: int) -> int:
     """Return the largest number of pages, at most `length`, after which a group of states has a snapshot."""
-    return max((run.end for span in spans for run in span.parts[index] if run.end <= length), default=0)
+    ends = [min(run.end, span.end) for span in spans for run in span.parts[index]]
+    return max((end for end in ends if end <= length), default=0)
 
 
 def find(runs: list[PartRun], start: int, end: int, found: list[tuple[PartRun, int, int]]) -> None:

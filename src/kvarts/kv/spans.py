@@ -34,8 +34,8 @@ class PartRun(Listed):
     are kept for later. `list_index`: the index of its list in its span: its group for the device, or a later one for a
     tier below. `is_wanted`: it must be stored below before it is evicted. `is_passed`: the window of the last
     sequence that released it has passed it, and that sequence went on. `spot`: its place in the list, while only stores
-    hold it. `listed_by`: the eviction order that lists
-    it, unless the account's list does; `place`: that order's state of it (Run).
+    hold it. `listed_by`: the eviction order that lists it, unless the account's list does; `place`: that order's state
+    of it (Run). `writer`: in a tier that engines share, the engine that stored it.
     """
 
     __slots__ = (
@@ -54,6 +54,7 @@ class PartRun(Listed):
         "spot",
         "start",
         "stream",
+        "writer",
     )
 
     def __init__(
@@ -84,6 +85,7 @@ class PartRun(Listed):
         self.listed_by: EvictionOrder | None = None
         self.place: Any = None
         self.spot: Spot | None = None
+        self.writer = -1
 
     # The interface of eviction orders: Run.
 
@@ -166,7 +168,7 @@ class PartRun(Listed):
         return (self.end - self.start) * account.part_bytes[self.group]
 
     def eat(self, account: PartAccount, num_bytes: int) -> None:
-        """Evict its parts, the last first, until `num_bytes` are empty or it has none."""
+        """Evict its parts, the last first, until `num_bytes` are empty or nothing is left of it."""
         index = self.group
         part_bytes = account.part_bytes[index]
         count = self.end - self.start
@@ -214,7 +216,7 @@ class PartRun(Listed):
         """
         if head.end != self.start or head.span is not self.span or self.span is None:
             return False
-        if head.is_wanted is not self.is_wanted:
+        if head.is_wanted is not self.is_wanted or head.writer != self.writer:
             return False
         if self.list_index == self.group and not head.precedes(self) and not self.precedes(head):
             return False  # a tier below has no copies
@@ -255,7 +257,7 @@ class PartRun(Listed):
             index, span, self.start, page, self.holders.copy(), is_kept=self.is_kept, list_index=self.list_index
         )
         head.is_wanted, head.keeps, head.place = self.is_wanted, self.keeps, self.place
-        head.is_passed = self.is_passed
+        head.is_passed, head.writer = self.is_passed, self.writer
         if self.ids:
             at = len(self.ids) // (self.end - self.start) * (page - self.start)
             head.ids = self.ids[:at]
@@ -349,7 +351,8 @@ class RunHolding:
     these that cannot be found, as far as it is held. `num_states`: for each group, its own states, 0 or 1. `given`:
     listed runs that cannot be found yet. Where blocks have ids: `open_ids`, the ids of the parts from `first_open` on,
     and `state_ids`, those of its states, by group; `snapshots`, copies of states to make in this step, each with the
-    number of tokens before it.
+    number of tokens before it. `swapped_tokens`: if not 0, it is about to be closed after so many tokens, and its state
+    is kept for its own request.
 
     For a decode: `base` plus the number of steps done is the number of computed tokens, `admission` its place among the
     decodes, `streams` and `odd_steps` the state of each group's releases (Decodes).
@@ -376,6 +379,7 @@ class RunHolding:
         "snapshots",
         "state_ids",
         "streams",
+        "swapped_tokens",
     )
 
     def __init__(self, content: Content, last: Span, num_pages: int, page_size: int, num_groups: int) -> None:
@@ -399,6 +403,7 @@ class RunHolding:
         self.admission = -1
         self.streams: list[Stream | None] = [None] * num_groups
         self.odd_steps = [-1] * num_groups
+        self.swapped_tokens = 0
 
     @property
     def is_transfer(self) -> bool:

@@ -92,11 +92,15 @@ class Offer(msgspec.Struct, frozen=True, gc=False):
 
 
 class Coming(msgspec.Struct, frozen=True, gc=False):
-    """Pages that another engine is storing in a shared tier, as its `write`, and that could be here at `end_ns`."""
+    """Pages that another engine is storing in a shared tier, as its `write`, and that could be here at `end_ns`.
+
+    `num_blocks`: how many blocks must then be loaded.
+    """
 
     write: int
     num_pages: int
     end_ns: int
+    num_blocks: int
 
 
 class Awaited(msgspec.Struct, frozen=True, gc=False):

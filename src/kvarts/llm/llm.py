@@ -25,11 +25,9 @@ from kvarts.executor.torch.sampling import BatchSampler, processors_of
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.transfer import TransferTotals
-from kvarts.llm.chat import render_chat
 from kvarts.llm.detokenizing import DetokenizingExecutor
-from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
-from kvarts.llm.loop import EngineLoop
+from kvarts.llm.loop import EngineLoop, ModelHost
 from kvarts.llm.room import KVRoom, latent_token_bytes, open_room, token_bytes
 from kvarts.llm.speculation import CarefulDrafter, NgramDrafter, SpeculativeConfig, TimesByTokens
 from kvarts.llm.text import Completion, Generation
@@ -37,7 +35,7 @@ from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 from kvarts.sched.drafts import DraftTotals
 
-__all__ = ["LLM"]
+__all__ = ["LLM", "render_chat"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +47,32 @@ TIMED_CHUNKS = (1, 128)
 """The same for an engine with a bound on inter-token latency."""
 
 
-class PageFiles(PageStore, Protocol):
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the token ids of `messages`, each with `role` and `content`, up to the start of the model's answer.
+
+    Raise ConfigError for a tokenizer without a template, and for messages that the template rejects.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(
+            "the model's tokenizer has no chat template", field="messages", hint="Give a prompt as text instead."
+        )
+    if not messages:
+        raise ConfigError("there are none", field="messages")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ConfigError("each needs a `role` and `content`", field="messages")
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(one) for one in messages], tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template is a program, and jinja2 may be missing
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"cannot be made a prompt: {reason}", field="messages") from error
+    tokens: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return tokens
+
+
+class StoredPages(PageStore, Protocol):
     """Pages in files."""
 
     def keys(self) -> list[bytes]:
@@ -75,7 +98,7 @@ class Offload(TierSettings, Protocol):
     def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
         """Return the blocks of each tier below the KV groups of `memory`, by name."""
 
-    def open_files(self, directory: Path | str, page_size: int, memory: GroupMemory | None = None) -> PageFiles:
+    def open_files(self, directory: Path | str, page_size: int, memory: GroupMemory | None = None) -> StoredPages:
         """Return the pages in `directory`, for the tier `disk`; with KV groups, those of `memory`."""
 
     def with_known(self, known_keys: Iterable[bytes], namespace: str) -> TierSettings:

@@ -257,13 +257,16 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         `known_keys`, `namespace`: see FilesBelow. Raise ConfigError for options that support whole pages only.
         """
-        page_size = config.page_size
-        specs = self.tier_specs(page_size) if memory is None else self.group_specs(memory, page_size)
+        specs = self.specs(config.page_size, memory)
         if not specs:
             return None
         from kvarts.offload.opening import TiersToOpen  # only engines with tiers pay for it
 
         return TiersToOpen(self, specs, config, make_order, memory, known_keys=known_keys, namespace=namespace)
+
+    def specs(self, page_size: int, memory: GroupMemory | None = None) -> tuple[TierSpec, ...]:
+        """Return the tiers below a device, the fastest first. `memory`: its KV groups, if it has any."""
+        return self.tier_specs(page_size) if memory is None else self.group_specs(memory, page_size)
 
     @property
     def is_lazy(self) -> bool:
@@ -345,13 +348,12 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         `memory`: the KV groups of a device that has any. Raise OutputError for a directory that cannot hold them.
         """
+        from kvarts.offload.file_names import PAGE_KEY_BYTES, PART_KEY_BYTES
         from kvarts.offload.pagefiles import PageFiles, file_bytes
 
         if memory is None:
-            num_bytes = self.num_disk_pages(page_size) * file_bytes(32, self.kv_bytes_per_token * page_size)
+            num_bytes = self.num_disk_pages(page_size) * file_bytes(PAGE_KEY_BYTES, self.kv_bytes_per_token * page_size)
         else:  # at most one file per block
-            from kvarts.offload.part_files import PART_KEY_BYTES
-
             num_blocks = self.group_tiers(memory, page_size)["disk"]
             num_bytes = num_blocks * file_bytes(PART_KEY_BYTES, memory.block_bytes)
         return PageFiles(directory, max_bytes=num_bytes)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from kvarts.content import Content
-from kvarts.keys import BlockKeys, root_key
+from kvarts.offload.file_names import FileNames
 from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, TierLoad, TierStore
 from kvarts.offload.tier_run import ALL, Segment
 
@@ -19,8 +18,8 @@ class FileTier(MemoryTier):
     """A MemoryTier with keys as slots.
 
     `known_keys`: pages of earlier processes, the oldest first. Their content is unknown until it is looked up; they are
-    evicted first. `namespace` is part of every key: everything that makes pages of the same tokens different, such as
-    the model. `take_dropped` returns the files to delete.
+    evicted first. Keys of other things, such as parts in KV groups, are dropped. `namespace`: see FileNames.
+    `take_dropped` returns the files to delete.
     """
 
     def __init__(
@@ -34,45 +33,37 @@ class FileTier(MemoryTier):
         on_removed: OnRemoved | None = None,
     ) -> None:
         super().__init__(name, num_pages, on_stored=on_stored, on_removed=on_removed)
-        self._root = root_key("sha256_cbor", namespace)
-        self._dropped: dict[bytes, None] = {}
-        self._reading: Counter[bytes] = Counter()
-        """How many loads under way read a file."""
-        self._unknown = dict.fromkeys(known_keys)
-        while len(self._unknown) > num_pages:
+        names = self.names = FileNames(namespace)
+        self.key = names.of
+        for key in dict.fromkeys(known_keys):
+            if names.group_of(key) is None:
+                names.refuse(key)
+                continue
+            names.unknown[key] = []
+            names.use([key])
+        while len(names.unknown) > num_pages:
             self._drop_unknown()
-        self.index.pool.take(len(self._unknown))
+        self.index.pool.take(len(names.unknown))
         self.find = self._find
 
     @property
     def num_used_blocks(self) -> int:
         """Pages that are pinned or coming."""
-        return self.index.num_used - len(self._unknown)
+        return self.index.num_used - len(self.names.unknown)
 
     @property
     def num_cached_blocks(self) -> int:
         """Pages that can be found, or have unknown content, and are not pinned."""
-        return self.index.num_cached + len(self._unknown)
+        return self.index.num_cached + len(self.names.unknown)
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
         """Set the callbacks for runs that become findable or stop being findable."""
         self._tell_removed = on_removed
         super().listen(on_stored, self._on_gone)
 
-    def key(self, content: Content, page: int) -> bytes:
-        """Return the key of a page of known tokens."""
-        keys: BlockKeys | None = content.noted(self._root)
-        if keys is None:
-            keys = BlockKeys(content, algorithm="sha256_cbor", root=self._root)
-            content.note(self._root, keys)
-        return keys[page]
-
     def take_dropped(self) -> tuple[bytes, ...]:
         """Return the keys that left the tier since the last call, but for those that loads still read."""
-        dropped = tuple(key for key in self._dropped if key not in self._reading)
-        for key in dropped:
-            del self._dropped[key]
-        return dropped
+        return self.names.take_dropped()
 
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
         """Find consecutive pages, also of earlier processes, and pin them for `holder`."""
@@ -99,47 +90,44 @@ class FileTier(MemoryTier):
         end = min(end, content.num_known_pages)
         self._recognise(content, 0, end)
         num_short = min(limit, self.index.missing(content, start, end)) - self.index.pool.num_empty
-        while num_short > 0 and self._unknown:
+        while num_short > 0 and self.names.unknown:
             self._drop_unknown()
             self.index.pool.give(1, None)
             num_short -= 1
         store = super().prepare_store(content, start, end, deepest_first=deepest_first, limit=limit)
         if store is not None:
             store.segments = self._named(content, store.segments)
-            for segment in store.segments:
-                for page in range(segment.start, segment.end):
-                    self._dropped.pop(self.key(content, page), None)
+            self.names.use(_keys_of(store))
         return store
 
-    def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
-        """End a store; return False if it had ended before."""
-        is_first = super().complete_store(store, is_stored=is_stored)
-        if is_first and not (is_stored and self.is_stored(store)):
-            for segment in store.segments:
-                self._dropped.update(
-                    (self.key(store.content, page), None) for page in range(segment.start, segment.end)
-                )
-        return is_first
+    def _note_ended(self, store: TierStore, here: list[tuple[int, int]]) -> None:
+        """Delete the files of pages that are not here, even if they were written."""
+        pages = [page for segment in store.segments for page in range(segment.start, segment.end)]
+        self._release_others(store.content, pages, here)
+
+    def _release_others(self, content: Content, pages: Iterable[int], here: list[tuple[int, int]]) -> None:
+        gone = [page for page in pages if not any(start <= page < end for start, end in here)]
+        self.names.release([self.key(content, page) for page in gone])
 
     def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
         """Begin to load pages that were offered to `holder`; their slots are keys."""
         load = super().prepare_load(holder, num_pages, num_front)
         load.segments = self._named(load.content, load.segments)
-        self._reading.update(_keys_of(load))
+        self.names.use(_keys_of(load))
         return load
 
     def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
         """End a load, and drop pages after the first `num_good_pages`; return False if it had ended before."""
         if load.is_open:
-            self._reading -= Counter(_keys_of(load))
+            self.names.release(_keys_of(load))
         return super().complete_load(load, num_good_pages)
 
     def reset(self) -> None:
         """Drop all pages, also those of earlier processes."""
         super().reset()
-        self.index.pool.give(len(self._unknown), None)
-        self._dropped.update(self._unknown)
-        self._unknown.clear()
+        while self.names.unknown:
+            self._drop_unknown()
+            self.index.pool.give(1, None)
 
     def _named(self, content: Content, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
         return tuple(
@@ -155,35 +143,32 @@ class FileTier(MemoryTier):
 
     def _recognise(self, content: Content, start: int, end: int) -> None:
         """Make pages of `content` that an earlier process stored findable, the first ones first."""
-        if not self._unknown:
+        if not self.names.unknown:
             return
         position = start + self.index.find(content, start, end)
-        known_end = position
-        while known_end < end and self.key(content, known_end) in self._unknown:
-            known_end += 1
+        known_end = self.names.unknown_to(content, position, end)
         if known_end == position:
             return
         for page in range(position, known_end):
-            del self._unknown[self.key(content, page)]
+            del self.names.unknown[self.key(content, page)]
         self.index.pool.give(known_end - position, None)
         placement = self.index.place(content, position, known_end)
-        if placement is not None:
-            self.index.settle(placement, is_stored=True)
+        here = [] if placement is None else self.index.settle(placement, is_stored=True)
+        self._release_others(content, range(position, known_end), here)
 
     def _drop_unknown(self) -> None:
-        key = next(iter(self._unknown))
-        del self._unknown[key]
-        self._dropped[key] = None
+        key = next(iter(self.names.unknown))
+        del self.names.unknown[key]
+        self.names.release([key])
 
     def _on_gone(self, content: Content, start: int, end: int) -> None:
-        for page in range(start, end):
-            self._dropped[self.key(content, page)] = None
+        self.names.release(self.key(content, page) for page in range(start, end))
         if self._tell_removed is not None:
             self._tell_removed(content, start, end)
 
 
-def _keys_of(load: TierLoad) -> Iterator[bytes]:
-    for segment in load.segments:
+def _keys_of(moved: TierLoad | TierStore) -> Iterator[bytes]:
+    for segment in moved.segments:
         for key in segment.slots or ():
             assert isinstance(key, bytes)
             yield key

@@ -8,6 +8,18 @@ so the rest of a sequence is always a prefix of it. A pin is identified by its d
 root is pinned. A run that is removed from the tree while it is pinned is *doomed*: it cannot be found, and its pages
 are released when the last pin ends.
 
+An example, with room for four pages. A has the pages a0 a1 a2 and B the pages a0 a1 b2; both are stored, B last:
+
+    tree       a0 a1 --+-- a2        eviction order: a2, b2, a1, a0
+                       +-- b2
+
+C has the pages c0 c1, and the device stores only c1. All room is taken, so a2 is evicted, and c0 becomes a hole:
+
+    tree       a0 a1 ----- b2        eviction order: b2, a1, a0, c1
+               (c0) ------ c1
+
+`find(C, 0, 2)` is 0, `find(C, 1, 2)` is 1: c1 can be loaded as long as the device has c0, or computes it.
+
 Longer than other files: pins, placements and recency concern one tree, and all its operations keep the same laws, which
 `index_laws.py` states.
 """
@@ -274,8 +286,8 @@ class TierIndex:
         placement.segments = tuple(segments)
         return placement
 
-    def settle(self, placement: Placement, *, is_stored: bool) -> None:
-        """End a placement: its pages are stored, or will never arrive."""
+    def settle(self, placement: Placement, *, is_stored: bool) -> list[tuple[int, int]]:
+        """End a placement: its pages are stored, or will never arrive. Return the runs of pages that are here now."""
         node: TierRun = placement.run
         arrived = []
         first = placement.segments[0].start
@@ -292,6 +304,7 @@ class TierIndex:
                         self.pool.give(node.num_pages, node.slots)
                         node.slots = None
             node = node.parent
+        here = [(node.start, node.end) for node in reversed(arrived)]
         if self.on_stored is not None:
             for node in reversed(arrived):
                 self.on_stored(node)
@@ -299,6 +312,7 @@ class TierIndex:
         if is_stored:
             self.touch(placement.run)
         self.unpin(placement.run)
+        return here
 
     def vacate(self, content: Content, end: int, count: int) -> None:
         """Evict up to `count` of the first `end` pages of `content`, the deepest first.

@@ -52,11 +52,12 @@ class Tier(Protocol):
 
 
 class ConnectedTier(msgspec.Struct, Generic[TierT], frozen=True):
-    """A tier, and the channels to it and from it."""
+    """A tier, and the channels to it and from it. `is_read_only`: nothing is stored there."""
 
     tier: TierT
     write: Channel
     read: Channel
+    is_read_only: bool = False
 
 
 class Layout(Generic[TierT]):
@@ -95,7 +96,9 @@ class Layout(Generic[TierT]):
         self.page_bytes = page_bytes
         self.num_refused = 0
         """Pages that were to be stored and found no room."""
-        self.backlog = Backlog(len(connected), is_stored)
+        self.own = tuple(each.tier for each in connected if not each.is_read_only)
+        """The tiers that are written to, which are the first ones."""
+        self.backlog = Backlog(len(self.own), is_stored)
         self._store_within_ns = store_within_ns
         self._with_page_ids = with_page_ids
 
@@ -107,6 +110,13 @@ class Layout(Generic[TierT]):
 
     def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Record that a request lost the first `num_pages` pages of `content`, in `holding`, and waits again."""
+
+    def keep_state(self, content: Content, num_tokens: int, holding: Holding) -> bool:
+        """Return whether the state of a request that is about to be preempted, after `num_tokens`, is kept for it."""
+        return False
+
+    def resumed(self, content: Content) -> None:
+        """Record that a request whose state was kept runs again, from that state or without it."""
 
     def ended(self, content: Content) -> None:
         """Record that the request of `content`, which was preempted before, has ended."""

@@ -4,6 +4,18 @@ The scheduler looks up how much of a prompt is in lower tiers (`lookup`), loads 
 pages (`plan_stores`). Pages that have arrived in a tier are spilled: copied to the next, so that they are still below
 when they are evicted. Transfers end when every worker has reported them, or, in virtual time, when their channel is
 done. Their source and target are held from their beginning to their end, even if their request is cancelled.
+
+An example: a prompt of three pages on a device of three, above a host tier of four. A page takes 1 ms to the host and
+0.5 ms back:
+
+    ms          0          1            4           ...          10           11.5
+    request     computes   ended                    another      the same prompt again
+    channels               store ------ end                      load ------- end
+    device      3 used     3 held       3 cached    evicted      3 held       3 found
+    host                   3 coming     3 found     3 found      3 pinned     3 found
+
+The request has ended at 1 ms, and its pages stay in use until the store ends: `plan_stores` began it in the step after
+the one that computed them. At 10 ms `lookup` offers three pages, and pins them; `start_load` returns 11.5 ms.
 """
 
 from __future__ import annotations
@@ -84,13 +96,17 @@ class Offloader(Transfers, Generic[LayoutT]):
         self.block_bytes = layout.block_bytes
         self.tiers: tuple[Tier, ...] = tuple(each.tier for each in connected)
         self.tier_names = tuple(tier.name for tier in self.tiers)
-        self.channels: tuple[Channel, ...] = tuple(lane for each in connected for lane in (each.write, each.read))
+        self.channels: tuple[Channel, ...] = tuple(
+            lane for each in connected for lane in ((each.read,) if each.is_read_only else (each.write, each.read))
+        )
         """The channels of each tier in turn: to it, and from it."""
         self._connected = connected
         self._backlog = layout.backlog
         self._tell = tell
         self.confirm = layout.confirm
         self.preempted = layout.preempted
+        self.keep_state = layout.keep_state
+        self.resumed = layout.resumed
         self.ended = layout.ended
         self.lookup = layout.lookup
         self.forget = layout.forget
@@ -186,7 +202,7 @@ class Offloader(Transfers, Generic[LayoutT]):
         coming = self.layout.coming(content, start, limit, self._now_ns)
         if coming is None:
             return None
-        num_bytes = coming.num_pages * self.block_bytes
+        num_bytes = coming.num_blocks * self.block_bytes
         end_ns = coming.end_ns + self._connected[-1].read.within_ns(self._now_ns, num_bytes)
         return msgspec.structs.replace(coming, end_ns=end_ns)
 

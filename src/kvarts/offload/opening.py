@@ -34,13 +34,15 @@ from kvarts.offload.tier import MemoryTier, PageTier
 
 __all__ = ["TiersToOpen", "open_offloader"]
 
+OpenTier = Callable[[Tell | None], ConnectedTier[Any]]
+
 
 class TiersToOpen:
     """The tiers `specs` of `offload`, below an engine of `config` whose eviction orders `make_order` makes.
 
     `memory`: the KV groups of a device that has any. Without, and with a lazy policy, the device first evicts pages
-    that a lower tier also holds. `known_keys` and `namespace`: see FilesBelow. `more`: tiers below these, which are
-    open already; `on_opened` is called with the offloader of all.
+    that a lower tier also holds. `known_keys` and `namespace`: see FilesBelow. `more`: open further tiers below
+    these, given what receives the events of the engine; `on_opened` is called with the offloader of all.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class TiersToOpen:
         *,
         known_keys: Iterable[bytes] = (),
         namespace: str | None = None,
-        more: Sequence[ConnectedTier[PageTier]] = (),
+        more: Sequence[OpenTier] = (),
         on_opened: Callable[[Offloader[Any]], object] | None = None,
     ) -> None:
         self._offload = offload
@@ -70,7 +72,7 @@ class TiersToOpen:
         self.watcher: TreeWatcher | None = self._safe_first
         self.evicts_safe_first = self._safe_first is not None
         self.full_prompt_hits = offload.full_prompt_hits
-        self.num_tiers = len(specs) + len(more)
+        self.num_tiers = len(specs)
 
     def open_below(
         self,
@@ -97,7 +99,7 @@ class TiersToOpen:
             namespace=namespace or "",
             order=self._safe_first,
             prefill=prefill,
-            more=self._more,
+            more=[open_tier(tell) for open_tier in self._more],
         )
         if self._on_opened is not None:
             self._on_opened(opened)
@@ -117,7 +119,7 @@ def open_offloader(
     namespace: str = "",
     order: SafeFirst | None = None,
     prefill: PrefillTimes | None = None,
-    more: Sequence[ConnectedTier[PageTier]] = (),
+    more: Sequence[ConnectedTier[Any]] = (),
 ) -> Offloader[Any]:
     """Open the tiers of `offload` below `cache`. `memory`: the KV groups of `cache`, if it has any.
 
@@ -169,6 +171,7 @@ def open_offloader(
             else:
                 of_parts = PartTier(*size, place=place, with_slots=with_page_ids, tell=tell)
             parts.append(ConnectedTier(of_parts, spec.write.open(make), spec.read.open(make)))
+        parts += more
         part_policy: PartPolicy = EagerParts(grouped.parts)
         if offload.policy == "lazy":
             num_pages = sum(each.tier.num_blocks for each in parts) * memory.block_bytes // memory.page_bytes
@@ -178,7 +181,7 @@ def open_offloader(
             grouped,
             parts,
             part_policy,
-            swaps=offload.preemption_mode == "swap",
+            swaps=offload.preemption_mode == "swap" and len(parts) > len(more),
             store_within_ns=round(offload.store_within_ms * 1e6),
             with_page_ids=with_page_ids,
         )

@@ -72,18 +72,18 @@ class PageLayout(Layout[PageTier]):
             connected,
             block_bytes=page_bytes,
             page_bytes=page_bytes,
-            is_stored=lambda place, spill: bool(self.tiers[place].find(spill[0], *spill[2:])),
+            is_stored=lambda place, spill: bool(self.own[place].find(spill[0], *spill[2:])),
             store_within_ns=store_within_ns,
             with_page_ids=with_page_ids,
         )
-        self.spills_first = policy.stores_deepest_first  # these would replace what is on its way through a small tier
+        self.spills_first = policy.stores_deepest_first  # these would replace pages on their way through a small tier
         self._cache = cache
         self._policy = policy
         self._order = order
         self._swaps = swaps
         self._tell = tell
-        is_told_all = tell is not None or len(self.tiers) > 1
-        for place, tier in enumerate(self.tiers):
+        is_told_all = tell is not None or len(self.own) > 1
+        for place, tier in enumerate(self.own):
             tier.listen(
                 partial(self._on_stored, place) if is_told_all else None,
                 partial(self._on_removed, place) if is_told_all or order is not None else None,
@@ -91,11 +91,11 @@ class PageLayout(Layout[PageTier]):
         self._gone: list[tuple[Content, int, int]] = []
         cache.tree.on_removed = self._on_evicted
         cache.on_evicted = self._lose_gone
-        self._marks = Marks(cache, self.tiers, order)
+        self._marks = Marks(cache, self.own, order)
         if order is not None:
             order.on_grown = self._marks.mark_as_held
             # Safe pages may be in the second tier only, and files may contain pages that this process never wrote.
-            order.hears_all = len(self.tiers) > 1
+            order.hears_all = len(self.own) > 1
 
     @property
     def policy(self) -> PagePolicy[Any]:
@@ -128,11 +128,11 @@ class PageLayout(Layout[PageTier]):
     def pages_to_spare(self) -> int | None:
         """Return how many pages can be taken in identical steps before the tiers must act; None: in the next step."""
         spare = ALL if self.backlog.is_behind[0] else self._policy.pages_to_spare()
-        if spare is not None and (self._order is not None or any(tier.has_holes for tier in self.tiers)):
+        if spare is not None and (self._order is not None or any(tier.has_holes for tier in self.own)):
             # When a page is lost, all pages after it are dropped in the same step. A page that only the second tier has
             # is lost for the first.
             num_without_loss = self._cache.pool.num_empty
-            if self._order is not None and len(self.tiers) == 1:
+            if self._order is not None and len(self.own) == 1:
                 num_without_loss += self._order.num_safe
             return min(spare, num_without_loss)
         return spare
@@ -214,7 +214,7 @@ class PageLayout(Layout[PageTier]):
 
     def _passes_through(self, num_pages: int) -> bool:
         """Return whether a prefix of `num_pages` goes through the first tier in pieces: it is too small for all."""
-        is_small = len(self.tiers) > 1 and num_pages > self.tiers[0].num_pages
+        is_small = len(self.own) > 1 and num_pages > self.tiers[0].num_pages
         return is_small and not self._policy.stores_deepest_first
 
     def _pass_through(self, content: Content, start: int, end: int, room: int) -> int:
@@ -226,7 +226,7 @@ class PageLayout(Layout[PageTier]):
         position = -1
         while position < start:
             position = start
-            for tier in self.tiers:
+            for tier in self.own:
                 start += tier.find(content, start, end)
         here = first.held(content, 0, start)
         num_here = sum(last - begin for begin, last in here)
@@ -306,7 +306,7 @@ class PageLayout(Layout[PageTier]):
                     if is_whole:
                         has_orphans = self._marks.mark_part(part, Below.STORED)
                     else:
-                        # What fails again and again is not tried again; what was given up may be.
+                        # Pages that fail again and again are not tried again; those that were given up may be.
                         has_failed = not is_stored and not is_given_up
                         self._marks.mark_part(part, Below.FAILED if has_failed else Below.NOT)
                         has_orphans = True
@@ -413,10 +413,10 @@ class PageLayout(Layout[PageTier]):
         gone = self._gone
         if not gone:
             return
-        if any(tier.has_holes for tier in self.tiers):
+        if any(tier.has_holes for tier in self.own):
             for content, start, end in gone:
                 position = start
-                for tier in self.tiers:
+                for tier in self.own:
                     tier.lose(content, position, end)
                     position += tier.find(content, position, end)
             self._marks.unmark_removed()
@@ -439,7 +439,7 @@ class PageLayout(Layout[PageTier]):
             self._tell(PagesRemoved(content, start, end, self.tiers[place].name))
         if self._order is not None:
             self._marks.removed.append((content, start, end))
-        for below in range(place + 1, len(self.tiers)):
+        for below in range(place + 1, len(self.own)):
             if self.tiers[below].has_holes:
                 self.tiers[below].lose(content, max(start, self._num_above(below, content, end)), end)
 
@@ -458,7 +458,7 @@ class PageLayout(Layout[PageTier]):
         if self._order is not None:
             for node in self._cache.tree.nodes():
                 held: set[int] = set()
-                for tier in self.tiers:
+                for tier in self.own:
                     for first, last in tier.held(node.content, node.start, node.end):
                         held.update(range(first, last))
                 below = self._order.below(node)

@@ -19,7 +19,7 @@ from kvarts.kv.node import NOTHING, HeldPages
 from kvarts.kv.pool import PageId
 from kvarts.kv.run_loads import arrive, holding_of_transfer, unhold
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch
-from kvarts.kv.transfer import Loaded, Offer, Weighed
+from kvarts.kv.transfer import Coming, Loaded, Offer, Weighed
 from kvarts.offload.backlog import Spill
 from kvarts.offload.layout import ConnectedTier, Layout
 from kvarts.offload.part_policy import PartPolicy
@@ -108,8 +108,9 @@ class PartLayout(Layout[PartTier]):
         self._cache = cache
         self._parts = cache.parts
         self._policy = policy
-        # Requests of models with states cannot resume in generated tokens: no snapshots are made there.
-        self._swaps = swaps and not cache.memory.has_states
+        # The last tokens that a preempted request has computed need not fill a page: an executor could not copy them.
+        self._swaps = swaps and not (cache.memory.has_states and with_page_ids)
+        self._states = [index for index, group in enumerate(tier.groups) if group.is_state]
         self._num_stored = [0] * len(tier.part_blocks)
         self._num_loaded = list(self._num_stored)
         """Parts by group that have arrived so far, in the first tier and on the device."""
@@ -117,6 +118,8 @@ class PartLayout(Layout[PartTier]):
         self._newest = -1
         """The request of the last offer."""
         self._no_pages = (0,) * len(connected)
+        self._num_own = len(connected) - (self.tiers[-1].elsewhere is not None)
+        """The number of tiers whose parts are in the tree of the device."""
         self._least_idle = max(*tier.part_blocks, cache.pool.total // MOST_IDLE)
         self._num_idle = 0
         """Blocks that stores hold and that were unused when these began."""
@@ -143,20 +146,39 @@ class PartLayout(Layout[PartTier]):
         """Take note that what became complete in the last step is computed."""
         self._policy.begin_step()
 
+    def keep_state(self, content: Content, num_tokens: int, holding: Holding) -> bool:
+        """Let a request keep its state if no other could find it, and it is to be stored."""
+        if not (self._swaps and self._states) or num_tokens // self._parts.page_size <= content.num_known_pages:
+            return False
+        cast(PartHolding, holding).parts.swapped_tokens = num_tokens
+        return True
+
+    def resumed(self, content: Content) -> None:
+        """Drop the state that was kept for a request: it is of fewer tokens than the request will have."""
+        page = content.swapped_tokens // self._parts.page_size
+        content.swapped_tokens = 0
+        self._policy.resumed(content, self._states, page)
+        self._parts.drop_state(content, page)
+        self._cache.count()
+        for tier in self.tiers:
+            tier.drop_state(content, page)
+
     def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Store the parts of unknown tokens with which a preempted request could resume after `num_pages` pages."""
         known_end = content.num_known_pages
-        if not self._swaps or num_pages <= known_end:
+        if not self._swaps or num_pages <= known_end or (self._states and not content.swapped_tokens):
             return
         tree = self._parts.tree
         for index, group in enumerate(self.tier.groups):
-            sink, first = tree.needed(index, num_pages * tree.page_size) if group.is_bounded else (0, known_end)
+            keeps_all = not (group.is_bounded or group.is_state)
+            sink, first = (0, known_end) if keeps_all else tree.needed(index, num_pages * tree.page_size)
             for start, end in ((0, sink), (first, num_pages)):
                 if start < end:
                     self._policy.preempted(content, index, start, end)
 
     def ended(self, content: Content) -> None:
         """Drop the parts below that only the request of `content` could find."""
+        content.swapped_tokens = 0
         if self._swaps:
             self._policy.ended(content)
             self.tier.drop_from(content, content.num_known_pages)
@@ -228,6 +250,7 @@ class PartLayout(Layout[PartTier]):
                     self.backlog.is_behind[0] = True  # there may be room when that has ended
                     return False
                 self.num_refused += last - first
+                tier.num_refused += last - first
                 policy.passed(run, first, last)
                 start = last
                 continue
@@ -294,6 +317,7 @@ class PartLayout(Layout[PartTier]):
             count = min(last - first, -(-room // blocks), lower.free_bytes // lower.part_bytes[index])
             if not count:
                 self.num_refused += last - first
+                lower.num_refused += last - first
                 continue
             start = first + count
             target = lower.place(span, index, first, start, spill.pins[place + 1])
@@ -330,7 +354,7 @@ class PartLayout(Layout[PartTier]):
         runs: list[tuple[tuple[int, int, int, int], ...]] = []
         most_front: list[int] = []
         for depth in range(1, len(self.tiers) + 1):
-            match = self._parts.tree.match(content, limit, depth=depth)
+            match = self._match(content, limit, depth)
             ends.append(max(start, match.num_pages))
             runs.append(self._runs_of(match))
             most_front.append(self._most_front(start, match))
@@ -341,13 +365,20 @@ class PartLayout(Layout[PartTier]):
         self._newest = request
         return Offer(ends[-1] - start, by_tier, tuple(runs), tuple(most_front))
 
+    def _match(self, content: Content, limit: int, depth: int) -> RunMatch:
+        """Return how far every group can resume with the parts of the device and of the first `depth` tiers."""
+        last, tree = self.tiers[-1], self._parts.tree
+        if last.elsewhere is None or depth < len(self.tiers):
+            return tree.match(content, limit, depth=depth)
+        return tree.match_across(content, limit, last.elsewhere, last.lists, depth=self._num_own)
+
     def _runs_of(self, match: RunMatch) -> tuple[tuple[int, int, int, int], ...]:
         """Return the runs of `match` to load, see Offer."""
         assert match.pieces is not None
-        count, part_bytes = len(self.tier.groups), self.tier.part_bytes
+        count, part_bytes, last = len(self.tier.groups), self.tier.part_bytes, len(self.tiers) - 1
         return tuple(
             [
-                ((run.list_index // count - 1) // 2, begin, end, part_bytes[index])
+                (min(last, (run.list_index // count - 1) // 2), begin, end, part_bytes[index])
                 for index, pieces in enumerate(match.pieces)
                 for run, begin, end in pieces
                 if run.list_index != index
@@ -378,12 +409,24 @@ class PartLayout(Layout[PartTier]):
         """Offer to `request` what the device and the first `depth` tiers have, and nothing of slower ones."""
         offered = self._offered[request]
         self.forget(request)
-        match = self._parts.tree.match(offered.content, offered.limit, depth=depth)
+        match = self._match(offered.content, offered.limit, depth)
         self._offered[request] = self._pinned(offered.content, offered.limit, offered.by_tier, depth, match)
 
     def offered(self, request: int) -> RunMatch:
         """Return how far every group can resume with the parts offered to `request`."""
         return self._offered[request].match
+
+    def coming(self, content: Content, start: int, limit: int, now_ns: int) -> Coming | None:
+        """Return how far every group can resume with what other engines are storing in the last tier as well."""
+        last = self.tiers[-1]
+        if last.elsewhere is None or not last.is_awaited:
+            return None
+        match = self._parts.tree.match_across(content, limit, last.elsewhere, last.lists_to_come, depth=self._num_own)
+        return last.coming(match, start, now_ns) if match.num_pages > start else None
+
+    def await_write(self, write: int) -> None:
+        """Note that a request waits for a write of another engine to the last tier."""
+        self.tiers[-1].await_write(write)
 
     def num_gaining(self, num_behind: int) -> int:
         """Return 0: while a request waits it holds memory, which is usually what later requests wait for."""
@@ -394,7 +437,7 @@ class PartLayout(Layout[PartTier]):
 
         A load is of the whole newest offer, up to the end of one of the tiers, or of the last pages before it.
         """
-        if weighed.num_pages not in (0, sum(offer.by_tier[: self._offered[self._newest].depth])):
+        if weighed.num_pages and weighed.num_pages != sum(offer.by_tier[: self._offered[self._newest].depth]):
             last = max(place for place, num_pages in enumerate(weighed.by_tier) if num_pages)
             self.offer_up_to(self._newest, last + 1)
 
@@ -421,6 +464,7 @@ class PartLayout(Layout[PartTier]):
             count = self._num_blocks(pin)
             if not count:
                 continue
+            tier.begin_load(pin)
             source_ids: tuple[PageId | bytes, ...] = ()
             target_ids: tuple[PageId | bytes, ...] = ()
             if self._with_page_ids:

@@ -8,7 +8,7 @@ no hit that a tail does not serve nearly as well, and would be most of the bytes
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvarts.content import Content
@@ -42,6 +42,9 @@ class PartPolicy(StorePolicy[tuple[PartRun, int, int]], Wants, Protocol):
 
     def preempted(self, content: Content, group: int, start: int, end: int) -> None:
         """Want pages [start, end) of a request that lost them: they are computed, and only it can find them again."""
+
+    def resumed(self, content: Content, groups: Sequence[int], page: int) -> None:
+        """Want no snapshots before `page`, in `groups`, of a request that has resumed from there."""
 
     def ended(self, content: Content) -> None:
         """Want no pages of unknown tokens of a request that has ended."""
@@ -117,6 +120,12 @@ class EagerParts:
         """Queue the pages for the step being planned."""
         self._preempted.append((content, group, start, end))
 
+    def resumed(self, content: Content, groups: Sequence[int], page: int) -> None:
+        """Take these snapshots out of the queues."""
+        for queue in (self._preempted, self._wanted, self._fresh):
+            for entry in [each for each in queue if each[0] is content and each[1] in groups and each[3] == page]:
+                queue.remove(entry)
+
     def ended(self, content: Content) -> None:
         """Take the pages that only this request could find out of the queue."""
         wanted, self._preempted = self._preempted, deque()
@@ -168,6 +177,10 @@ class LazyParts:
         """Mark the runs: they are wanted until they are stored."""
         self._mark(content, group, start, end, is_wanted=True)
 
+    def resumed(self, content: Content, groups: Sequence[int], page: int) -> None:
+        """Want them not from the next step on; the device has lost them, or does not list them."""
+        self._fresh = [each for each in self._fresh if each[0] is not content or each[1] not in groups]
+
     def ended(self, content: Content) -> None:
         """Unmark the runs of unknown tokens."""
         for group in range(len(self._cache.groups)):
@@ -175,7 +188,7 @@ class LazyParts:
 
     def _mark(self, content: Content, group: int, start: int, end: int, *, is_wanted: bool) -> None:
         spans, end = self._cache.tree.walk(content, end)
-        for span in spans:
+        for span in spans if start < end else ():
             for run in tuple(span.parts[group]) if span.end > start else ():
                 if run.start < end and run.end > start:
                     run.cut(max(start, run.start), min(end, run.end)).is_wanted = is_wanted

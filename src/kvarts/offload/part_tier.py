@@ -24,7 +24,8 @@ from kvarts.kv.run_account import RunAccount
 from kvarts.kv.run_events import RunEvents
 from kvarts.kv.run_loads import holding_of_transfer
 from kvarts.kv.span_tree import SpanTree, find
-from kvarts.kv.spans import PartRun, RunHolding, Span, first_list
+from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span, first_list
+from kvarts.kv.transfer import Coming
 
 __all__ = ["PartTier"]
 
@@ -57,10 +58,16 @@ class PartTier(RunAccount):
             events=None if tell is None else RunEvents(tell, medium=name, offset=first),
         )
         self.name = name
+        self.num_refused = 0
+        """Parts that were to be stored and found no room."""
+        self.elsewhere: SpanTree | None = None
+        """The tree of its parts, if that is not the tree of the cache above."""
         self.num_blocks = num_blocks
         self._tree = tree
         self._here, self._coming = first, first + count
         """The first list of a span for stored runs, and for runs that are coming."""
+        self.lists, self.lists_to_come = (first,), (first, first + count)
+        """The first list for stored runs, and with it that for runs that are coming."""
         self._num_unlisted = [0] * count
         """By group, cached parts that are not in the list."""
         self._less = [index for index, group in enumerate(self.groups) if group.is_state or group.is_bounded]
@@ -185,14 +192,20 @@ class PartTier(RunAccount):
     def drop_from(self, content: Content, page: int) -> None:
         """Drop all parts of `content` from `page` on, which no other content has."""
         spans, end = self._tree.walk(content, 1 << 62)
-        for span in reversed(spans):
+        for span in reversed(spans) if page < end else ():
             self._drop(span, page, end)
 
-    def _drop(self, span: Span, start: int, end: int) -> None:
-        """Drop pages [start, end) of a span."""
+    def drop_state(self, content: Content, page: int) -> None:
+        """Drop the snapshots before `page` of `content`."""
+        spans, num_pages = self._tree.walk(content, page)
+        if num_pages == page:
+            self._drop(spans[-1], page - 1, page, of_states=True)
+
+    def _drop(self, span: Span, start: int, end: int, *, of_states: bool = False) -> None:
+        """Drop pages [start, end) of a span; with `of_states`, only snapshots."""
         for runs in span.parts[self._here : self._here + 2 * len(self.groups)]:
             for each in tuple(runs):
-                if each.end <= start or each.start >= end:
+                if each.end <= start or each.start >= end or (of_states and not self.groups[each.group].is_state):
                     continue
                 run = each.cut(max(start, each.start), min(end, each.end))
                 self._tell_gone(run)
@@ -231,6 +244,22 @@ class PartTier(RunAccount):
                     self.hold_in_place(run.cut(start, end), pin)
         return pin
 
+    def begin_load(self, pin: RunHolding) -> None:
+        """Note that the runs of `pin` are being loaded."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another engine is storing something here."""
+        return False
+
+    def coming(self, match: RunMatch, start: int, now_ns: int) -> Coming | None:
+        """Return the pages of `match` from `start` on, some of which other engines are storing; None: none of them."""
+        return None
+
+    def await_write(self, write: int) -> None:
+        """Never called, as no other engine stores here."""
+        raise NotImplementedError
+
     def unpin(self, pin: RunHolding) -> None:
         """End a pin. It is not a use of its runs."""
         self.release_all(pin, self.order)
@@ -248,13 +277,17 @@ class PartTier(RunAccount):
                 passed.held[index].append(before)
         self.unpin(passed)
 
-    def touch(self, last: Span, num_pages: int) -> None:
-        """Make the tier's parts that a sequence of `num_pages` pages, ending in `last`, needs the most recent."""
+    def touch(self, last: Span, num_pages: int, known: int | None = None) -> None:
+        """Make the tier's parts that a sequence of `num_pages` pages, ending in `last`, needs the most recent.
+
+        `known`: the page up to which `last` has pages of the sequence, unless it has all.
+        """
+        end = num_pages if known is None else known
         for index in self.order:
             sink, first = self._tree.needed(index, num_pages * self._tree.page_size)
-            self._touch(last, index, first, num_pages)
+            self._touch(last, index, first, end)
             if sink:
-                self._touch(last, index, 0, sink)
+                self._touch(last, index, 0, min(sink, end))
 
     def _touch(self, span: Span | None, index: int, start: int, end: int) -> None:
         """Make pages [start, end) of a group, in `span` and before it, the most recently used, the deepest least so."""

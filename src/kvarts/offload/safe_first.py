@@ -5,6 +5,16 @@ before the pages that follow it. Unreferenced safe runs are in a separate list a
 safe enters that list as if it had just been released; a run that becomes unsafe enters the other list as its next to be
 evicted.
 
+An example: the device has A, of the pages a0 a1 a2, and B, of b0 b1, which was released later. The tier has a1, b0, b1:
+
+    stored below    -  yes -       yes yes
+    pages           a0 a1  a2      b0  b1
+    safe            -  -   -       yes yes     a1 is not safe: a2, which follows it, is not stored
+    evicted         5. 4.  3.      2.  1.      LRU alone: 3. 2. 1. for A, then 5. 4. for B
+
+LRU alone would first evict a2, which would be lost; here the first two evictions lose nothing. As soon as a2 is
+evicted, a1 is safe.
+
 When a run becomes resident again, the lower tier has to be asked whether it still has the run. It can only have runs
 that were evicted here before, so a run has a flag, `trails`: a later run was evicted that a tier held.
 """

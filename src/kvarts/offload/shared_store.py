@@ -1,17 +1,19 @@
-"""A store that engines share: one index of pages, and for each engine a tier and its channels to it.
+"""A store that engines share: one index, and for each engine a tier and its channels to it.
 
-A page is in the store once, even if several engines store it. It can be found by all engines once its store has ended,
-and pages stay while any of them reads or writes them. Evictions of one engine do not concern the store: it keeps pages
-even if only some engines have the pages before them.
+`Shared` is what stores of whole pages and of parts in KV groups (`shared_parts.py`) have in common. A page is in the
+store once, even if several engines store it. It can be found by all engines once its store has ended, and pages stay
+while any of them reads or writes them. Evictions of one engine do not concern the store: it keeps pages even if only
+some engines have the pages before them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from kvarts.config import EngineConfig
 from kvarts.content import Content
+from kvarts.event_log import Tell
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.transfer import Coming
@@ -22,17 +24,17 @@ from kvarts.offload.index_laws import check_index
 from kvarts.offload.layout import ConnectedTier
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.opening import TiersToOpen
-from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, PageTier, TierLoad, TierStore
-from kvarts.offload.tier_run import ALL, Placement, TierRun
+from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, TierLoad, TierStore
+from kvarts.offload.tier_run import ALL, TierRun
 from kvarts.offload.transfers import NEVER_NS
 
-__all__ = ["STORE", "SharedStore", "StoreView"]
+__all__ = ["STORE", "Shared", "SharedStore", "StoreView", "Write"]
 
 STORE = "store"
 
 
 class LinksToStore(Protocol):
-    """The links between the store and the engines. They tell the tiers of an engine when a transfer ends."""
+    """The links between the store and the engines. The tiers of an engine receive the end of each transfer."""
 
     def begin(self, worker: int, number: int, num_bytes: int, now_ns: int, *, is_read: bool) -> None:
         """Begin transfer `number` of `worker`."""
@@ -59,49 +61,111 @@ class Write:
         self.waiting: list[int] = []
 
 
-class SharedStore:
-    """A store of `num_pages` pages. `links`: carry the pages, of `page_bytes` bytes each.
+class WritingView(Protocol):
+    """The store as a tier of one engine. `unsent`: writes that no transfer carries yet."""
+
+    unsent: list[Write]
+
+
+ViewT = TypeVar("ViewT", bound=WritingView)
+
+
+class Shared(Generic[ViewT]):
+    """A store of `size` units: pages, or blocks of parts. `links`: carry them, with `unit_bytes` bytes each.
 
     `before_removal`: called with a worker before it receives the removal of its pages by another one.
     """
 
-    def __init__(self, num_pages: int, page_bytes: int, links: LinksToStore) -> None:
-        self.num_pages = num_pages
-        self.page_bytes = page_bytes
+    def __init__(self, size: int, unit_bytes: int, links: LinksToStore) -> None:
+        self.size = size
+        self.unit_bytes = unit_bytes
         self.links = links
-        self.index = TierIndex(num_pages, with_slots=False, on_stored=self._on_stored, on_removed=self._on_removed)
-        self.views: dict[int, StoreView] = {}
-        self.writes: dict[Placement, Write] = {}
-        """Writes under way."""
+        self.views: dict[int, ViewT] = {}
+        self.writes: dict[object, Write] = {}
+        """Writes under way, by what names them."""
         self.num_writes = 0
         self.before_removal: Callable[[int], object] | None = None
         self._waited_for: list[tuple[int, int]] = []
+
+    def begin_write(self, worker: int, ticket: object) -> None:
+        """Record that `worker` writes, from its next transfer on."""
+        write = self.writes[ticket] = Write(self.num_writes, worker)
+        self.num_writes += 1
+        self.views[worker].unsent.append(write)
+
+    def await_write(self, number: int, worker: int) -> None:
+        """Note that a request of `worker` waits for a write of another."""
+        write = next(each for each in self.writes.values() if each.number == number)
+        if worker not in write.waiting:
+            write.waiting.append(worker)
 
     def take_waited_for(self) -> list[tuple[int, int]]:
         """Return each write that has ended since the last call, behind each engine with requests that waited for it."""
         waited_for, self._waited_for = self._waited_for, []
         return waited_for
 
-    def end_write(self, placement: Placement, *, is_stored: bool) -> None:
+    def leave(self, worker: int) -> None:
+        """Stop sending events to `worker`, which was removed; its stored pages stay."""
+        raise NotImplementedError
+
+    def end_write(self, ticket: object, *, is_stored: bool) -> None:
         """Record that a write has ended, or failed, or was given up, which ends its transfer."""
-        write = self.writes.pop(placement)
+        write = self.writes.pop(ticket)
         if not is_stored:
             self.links.cancel(write.worker, write.transfer)
         self._waited_for += [(worker, write.number) for worker in write.waiting]
 
-    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> TiersWithStore:
+    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> TiersWithStore[ViewT]:
         """Return the settings of the tiers of `worker`: those of `offload`, and the store below them.
 
-        `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` says it.
+        `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` has them.
         """
         if offload is None:
             offload = OffloadConfig(kv_bytes_per_token=kv_bytes_per_token)
-        view = self.views[worker] = StoreView(self, worker)
-        page_bytes = self.page_bytes
-        write = StoreChannel("store_write", self.links, worker, page_bytes=page_bytes, is_read=False)
-        read = StoreChannel("store_read", self.links, worker, page_bytes=page_bytes, is_read=True)
-        write.view = view
-        return TiersWithStore(offload, view, write, read)
+        return TiersWithStore(offload, self, worker)
+
+    def open_view(self, worker: int, memory: GroupMemory | None, tell: Tell | None) -> ViewT:
+        """Return the store as a tier of `worker`. `memory`: the KV groups of its device; `tell` receives its events."""
+        raise NotImplementedError
+
+    def told_removal(self, worker: int) -> None:
+        """Prepare the readers of `worker` for the removal of its pages: another engine may cause it."""
+        if self.before_removal is not None:
+            self.before_removal(worker)
+
+
+class SharedStore(Shared["StoreView"]):
+    """A store of whole pages."""
+
+    unit = "pages"
+    """The unit of its sizes and counts."""
+
+    def __init__(self, size: int, unit_bytes: int, links: LinksToStore) -> None:
+        super().__init__(size, unit_bytes, links)
+        self.index = TierIndex(size, with_slots=False, on_stored=self._on_stored, on_removed=self._on_removed)
+
+    def open_view(self, worker: int, memory: GroupMemory | None, tell: Tell | None) -> StoreView:
+        """Return the store as a tier of `worker`, whose layout emits its events."""
+        return StoreView(self, worker)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that can be found and that no transfer uses."""
+        return self.index.num_cached
+
+    @property
+    def num_evicted(self) -> int:
+        """Pages that were evicted to make room."""
+        return self.index.num_evicted
+
+    @property
+    def num_refused(self) -> int:
+        """Pages that were to be stored and found no room."""
+        return self.index.num_refused
+
+    def leave(self, worker: int) -> None:
+        """Send no events to `worker`, which has left."""
+        self.views[worker].listen(None, None)
 
     def _on_stored(self, run: TierRun) -> None:
         parent = run.parent
@@ -114,8 +178,7 @@ class SharedStore:
         worker = self.index.removed_of
         on_removed = self.views[worker].on_removed
         if on_removed is not None:
-            if self.before_removal is not None:
-                self.before_removal(worker)
+            self.told_removal(worker)
             on_removed(content, start, end)
 
 
@@ -125,12 +188,12 @@ class StoreView(MemoryTier):
     def __init__(self, store: SharedStore, worker: int) -> None:
         self.on_stored: OnStored | None = None
         self.on_removed: OnRemoved | None = None
-        super().__init__(STORE, store.num_pages)
+        super().__init__(STORE, store.size)
         self.worker = worker
         self.index = store.index
         self.find = self.index.find
         self.lose = _keep
-        self.num_pages_from: dict[int, int] = {}
+        self.num_loaded_from: dict[int, int] = {}
         """Pages that were loaded, by the engine that had stored them."""
         self._store = store
         self._num_moving = 0
@@ -172,11 +235,7 @@ class StoreView(MemoryTier):
         self._num_evicted += self.index.num_evicted - num_evicted
         if store is not None:
             self._num_moving += store.num_pages
-            write = Write(self._store.num_writes, self.worker)
-            self._store.num_writes += 1
-            assert isinstance(store.ticket, Placement)
-            self._store.writes[store.ticket] = write
-            self.unsent.append(write)
+            self._store.begin_write(self.worker, store.ticket)
         return store
 
     def coming(self, content: Content, start: int, limit: int, now_ns: int) -> Coming | None:
@@ -189,20 +248,17 @@ class StoreView(MemoryTier):
         if write.transfer < 0:
             return None  # it begins in this step
         left_ns = self._store.links.left_ns(write.worker, write.transfer, now_ns)
-        return Coming(write.number, num_pages, now_ns + left_ns)
+        return Coming(write.number, num_pages, now_ns + left_ns, num_pages)
 
     def await_write(self, write: int) -> None:
         """Note that a request of this engine waits for a write of another."""
-        found = next(each for each in self._store.writes.values() if each.number == write)
-        if self.worker not in found.waiting:
-            found.waiting.append(self.worker)
+        self._store.await_write(write, self.worker)
 
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
         """End a store; return False if it had ended before."""
         is_first = super().complete_store(store, is_stored=is_stored)
         if is_first:
             self._num_moving -= store.num_pages
-            assert isinstance(store.ticket, Placement)
             self._store.end_write(store.ticket, is_stored=is_stored)
         return is_first
 
@@ -215,7 +271,7 @@ class StoreView(MemoryTier):
         while node is not None and node.end > segment.start:
             count = min(node.end, segment.end) - max(node.start, segment.start)
             if count > 0:
-                self.num_pages_from[node.writer] = self.num_pages_from.get(node.writer, 0) + count
+                self.num_loaded_from[node.writer] = self.num_loaded_from.get(node.writer, 0) + count
             node = node.parent
         return load
 
@@ -241,23 +297,24 @@ def _keep(content: Content, start: int, end: int) -> None:
 class StoreChannel(Channel):
     """A Channel between one engine and the store. It shares the links, so that ends are not known beforehand.
 
-    Pages have `page_bytes` bytes there, those of all devices of the engine. `tiers` must be set before its first use.
+    A page or block has `unit_bytes` bytes there, those of all devices of the engine. `tiers` must be set before its
+    first use.
     """
 
-    __slots__ = ("_is_read", "_links", "_num_under_way", "_page_bytes", "_worker", "tiers", "view")
+    __slots__ = ("_is_read", "_links", "_num_under_way", "_unit_bytes", "_worker", "tiers", "view")
 
     can_be_awaited = False
 
-    def __init__(self, name: str, links: LinksToStore, worker: int, *, page_bytes: int, is_read: bool) -> None:
+    def __init__(self, name: str, links: LinksToStore, worker: int, *, unit_bytes: int, is_read: bool) -> None:
         super().__init__(name, latency_us=0.0, bytes_per_s=1)
         self._links = links
         self._worker = worker
-        self._page_bytes = page_bytes
+        self._unit_bytes = unit_bytes
         self._is_read = is_read
         self._num_under_way = 0
         """Bytes of transfers that have not ended."""
         self.tiers: Offloader[Any]
-        self.view: StoreView | None = None
+        self.view: WritingView | None = None
         """The tier whose writes it carries."""
 
     def wait_ns(self, now_ns: int) -> int:
@@ -300,33 +357,36 @@ class StoreChannel(Channel):
         self._num_under_way -= self._bytes_there(num_bytes)
 
     def _bytes_there(self, num_bytes: int) -> int:
-        """Return what the pages of `num_bytes` bytes here weigh in the store."""
-        return num_bytes // self.tiers.block_bytes * self._page_bytes
+        """Return the bytes in the store of the pages or blocks of `num_bytes` bytes here."""
+        return num_bytes // self.tiers.block_bytes * self._unit_bytes
 
 
 MANY = 1000
 """Units for which a duration is asked, so that rounding to nanoseconds does not matter."""
 
 
-class TiersWithStore:
-    """Settings of tiers below a device, see TierSettings: those of `offload`, and below them a shared store."""
+class TiersWithStore(Generic[ViewT]):
+    """Settings of tiers below a device, see TierSettings: those of `offload`, and below them `store`."""
 
-    def __init__(self, offload: OffloadConfig, view: StoreView, write: StoreChannel, read: StoreChannel) -> None:
+    def __init__(self, offload: OffloadConfig, store: Shared[ViewT], worker: int) -> None:
         self._offload = offload
-        self._view = view
-        self._write = write
-        self._read = read
+        self._store = store
+        self._worker = worker
 
     def prepare(
         self, config: EngineConfig, make_order: Callable[[], EvictionOrder], memory: GroupMemory | None = None
     ) -> TiersToOpen | None:
-        """Prepare the tiers below an engine of `config`: none with KV groups, as a store keeps whole pages."""
-        if memory is not None:
-            return None
-        offload = self._offload
-        specs = offload.tier_specs(config.page_size)
-        store: ConnectedTier[PageTier] = ConnectedTier(self._view, self._write, self._read)
-        return TiersToOpen(offload, specs, config, make_order, more=[store], on_opened=self._connect)
+        """Prepare the tiers below an engine of `config`."""
+        store, worker = self._store, self._worker
+        write = StoreChannel("store_write", store.links, worker, unit_bytes=store.unit_bytes, is_read=False)
+        read = StoreChannel("store_read", store.links, worker, unit_bytes=store.unit_bytes, is_read=True)
 
-    def _connect(self, opened: Offloader[Any]) -> None:
-        self._write.tiers = self._read.tiers = opened
+        def open_store(tell: Tell | None) -> ConnectedTier[Any]:
+            view = store.views[worker] = write.view = store.open_view(worker, memory, tell)
+            return ConnectedTier(cast(Any, view), write, read)
+
+        def connect(opened: Offloader[Any]) -> None:
+            write.tiers = read.tiers = opened
+
+        specs = self._offload.specs(config.page_size, memory)
+        return TiersToOpen(self._offload, specs, config, make_order, memory, more=[open_store], on_opened=connect)

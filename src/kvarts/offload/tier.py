@@ -180,6 +180,8 @@ class MemoryTier:
         self.lose = self.index.lose
         self.vacate = self.index.vacate
         self._pins: dict[int, _Pin] = {}
+        self.num_guests = 0
+        """Pins of other engines, which read pages from here."""
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
         """Set the callbacks for runs that become findable or stop being findable."""
@@ -214,7 +216,7 @@ class MemoryTier:
     @property
     def has_offers(self) -> bool:
         """Whether pages are pinned because `lookup` returned them."""
-        return bool(self._pins)
+        return bool(self._pins) or self.num_guests > 0
 
     def is_stored(self, store: TierStore) -> bool:
         """Return whether all pages of a completed store are here."""
@@ -301,8 +303,11 @@ class MemoryTier:
             return False
         store.is_open = False
         assert isinstance(store.ticket, Placement)
-        self.index.settle(store.ticket, is_stored=is_stored)
+        self._note_ended(store, self.index.settle(store.ticket, is_stored=is_stored))
         return True
+
+    def _note_ended(self, store: TierStore, here: list[tuple[int, int]]) -> None:
+        """Take note that a store has ended, of which the pages `here` can be found."""
 
     def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
         """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`."""

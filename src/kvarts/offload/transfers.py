@@ -236,6 +236,12 @@ class Transfers:
         """Record that `transfer`, the end of which was not known when it began, ends at `end_ns`."""
         heappush(self._due, (max(end_ns, self._under_way[transfer].least_ns), transfer, True))
 
+    def fails_last(self, transfer: int, end_ns: int) -> None:
+        """Record that the pages of a load from the last tier do not arrive; pages from other tiers do."""
+        under_way = self._under_way[transfer]
+        under_way.num_good_pages = sum(cast(Loading, under_way.copies).by_tier[:-1])
+        self.ends(transfer, end_ns)
+
     def abort(self, now_ns: int) -> None:
         """End all running transfers as failed: in virtual time, the machine with both ends is gone."""
         self._now_ns = now_ns

@@ -14,6 +14,7 @@ from kvarts.errors import ConfigError
 from kvarts.limits import brief
 from kvarts.openai_api.access import Access, Guard, Route
 from kvarts.openai_api.bodies import model_in, parsed
+from kvarts.openai_api.budget import Workbench
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import NO_FAILURE, Cut, Failure, FailureScript, parse_failure
 from kvarts.openai_api.generation import Exchange, Generating
@@ -23,7 +24,6 @@ from kvarts.openai_api.models import Models
 from kvarts.openai_api.responses import Responses
 from kvarts.openai_api.routes import TOKENIZED_BYTES, Routes
 from kvarts.openai_api.served import Health, Limits
-from kvarts.openai_api.workbench import Workbench
 
 if TYPE_CHECKING:
     from kvarts.openai_api.access_log import AccessLog
@@ -98,6 +98,8 @@ class OpenAIApp:
         """The live page, between `open` and `close`."""
         self._num_requests = 0
         self.others: OtherWorkers | None = None
+        self.shares_log = False
+        """Whether the log is of other applications as well, one of which closes it."""
         self.script = FailureScript()
         self.set_script(script)
         shares = {} if guard.keys is None else guard.keys.shares
@@ -169,7 +171,7 @@ class OpenAIApp:
         self._workbench.close()
         if self._live is not None:
             self._live.close()
-        if self._access_log is not None:
+        if self._access_log is not None and not self.shares_log:
             self._access_log.close()
 
     async def drained(self, timeout_s: float) -> bool:

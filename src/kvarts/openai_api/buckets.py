@@ -38,6 +38,15 @@ class BucketCounts:
             place = end
         self.total += sum(values)
 
+    def take(self, other: BucketCounts) -> None:
+        """Add what `other` has counted, and leave it with nothing. Its bounds are the first ones of these."""
+        assert self.bounds[: len(other.bounds)] == other.bounds
+        for bucket, count in enumerate(other.counts):
+            self.counts[bucket] += count
+        self.total += other.total
+        other.counts = [0] * len(other.counts)
+        other.total = 0.0
+
     def cumulative(self) -> list[int]:
         """Return the number of values up to each published bound, and of all."""
         sums = list(accumulate(self.counts))

@@ -29,7 +29,7 @@ from kvarts.openai_api.bodies import (
     messages_of,
     parsed,
 )
-from kvarts.openai_api.budget import INLINE_BYTES, Budget
+from kvarts.openai_api.budget import INLINE_BYTES, Budget, Workbench
 from kvarts.openai_api.errors import ApiError, api_error, too_long
 from kvarts.openai_api.failures import NO_FAILURE, Cut, Failure
 from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole, usage_of
@@ -41,7 +41,6 @@ from kvarts.openai_api.served import Ask, InSessions, Served
 from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
 from kvarts.openai_api.thinking import NO_LIMIT, Thinking
 from kvarts.openai_api.tool_calls import NamedCall, RequiredCalls, ToolCallsInText, calls_schema
-from kvarts.openai_api.workbench import Workbench
 from kvarts.owners.keys import Owner
 from kvarts.owners.shares import PARTED
 from kvarts.sampling import SamplingParams, StructuredOutputs

@@ -54,7 +54,7 @@ class _Counted:
 
 
 class _Look(msgspec.Struct, frozen=True):
-    """What was read from an engine between two steps. `held`: each request under way with its owner."""
+    """The values read from an engine between two steps. `held`: each request under way with its owner."""
 
     at_s: float
     memories: list[LiveMemory]
@@ -94,7 +94,7 @@ class _Model:
         )
 
     async def look(self) -> _Look:
-        """Return what the engine holds, at most FRESH_S old. Raise EngineDeadError."""
+        """Return the state of the engine, at most FRESH_S old. Raise EngineDeadError."""
         if self._look is not None and monotonic() - self._look.at_s < FRESH_S:
             return self._look
         if self._looking is None or self._looking.done():

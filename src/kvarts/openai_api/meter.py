@@ -83,6 +83,20 @@ class Meter:
         """The readers of the engine's events."""
         return [self] if self.residency is None else [self, self.residency]
 
+    def take(self, other: Meter) -> None:
+        """Add what `other` has counted, and leave it with nothing. Its `max_model_len` is no larger."""
+        for name, value in vars(other).items():
+            if isinstance(value, BucketCounts):
+                getattr(self, name).take(value)
+            elif name.startswith("num_"):
+                setattr(self, name, getattr(self, name) + value)
+                setattr(other, name, 0)
+        for reason, count in other.ended_by_reason.items():
+            self.ended_by_reason[reason] += count
+            other.ended_by_reason[reason] = 0
+        if self.residency is not None and other.residency is not None:
+            self.residency.take(other.residency)
+
     # Steps ------------------------------------------------------------------------------------------------
 
     def observe(self, events: Sequence[Event]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from time import time
 from typing import Any
 
@@ -11,6 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from kvarts.openai_api.buckets import BucketCounts
+from kvarts.openai_api.gone import GoneEngines, num_queried_below
+from kvarts.openai_api.meter import Meter
 from kvarts.openai_api.served import Served
 
 __all__ = ["Metrics"]
@@ -19,10 +22,12 @@ LABELS = ("model_name", "engine")
 
 
 class Metrics:
-    """The metrics of all models: a Collector of the counts of each."""
+    """The metrics of all models: a Collector of the counts of each, and of removed engines."""
 
-    def __init__(self, models: Iterable[Served]) -> None:
-        self._of_models = [ModelMetrics(served) for served in models]
+    def __init__(self, models: Iterable[Served], gone: Iterable[GoneEngines] = ()) -> None:
+        self._of_models: list[MeterMetrics] = [ModelMetrics(served) for served in models]
+        self._gone = tuple(gone)
+        self._of_models += [GoneMetrics(each) for each in self._gone]
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -33,7 +38,10 @@ class Metrics:
         The format is always text, whatever the scraper prefers: under OpenMetrics, Prometheus 2 stores names without
         colons, and the queries of dashboards for vLLM do not find them.
         """
-        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+        with ExitStack() as stack:
+            for each in self._gone:
+                stack.enter_context(each.lock)
+            return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def collect(self) -> Iterator[Metric]:
         """Return all metrics, each with the samples of every model."""
@@ -46,22 +54,18 @@ class Metrics:
         yield from families.values()
 
 
-class ModelMetrics:
-    """The metrics of one Served."""
+class MeterMetrics:
+    """The metrics that a meter has counted."""
 
-    def __init__(self, served: Served) -> None:
-        self._served = served
-        self._engine = str(served.rank)
-        self._values = (served.names[0], self._engine)
-        self._created_s = served.created_s
+    def __init__(self, meter: Meter, name: str, engine: str, created_s: float) -> None:
+        self._meter = meter
+        self._engine = engine
+        self._values = (name, engine)
+        self._created_s = created_s
 
     def collect(self) -> Iterator[Metric]:
-        """Return all metrics of the model."""
-        yield from self._of_scheduler()
-        yield from self._of_tokens()
-        yield from self._of_requests()
-        yield from self._of_residency()
-        yield from self._own()
+        """Return all metrics."""
+        raise NotImplementedError
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=LABELS)
@@ -91,35 +95,9 @@ class ModelMetrics:
         family.add_metric(self._values, list(zip(bounds, counts.cumulative(), strict=True)), counts.total)
         return family
 
-    def _of_scheduler(self) -> Iterator[Metric]:
-        served = self._served
-        core, config = served.host.core, served.host.config
-        scheduler, meter = core.scheduler, served.meter
-        yield self._gauge(
-            "vllm:num_requests_running", "Number of requests in model execution batches.", scheduler.running.num_running
-        )
-        num_waiting = scheduler.num_waiting
-        yield self._gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", num_waiting)
-        num_loading = num_waiting - scheduler.waiting.num_waiting - len(scheduler.waiting_with_pages)
-        yield self._gauges(
-            "vllm:num_requests_waiting_by_reason",
-            "Number of waiting requests: for capacity, or deferred, as by a load from a tier below.",
-            "reason",
-            (("capacity", num_waiting - num_loading), ("deferred", num_loading)),
-        )
-        sleeping = served.sleep_level
-        yield self._gauges(
-            "vllm:engine_sleep_state",
-            "Engine sleep state; awake = 0 means engine is sleeping; awake = 1 means engine is awake; "
-            "weights_offloaded = 1 means sleep level 1; discard_all = 1 means sleep level 2.",
-            "sleep_state",
-            (("awake", not sleeping), ("weights_offloaded", sleeping == 1), ("discard_all", sleeping == 2)),
-        )
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc",
-            "KV-cache usage. 1 means 100 percent usage.",
-            scheduler.cache.num_used / scheduler.cache.pool.total,
-        )
+    def _of_cache(self, num_below: int) -> Iterator[Metric]:
+        """Return the counters of hits and preemptions. `num_below`: tokens that tiers below were asked for."""
+        meter = self._meter
         yield self._counter(
             "vllm:prefix_cache_queries", "Prefix cache queries, in number of queried tokens.", meter.num_queried_tokens
         )
@@ -131,9 +109,7 @@ class ModelMetrics:
         yield self._counter(
             "vllm:external_prefix_cache_queries",
             "Queried tokens of tiers below the device.",
-            meter.num_queried_tokens - meter.num_hit_tokens + meter.num_hit_tokens_below
-            if core.tiers is not None
-            else 0,
+            num_below,
         )
         yield self._counter(
             "vllm:external_prefix_cache_hits", "Cached tokens from tiers below the device.", meter.num_hit_tokens_below
@@ -141,29 +117,9 @@ class ModelMetrics:
         yield self._counter(
             "vllm:num_preemptions", "Cumulative number of preemption from the engine.", meter.num_preemptions
         )
-        info = {
-            "block_size": str(config.page_size),
-            "cache_dtype": "auto",
-            "enable_prefix_caching": "True",
-            "engine": self._engine,
-            "gpu_memory_utilization": "0.9",
-            "num_gpu_blocks": str(scheduler.cache.pool.total),
-            "prefix_caching_hash_algo": "sha256_cbor",
-            "sliding_window": "None",
-        }
-        family = GaugeMetricFamily(
-            "vllm:cache_config_info", "Information of the LLMEngine CacheConfig", labels=list(info)
-        )
-        family.add_metric(list(info.values()), 1)
-        yield family
-        if served.adapters:
-            labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
-            lora = GaugeMetricFamily("vllm:lora_requests_info", "Running stats on lora requests.", labels=labels)
-            lora.add_metric((str(len(served.adapters)), "", ",".join(served.live_adapters())), time())
-            yield lora
 
     def _of_tokens(self) -> Iterator[Metric]:
-        meter = self._served.meter
+        meter = self._meter
         yield self._counter("vllm:prompt_tokens", "Number of prefill tokens processed.", meter.num_prompt_tokens)
         hits, below = meter.num_hit_tokens, meter.num_hit_tokens_below
         yield self._counters(
@@ -191,17 +147,11 @@ class ModelMetrics:
         )
 
     def _of_drafts(self) -> Iterator[Metric]:
-        drafts = self._served.host.core.scheduler.drafts
-        if drafts is None:
-            return
-        totals = drafts.totals()
-        name = "vllm:spec_decode_num"
-        yield self._counter(f"{name}_drafts", "Number of spec decoding drafts.", totals.num_drafts)
-        yield self._counter(f"{name}_draft_tokens", "Number of draft tokens.", totals.num_drafted_tokens)
-        yield self._counter(f"{name}_accepted_tokens", "Number of accepted tokens.", totals.num_accepted_tokens)
+        """Return the counters of drafts."""
+        yield from ()
 
     def _of_requests(self) -> Iterator[Metric]:
-        meter = self._served.meter
+        meter = self._meter
         yield self._counters(
             "vllm:request_success",
             "Count of successfully processed requests.",
@@ -256,7 +206,7 @@ class ModelMetrics:
             yield self._histogram(f"vllm:{name}", text, counts)
 
     def _of_residency(self) -> Iterator[Metric]:
-        residency = self._served.meter.residency
+        residency = self._meter.residency
         if residency is None:
             return
         sampled = "Sampled (--kv-cache-metrics-sample)."
@@ -269,22 +219,104 @@ class ModelMetrics:
         for name, text, counts in histograms:
             yield self._histogram(f"vllm:kv_block_{name}_seconds", f"Histogram of {text} {sampled}", counts)
 
-    def _own(self) -> Iterator[Metric]:
-        served = self._served
-        core, meter = served.host.core, served.meter
-        cache = core.scheduler.cache
-        num_used, num_cached, num_free = cache.num_used, cache.num_cached, cache.num_free
-        pages = [("used", num_used), ("cached", num_cached), ("empty", num_free - num_cached)]
-        if served.sharing is not None:
-            pages.append(("elsewhere", cache.pool.total - num_used - num_free))
-        yield self._gauges("kvarts:pages", "Pages of KV memory, by state.", "state", pages)
-        yield self._counter("kvarts:pages_evicted", "Cached pages that were overwritten.", cache.num_evicted)
+    def _own_counts(self, num_evicted: int) -> Iterator[Metric]:
+        """Return the counters that are kvarts' own. `num_evicted`: cached pages that were overwritten."""
+        meter = self._meter
+        yield self._counter("kvarts:pages_evicted", "Cached pages that were overwritten.", num_evicted)
         yield self._counter("kvarts:steps", "Steps of the engine.", meter.num_steps)
         yield self._counter("kvarts:requests_refused", "Requests for which the queue had no room.", meter.num_refused)
         yield self._counter(
             "kvarts:requests_rejected", "Requests that could never have their pages.", meter.num_rejected
         )
         yield self._counter("kvarts:requests_aborted", "Requests that their clients gave up.", meter.num_aborted)
+
+
+class ModelMetrics(MeterMetrics):
+    """The metrics of one Served."""
+
+    def __init__(self, served: Served) -> None:
+        super().__init__(served.meter, served.names[0], str(served.rank), served.created_s)
+        self._served = served
+
+    def collect(self) -> Iterator[Metric]:
+        """Return all metrics of the model."""
+        yield from self._of_scheduler()
+        yield from self._of_tokens()
+        yield from self._of_requests()
+        yield from self._of_residency()
+        yield from self._own()
+
+    def _of_scheduler(self) -> Iterator[Metric]:
+        served = self._served
+        core, config = served.host.core, served.host.config
+        scheduler = core.scheduler
+        yield self._gauge(
+            "vllm:num_requests_running", "Number of requests in model execution batches.", scheduler.running.num_running
+        )
+        num_waiting = scheduler.num_waiting
+        yield self._gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", num_waiting)
+        num_loading = num_waiting - scheduler.waiting.num_waiting - len(scheduler.waiting_with_pages)
+        yield self._gauges(
+            "vllm:num_requests_waiting_by_reason",
+            "Number of waiting requests: for capacity, or deferred, as by a load from a tier below.",
+            "reason",
+            (("capacity", num_waiting - num_loading), ("deferred", num_loading)),
+        )
+        sleeping = served.sleep_level
+        yield self._gauges(
+            "vllm:engine_sleep_state",
+            "Engine sleep state; awake = 0 means engine is sleeping; awake = 1 means engine is awake; "
+            "weights_offloaded = 1 means sleep level 1; discard_all = 1 means sleep level 2.",
+            "sleep_state",
+            (("awake", not sleeping), ("weights_offloaded", sleeping == 1), ("discard_all", sleeping == 2)),
+        )
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc",
+            "KV-cache usage. 1 means 100 percent usage.",
+            scheduler.cache.num_used / scheduler.cache.pool.total,
+        )
+        yield from self._of_cache(num_queried_below(served.meter, core))
+        info = {
+            "block_size": str(config.page_size),
+            "cache_dtype": "auto",
+            "enable_prefix_caching": "True",
+            "engine": self._engine,
+            "gpu_memory_utilization": "0.9",
+            "num_gpu_blocks": str(scheduler.cache.pool.total),
+            "prefix_caching_hash_algo": "sha256_cbor",
+            "sliding_window": "None",
+        }
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "Information of the LLMEngine CacheConfig", labels=list(info)
+        )
+        family.add_metric(list(info.values()), 1)
+        yield family
+        if served.adapters:
+            labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+            lora = GaugeMetricFamily("vllm:lora_requests_info", "Running stats on lora requests.", labels=labels)
+            lora.add_metric((str(len(served.adapters)), "", ",".join(served.live_adapters())), time())
+            yield lora
+
+    def _of_drafts(self) -> Iterator[Metric]:
+        drafts = self._served.host.core.scheduler.drafts
+        if drafts is None:
+            return
+        totals = drafts.totals()
+        name = "vllm:spec_decode_num"
+        yield self._counter(f"{name}_drafts", "Number of spec decoding drafts.", totals.num_drafts)
+        yield self._counter(f"{name}_draft_tokens", "Number of draft tokens.", totals.num_drafted_tokens)
+        yield self._counter(f"{name}_accepted_tokens", "Number of accepted tokens.", totals.num_accepted_tokens)
+
+    def _own(self) -> Iterator[Metric]:
+        served = self._served
+        core = served.host.core
+        cache = core.scheduler.cache
+        num_used, num_cached, num_free = cache.num_used, cache.num_cached, cache.num_free
+        pages = [("used", num_used), ("cached", num_cached), ("empty", num_free - num_cached)]
+        if served.sharing is not None:
+            pages.append(("elsewhere", cache.pool.total - num_used - num_free))
+        yield self._gauges("kvarts:pages", "Pages of KV memory, by state.", "state", pages)
+        yield from self._own_counts(cache.num_evicted)
         yield self._gauge("kvarts:requests_live", "HTTP requests in the engine, running or waiting.", served.num_live)
         clock: Any = served.host.clock
         if hasattr(clock, "most_late_ns"):
@@ -351,6 +383,22 @@ class ModelMetrics:
         yield self._counters(
             "kvarts:sessions_ended", "Sessions that have ended.", "reason", sorted(counts.ended_by_reason.items())
         )
+
+
+class GoneMetrics(MeterMetrics):
+    """The counters of removed engines, summed under the engine label "gone"."""
+
+    def __init__(self, gone: GoneEngines) -> None:
+        super().__init__(gone.meter, gone.name, "gone", gone.created_s)
+        self._gone = gone
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the counters; removed engines have no gauges."""
+        yield from self._of_cache(self._gone.num_queried_below)
+        yield from self._of_tokens()
+        yield from self._of_requests()
+        yield from self._of_residency()
+        yield from self._own_counts(self._gone.num_evicted)
 
 
 def _counted(counts: dict[str, Any]) -> list[tuple[str, float]]:

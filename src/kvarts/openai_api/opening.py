@@ -28,6 +28,7 @@ from kvarts.sim.config import ReplayConfig
 
 if TYPE_CHECKING:
     from kvarts.openai_api.access_log import AccessLog
+    from kvarts.openai_api.gone import GoneEngines
     from kvarts.openai_api.recordings import RecordedAnswers
     from kvarts.openai_api.residency import Residency
 
@@ -221,10 +222,11 @@ def open_app(
     speedup: float | None = None,
     watcher: Watcher | None = None,
     engines: Sequence[Served] | None = None,
+    gone: GoneEngines | None = None,
 ) -> Opened:
-    """Return the application around the served models. `engines`: see Routes."""
+    """Return the application around the served models. `engines` and `gone`: see Routes."""
     models = Models(served)
-    routes = Routes(models, speedup=speedup, engines=engines)
+    routes = Routes(models, speedup=speedup, engines=engines, gone=gone)
     script = FailureScript(door.fail, seed=door.seed)
     app = OpenAIApp(
         models,

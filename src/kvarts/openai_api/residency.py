@@ -104,6 +104,12 @@ class Residency:
         self._groups: dict[int | None, _OfGroup] = {}
         self._now_ns = 0
 
+    def take(self, other: Residency) -> None:
+        """Add what `other` has counted of blocks that are evicted, and leave it with nothing."""
+        self.lifetime_s.take(other.lifetime_s)
+        self.idle_s.take(other.idle_s)
+        self.reuse_gap_s.take(other.reuse_gap_s)
+
     def observe(self, events: Sequence[Event]) -> None:
         """Follow the blocks of the device."""
         for event in events:

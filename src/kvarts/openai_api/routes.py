@@ -20,6 +20,7 @@ from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, Served
 
 if TYPE_CHECKING:
+    from kvarts.openai_api.gone import GoneEngines
     from kvarts.openai_api.metrics import Metrics
 
 __all__ = ["TOKENIZED_BYTES", "Routes", "sources_told"]
@@ -57,19 +58,31 @@ class _AdapterBody(msgspec.Struct, kw_only=True):
 class Routes:
     """Answers the routes that do not generate; a request that names no model concerns the first.
 
-    `engines`: those whose metrics, configuration and caches the routes concern, by default those of `models`.
+    `engines`: those whose metrics, configuration and caches the routes concern, by default those of `models`. `gone`:
+    the counts of engines that were among them.
     """
 
     def __init__(
-        self, models: Models, *, speedup: float | None = None, engines: Sequence[Served] | None = None
+        self,
+        models: Models,
+        *,
+        speedup: float | None = None,
+        engines: Sequence[Served] | None = None,
+        gone: GoneEngines | None = None,
     ) -> None:
         self._models = models
         self._engines = tuple(models) if engines is None else tuple(engines)
+        self._gone = () if gone is None else (gone,)
         self._metrics: Metrics | None = None
         """Created on first use, because the import takes longer than most of a mock's start."""
         self.speedup = speedup
         self.event_sources: list[dict[str, Any]] = []
         """The answer of /kv_event_sources: where the KV events of each rank are published."""
+
+    def set_engines(self, engines: Sequence[Served]) -> None:
+        """Let the routes concern other engines from now on."""
+        self._engines = tuple(engines)
+        self._metrics = None
 
     def table(self) -> list[Route]:
         """Return the routes: method, path, handler, access and limits."""
@@ -125,8 +138,9 @@ class Routes:
     async def metrics(self, exchange: Exchange) -> None:
         """Return the metrics."""
         if self._metrics is None:
-            self._metrics = await asyncio.to_thread(_metrics_of, self._engines)
-        of = self._metrics
+            of = self._metrics = await asyncio.to_thread(_metrics_of, self._engines, self._gone)
+        else:
+            of = self._metrics
         # In turn, and off the event loop: a client that requests metrics continuously does not delay the others.
         payload, content_type = await exchange.work(of.exposition, num_bytes=INLINE_BYTES + 1)
         await exchange.response.whole(
@@ -307,13 +321,15 @@ def sources_told(exchange: Exchange, sources: Sequence[dict[str, Any]]) -> Any:
     form = parse_qs(exchange.request.query).get("form", ["map"])[0]
     if form not in ("map", "list"):
         raise ApiError(400, f"form must be map or list, got {brief(form)}", param="form")
-    return sources if form == "list" else dict(enumerate(sources))
+    if form == "list":
+        return sources
+    return {source.get("worker", number): source for number, source in enumerate(sources)}
 
 
-def _metrics_of(engines: Sequence[Served]) -> Metrics:
+def _metrics_of(engines: Sequence[Served], gone: Sequence[GoneEngines]) -> Metrics:
     from kvarts.openai_api.metrics import Metrics
 
-    return Metrics(engines)
+    return Metrics(engines, gone)
 
 
 def _facts_of(served: Served) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from kvarts.sim.config import ReplayConfig
 if TYPE_CHECKING:
     from kvarts.openai_api.access_log import AccessLog
 
-__all__ = ["RunningServer", "SeenRequest"]
+__all__ = ["MockOptions", "RunningServer", "SeenRequest"]
 
 T = TypeVar("T")
 
@@ -76,8 +76,8 @@ class _Seen(Watcher):
         seen.status, seen.is_whole, seen.has_ended = status, is_whole, True
 
 
-class RunningServer:
-    """A mock on a free port of the loopback address, until `stop`.
+class MockOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of a RunningServer.
 
     `model`, `pages`, `page_size`, `max_seqs`, `max_batched_tokens` and `cost`: the engine, by default with steps of a
     millisecond. `seed`: for texts and failures. `fail`: a script of failures. `allows_failures`: requests may ask for
@@ -85,97 +85,71 @@ class RunningServer:
     answers. `record_from`: URL of the server that gives those that the file lacks. `has_page`: serve the live page.
     `access_log`: receives every request. `residency_share`: the share of KV blocks whose residency is measured.
     `media`: openai, qwen, gemma or claude, see kvarts.openai_api.media. `api_key`: one key, several, or keys with their
-    owners. `speedup`: divides the time of steps. `settings`: further fields of ReplayConfig. `readers` receive all
-    events of the engine. `several`: a SharingConfig, which replaces `model` and the settings of the engine; its models
-    are served under their names. `sessions`: a SessionsConfig, which allows requests to name sessions.
+    owners. `speedup`: divides the time of steps. `readers` receive all events of the engine. `several`: a
+    SharingConfig, which replaces `model` and the settings of the engine; its models are served under their names.
+    `sessions`: a SessionsConfig, which allows requests to name sessions.
     """
 
-    def __init__(
-        self,
-        *,
-        model: str = "mock",
-        pages: int = 4096,
-        page_size: int = 16,
-        max_seqs: int = 256,
-        max_batched_tokens: int = 8192,
-        cost: Any = None,
-        seed: int = 0,
-        speedup: float = 1.0,
-        fail: str = "",
-        api_key: str | Sequence[str] | Mapping[str, Owner] | None = None,
-        admin_key: str | None = None,
-        shares_prefix_cache: bool = False,
-        allows_failures: bool = True,
-        max_queued: int = 1024,
-        max_model_len: int = 131_072,
-        output_tokens: int | None = None,
-        answers: Sequence[Any] | str | Path = (),
-        recordings: str | Path | None = None,
-        media: str = "",
-        record_from: str | None = None,
-        has_page: bool = True,
-        access_log: AccessLog | None = None,
-        residency_share: float = 0.0,
-        trust_request_chat_template: bool = False,
-        is_recording: bool = False,
-        readers: Sequence[EventReader] = (),
-        several: Any = None,
-        sessions: Any = None,
-        **settings: Any,
-    ) -> None:
-        recorded = None
-        if recordings is not None or record_from is not None:
-            from kvarts.openai_api.recordings import open_recordings
+    model: str = "mock"
+    pages: int = 4096
+    page_size: int = 16
+    max_seqs: int = 256
+    max_batched_tokens: int = 8192
+    cost: Any = None
+    seed: int = 0
+    speedup: float = 1.0
+    fail: str = ""
+    api_key: str | Sequence[str] | Mapping[str, Owner] | None = None
+    admin_key: str | None = None
+    shares_prefix_cache: bool = False
+    allows_failures: bool = True
+    max_queued: int = 1024
+    max_model_len: int = 131_072
+    output_tokens: int | None = None
+    answers: Sequence[Any] | str | Path = ()
+    recordings: str | Path | None = None
+    media: str = ""
+    record_from: str | None = None
+    has_page: bool = True
+    access_log: AccessLog | None = None
+    residency_share: float = 0.0
+    trust_request_chat_template: bool = False
+    is_recording: bool = False
+    readers: Sequence[EventReader] = ()
+    several: Any = None
+    sessions: Any = None
 
-            recorded = open_recordings(recordings, record_from)
-        door = Door(
-            names=(model,),
-            keys=_keys(api_key, admin_key),
-            shares_prefix_cache=shares_prefix_cache,
-            hosts=(),
-            allows_failures=allows_failures,
-            limits=Limits(
-                max_queued=max_queued,
-                max_model_len=max_model_len,
-                default_tokens=output_tokens,
-                trust_request_chat_template=trust_request_chat_template,
-            ),
-            fail=fail,
-            seed=seed,
-            is_recording=is_recording,
-            answers=rules_of(answers),
-            has_page=has_page,
-            access_log=access_log,
-            residency_share=residency_share,
-            recordings=recorded,
-            media=media,
-        )
-        self.model = model
-        self.seed = seed
+
+class RunningServer:
+    """A mock on a free port of the loopback address, until `stop`.
+
+    `given`: fields of `options`, as `answers=["Yes."]`, and further fields of ReplayConfig.
+    """
+
+    def __init__(self, options: MockOptions | None = None, **given: Any) -> None:
+        own = {name: given.pop(name) for name in MockOptions.__struct_fields__ if name in given}
+        options = msgspec.structs.replace(MockOptions() if options is None else options, **own)
+        door = _door_of(options)
+        self.model = options.model
+        self.seed = options.seed
         self._seen = _Seen()
         self._steps = _Steps()
-        if several is None:
-            from kvarts.executor.cost import LinearCost, parse_cost
-
-            cost = LinearCost(step_ms=1.0) if cost is None else cost
-            config = ReplayConfig(
-                num_pages=pages,
-                page_size=page_size,
-                max_num_seqs=min(max_seqs, max_batched_tokens),
-                max_num_batched_tokens=max_batched_tokens,
-                cost=parse_cost(cost) if isinstance(cost, str) else cost,
-                **settings,
-            )
+        if options.several is None:
             self.opened: Opened = open_mock(
-                config, door, model=model, speedup=speedup, readers=(*readers, self._steps), watcher=self._seen
+                _engine_of(options, given),
+                door,
+                model=options.model,
+                speedup=options.speedup,
+                readers=(*options.readers, self._steps),
+                watcher=self._seen,
             )
         else:
             open_several = from_room("openai_api.sharing.opening", "open_several", field="several")
-            self.opened = open_several(several, door, speedup=speedup, watcher=self._seen)
+            self.opened = open_several(options.several, door, speedup=options.speedup, watcher=self._seen)
             self.model = self.opened.served.names[0]
-        if sessions is not None:
+        if options.sessions is not None:
             open_own = from_room("openai_api.sessions.opening", "open_own", field="sessions")
-            self.opened.served.sessions = open_own(self.opened.served, sessions)
+            self.opened.served.sessions = open_own(self.opened.served, options.sessions)
         self.config: EngineConfig = self.opened.served.host.config
         self._excused: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -302,6 +276,52 @@ class RunningServer:
             return task()
 
         return self.opened.served.host.loop.call(run)
+
+
+def _door_of(options: MockOptions) -> Door:
+    """Return the door of a server with `options`."""
+    recorded = None
+    if options.recordings is not None or options.record_from is not None:
+        from kvarts.openai_api.recordings import open_recordings
+
+        recorded = open_recordings(options.recordings, options.record_from)
+    return Door(
+        names=(options.model,),
+        keys=_keys(options.api_key, options.admin_key),
+        shares_prefix_cache=options.shares_prefix_cache,
+        hosts=(),
+        allows_failures=options.allows_failures,
+        limits=Limits(
+            max_queued=options.max_queued,
+            max_model_len=options.max_model_len,
+            default_tokens=options.output_tokens,
+            trust_request_chat_template=options.trust_request_chat_template,
+        ),
+        fail=options.fail,
+        seed=options.seed,
+        is_recording=options.is_recording,
+        answers=rules_of(options.answers),
+        has_page=options.has_page,
+        access_log=options.access_log,
+        residency_share=options.residency_share,
+        recordings=recorded,
+        media=options.media,
+    )
+
+
+def _engine_of(options: MockOptions, settings: Mapping[str, Any]) -> ReplayConfig:
+    """Return the configuration of the engine of `options`. `settings`: further fields of it."""
+    from kvarts.executor.cost import LinearCost, parse_cost
+
+    cost = LinearCost(step_ms=1.0) if options.cost is None else options.cost
+    return ReplayConfig(
+        num_pages=options.pages,
+        page_size=options.page_size,
+        max_num_seqs=min(options.max_seqs, options.max_batched_tokens),
+        max_num_batched_tokens=options.max_batched_tokens,
+        cost=parse_cost(cost) if isinstance(cost, str) else cost,
+        **settings,
+    )
 
 
 def _keys(api_key: str | Sequence[str] | Mapping[str, Owner] | None, admin_key: str | None) -> Keys | None:

@@ -16,8 +16,8 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.hints import Hints
 from kvarts.limits import MOST_COUNT, MOST_SECONDS, brief
-from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.loop import ModelHost
 from kvarts.llm.outbox import Outbox
 from kvarts.openai_api.answer import Answer, Choice, ChoiceMeter
 from kvarts.openai_api.answers import Answers
@@ -154,7 +154,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to the engine. `own_end`: the finish reason at `max_tokens`, if the answer ends there by itself.
+    """One request to the engine. `own_end`: the finish reason at `max_tokens`, if the answer ends there.
 
     `salt` separates its KV from that of all other requests, `tenant` from that of its owner's other requests.
     """
@@ -164,7 +164,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     hints: Hints | None = None
     hints_of_parts: Hints | None = None
-    """The hint of parts of its prompt, which has no effect in a session."""
+    """The hint of parts of its prompt; without effect in a session."""
     salt: str | None = None
     tenant: str | None = None
     request_id: str | None = None
@@ -175,8 +175,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 class Served:
     """Owner of the requests under way over HTTP, of the names of the model, and of whether it sleeps or drains.
 
-    `names`: of the model, the first one is its own. `recorder` notes what arrives. `shares`: of owners, of places and
-    of the engine. `sets_owners_apart`: what one owner has computed is found by its own requests only. `answers`: None
+    `names`: of the model, the first one is its own. `recorder` records arrivals. `shares`: of owners, of places and
+    of the engine. `sets_owners_apart`: pages of an owner are found by its own requests only. `answers`: None
     for a real model. `media`: family by which a mock counts images and audio; by default that of its name.
     """
 
@@ -200,7 +200,7 @@ class Served:
     ) -> None:
         self.host = host
         self.rank = rank
-        """Of the engine, among those of several workers."""
+        """The rank of the engine among those of several workers."""
         self._media = media
         self.answers = answers
         self.sets_owners_apart = sets_owners_apart
@@ -240,7 +240,7 @@ class Served:
         """Health of a model on a shared device: a degraded model admits nothing, a dead one has lost its requests."""
         self.sharing = sharing
         self.transfers: WorkerDoor | None = None
-        """Of a worker of a fleet."""
+        """The door of a worker of a fleet."""
         self.make_meter: Callable[[], ChoiceMeter] | None = None
         """Makes the meter of a choice, if that is not `meter`."""
         self.is_draining = False

@@ -1,4 +1,4 @@
-"""The command line that replays one option of a plan."""
+"""The command lines that a plan lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from kvarts.settings import Given, Section
 
-__all__ = ["command_line"]
+__all__ = ["CommandLines", "command_line"]
 
 DROPPED_BY = {"pages": ("kv_memory",), "speedup": ("concurrency",)}
 
@@ -61,3 +61,18 @@ def _text(value: Any) -> str:
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return str(value)
+
+
+class CommandLines:
+    """Builds the command lines that a plan lists, so that each of its points can be replayed or planned again.
+
+    Here they are empty: those of a plan that was not made on the command line.
+    """
+
+    def plan(self, *more: str) -> str:
+        """Return the command line of the plan, with `more` options."""
+        return ""
+
+    def replay(self, changes: Mapping[str, Any]) -> str:
+        """Return the command line of a replay with `changes` by setting key; False drops a setting."""
+        return ""

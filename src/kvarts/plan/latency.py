@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvarts.combines import check_combination
 from kvarts.plan.cache import CachePlan
-from kvarts.plan.ladder import MOST_REPLICAS, between, first_from, first_that, ladder_of, lowest_known
-from kvarts.plan.options import cheapest_option, other_option
+from kvarts.plan.options import (
+    MOST_REPLICAS,
+    between,
+    cheapest_option,
+    first_from,
+    first_that,
+    ladder_of,
+    lowest_known,
+    other_option,
+)
 from kvarts.plan.replays import Replays, SizeOption
 from kvarts.sim.config import ReplayConfig
 from kvarts.units import as_percent

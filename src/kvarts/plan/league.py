@@ -1,6 +1,8 @@
 """Comparison of eviction policies on one trace: hits one request at a time, and latencies under load.
 
-Both use the engine's own tree and pool. With LRU, the hits one request at a time equal the curve.
+Both use the engine's own tree and pool. With LRU, the hits one request at a time equal the curve. With KV groups, the
+parts of all groups share one list, in the eviction order of the engine: a running request holds, in each group, the
+parts that its next token needs, and one that does not fit is refused and finds nothing.
 """
 
 from __future__ import annotations
@@ -10,23 +12,25 @@ from typing import Any
 
 import msgspec
 
+from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.group_needs import GroupNeeds
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
+from kvarts.kv.run_cache import RunCache
 from kvarts.kv.tree import PrefixTree
 from kvarts.plan import queues
 from kvarts.plan.cache import CachePlan
-from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder
+from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder, finishing
 from kvarts.plan.replays import share_kept
-from kvarts.plan.sessions import finishing
 from kvarts.plan.weighted import AutoOrder
 from kvarts.rooms import code_named
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace
 
-__all__ = ["ALL_POLICIES", "POLICIES", "League", "find_policy", "serial_hits"]
+__all__ = ["ALL_POLICIES", "POLICIES", "GroupHits", "League", "find_policy", "serial_hits"]
 
 MakeOrder = Callable[[], EvictionOrder]
 
@@ -160,3 +164,67 @@ def serial_hits(trace: Trace, page_size: int, num_pages: int, make_order: MakeOr
         cache.grow(holding, known)
         cache.close(holding, known, known)
     return hits
+
+
+class GroupHits:
+    """Hits of `trace` on an engine of `config`, which counts KV groups. Each size is simulated once and cached."""
+
+    def __init__(self, trace: Trace, config: ReplayConfig) -> None:
+        self._trace = trace
+        self._memory = config.memory
+        self._page_size = config.page_size
+        self._at_branches = config.snapshots == "branches"
+        self._make_order = config.eviction
+        self._most_new = config.max_num_batched_tokens
+        self._needs = GroupNeeds(self._memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
+        self._num_prompt_tokens = sum(request.num_prompt_tokens for request in trace)
+        self._found: dict[int, int] = {}
+
+    def hit_ratio(self, num_pages: int) -> float:
+        """Return the share of prompt tokens that are hits in as much memory as `num_pages` whole pages occupy."""
+        return self.hit_pages(num_pages) * self._page_size / self._num_prompt_tokens
+
+    def hit_pages(self, num_pages: int) -> int:
+        """Return the number of pages that all requests find together."""
+        found = self._found.get(num_pages)
+        if found is None:
+            found = self._found[num_pages] = self._look(num_pages)
+        return found
+
+    def _look(self, num_pages: int) -> int:
+        memory, page_size = self._memory, self._page_size
+        num_blocks = memory.num_blocks(num_pages)
+        total_bytes = num_blocks * memory.block_bytes
+        cache = RunCache(
+            memory,
+            page_size=page_size,
+            total_bytes=total_bytes,
+            eviction_order=None if self._make_order is LruOrder else self._make_order(),
+            at_branches=self._at_branches,
+        )
+        num_found = 0
+        for index, request in enumerate(self._trace):
+            num_prompt, num_output = request.num_prompt_tokens, request.num_output_tokens
+            if self._needs.of_request(num_prompt, num_output) <= num_blocks:
+                content = self._trace.content(request, page_size=page_size, owner=index)
+                cache.now_ns = request.arrival_ns
+                num_found += self._serve(cache, content, num_prompt, max(num_prompt, num_prompt + num_output - 1))
+        return num_found
+
+    def _serve(self, cache: RunCache, content: Content, num_prompt: int, num_tokens: int) -> int:
+        """Compute the tokens of one request; return the number of pages that it found."""
+        page_size, most_new = self._page_size, self._most_new
+        match = cache.match(content, (num_prompt - 1) // page_size)
+        holding = cache.begin(content, match)
+        at = match.num_pages * page_size
+        while at < num_tokens:
+            # A chunk of the prompt, or generated tokens up to the end of a page.
+            is_prompt = at < num_prompt
+            end = min(num_prompt, at + most_new) if is_prompt else min(num_tokens, at + page_size - at % page_size)
+            if end - at > most_new:
+                end = at + most_new
+            cache.extend(holding, end, is_end=is_prompt and end == num_prompt)
+            cache.settle(holding, end)
+            at = end
+        cache.close(holding, at // page_size)
+        return match.num_pages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -11,8 +11,9 @@ from kvarts.combines import check_combination
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.plan.cache import CachePlan
+from kvarts.plan.commands import CommandLines
 from kvarts.plan.latency import LatencyPlan
-from kvarts.plan.lead import lead
+from kvarts.plan.tables import lead
 from kvarts.plan.tiers import PricedTier, TiersPlan, best_buy, prefill_s_per_token
 from kvarts.report.advice import as_size
 from kvarts.settings import SettingError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from kvarts.sim.replay import Traffic
     from kvarts.sim.router import RouterMaker
 
-__all__ = ["SLO_SHARE", "TOKEN_BYTES", "CommandLines", "NoCommands", "Plan", "make_plan"]
+__all__ = ["SLO_SHARE", "TOKEN_BYTES", "Plan", "make_plan"]
 
 SLO_SHARE = 0.99
 RATES = {"host": ("h2d", "50GB/s"), "disk": ("disk_read", "5GB/s")}
@@ -43,28 +44,6 @@ OF_FLEET = ("name", *FLEET_VALUES, "on_front", "command")
 """Columns of a plan of fleets."""
 TOKEN_BYTES = 131_072
 """KV bytes per token of Llama 3.1 8B in 16 bits, assumed if there is no model."""
-
-
-class CommandLines(Protocol):
-    """Builds the command lines that a plan lists, so that each of its points can be replayed or planned again."""
-
-    def plan(self, *more: str) -> str:
-        """Return the command line of the plan, with `more` options."""
-
-    def replay(self, changes: Mapping[str, Any]) -> str:
-        """Return the command line of a replay with `changes` by setting key; False drops a setting."""
-
-
-class NoCommands:
-    """Commands of a plan that was not made on the command line: always empty."""
-
-    def plan(self, *more: str) -> str:
-        """Return no text."""
-        return ""
-
-    def replay(self, changes: Mapping[str, Any]) -> str:
-        """Return no text."""
-        return ""
 
 
 class Plan:
@@ -98,8 +77,7 @@ class Plan:
 
     def to_text(self) -> str:
         """Return the tables that `kvarts plan` prints, with a line end."""
-        from kvarts.plan.fleet_tables import render_fleets
-        from kvarts.plan.tables import render
+        from kvarts.plan.tables import render, render_fleets
 
         return render_fleets(self.values) if "fleets" in self.values else render(self.values)
 
@@ -176,7 +154,7 @@ def make_plan(
     Raise ConfigError for incompatible arguments, InputError for a trace that cannot be read.
     """
     trace = trace_of(traffic)
-    answers = commands or NoCommands()
+    answers = commands or CommandLines()
     if config is None and prices is not None:
         raise SettingError("needs a model and a device, or a cost", "price", hint="Give {model} and {device}.")
     if config is not None and config.kv_groups != "off":
@@ -189,7 +167,7 @@ def make_plan(
         sizes = sorted({*curves.default_sizes(), config.num_pages})
     values = curves.to_builtins(sizes)
     if config is not None and config.kv_groups != "off":
-        from kvarts.plan.group_hits import GroupHits
+        from kvarts.plan.league import GroupHits
 
         of_groups = GroupHits(trace, config)
         for point in values["at"]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvarts.plan.cache import CachePlan
-from kvarts.plan.knees import concave_hull
+from kvarts.plan.curve import concave_hull
 
 __all__ = ["ModelMemory", "divide"]
 

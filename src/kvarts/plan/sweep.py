@@ -2,6 +2,9 @@
 
 The journal has one line per finished point, in order of completion; a point whose line is incomplete is run again. The
 table has one row per point, in the order of the points, so it does not depend on the number of processes or restarts.
+
+On a Ray cluster, workers import kvarts and read the trace by its path, so both must exist on every node. Ray is
+imported only on use.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import hashlib
 import itertools
 import json
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -23,9 +27,20 @@ from typing import Any
 
 import msgspec
 
-from kvarts.errors import InputError, OutputError
+from kvarts.errors import ConfigError, InputError, OutputError
 
-__all__ = ["Processes", "Row", "Values", "fronts", "load_of", "pareto", "points_of", "run_sweep", "with_changes"]
+__all__ = [
+    "Processes",
+    "Row",
+    "Values",
+    "fronts",
+    "load_of",
+    "pareto",
+    "points_of",
+    "results_on_ray",
+    "run_sweep",
+    "with_changes",
+]
 
 LOAD = ("trace", "trace_block_size", "skip_bad_lines", "workload", "speedup", "concurrency")
 
@@ -34,6 +49,7 @@ MOST_POINTS = 100_000
 Values = dict[str, Any]
 """Settings by their keys, nested as in a file."""
 Row = dict[str, Any]
+REACHED_WITHIN_S = 5.0
 
 
 def points_of(values: Values, path: Path | None) -> list[Values]:
@@ -117,8 +133,6 @@ def _results(
     missing: Mapping[str, Values], run: Callable[[Values], Row], workers: int, ray_address: str | None
 ) -> Iterator[tuple[str, Row]]:
     if ray_address is not None and missing:
-        from kvarts.plan.cluster import results_on_ray
-
         yield from results_on_ray(missing, run, ray_address)
         return
     with Processes(min(workers, len(missing))) as processes:
@@ -266,3 +280,46 @@ def _ends_whole(journal: Path) -> bool:
     with journal.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
+
+
+def results_on_ray(
+    missing: Mapping[str, Values], run: Callable[[Values], Values], address: str
+) -> Iterator[tuple[str, Values]]:
+    """Yield the key and row of each point as it is done. Raise ConfigError if the cluster is not reachable."""
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("needs ray", field="--ray", hint="pip install 'kvarts[ray]'.") from None
+    _check_reachable(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise _unreachable(address, what) from error
+    try:
+        remote = ray.remote(num_cpus=1)(lambda point: run(point))  # noqa: PLW0108  (ray wants a function, not a partial)
+        pending = {remote.remote(point): key for key, point in missing.items()}
+        while pending:
+            done, _ = ray.wait(list(pending), num_returns=1)
+            yield pending.pop(done[0]), ray.get(done[0])
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise ConfigError if nothing answers at host:port. Ray itself would retry for minutes."""
+    host, colon, port = address.rpartition(":")
+    if not colon or "/" in host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=REACHED_WITHIN_S).close()
+    except (OSError, OverflowError) as error:
+        raise _unreachable(address, str(error)) from error
+
+
+def _unreachable(address: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{address!r} is not a Ray cluster that can be reached: {what}",
+        field="--ray",
+        hint="Give its address as host:port, or auto.",
+    )

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from kvarts.plan.series import usual_points
-from kvarts.report.words import NAME_ONE, number, opening, page_bytes_of, wrapped
+from kvarts.report.advice import as_size
+from kvarts.report.words import NAME_ONE, in_memory, number, opening, page_bytes_of, wrapped
 from kvarts.units import as_duration, as_memory, as_percent
 
-__all__ = ["answer_for_users", "render", "render_routers", "render_sample", "render_shares", "render_users"]
+__all__ = [
+    "answer_for_users",
+    "heading_of",
+    "lead",
+    "render",
+    "render_fleets",
+    "render_routers",
+    "render_sample",
+    "render_shares",
+    "render_users",
+]
 
 GIB = 1 << 30
 LATENCY_HEADING = f"{'TTFT p50':>11}{'p99':>11}{'TPOT p99':>10}{'SLO':>8}"
@@ -18,6 +30,8 @@ ORIGINS = {
     "shared_prefix": "own session and others",
     "other_requests": "other requests",
 }
+HEADS = "devices   hours goodput/s per device SLO kept   TTFT p99 TPOT p99  fleet"
+WAYS = ("tensor_parallel", "pipeline_parallel")
 
 
 def render(plan: dict[str, Any]) -> str:
@@ -392,3 +406,127 @@ def _largest(largest: dict[str, Any]) -> str:
     until = "no limit was found" if fails_at is None else f"{fails_at:.3g} times does not"
     within = as_percent(largest["tolerance"])
     return f"{rate:.3g} times the rate of the trace keeps the SLO, {until}: {on}, to within {within}"
+
+
+def lead(plan: Mapping[str, Any]) -> str:
+    """Return the result of a plan in one or two sentences. Its sizes were replayed if the plan replayed anything."""
+    latency = plan.get("latency")
+    if latency is None:
+        return _of_curve(plan)
+    sentences = [_of_slo(plan, latency) if latency["slo_share"] is not None else _of_curve(plan)]
+    least = (plan.get("tiers") or {}).get("least_host")
+    if least is not None:
+        found = f"a replay finds {as_percent(least['hit_ratio'])} of prompt tokens"
+        instead = (
+            f"instead of {as_percent(_without_host(plan))}, and at most {as_percent(least['most_hit_ratio'])} with more"
+        )
+        sentences.append(f"With --host-memory {as_size(least['num_bytes'])} {found} {instead}")
+    return ". ".join(sentences)
+
+
+def _of_slo(plan: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
+    share = latency["slo_share"]
+    for option in latency["options"]:
+        if option["name"] == "cheapest":
+            size = in_memory(option["pages"], plan["config"])
+            devices = f", {option['devices']:,} devices in all," if option["devices"] > option["replicas"] else ""
+            return (
+                f"{option['replicas']} x {option['pages']:,} pages{size}{devices} is the least that keeps the SLO for "
+                f"{as_percent(share)} of requests"
+            )
+    return f"Nothing that was tried keeps the SLO for {as_percent(share)} of requests"
+
+
+def _of_curve(plan: Mapping[str, Any]) -> str:
+    most, pages = plan["most_hit_ratio"], plan["most_pages"]
+    config = plan.get("config") or {}
+    if not most:
+        return "No prompt repeats the beginning of another: no memory gives hits"
+    knees = [point for point in plan["knees"] if point["pages"] < pages]
+    knee = ""
+    if knees:
+        point = knees[len(knees) // 2]
+        knee = f"{point['pages']:,} pages{in_memory(point['pages'], config)}, the knee, find "
+        knee += f"{as_percent(point['hit_ratio'])} of prompt tokens; "
+    return f"{knee}{pages:,} pages{in_memory(pages, config)} find all that can be found, {as_percent(most)}"
+
+
+def _without_host(plan: Mapping[str, Any]) -> float | None:
+    first = plan["tiers"]["curve"][0]["replayed"]
+    ratio: float | None = None if first is None else first["hit_ratio"]
+    return ratio
+
+
+def render_fleets(plan: dict[str, Any]) -> str:
+    """Return the front, the answer and the options, with a line end."""
+    fleets = plan["fleets"]
+    share = fleets["slo_share"]
+    lines = [plan["trace"], *heading_of(plan["config"]), "", *wrapped(f"{plan['advice']}.")]
+    if fleets["links_are_free"]:
+        lines += wrapped("Transfers of KV take no time here: give the rate of the links, --transfer-rate 50GB/s.")
+    of_all = f"{fleets['num_replayed']:,} of {fleets['num_fleets']:,} fleets were replayed"
+    lines += ["", f"fleets of at most {fleets['gpus']:,} devices that no other beats; {of_all}", ""]
+    heads = (
+        f"{'devices':>7}{'hours':>8}{'goodput/s':>10}{'per device':>11}{'SLO kept':>9}{'TTFT p99':>10}{'TPOT p99':>9}"
+    )
+    lines.append(f"{heads}  fleet")
+    lines += [
+        f"{point['devices']:>7,}{point['device_hours']:>8.3f}{number(point['goodput_per_s']):>10}"
+        f"{number(point['goodput_per_s_per_device']):>11}{as_percent(point['slo_ratio'], bound=share):>9}"
+        f"{as_duration(point['ttft_ms']['p99']):>11}{as_duration(point['tpot_ms']['p99']):>9}  {point['name']}"
+        for point in fleets["front"]
+    ]
+    for option in fleets["options"]:
+        lines += ["", *wrapped(f"{option['name']}: {option['what']}")]
+        for note in [*option["notes"], *option["would_change"]]:
+            lines += wrapped(note, first="  ", rest="  ")
+        lines.append(f"  {option['command']}")
+    if "scaler" in fleets:
+        lines += _scaler(fleets["scaler"], share)
+    lines += _assumption(fleets)
+    reasons: dict[str, list[str]] = {}
+    for left in fleets["left_out"]:
+        reasons.setdefault(left["why"], []).append(left["kind"])
+    if reasons:
+        lines.append("")
+    for why, kinds in reasons.items():
+        more = f" and {len(kinds) - 1:,} more" if len(kinds) > 1 else ""
+        lines += wrapped(f"left out: {kinds[0]}{more}: {why}")
+    return "\n".join(lines) + "\n"
+
+
+def _assumption(fleets: dict[str, Any]) -> list[str]:
+    """Return a warning if replays contradict the assumption of the search."""
+    found = fleets["assumption"]
+    if not found["num_broken"]:
+        return []
+    is_share = fleets["compared_by"] == "slo_ratio"
+    drop = as_percent(found["largest_drop"]) if is_share else f"{number(found['largest_drop'])} requests/s"
+    pairs = f"{found['num_broken']:,} of {found['num_pairs']:,} pairs of replays"
+    text = f"in {pairs}, more workers have less goodput, by at most {drop}: a fleet that was not replayed may be better"
+    return ["", *wrapped(text)]
+
+
+def _scaler(scaler: dict[str, Any], share: float) -> list[str]:
+    """Return the cost of a policy of autoscaling, compared with that of the fixed fleet."""
+    if scaler["begins_as"] is None:
+        return ["", *wrapped(f"scaler: {scaler['policy']} is not replayed: no fleet above has its pools")]
+    fixed = scaler["fixed"]
+    hours = f"{scaler['device_hours']:.3f} device hours instead of {fixed['device_hours']:.3f}"
+    kept, kept_fixed = (as_percent(each["slo_ratio"], bound=share) for each in (scaler, fixed))
+    if not scaler["keeps_slo"]:
+        verdict = "does not keep the SLO"
+    else:
+        verdict = "pays" if scaler["device_hours"] < fixed["device_hours"] else "does not pay"
+    what = (
+        f"{scaler['policy']} {verdict}: beginning as {scaler['begins_as']}, it takes {hours}, and the SLO is kept by "
+    )
+    return ["", *wrapped(f"scaler: {what}{kept} instead of {kept_fixed}"), f"  {scaler['command']}"]
+
+
+def heading_of(config: dict[str, Any]) -> list[str]:
+    """Return the setup without what differs among fleets: pages, and the devices of a worker."""
+    of_all = {key: value for key, value in config.items() if key != "pages"}
+    if isinstance(cost := of_all.get("cost"), dict):
+        of_all["cost"] = {key: value for key, value in cost.items() if key not in WAYS}
+    return opening(of_all)

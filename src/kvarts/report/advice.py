@@ -122,6 +122,11 @@ def _lost_hits(summary: dict[str, Any], trials: Trials | None) -> str | None:
         return None
     hits = f"{as_percent(ratio)} of prompt tokens were hits"
     config = summary["config"]
+    if config.get("no_prefix_caching"):
+        return (
+            f"without a prefix cache nothing is found, and about {as_percent(unbounded)} of prompt tokens would be "
+            "hits if it were on and evicted nothing; leave out --no-prefix-caching"
+        )
     if config["replicas"] > 1 and config["router"] != "prefix":
         return (
             f"what was computed before lies in part on another replica: {hits}, and about {as_percent(unbounded)} "

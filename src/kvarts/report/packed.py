@@ -1,7 +1,7 @@
-"""A column of one integer per step, in blocks, which are compressed without loss once there are many.
+"""A column of one integer per step, in blocks, which are compressed without loss once there are several.
 
-The step times of a leap rise with the contexts, on a straight line except for rounding. A block of them is stored as
-its line and the rounding differences, a few bits per step.
+The step times of a leap rise with the contexts, on a straight line except for rounding, so the differences of their
+differences are close to 0. A block of them is stored as these, in a few bits per step, and the jumps where leaps begin.
 """
 
 from __future__ import annotations
@@ -18,23 +18,38 @@ __all__ = ["BLOCK_STEPS", "PackedColumn"]
 BLOCK_STEPS = 1 << 16
 RECENT_STEPS = 1 << 12
 """Integers that stay Python objects: a few hundred kilobytes, which fit in a core's private cache."""
-PACK_AT = 64 * BLOCK_STEPS
-"""Fewer steps than this are not compressed: compression would cost more than it saves."""
+PACK_AT = 4 * BLOCK_STEPS
+"""Fewer steps than this are not compressed: in a short replay, compression would cost more than it saves."""
+MOST_JUMPS = 4
+"""A block with more than one jump in this many steps would take more memory than its integers."""
 
 _WIDTHS = ("b", "h", "i", "q")
 """Type codes, in `array` and NumPy, of integers of 1, 2, 4 and 8 bytes."""
 
 
-class _Block(NamedTuple):
-    """The integers of a block: a line from the first to the last, and the difference of each from it.
+class _Narrow(NamedTuple):
+    """Integers in as few bytes as the largest of them needs."""
 
-    They are times, so within 2^62.
+    width: str
+    packed: bytes
+
+    def wide(self) -> Column:
+        """Return them in 8 bytes each."""
+        import numpy as np
+
+        return np.frombuffer(self.packed, self.width).astype(np.int64)
+
+
+class _Block(NamedTuple):
+    """The integers of a block: differences of their differences, in one byte each, compressed.
+
+    `distances`: from each difference that needs more than a byte to the next, the first from the start; `jumps`: these
+    differences. Without `differences`, `jumps` are the integers themselves.
     """
 
-    first: int
-    last: int
-    width: str
     differences: bytes
+    distances: _Narrow
+    jumps: _Narrow
 
 
 class PackedColumn:
@@ -57,7 +72,7 @@ class PackedColumn:
         """Move recent integers to more compact storage, if they are many."""
         if len(self.recent) >= RECENT_STEPS:
             self._keep_recent()
-            if len(self._later) >= PACK_AT:
+            if len(self._later) >= (BLOCK_STEPS if self._blocks else PACK_AT):
                 self._pack()
 
     def _keep_recent(self) -> None:
@@ -105,29 +120,33 @@ class PackedColumn:
         return np.frombuffer(self._later, self._typecode)
 
 
-def _line(first: int, last: int) -> Column:
-    """Return a block's line in whole numbers. It is reproducible, including its rounding."""
+def _narrow(values: Column) -> _Narrow:
     import numpy as np
 
-    line: Column = first + ((last - first) / (BLOCK_STEPS - 1) * np.arange(BLOCK_STEPS)).astype(np.int64)
-    return line
+    low, high = int(values.min(initial=0)), int(values.max(initial=0))
+    width = next(width for width in _WIDTHS if np.iinfo(width).min <= low and high <= np.iinfo(width).max)
+    return _Narrow(width, values.astype(width).tobytes())
 
 
 def _packed(values: Column) -> _Block:
     import numpy as np
 
-    first, last = int(values[0]), int(values[-1])
-    differences = values - _line(first, last)
-    low, high = int(differences.min()), int(differences.max())
-    width = next(width for width in _WIDTHS if np.iinfo(width).min <= low and high <= np.iinfo(width).max)
-    packed = differences.astype(width).tobytes()
-    # Only rounding differences are worth compressing: wider ones hardly shrink.
-    return _Block(first, last, width, zlib.compress(packed, 1) if width == "b" else packed)
+    # A sum of sums undoes this, also where a difference of large numbers exceeds 64 bits and wraps around.
+    differences = np.diff(np.diff(values, prepend=0), prepend=0)
+    narrow = differences.astype(np.int8)
+    places = np.flatnonzero(narrow != differences)
+    if len(places) * MOST_JUMPS > len(values):
+        return _Block(b"", _narrow(places[:0]), _narrow(values))
+    narrow[places] = 0
+    return _Block(zlib.compress(narrow.tobytes(), 1), _narrow(np.diff(places, prepend=0)), _narrow(differences[places]))
 
 
 def _unpacked(block: _Block) -> Column:
     import numpy as np
 
-    packed = zlib.decompress(block.differences) if block.width == "b" else block.differences
-    values: Column = _line(block.first, block.last) + np.frombuffer(packed, block.width)
-    return values
+    if not block.differences:
+        return block.jumps.wide()
+    values: Column = np.frombuffer(zlib.decompress(block.differences), np.int8).astype(np.int64)
+    values[np.cumsum(block.distances.wide())] = block.jumps.wide()
+    np.cumsum(values, out=values)
+    return np.cumsum(values, out=values)

@@ -16,7 +16,6 @@ import msgspec
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.files import is_replaceable, reading
-from kvarts.report.run_files import DISTRIBUTIONS, EVENTS, REPORT, REQUESTS, RUN, TIMELINE
 from kvarts.report.run_values import About, Distributions, RequestRow, RunReport, decoded, decoded_lines
 
 __all__ = [
@@ -34,6 +33,12 @@ __all__ = [
     "timelines_in",
 ]
 
+REPORT = "report.json"
+REQUESTS = "requests.jsonl"
+RUN = "run.json"
+DISTRIBUTIONS = "distributions.json"
+TIMELINE = "timeline.json.gz"
+EVENTS = "events.jsonl.gz"
 _NUMBERED = r"-r(\d+)\."
 
 

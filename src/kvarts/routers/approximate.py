@@ -9,7 +9,7 @@ import msgspec
 from kvarts.content import Content
 from kvarts.routers.spans import IndexSpan, IndexTree
 
-__all__ = ["IndexRule", "PlacementIndex"]
+__all__ = ["ActiveBlocks", "IndexRule", "PlacementIndex"]
 
 MOST_STALE = 64
 """Outdated entries allowed in an order of recency, in addition to as many as there are valid ones."""
@@ -182,3 +182,51 @@ def _is_live(entry: tuple[int, int, int, IndexSpan], worker: int) -> bool:
     """Return whether an entry of the order of recency still has the last placement time of its run."""
     stamp, start, _, span = entry
     return span.counts[1].get(worker) == stamp and span.start == -start
+
+
+class ActiveBlocks(IndexTree):
+    """Full blocks of prompts in flight, per worker. A span's count is the number of requests that use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_blocks: dict[int, int] = {}
+        """Distinct blocks in use per worker."""
+
+    def shared(self, content: Content, limit: int) -> dict[int, int]:
+        """Return, per worker, how many of the first `limit` blocks of `content` are already in use there."""
+        found: dict[int, int] = {}
+        for span, reached in reversed(self.path(content, limit)):
+            for worker in span.counts[0]:
+                if worker not in found:
+                    found[worker] = reached
+        return found
+
+    def add(self, worker: int, content: Content, num_blocks: int) -> None:
+        """Count a request of `num_blocks` blocks."""
+        added = 0
+        for span in self.cover(content, 0, num_blocks):
+            uses = span.counts[0]
+            if worker not in uses:
+                added += span.end - span.start
+            uses[worker] = uses.get(worker, 0) + 1
+        self.num_blocks[worker] = self.num_blocks.get(worker, 0) + added
+
+    def remove(self, worker: int, content: Content, num_blocks: int) -> None:
+        """Undo `add` for a request."""
+        removed = 0
+        deepest: IndexSpan | None = None
+        for span, _ in self.path(content, num_blocks):
+            uses = span.counts[0]
+            deepest = span
+            if uses[worker] > 1:
+                uses[worker] -= 1
+            else:
+                del uses[worker]
+                removed += span.end - span.start
+        self.num_blocks[worker] -= removed
+        if deepest is not None:
+            self.prune(deepest)
+
+    def divide(self, head: IndexSpan, tail: IndexSpan) -> None:
+        """Copy the counts: the same requests use both halves."""
+        head.counts[0].update(tail.counts[0])

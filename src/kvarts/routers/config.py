@@ -79,13 +79,20 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 "orders a queue, and there is none", "queue", hint="Give {queue_threshold} as well, or leave it out."
             )
 
-    def check(self, router: str | Callable[[], Any]) -> None:
-        """Raise ConfigError if `router` is not a policy, and for settings without effect on it."""
+    def check(self, router: str | Callable[[], Any], *, has_pages: bool = True) -> None:
+        """Raise ConfigError if `router` is not a policy, and for settings without effect on it.
+
+        `has_pages`: whether workers have cached pages, which some policies ask for.
+        """
         from kvarts.routers.spec import policy_of  # options must be declarable without loading the policies
 
         policy = policy_of(router)
         needs: Needs | None = getattr(policy, "needs", None)
         name = router if isinstance(router, str) else getattr(router, "__name__", repr(router))
+        if not has_pages and needs is not None and needs.pages != "no":
+            raise SettingError(
+                "chooses by cached pages, and without a prefix cache there are none", "router", hint="Take another one."
+            )
         if self.staleness is not None and (needs is None or not needs.metrics):
             raise SettingError(
                 f"has no effect on {name}, which reads no metrics", "routing.staleness", hint="Leave it out."

@@ -10,8 +10,7 @@ import msgspec
 from kvarts.event_log import EventLog
 from kvarts.events import PagesRemoved, PagesStored
 from kvarts.request import Request
-from kvarts.routers.exact import EventIndex
-from kvarts.routers.feed import CacheFeed
+from kvarts.routers.exact import CacheFeed, EventIndex
 from kvarts.routers.view import Asked, Directory, Found, Needs, Policy, View
 from kvarts.settings import SettingError
 
@@ -148,7 +147,7 @@ class PolicyRouter:
         """Apply the cache events of `workers` that reach the router by `now_ns`."""
         feeds = self._feeds
         if feeds:
-            for worker in sorted(set(workers)):
+            for worker in sorted(feeds.keys() & workers):
                 feeds[worker].read()
         events, index = self._events, self.index
         while events and events[0][0] <= now_ns:
@@ -178,6 +177,15 @@ class PolicyRouter:
     def leave(self, worker: int) -> None:
         """Stop sending requests to `worker`."""
         self.view.leave(worker)
+
+    def forget(self, worker: int) -> None:
+        """Forget the pages of `worker`, which has left, and the events of it that are in transit."""
+        if self._feeds.pop(worker, None) is None:
+            return
+        self._events = [each for each in self._events if each[2] != worker]
+        heapify(self._events)
+        if self.index is not None:
+            self.index.forget(worker)
 
     # Inside -----------------------------------------------------------------------------------------------
 

@@ -11,8 +11,19 @@ from kvarts.errors import ConfigError, did_you_mean
 from kvarts.rooms import code_named, is_code_name
 from kvarts.routers.dynamo import DynamoKv
 from kvarts.routers.llmd import LlmD
-from kvarts.routers.others import AibrixPrefix, ProductionStackKv, ProductionStackPrefix, SglangCacheAware, VllmRanks
-from kvarts.routers.own import BySession, LeastLoaded, PowerOfTwo, PrefixAware, RoundRobinPolicy
+from kvarts.routers.policies import (
+    AibrixPrefix,
+    BySession,
+    LeastLoaded,
+    PowerOfTwo,
+    PrefixAware,
+    ProductionStackKv,
+    ProductionStackPrefix,
+    RoundRobinPolicy,
+    SglangCacheAware,
+    VllmRanks,
+)
+from kvarts.sched.rank_loads import RANKS_STALENESS_NS
 from kvarts.settings import SettingError
 
 __all__ = ["POLICIES", "policy_of", "split_names"]
@@ -32,7 +43,7 @@ POLICIES: dict[str, type[msgspec.Struct]] = {
     "vllm-ranks": VllmRanks,
 }
 
-STALENESS_NS = {"llm-d": 50_000_000, "vllm-ranks": 100_000_000}
+STALENESS_NS = {"llm-d": 50_000_000, "vllm-ranks": RANKS_STALENESS_NS}
 """Default maximum age of metrics: llm-d polls them every 50 ms, vLLM's ranks report theirs every 100 ms. Other policies
 see current ones."""
 

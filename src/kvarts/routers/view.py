@@ -11,8 +11,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from kvarts.content import Content
-from kvarts.routers.active import ActiveBlocks
-from kvarts.routers.approximate import IndexRule, PlacementIndex
+from kvarts.routers.approximate import ActiveBlocks, IndexRule, PlacementIndex
 
 __all__ = ["Asked", "Directory", "Found", "Metrics", "Needs", "Policy", "View"]
 
@@ -216,6 +215,8 @@ class View:
         if found is not None and found[0] == asked.index and found[1] == limit:
             return found[2]
         pages = self.directory.matches(asked.content, limit)
+        if len(self.workers) < len(self.num_requests):  # some have left
+            pages = {worker: pages[worker] for worker in self.workers if worker in pages}
         self.found = asked.index, limit, pages
         return pages
 

@@ -85,6 +85,12 @@ class LowerTiers(Protocol):
     def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Record that a request lost the first `num_pages` pages of `content`, in `holding`, and waits again."""
 
+    def keep_state(self, content: Content, num_tokens: int, holding: Holding) -> bool:
+        """Return whether the state of a request that is about to be preempted, after `num_tokens`, is kept for it."""
+
+    def resumed(self, content: Content) -> None:
+        """Record that a request whose state was kept runs again, from that state or without it."""
+
     def ended(self, content: Content) -> None:
         """Record that the request of `content`, which was preempted before, has ended."""
 
@@ -154,6 +160,9 @@ class LowerTiers(Protocol):
 
     def ends(self, transfer: int, end_ns: int) -> None:
         """Record when `transfer` ends, if that was not known when it began."""
+
+    def fails_last(self, transfer: int, end_ns: int) -> None:
+        """Record that the pages of a load from the last tier do not arrive; pages from other tiers do."""
 
     def abort(self, now_ns: int) -> None:
         """End all transfers under way as failed, in virtual time."""

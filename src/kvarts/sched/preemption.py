@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
+import msgspec
+
 from kvarts.event_log import Tell
 from kvarts.events import Preemption
 from kvarts.kv.cache import Cache, Holding, Mark
@@ -202,14 +204,18 @@ class Preemptor:
 
     def _send_back(self, victim: Request, preemption: Preemption, num_unused: int = 0, num_unnamed: int = 0) -> None:
         """Return `victim`, which is off the wheel, to the waiting queue, unless it has ended."""
+        holding, tiers = holding_of(victim), self._tiers
+        if tiers is not None and victim.state is not FINISHED and not self._running.lag:
+            is_kept = tiers.keep_state(victim.content, victim.num_computed, holding)
+            if is_kept and self._tell is not None:
+                preemption = msgspec.structs.replace(preemption, keeps_state=True)
         if self._tell is not None:
             self._tell(preemption)
-        holding = holding_of(victim)
         self._running.release(victim, num_unused, num_unnamed)
         if victim.state is FINISHED:
             return
-        if self._tiers is not None:
-            self._tiers.preempted(victim.content, victim.num_computed // self._page_size - num_unnamed, holding)
+        if tiers is not None:
+            tiers.preempted(victim.content, victim.num_computed // self._page_size - num_unnamed, holding)
         victim.become(RequestState.PREEMPTED)
         victim.num_preemptions += 1
         victim.num_computed = 0

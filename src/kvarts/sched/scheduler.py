@@ -68,7 +68,8 @@ class Scheduler:
     page at which a token no longer needs a page that the token before it needed. `step_ns`: the expected duration of a
     step, for `max_itl_ms` of the config. `plans_ahead`: the next step is planned while one runs, as by vLLM's
     asynchronous scheduling. So a request that ends keeps its place and its pages until the next step is planned, and a
-    page that a decode fills can be found one step later. `tell` receives page and request events.
+    page that a decode fills can be found one step later. `finds_prefixes`: whether requests find cached pages. `tell`
+    receives page and request events.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Scheduler:
         settle_places: tuple[int, ...] = (),
         step_ns: StepNs | None = None,
         plans_ahead: bool = False,
+        finds_prefixes: bool = True,
     ) -> None:
         assert not plans_ahead or batch is None, "rows and tokens are those of the last step"
         self.config = config
@@ -101,6 +103,9 @@ class Scheduler:
         """Requests that bring their pages along: they wait for a place and for tokens, and never for memory."""
         self.running = Running(cache, self.wheel, batch, plans_ahead=plans_ahead)
         self._plans_ahead = plans_ahead
+        self._finds_prefixes = finds_prefixes
+        self.plans_idle = not (tell is None and loads is None and batch is None) or plans_ahead or cache.keeps_time
+        """Whether planning a step without requests does anything, or is told."""
         self.has_released = False
         """Whether the last step, after it was planned, released requests that had ended before it."""
         self.loads = loads
@@ -355,7 +360,7 @@ class Scheduler:
         ):
             admitted += self._admit(now_ns, budget, chunks)
         if loads is not None:
-            loads.tiers.plan_stores(now_ns)  # of what the step leaves idle
+            loads.tiers.plan_stores(now_ns)  # pages that the step leaves idle
         self.cache.look(self.mark)
         num_decodes, known_tokens, num_joined = wheel.num_decoding, wheel.known_tokens, 0
         if self._plans_ahead:
@@ -551,9 +556,13 @@ class Scheduler:
             request, loaded = loads.loaded.pop(0) if loads.loaded else loads.start_early()
             self._num_published = -1
             hit_tokens = loads.resume(request, loaded)
+            if request.content.swapped_tokens:
+                hit_tokens = _hit_tokens(request, loaded.num_pages)
             if tell is not None:
                 tell(Admitted(request.index, request.content, loaded.num_pages, loads.by_name(loaded)))
             loads.begin_run(request)
+            if request.content.swapped_tokens:
+                loads.tiers.resumed(request.content)
             budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
         if pages.is_draining:
@@ -582,9 +591,12 @@ class Scheduler:
                 break
             num_known = request.num_prompt_tokens + request.num_output_tokens
             # The last token is always computed: its logits are needed.
-            match = cache.match(request.content, (num_known - 1) // page_size)
+            limit = (num_known - 1) // page_size if self._finds_prefixes else 0
+            match = cache.match(request.content, limit)
             watermark = self._watermark if running.num_running else 0
-            num_wanted = cache.num_to_admit(match, num_known, min(budget, most_tokens), watermark)
+            hit_tokens = _hit_tokens(request, match.num_pages)
+            num_new = min(budget, most_tokens) + hit_tokens - match.num_pages * page_size
+            num_wanted = cache.num_to_admit(match, num_known, num_new, watermark)
             num_short = num_wanted - pages.num_free_to_admit(num_wanted)
             if num_short > 0:
                 num_matched = 0 if cache.lender is None else cache.num_lent_of(match)
@@ -593,7 +605,7 @@ class Scheduler:
                 if pins is not None and pins.num_pins and pins.give_up_oldest():
                     continue  # it may now have to take pages that it shared with the pin
                 if not pages.make_way(request, num_wanted, to_admit=True):
-                    least = cache.least_to_admit(match, num_known, min(budget, most_tokens)) + watermark + num_matched
+                    least = cache.least_to_admit(match, num_known, num_new) + watermark + num_matched
                     if loads is not None:
                         # Where groups keep less than all tokens, loading takes fewer blocks than computing.
                         num_to_load = watermark + loads.num_to_load(request, match, num_known)
@@ -607,7 +619,7 @@ class Scheduler:
                     self._lacking = request, num_wanted, self._least_wanted, budget
                     self._num_published = cache.num_published if pages.is_alone and loads is None else -1
                     break
-            if not self._prefill.has_room(request, match.num_pages * page_size, chunks):
+            if not self._prefill.has_room(request, hit_tokens, chunks):
                 self.blocked = FOR_BUDGET
                 break
             self._take_from_waiting(request)
@@ -617,11 +629,13 @@ class Scheduler:
                 if loads.fronts and loads.fronts[-1].request is request:
                     budget -= self._prefill.compute_front(loads.fronts[-1], budget, chunks)
                 continue
-            hit_tokens = match.num_pages * page_size
             if tell is not None:
-                reach = cache.reach(request.content, (num_known - 1) // page_size)
+                reach = cache.reach(request.content, limit)
                 tell(Admitted(request.index, request.content, match.num_pages, reach=reach))
             request.holding = cache.open(match)
+            if request.content.swapped_tokens:
+                assert loads is not None, "only what has tiers below keeps states"
+                loads.tiers.resumed(request.content)
             budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
         if self.blocked is FOR_PAGES and handoffs is not None and handoffs.passes_blocked:
@@ -728,7 +742,7 @@ class Scheduler:
         decode releases at its turn. Chunked requests always do.
         """
         cache, wheel = self.cache, self.wheel
-        cache.count()  # others may have taken what was free
+        cache.count()  # others may have taken free pages
         takes_turns = False
         if self._long_prefill:
             others = self.running.chunked + joined
@@ -852,3 +866,14 @@ class Scheduler:
         if not held and not holds:
             assert self.cache.num_used == 0, f"L2: {self.cache.num_used} pages in use and no request runs"
         self.cache.check(held, holds)
+
+
+def _hit_tokens(request: Request, num_pages: int) -> int:
+    """Return the tokens that `request` need not compute after a match of `num_pages`.
+
+    These are more than the pages have if its state was kept when it was preempted after them.
+    """
+    content = request.content
+    swapped_tokens = content.swapped_tokens
+    is_swapped = swapped_tokens // content.page_size == num_pages
+    return swapped_tokens if swapped_tokens and is_swapped else num_pages * content.page_size

@@ -1,23 +1,42 @@
-"""Conversion of messages to values and back. Values validate themselves when they are made."""
+"""Conversion of messages to values and back, and of errors to a gRPC status with one line of text."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import struct
 from array import array
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import grpc
 import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
+from kvarts.errors import ConfigError
+from kvarts.proto import ERROR_KEY
 from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.sampling import SamplingParams
-from kvarts.session.errors import SessionValueError
-from kvarts.session.values import MAX_ENDS, Done, SessionInfo, SessionSettings, Token, Truncated, Update, check_label
+from kvarts.session.values import (
+    MAX_ENDS,
+    Done,
+    SessionBusyError,
+    SessionInfo,
+    SessionNotReadyError,
+    SessionSettings,
+    SessionsExhaustedError,
+    SessionValueError,
+    Token,
+    Truncated,
+    UnknownSessionError,
+    Update,
+    check_label,
+)
 
 __all__ = [
+    "STATUSES",
     "AppendRequest",
     "Fork",
     "GenerationRequest",
@@ -29,6 +48,7 @@ __all__ = [
     "info_message",
     "params_of",
     "parsed",
+    "refuse",
     "rollback_of",
     "session_id_of",
     "settings_of",
@@ -42,6 +62,22 @@ MAX_OTHER_BYTES = 4096
 """Limit of the bytes of the other fields."""
 
 SomeMessage = TypeVar("SomeMessage", bound=Message)
+STATUSES: dict[type[BaseException], grpc.StatusCode] = {
+    UnknownSessionError: grpc.StatusCode.NOT_FOUND,
+    SessionValueError: grpc.StatusCode.INVALID_ARGUMENT,
+    ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    SessionNotReadyError: grpc.StatusCode.FAILED_PRECONDITION,
+    SessionsExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    SessionBusyError: grpc.StatusCode.ABORTED,
+    DecodeError: grpc.StatusCode.INVALID_ARGUMENT,
+    asyncio.CancelledError: grpc.StatusCode.CANCELLED,
+}
+"""The status of each error and its subclasses. All others are INTERNAL."""
+
+MAX_CHARS = 600
+"""Limit of a text: the metadata of a call may have 8 KiB in total, and a character may take twelve bytes of it."""
+
+LOG = logging.getLogger("kvarts.serve")
 
 
 def parsed(kind: type[SomeMessage], data: bytes) -> SomeMessage:
@@ -210,3 +246,17 @@ def info_message(info: SessionInfo) -> added.SessionInfo:
     values = msgspec.structs.asdict(info)
     settings = added.SessionSettings(**msgspec.structs.asdict(values.pop("settings")))
     return added.SessionInfo(settings=settings, **values)
+
+
+async def refuse(context: Any, error: BaseException) -> NoReturn:
+    """End a call with the status of `error`. Log an error that is not in the table, since it is a bug."""
+    status = next((STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES), None)
+    text = str(error)
+    if status is grpc.StatusCode.CANCELLED:
+        text = "was cancelled"
+    elif status is None:
+        LOG.error("an unexpected error", exc_info=error)
+        status, text = grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {text}"
+    error.__traceback__ = None  # its frames hold the message, which may be large
+    await context.abort(status, " ".join(text.split())[:MAX_CHARS], ((ERROR_KEY, type(error).__name__),))
+    raise AssertionError("abort returns never")

@@ -15,7 +15,7 @@ from kvarts.errors import InputError, KvartsError
 from kvarts.files import read_text
 from kvarts.owners.keys import Keys, Owner
 from kvarts.serve.intake import NO_MESSAGE, CallIntake
-from kvarts.serve.statuses import refuse
+from kvarts.serve.messages import refuse
 
 __all__ = ["OPEN_METHODS", "OWNER", "CallGate", "Owners", "read_owners"]
 

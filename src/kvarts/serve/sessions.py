@@ -24,12 +24,12 @@ from kvarts.serve.messages import (
     generation_of,
     info_message,
     parsed,
+    refuse,
     rollback_of,
     session_id_of,
     settings_of,
 )
 from kvarts.serve.owners import OWNER
-from kvarts.serve.statuses import refuse
 from kvarts.session.runtime import SessionRuntime
 from kvarts.session.values import SessionSettings
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from kvarts.limits import MOST_COUNT
 from kvarts.owners.shares import Shares, owner_of
 from kvarts.session.config import SessionsConfig
-from kvarts.session.errors import SessionsExhaustedError
 from kvarts.session.session import Session
+from kvarts.session.values import SessionsExhaustedError
 
 __all__ = ["Capacity"]
 

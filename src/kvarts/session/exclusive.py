@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvarts.session.errors import SessionBusyError
+from kvarts.session.values import SessionBusyError
 
 __all__ = ["Exclusive"]
 

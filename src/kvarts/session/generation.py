@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from asyncio import CancelledError
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -11,16 +13,62 @@ from typing import Any
 from kvarts.llm.listener import Gone, RequestFailedError
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
+from kvarts.llm.outbox import Outbox
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
 from kvarts.sampling import Logprobs, SamplingParams
-from kvarts.session.errors import SessionNotReadyError
 from kvarts.session.session import Session
-from kvarts.session.streams import UpdateStream
 from kvarts.session.turns import Turns
-from kvarts.session.values import Done, StopReason, Token, Truncated, Update
+from kvarts.session.values import Done, SessionNotReadyError, StopReason, Token, Truncated, Update
 
-__all__ = ["AppendTurn", "GenerationTurn"]
+__all__ = ["AppendTurn", "GenerationTurn", "UpdateStream"]
+
+
+class UpdateStream:
+    """The updates of one generation, in the event loop. An error is raised in place of the next update.
+
+    `on_end` is called when Done or an error arrives, whether it is read or not.
+    """
+
+    def __init__(self, outbox: Outbox, on_end: Callable[[], None]) -> None:
+        self.is_marked = False
+        """Owned by the outbox."""
+        self._outbox = outbox
+        self._on_end = on_end
+        self._has_ended = False
+        self._arrived: deque[Update | BaseException] = deque()
+        self._items: deque[Update | BaseException] = deque()
+        self._wakes: asyncio.Future[None] | None = None
+
+    def put(self, *items: Update | BaseException) -> None:
+        """Send updates, or an error. From any thread. Raise Gone if the event loop is closed."""
+        self._arrived.extend(items)
+        if items and not self.is_marked:
+            self._outbox.mark(self)
+
+    def wake(self) -> None:
+        """Move arrived updates to the reader, in the event loop."""
+        while self._arrived:
+            item = self._arrived.popleft()
+            self._items.append(item)
+            if isinstance(item, Done | BaseException) and not self._has_ended:
+                self._has_ended = True
+                self._on_end()
+        if self._items and self._wakes is not None and not self._wakes.done():
+            self._wakes.set_result(None)
+
+    async def next(self) -> Update:
+        """Return the next update, or raise the error that arrived instead."""
+        while not self._items:
+            self._wakes = asyncio.get_running_loop().create_future()
+            try:
+                await self._wakes
+            finally:
+                self._wakes = None
+        item = self._items.popleft()
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
 
 class AppendTurn:

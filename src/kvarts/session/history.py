@@ -6,8 +6,9 @@ are combined in the next one, so many sessions share one disk sync.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -17,14 +18,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvarts.content import UNIT_BYTES
 from kvarts.directories import make_private
 from kvarts.errors import ConfigError, KvartsError, OutputError
-from kvarts.session.errors import SessionValueError
-from kvarts.session.history_file import HistoryFile
-from kvarts.session.history_tables import HistoryTables
+from kvarts.session.history_file import HistoryFile, HistoryTables
+from kvarts.session.session import Session
 from kvarts.session.stored import EndReason, StoredSession, Tombstone, Usage
+from kvarts.session.table import SessionTable
+from kvarts.session.values import SessionNotReadyError, SessionValueError
 
-__all__ = ["FILE_NAME", "Append", "Histories"]
+__all__ = ["FILE_NAME", "Append", "Appending", "Histories"]
 
 FILE_NAME = "history.sqlite3"
 
@@ -247,3 +250,59 @@ def _failed(error: KvartsError) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
+
+
+class Appending:
+    """Appends to the sessions of `table`, and undoes failed appends. `histories`: the copies on disk, if any."""
+
+    def __init__(self, table: SessionTable, histories: Histories | None) -> None:
+        self._table = table
+        self._histories = histories
+
+    def max_positions(self, session: Session) -> int | None:
+        """Return the maximum length of a history; None: unlimited."""
+        settings = session.settings
+        if settings.positions == "cache" or settings.past_max_positions:
+            return None
+        return self._table.host.max_positions
+
+    def check(self, session: Session, num_tokens: int, expected_length: int | None) -> int:
+        """Return the length of the history, after checking that `num_tokens` tokens can be appended.
+
+        Raise UnknownSessionError if the session ended while this waited for its turn, SessionNotReadyError for a
+        history of unexpected length or one that would get too long, and SessionsExhaustedError if histories are full.
+        """
+        self._table.get(session.owner, session.session_id)
+        length = session.history_length
+        if expected_length is not None and expected_length != length:
+            raise SessionNotReadyError(
+                f"the history has {length} tokens, and {expected_length} were expected",
+                field="expected_length",
+                hint="The tokens may be there already: compare with what was sent.",
+            )
+        most, longer = self.max_positions(session), length + num_tokens
+        if num_tokens and most is not None and longer > most:
+            raise SessionNotReadyError(
+                f"the history would have {longer} tokens, and the model was trained for {most} positions",
+                field="token_ids",
+                hint="Create the session with positions='cache', or with past_max_positions.",
+            )
+        self._table.capacity.check_tokens(session.owner, num_tokens)
+        return length
+
+    @contextmanager
+    def done(self, session: Session, packed: bytes, expected_length: int | None) -> Iterator[None]:
+        """Append tokens, 8 bytes each, for the work in the block; if the block raises, remove them again."""
+        before = self.check(session, len(packed) // UNIT_BYTES, expected_length)
+        if packed:
+            session.content.append(packed)
+            self._table.capacity.recount(session)
+        try:
+            yield
+        except BaseException:
+            if packed:
+                self._table.shorten(session, before)
+                if self._histories is not None:  # queued ahead of any later append
+                    self._histories.truncate(session.session_id, before)
+                    session.is_written = False  # the outcome on disk is unknown here
+            raise

@@ -13,13 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.errors import ConfigError, OutputError
-from kvarts.session.checkpoint import Checkpoints, Refused
-from kvarts.session.checkpoint_file import CheckpointHeader, token_digest
-from kvarts.session.errors import SessionsExhaustedError
+from kvarts.session.checkpoints import CheckpointHeader, Checkpoints, Refused, token_digest
 from kvarts.session.history import Histories
 from kvarts.session.session import Session
 from kvarts.session.stored import StoredSession, Usage
 from kvarts.session.table import SessionTable
+from kvarts.session.values import SessionsExhaustedError
 
 __all__ = ["Keeper"]
 

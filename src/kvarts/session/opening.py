@@ -20,15 +20,13 @@ from kvarts.executor.mock import MockExecutor
 from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.roofline import RooflineCost
 from kvarts.llm.detokenizing import DetokenizingExecutor
-from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
-from kvarts.llm.loop import EngineLoop
+from kvarts.llm.loop import EngineLoop, ModelHost
 from kvarts.rooms import from_room
 from kvarts.session.config import MOST_HISTORY_TOKENS, AtCapacity, SessionsConfig
 from kvarts.session.keeper import Keeper
 from kvarts.session.sessions import Sessions
-from kvarts.session.soak.target import SessionsTarget
-from kvarts.session.soak.virtual import OneOwner, VirtualSoakClock
+from kvarts.session.soak.target import OneOwner, SessionsTarget, VirtualSoakClock
 from kvarts.session.table import SessionTable, check_settings, memory_of
 from kvarts.session.values import SessionSettings
 from kvarts.units import parse_bytes

@@ -13,24 +13,31 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from kvarts.content import UNIT_BYTES
-from kvarts.llm.host import ModelHost
 from kvarts.llm.listener import EngineDeadError, Gone
 from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.loop import ModelHost
 from kvarts.llm.outbox import Outbox
 from kvarts.owners.shares import owner_of
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
-from kvarts.session.appending import Appending
-from kvarts.session.errors import SessionBusyError, SessionNotReadyError, SessionValueError
 from kvarts.session.exclusive import Exclusive
-from kvarts.session.generation import AppendTurn, GenerationTurn
+from kvarts.session.generation import AppendTurn, GenerationTurn, UpdateStream
+from kvarts.session.history import Appending
 from kvarts.session.keeper import Keeper, usage_of
 from kvarts.session.session import Session
 from kvarts.session.stored import EndReason
-from kvarts.session.streams import UpdateStream
 from kvarts.session.table import SessionTable
 from kvarts.session.turns import Turns
-from kvarts.session.values import Done, SessionCounts, SessionInfo, SessionSettings, Update
+from kvarts.session.values import (
+    Done,
+    SessionBusyError,
+    SessionCounts,
+    SessionInfo,
+    SessionNotReadyError,
+    SessionSettings,
+    SessionValueError,
+    Update,
+)
 
 __all__ = ["Sessions", "TurnUnderWay", "settled"]
 

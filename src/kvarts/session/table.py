@@ -12,18 +12,14 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.kv.heavy_pages import HeavyPages
 from kvarts.kv.sink_window import SinkWindow
-from kvarts.llm.host import ModelHost
+from kvarts.llm.loop import ModelHost
 from kvarts.llm.text import Generation
 from kvarts.session.capacity import Capacity
 from kvarts.session.config import SessionsConfig
-from kvarts.session.errors import SessionsExhaustedError
-from kvarts.session.invariants import count_retained, holds_what_it_should
-from kvarts.session.memory import SessionMemory
-from kvarts.session.pages import SessionPages
+from kvarts.session.pages import SessionMemory, SessionPages, count_retained, holds_what_it_should
 from kvarts.session.session import Session
-from kvarts.session.stored import EndReason, Tombstone
-from kvarts.session.tombstones import Tombstones
-from kvarts.session.values import SessionCounts, SessionInfo, SessionSettings
+from kvarts.session.stored import EndReason, Tombstone, Tombstones
+from kvarts.session.values import SessionCounts, SessionInfo, SessionSettings, SessionsExhaustedError
 
 __all__ = ["SessionTable", "check_settings", "memory_of", "random_id"]
 

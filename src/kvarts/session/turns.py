@@ -9,9 +9,9 @@ import msgspec
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
-from kvarts.session.errors import SessionBusyError
 from kvarts.session.session import Session
 from kvarts.session.table import SessionTable
+from kvarts.session.values import SessionBusyError
 
 __all__ = ["Turns"]
 

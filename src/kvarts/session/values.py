@@ -1,4 +1,4 @@
-"""Values of the session interface: settings, states, and the updates of a generation."""
+"""Values of the session interface: settings, states, updates of a generation, and errors, each a status of doors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from kvarts.errors import ConfigError
+from kvarts.errors import ConfigError, KvartsError
 from kvarts.limits import MOST_SECONDS, MOST_UINT32, check_number, check_whole
 from kvarts.sampling import TopLogprobs
 
@@ -18,12 +18,18 @@ __all__ = [
     "Keep",
     "Positions",
     "Retention",
+    "SessionBusyError",
     "SessionCounts",
+    "SessionGoneError",
     "SessionInfo",
+    "SessionNotReadyError",
     "SessionSettings",
+    "SessionValueError",
+    "SessionsExhaustedError",
     "StopReason",
     "Token",
     "Truncated",
+    "UnknownSessionError",
     "Update",
     "check_label",
 ]
@@ -201,3 +207,27 @@ class Done(msgspec.Struct, frozen=True):
 
 
 Update = Truncated | Token | Done
+
+
+class UnknownSessionError(KvartsError):
+    """The caller has no session with this id."""
+
+
+class SessionGoneError(UnknownSessionError):
+    """A session of the caller that was closed, was evicted or has expired; the text contains which, and when."""
+
+
+class SessionValueError(KvartsError):
+    """A value that cannot be accepted, such as a token id outside the vocabulary. The history is unchanged."""
+
+
+class SessionNotReadyError(KvartsError):
+    """The session's state does not permit this, such as a generation before anything was appended."""
+
+
+class SessionBusyError(KvartsError):
+    """Another operation on the session is in progress. The history is unchanged."""
+
+
+class SessionsExhaustedError(KvartsError):
+    """There is not enough room for this; the text contains the numbers."""

@@ -221,6 +221,10 @@ class ReplayConfig(
             "when it knows that."
         ),
     ] = False
+    no_prefix_caching: Annotated[
+        bool,
+        setting("Requests find no cached pages, as with vLLM's --no-enable-prefix-caching."),
+    ] = False
     frontend_ms: Annotated[
         float,
         setting(
@@ -277,7 +281,7 @@ class ReplayConfig(
         super().__post_init__()
         check_whole(self.replicas, "replicas", most=MOST_REPLICAS)
         if self.router != "round-robin" or self.routing is not None:
-            self.routing_settings.check(self.router)
+            self.routing_settings.check(self.router, has_pages=not self.no_prefix_caching)
         if self.concurrency is not None:
             check_whole(self.concurrency, "concurrency")
         check_number(self.speedup, "speedup", above=True, most=MOST_SPEEDUP)
@@ -326,6 +330,7 @@ class ReplayConfig(
             "sessions": self.sessions is not None and "sessions",
             "late_events": getattr(self.routing, "event_lag_ns", 0) > 0 and "routing.event_lag",
             "ranks": getattr(self.cost, "num_ranks", 1) > 1 and "data_parallel",
+            "uncached": self.no_prefix_caching and "no_prefix_caching",
         }
         return {name: field for name, field in of_field.items() if field}
 
@@ -465,7 +470,7 @@ class ReplayConfig(
             del values["cost_factor"]
         for field in (
             *("max_itl_ms", "long_prefill_token_threshold", "watermark", "engine", "async_scheduling", "stop_tokens"),
-            "frontend_ms",
+            *("no_prefix_caching", "frontend_ms"),
             *("client_timeout_s", "retries", "retry_after_s"),
         ):
             if values[field] in ("none", False, 0.0, None):

@@ -389,7 +389,7 @@ class Driver:
             if ends_ns[index] == NEVER_NS and runner.has_work:
                 quiet_until_ns = runner.quiet_until(now_ns)
                 if quiet_until_ns is None:
-                    ends_ns[index] = quiet_ns[index] = runner.start(now_ns)
+                    ends_ns[index] = quiet_ns[index] = runner.start(now_ns, now_ns + 1)
                 else:
                     quiet_ns[index] = quiet_until_ns
                     leaping.append(index)

@@ -241,6 +241,7 @@ def _open(config: ReplayConfig, readers: Sequence[EventReader], executor: Virtua
         audit=config.audit,
         holds_pages=config.sessions is not None and config.sessions.holds_pages,
         plans_ahead=config.async_scheduling and config.profile == "default",
+        finds_prefixes=not config.no_prefix_caching,
         step_ns=config.cost_model.step_ns,
     )
     return Replica(engine, executor, step_by_step=config.step_by_step, plans_ahead=config.async_scheduling)

@@ -61,6 +61,8 @@ class Replica:
         """Identical steps under way; 0 for a scheduled step."""
         self.is_pausing = False
         """Whether the engine waits: nothing can be computed before a transfer ends or a request arrives."""
+        self._must_plan = False
+        """Whether transfers have ended since the last step, so that it cannot be followed by a leap."""
         self._last_decode_ns = 10_000_000  # a first guess; decides how many durations to request
 
     @property
@@ -77,6 +79,11 @@ class Replica:
     def num_joining(self) -> int:
         """The number of requests that wait for a step that is not planned yet."""
         return 0 if self._joining is None else self._joining.num_requests
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether the next step is planned while one runs."""
+        return self._joining is not None
 
     def num_evicted_parts(self) -> tuple[int, ...]:
         """Return the number of evicted parts of each KV group; empty where pages are counted whole."""
@@ -100,8 +107,13 @@ class Replica:
         return self.engine.submit(request, now_ns)
 
     def cancel(self, request: Request, now_ns: int = 0) -> None:
-        """Drop `request` between steps, at `now_ns` if the engine is not beyond that. Its pages are free at once."""
+        """Drop `request` between steps, at `now_ns` if the engine is not beyond that. Its pages are free at once.
+
+        Transfers that are due end first.
+        """
         self.engine.now_ns = max(self.engine.now_ns, now_ns)
+        if self._tiers is not None and self._tiers.advance_to(self.engine.now_ns):
+            self._must_plan = True
         if self._joining is not None and self._joining.drop(request):
             request.cancelled_ns = self.engine.now_ns
         else:
@@ -147,7 +159,8 @@ class Replica:
         self._is_under_way = True
         engine, tiers = self.engine, self._tiers
         others_join = self.join(now_ns)
-        if tiers is not None and tiers.advance_to(now_ns):
+        must_plan, self._must_plan = self._must_plan, False
+        if tiers is not None and (tiers.advance_to(now_ns) or must_plan):
             self.scheduler.blocked = Blocked.NOT
             if not engine.has_work:
                 return self._pause(now_ns)

@@ -17,6 +17,7 @@ from kvarts.content import Content
 from kvarts.event_log import EventLog, EventReader
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
+from kvarts.sched.rank_loads import RANKS_STALENESS_NS, RankLoads
 from kvarts.sched.scheduler import Scheduler
 
 __all__ = [
@@ -114,6 +115,9 @@ class Router(Protocol):
     def leave(self, worker: int) -> None:
         """Send no more requests to `worker`. Requests in flight there may still end."""
 
+    def forget(self, worker: int) -> None:
+        """Forget what is known of `worker`, which has left and has no requests in flight, and stop reading its log."""
+
     def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
         """Apply the events of `workers` since the last call, as far as they reach the router by `now_ns`."""
 
@@ -121,8 +125,11 @@ class Router(Protocol):
 class RoutingSettings(Protocol):
     """Settings of a router's knowledge of its workers."""
 
-    def check(self, router: str | RouterMaker) -> None:
-        """Raise ConfigError if `router` is not a policy, or if a setting would not affect it."""
+    def check(self, router: str | RouterMaker, *, has_pages: bool = True) -> None:
+        """Raise ConfigError if `router` is not a policy, or if a setting would not affect it.
+
+        `has_pages`: whether workers have cached pages to report.
+        """
 
     def open(
         self,
@@ -212,6 +219,9 @@ class RoundRobin:
         """Send no more requests to `worker`."""
         self.workers.remove(worker)
 
+    def forget(self, worker: int) -> None:
+        """Do nothing: nothing is known of a worker."""
+
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Informed:
@@ -262,29 +272,46 @@ class Informed:
 
 
 class WithinGroups(RoundRobin):
-    """Sends requests to groups of `ranks` engines in turn, and within a group as earlier versions of vLLM did.
+    """Sends requests to groups of `ranks` engines in turn, and within a group as vLLM's front end does: RankLoads."""
 
-    They chose the rank with the fewest requests, where a waiting request counts as four running ones.
-    """
-
+    is_told = True
     reads_metrics = True
+    staleness_ns = RANKS_STALENESS_NS
 
     def __init__(self, num_workers: int, ranks: int) -> None:
         super().__init__(num_workers)
         self._num_ranks = ranks
-        self._loads = [0] * num_workers
+        self._groups = [RankLoads() for _ in range(num_workers // ranks)]
+        self._worker_of: dict[int, int] = {}
+        self._num_in_flight = [0] * num_workers
+        self._running = [0] * num_workers
+        self._waiting = [0] * num_workers
+        self._usage = [0.0] * num_workers
 
     def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
-        """Return the least loaded rank of the next group."""
-        first = self.next_turn * self._num_ranks % len(self.workers)
-        self.next_turn += 1
-        return min(range(first, first + self._num_ranks), key=self._loads.__getitem__)
+        """Return a rank of the next group."""
+        group = self.next_turn % len(self._groups)
+        self.next_turn = group + 1
+        ranks = list(range(group * self._num_ranks, (group + 1) * self._num_ranks))
+        worker = self._groups[group].choose(ranks, self._num_in_flight, self._running, self._waiting, self._usage)
+        self.placed(request, session, worker, now_ns)
+        return worker
+
+    def placed(self, request: Request, session: str | None, worker: int, now_ns: int) -> None:
+        """Count a request in flight."""
+        self._worker_of[request.index] = worker
+        self._num_in_flight[worker] += 1
+
+    def ended(self, request: int) -> None:
+        """Count a request in flight less."""
+        self._num_in_flight[self._worker_of.pop(request)] -= 1
 
     def report(
         self, worker: int, running: int, waiting: int, used_pages: int, waiting_pages: int, usage: float
     ) -> None:
         """Record the load of a rank."""
-        self._loads[worker] = 4 * waiting + running
+        self._running[worker], self._waiting[worker], self._usage[worker] = running, waiting, usage
+        self._groups[worker // self._num_ranks].forget_placed()
 
 
 class AskedCaches:

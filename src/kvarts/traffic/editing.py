@@ -1,8 +1,9 @@
-"""Traces derived from traces: slices, merges, other rates, other names. All are in arrival order and start at 0."""
+"""Traces made from traces: slices, merges, other rates, other names; and any trace written as JSON lines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,11 +11,14 @@ import numpy as np
 from kvarts.content import pack_units
 from kvarts.errors import ConfigError, InputError
 from kvarts.limits import LATEST_NS, MOST_REQUESTS, MOST_SECONDS, check_number, check_whole
+from kvarts.traffic.dynamo import agentic_lines
 from kvarts.traffic.graph import components
 from kvarts.traffic.trace import Trace, TraceRequest, spell
 from kvarts.traffic.trace_request import Units
 
-__all__ = ["anonymized", "merged", "repeated", "scaled", "sliced", "spread"]
+__all__ = ["anonymized", "merged", "mooncake_lines", "repeated", "scaled", "sliced", "spread", "trace_lines"]
+
+NS_PER_MS = 1_000_000
 
 
 def sliced(
@@ -241,3 +245,52 @@ def _like(
         left_out=trace.left_out,
         warnings=trace.warnings if warnings is None else warnings,
     )
+
+
+def trace_lines(trace: Trace) -> Iterator[bytes]:
+    """Return the lines of a trace, in a form that can express its dependencies."""
+    if any(request.after for request in trace.requests or ()):
+        return agentic_lines(trace)
+    return mooncake_lines(trace)
+
+
+def mooncake_lines(trace: Trace) -> Iterator[bytes]:
+    """Return one line per request.
+
+    A hash id stands for `trace.unit_tokens` tokens, which the form does not record.
+    """
+    encoder = msgspec.json.Encoder()
+    for request in trace:
+        row: dict[str, Any] = {
+            "timestamp": _ms(request.arrival_ns),
+            "input_length": request.num_prompt_tokens,
+            "output_length": request.num_output_tokens,
+            "hash_ids": _ids(request.units)[: -(-request.num_prompt_tokens // trace.unit_tokens)],
+        }
+        if request.session_id is not None:
+            row["session_id"] = request.session_id
+        if request.delay_ns is not None:
+            row["delay"] = _ms(request.delay_ns)
+        if request.priority:
+            row["priority"] = request.priority
+        if request.output_units is not None:
+            row["output_token_ids"] = _ids(request.output_units)
+        if request.request_id is not None:
+            row["request_id"] = request.request_id
+        if request.tenant is not None:
+            row["tenant"] = request.tenant
+        if request.cancel_after_ns is not None:
+            row["cancel_after_ms"] = _ms(request.cancel_after_ns)
+        if request.hints is not None:
+            row["hints"] = request.hints
+        yield encoder.encode(row) + b"\n"
+
+
+def _ms(time_ns: int) -> int | float:
+    whole, rest = divmod(time_ns, NS_PER_MS)
+    return time_ns / NS_PER_MS if rest else whole
+
+
+def _ids(units: Units) -> list[int]:
+    ids: list[int] = np.frombuffer(spell(units), np.uint64).tolist()
+    return ids

@@ -129,7 +129,7 @@ FORMS: tuple[TraceForm, ...] = (
         example='{"schema":"dynamo.agentic_mooncake","version":2,"block_size":64,"hash_id_scope":"local","source":'
         '{"format":"weka","digest":"d"}}\n{"request_id":"a","play_id":"p","session_id":"s","model":"m","input_length":'
         '128,"output_length":2,"hash_ids":[101,202],"not_before_ms":0.0,"dependencies":[]}',
-        reader="agentic:load_agentic",
+        reader="dynamo:load_agentic",
         takes=frozenset(),
         refuses={BLOCK_SIZE: SAYS_ITSELF, SKIPPING: "a play without one of its requests is another play"},
         tells_prefixes=True,
@@ -192,7 +192,7 @@ FORMS: tuple[TraceForm, ...] = (
         signs=_signs("chunk_hashes seq_len"),
         example='{"timestamp":1711929600.123,"request_id":"req-001","model_name":"m","chunk_size":256,"seq_len":600,'
         '"chunk_hashes":["0xabcd","0xef56"]}',
-        reader="token_logs:load_lmcache",
+        reader="logs:load_lmcache",
         refuses={BLOCK_SIZE: SAYS_ITSELF},
         reads_directories=True,
         tells_prefixes=True,
@@ -203,7 +203,7 @@ FORMS: tuple[TraceForm, ...] = (
         signs=_signs("timestamp token_ids"),
         example='{"ts_str":"2024-01-01 12:00:00.000000","timestamp":1704081600.0,"token_ids":[30594,303,11458],'
         '"is_tool_call":false}',
-        reader="token_logs:load_token_ids",
+        reader="logs:load_token_ids",
         tells_prefixes=True,
     ),
     TraceForm(
@@ -212,7 +212,7 @@ FORMS: tuple[TraceForm, ...] = (
         signs=_signs("timestamp_us keys"),
         example='{"instance_id":"i","trace_id":"t","timestamp_us":1704081600000000,"tokens":[],"keys":[1,2],'
         '"input_len":32,"output_len":0,"total_keys":[1,2]}',
-        reader="token_logs:load_tair",
+        reader="logs:load_tair",
         takes=frozenset({SKIPPING, BLOCK_SIZE}),
         tells_prefixes=True,
     ),

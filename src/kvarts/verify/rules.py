@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvarts.verify.boundedness import Boundedness
+from kvarts.verify.block_rules import (
+    BlockConservation,
+    Boundedness,
+    Flux,
+    GroupParts,
+    Leak,
+    PeakConsistency,
+    UsedPctArithmetic,
+)
 from kvarts.verify.chunk import is_count
-from kvarts.verify.conservation import BlockConservation
-from kvarts.verify.flux import Flux
-from kvarts.verify.group_parts import GroupParts
-from kvarts.verify.leak import Leak
-from kvarts.verify.limits import TimelineLimits
-from kvarts.verify.preemptions import PreemptionNeeded, PreemptionTrigger
-from kvarts.verify.rule import TimelineRule
-from kvarts.verify.step_order import StepOrder
-from kvarts.verify.totals import PeakConsistency, UsedPctArithmetic
+from kvarts.verify.order_rules import PreemptionNeeded, PreemptionTrigger, StepOrder
+from kvarts.verify.rule import TimelineLimits, TimelineRule
 
 __all__ = ["make_rules"]
 

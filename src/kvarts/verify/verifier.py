@@ -12,11 +12,10 @@ import msgspec
 
 from kvarts.errors import InputError
 from kvarts.verify.chunk import Recording, RowChunk, is_count
-from kvarts.verify.limits import TimelineLimits
+from kvarts.verify.order_rules import Schema
 from kvarts.verify.reader import BodyRecording, TextRecording, open_recording
-from kvarts.verify.rule import RuleResult, TimelineRule, Violation
+from kvarts.verify.rule import RuleResult, TimelineLimits, TimelineRule, Violation
 from kvarts.verify.rules import make_rules
-from kvarts.verify.schema import Schema
 
 __all__ = ["RuleResult", "TimelineLimits", "Verdict", "Violation", "verify", "verify_file"]
 
@@ -178,7 +177,8 @@ class _Reading:
 
     def _why_inconclusive(self, results: list[RuleResult]) -> str | None:
         if not self._num_rows:
-            return "the timeline is empty"
+            unobserved = self._schema.why_open
+            return "the timeline is empty" + (f": {unobserved}" if unobserved else "")
         if not self._max_used:
             return "no block is ever used"
         if self._num_rows < 2:

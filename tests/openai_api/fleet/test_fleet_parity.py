@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvarts.events import Arrived
+from kvarts.events import Arrived, CacheCleared, PagesRemoved
 from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault, Kind
 from kvarts.fleet.replay import replay_fleet
@@ -28,6 +28,7 @@ from builders.parity import shifted
 from builders.rooms import HAS_AUDIT
 
 MIXED, APART, BOTH = "mixed", "apart", "both"
+AFTER_ALL = {CacheCleared.__name__, PagesRemoved.__name__}
 
 
 def small_fleet(
@@ -54,8 +55,10 @@ def assert_same(config: FleetConfig, sent: list[Sent], *, speedup: float = 1.0) 
     run = served_live(config, sent, speedup=speedup)
     _, again = replayed(config, run.rows)
     for worker, heard in run.heard.items():
-        # The policy goes on after the last request; workers that are added then do nothing.
+        # The policy and faults go on after the last request; workers do nothing then, but those that fail are empty.
         mine, other = shifted(heard.events, 0), again[worker].events if worker in again else []
+        while len(mine) > len(other) and mine[-1][0] in AFTER_ALL:
+            mine.pop()
         for number, (one, two) in enumerate(zip(mine, other, strict=False)):
             assert one == two, f"worker {worker}, event {number}"
         assert len(mine) == len(other), f"worker {worker}"
@@ -148,8 +151,9 @@ def test_a_recorded_fleet_replays_to_the_same_events(
         unique_by=lambda each: each[:2],
     ),
     has_host=st.booleans(),
-    has_store=st.booleans(),
+    below=st.sampled_from(["", "store", "pulls"]),
     staleness_ms=st.sampled_from([0.0, 0.0, 0.7]),
+    groups=st.one_of(st.just(()), part_groups()),
 )
 def test_failures_tiers_and_a_store_change_nothing_of_that(
     sent: list[Sent],
@@ -157,13 +161,14 @@ def test_failures_tiers_and_a_store_change_nothing_of_that(
     router: str,
     faults: list[tuple[Kind, int, int, int | None]],
     has_host: bool,
-    has_store: bool,
+    below: str,
     staleness_ms: float,
+    groups: tuple[PartGroup, ...],
 ) -> None:
-    settings: dict[str, Any] = {}
-    if staleness_ms:
+    settings: dict[str, Any] = {"groups": groups, "kv_groups": "all"} if groups else {}
+    if staleness_ms and not groups:
         router, settings["routing"] = "llm-d", Routing(staleness=f"{staleness_ms}ms")
-    if has_host:
+    if has_host or below == "pulls":
         settings["offload"] = OffloadConfig(host_pages=30, policy="eager")
     config = small_fleet(shape, router, pages=24, pool=settings, bytes_per_s=1e6)
     changes: dict[str, Any] = {
@@ -174,7 +179,9 @@ def test_failures_tiers_and_a_store_change_nothing_of_that(
             if shape != MIXED or kind == "down"
         )
     }  # fmt: skip
-    if has_store:
+    if below == "pulls":
+        changes["pulls"] = True
+    elif below:
         changes["store"] = StoreSettings(pages=200, rate="1MB/s", worker_rate="1MB/s", latency_us=10.0)
     assert_same(replace(config, **changes), sent)
 
@@ -189,12 +196,14 @@ def test_failures_tiers_and_a_store_change_nothing_of_that(
     ]),
     startup_s=st.sampled_from([0.0, 0.0007]),
     fails=st.booleans(),
+    pulls=st.booleans(),
 )  # fmt: skip
 def test_a_scaler_on_the_wall_clock_replays_to_the_same_events(
-    sent: list[Sent], router: str, policy: str, startup_s: float, fails: bool
+    sent: list[Sent], router: str, policy: str, startup_s: float, fails: bool, pulls: bool
 ) -> None:
     """Workers start and drain meanwhile. A request to one that was taken away is refused."""
-    config = small_fleet(APART, router, pages=24, bytes_per_s=1e6)
+    pool = {"offload": OffloadConfig(host_pages=30, policy="eager")} if pulls else None
+    config = small_fleet(APART, router, pages=24, bytes_per_s=1e6, pulls=pulls, pool=pool)
     faults = (Fault("down", 0, 1_000_000, 2_000_000),) if fails else ()
     scaler = partial(parse_scaler, policy)
     assert_same(replace(config, scaler=scaler, scaling=policy, startup_s=startup_s, faults=faults), sent)

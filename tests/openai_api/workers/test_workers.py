@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvarts.openai_api.workers.exposition import merged
+from kvarts.openai_api.workers.together import merged
 
 from builders.http_client import OpenStream, call, events_of
 from builders.server_process import Process, kvarts_process

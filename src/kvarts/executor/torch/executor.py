@@ -22,6 +22,7 @@ from kvarts.executor.torch.backend import CAPTURED, backend_name, choose_backend
 from kvarts.executor.torch.block_cut import BlockCut
 from kvarts.executor.torch.fingerprint import kv_fingerprint
 from kvarts.executor.torch.graphs import DecodeGraphs, Forward
+from kvarts.executor.torch.huge_pages import use_huge_pages
 from kvarts.executor.torch.layers import open_layers
 from kvarts.executor.torch.metadata import AttentionMetadata
 from kvarts.executor.torch.pools import KVPools
@@ -89,6 +90,7 @@ class TorchExecutor:
         backends = [choose_backend(one, self.attention) for one in pools]
         self._attention = PagedAttention(self.pools, backends, self._tables)
         self._layers, self.layers_reason = open_layers(model, self._facts, self.pools, backends, self._tables, layers)
+        use_huge_pages(model)
         self._copier: PageCopier | None = None
         if num_host_pages:
             self._copier = PageCopier(self.pools.as_arrays(), num_host_pages=num_host_pages, files=files, clock=clock)

@@ -19,7 +19,7 @@ import torch
 
 from kvarts.errors import ConfigError, InputError
 from kvarts.executor.torch.decoder import Decoder, DecoderConfig
-from kvarts.executor.torch.gguf_file import GgufFile
+from kvarts.executor.torch.gguf_file import BFLOAT16, GgufFile
 
 __all__ = ["KNOWN", "read_model"]
 
@@ -56,6 +56,8 @@ ENDS = (
     "</s>",
 )
 """Special tokens that end an answer, if the vocabulary has them."""
+PLAIN_NUMBERS = {1: torch.float16, 28: torch.float64}
+"""Number formats of plain tensors, by their types; all others are read as float32."""
 CONTROL = 3
 """The type of special tokens."""
 GEMMA_PATTERN = 6
@@ -237,13 +239,18 @@ HEAD_NORMS = {"llama": False, "qwen2": False, "qwen3": True}
 def _weights(file: GgufFile, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the weights of a file by their names in transformers."""
     of_layer = OF_GEMMA_LAYER if file.architecture.startswith("gemma") else OF_LAYER
-    weights = {}
+    weights: dict[str, torch.Tensor] = {}
+    stored = []
     for tensor in file.tensors():
         if tensor.name == ROTATION:
             continue
         name = _name(tensor.name, of_layer)
         if name is None:
             raise InputError(f"has a tensor {tensor.name!r}, which {file.architecture} has not", path=file.path)
+        # All are allocated before the first is read: memory that was written before is in small pages.
+        weights[name] = torch.empty(tensor.shape, dtype=PLAIN_NUMBERS.get(tensor.kind, torch.float32))
+        stored.append((name, tensor))
+    for name, tensor in stored:
         numbers = tensor.numbers()
         if file.architecture == "llama" and ".attn_q." in tensor.name:
             numbers = _in_halves(numbers, settings["num_attention_heads"])
@@ -251,8 +258,10 @@ def _weights(file: GgufFile, settings: dict[str, Any]) -> dict[str, torch.Tensor
             numbers = _in_halves(numbers, settings["num_key_value_heads"])
         elif file.architecture.startswith("gemma") and name.endswith("norm.weight"):
             numbers = numbers - np.float32(1.0)
-        made = torch.from_numpy(numbers if numbers.flags.writeable else np.array(numbers))  # the file is read-only
-        weights[name] = made.bfloat16() if tensor.kind == 30 else made
+            weights[name] = torch.empty(tensor.shape, dtype=torch.float32)
+        weights[name].numpy()[...] = numbers
+        if tensor.kind == BFLOAT16:
+            weights[name] = weights[name].bfloat16()
     return weights
 
 

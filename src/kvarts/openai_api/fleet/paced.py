@@ -5,21 +5,27 @@ All workers are in one thread: it waits for the next thing that happens to any o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvarts.clock import PacedClock, WallClock
+from kvarts.engine import Engine
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.live import LiveFleet
+from kvarts.fleet.worker import Worker
 from kvarts.llm.listener import RequestFailedError
 from kvarts.llm.text import Completion
 from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.fleet.foreseen import Foreseen
+from kvarts.openai_api.gone import GoneEngines
 from kvarts.openai_api.meter import Meter
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.traffic.trace_request import DirectRequest
 
-__all__ = ["FleetClock", "FleetMeter", "PacedFleet"]
+__all__ = ["FleetClock", "FleetMeter", "PacedFleet", "WorkerMeters"]
+
+MOST_IDLE_S = 1.0
+LEAST_IDLE_S = 0.01
 
 
 class FleetClock(PacedClock):
@@ -27,14 +33,15 @@ class FleetClock(PacedClock):
 
     def __init__(self, *, speedup: float = 1.0) -> None:
         super().__init__(speedup=speedup)
-        self._has_begun = False
+        self.has_begun = False
+        """Whether a request has arrived."""
         self.reached_ns = -1
         """Everything until then has happened."""
 
     def now_ns(self) -> int:
         """Return the model time at which a request arrives if it is sent now."""
-        if not self._has_begun:
-            self._has_begun = True
+        if not self.has_begun:
+            self.has_begun = True
             self._wall = WallClock()
         return max(super().now_ns(), self.reached_ns + 1)
 
@@ -53,11 +60,32 @@ class FleetClock(PacedClock):
         return True
 
 
+class WorkerMeters:
+    """The meters of the workers, by their numbers. `gone`: the counts of removed workers."""
+
+    def __init__(self, gone: GoneEngines) -> None:
+        self.gone = gone
+        self._of: dict[int, Meter] = {}
+
+    def add(self, worker: int, meter: Meter) -> None:
+        """Add the meter of a worker."""
+        self._of[worker] = meter
+
+    def of(self, worker: int) -> Meter:
+        """Return the meter that counts for a worker, which may have left."""
+        return self._of.get(worker, self.gone.meter)
+
+    def leave(self, worker: int, engine: Engine) -> None:
+        """Remove the meter of a worker with this engine; its counts are kept in `gone`."""
+        self.gone.take(self._of.pop(worker), engine)
+
+
 class PacedFleet:
     """A CoreEngine: the fleet, up to the time of `clock`.
 
-    `meters`: that of each worker. `knows_tokens`: requests may hit the pages of generated tokens. `keeps`: keep the
-    facts that a recorder of arrivals needs.
+    `meters`: those of the workers. `knows_tokens`: requests may hit the pages of generated tokens. `keeps`: keep the
+    facts that a recorder of arrivals needs. `on_scaled`: receives the workers that a scaler has added, and the numbers
+    of those that it has removed; None without a scaler.
     """
 
     def __init__(
@@ -65,10 +93,11 @@ class PacedFleet:
         fleet: LiveFleet,
         clock: FleetClock,
         foreseen: Foreseen,
-        meters: Sequence[Meter],
+        meters: WorkerMeters,
         *,
         knows_tokens: bool,
         keeps: bool,
+        on_scaled: Callable[[list[Worker], list[int]], object] | None = None,
     ) -> None:
         self.fleet = fleet
         self.clock = clock
@@ -82,6 +111,7 @@ class PacedFleet:
         self._meters = meters
         self._knows_tokens = knows_tokens
         self._keeps = keeps
+        self._on_scaled = on_scaled
         self._requests: dict[int, Request] = {}
         self._targets: dict[int, tuple[int, bool]] = {}
         """The worker that generates each request, and whether it has the prompt from another one."""
@@ -127,6 +157,15 @@ class PacedFleet:
         """Let everything happen that is due, such as the release of pages that were not fetched in time."""
         self._run_until(self.clock.now_ns())
 
+    def scale(self) -> float:
+        """Run the ticks of the scaler that are due; return the seconds until the next one."""
+        clock = self.clock
+        if not clock.has_begun:
+            return MOST_IDLE_S
+        self.catch_up()
+        left_ns = self.fleet.next_idle_ns() - clock.now_ns()
+        return min(MOST_IDLE_S, max(LEAST_IDLE_S, left_ns / 1e9 / clock.speedup))
+
     def target_of(self, index: int) -> tuple[int, bool] | None:
         """Return the worker that generates a request, and whether it has the prompt from another one."""
         return self._targets.get(index)
@@ -134,6 +173,10 @@ class PacedFleet:
     def _run_until(self, until_ns: int) -> None:
         self.fleet.run_until(until_ns)
         self.clock.reached_ns = max(self.clock.reached_ns, until_ns - 1)
+        if self._on_scaled is not None:
+            added, gone = self.fleet.take_scaled()
+            if added or gone:
+                self._on_scaled(added, gone)
 
     def _deliver(self) -> list[Request]:
         """Give requests their tokens, and return those that have ended."""
@@ -164,7 +207,7 @@ class PacedFleet:
         prefill = handoff.prefill
         if prefill is not None and handoff.placed < 0 and handoff.held_ns >= 0 and index not in self._counted:
             self._counted.add(index)
-            meter = self._meters[handoff.source]
+            meter = self._meters.of(handoff.source)
             meter.prefilled(prefill)
             meter.ended_by_reason["length"] += 1
 
@@ -177,26 +220,32 @@ class PacedFleet:
 class FleetMeter:
     """The ChoiceMeter of one choice: counts at the worker that generates it, as the engine there would.
 
-    `meters`: that of each worker; `otherwise`: for a request that no worker has received.
+    `meters`: those of the workers; `otherwise`: for a request that no worker has received.
     """
 
-    def __init__(self, fleet: PacedFleet, meters: Sequence[Meter], otherwise: Meter) -> None:
+    def __init__(self, fleet: PacedFleet, meters: WorkerMeters, otherwise: Meter) -> None:
         self._fleet = fleet
         self._meters = meters
-        self._meter = otherwise
+        self._otherwise = otherwise
+        self._worker = -1
+
+    @property
+    def _meter(self) -> Meter:
+        return self._otherwise if self._worker < 0 else self._meters.of(self._worker)
 
     def prefilled(self, request: Request) -> None:
         """Count a prompt that has been computed, here or elsewhere."""
         target = self._fleet.target_of(request.index)
         if target is not None:
-            self._meter = self._meters[target[0]]
+            self._worker = target[0]
+        meter = self._meter
         if target is None or not target[1]:
-            self._meter.prefilled(request)
+            meter.prefilled(request)
             return
-        self._meter.num_prompt_tokens += request.num_prompt_tokens
-        self._meter.num_queried_tokens += request.num_prompt_tokens
-        self._meter.num_hit_tokens += request.num_prompt_tokens
-        self._meter.num_hit_tokens_below += request.num_prompt_tokens
+        meter.num_prompt_tokens += request.num_prompt_tokens
+        meter.num_queried_tokens += request.num_prompt_tokens
+        meter.num_hit_tokens += request.num_prompt_tokens
+        meter.num_hit_tokens_below += request.num_prompt_tokens
 
     def first_token(self, waited_s: float) -> None:
         """Count a first token."""

@@ -25,14 +25,17 @@ from kvarts.openai_api.served import Ask, Served
 from kvarts.owners.shares import PARTED
 from kvarts.request import Request
 from kvarts.sampling import Logprobs
-from kvarts.session.errors import (
+from kvarts.session.sessions import Sessions
+from kvarts.session.values import (
+    Done,
     SessionBusyError,
+    SessionCounts,
     SessionNotReadyError,
     SessionsExhaustedError,
+    StopReason,
+    Token,
     UnknownSessionError,
 )
-from kvarts.session.sessions import Sessions
-from kvarts.session.values import Done, SessionCounts, StopReason, Token
 
 __all__ = ["SessionsDoor"]
 

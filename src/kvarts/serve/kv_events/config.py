@@ -87,6 +87,15 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             topic=self.topic.replace("{model}", name),
         )
 
+    def at_free_ports(self) -> KvEventsConfig:
+        """Return the settings with any free ports in place of those of TCP endpoints."""
+        replay = self.replay_endpoint
+        return msgspec.structs.replace(
+            self,
+            endpoint=_at_free_port(self.endpoint),
+            replay_endpoint=None if replay is None else _at_free_port(replay),
+        )
+
     def for_rank(self, rank: int) -> KvEventsConfig:
         """Return the settings for another data-parallel rank."""
         return msgspec.structs.replace(self, rank=rank)
@@ -105,6 +114,10 @@ def _at_place(endpoint: str, place: int, name: str) -> str:
     if endpoint.startswith("tcp://"):
         return at_rank(endpoint, place)
     return f"{endpoint}_{name}" if place else endpoint
+
+
+def _at_free_port(endpoint: str) -> str:
+    return f"{endpoint.rpartition(':')[0]}:0" if endpoint.startswith("tcp://") else endpoint
 
 
 def _port(endpoint: str) -> int:

@@ -10,7 +10,7 @@ SNAPSHOT, the word of vLLM's PR 50134, requests the same with the number of the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 from threading import Event as Flag
 from threading import Thread
@@ -25,7 +25,7 @@ from kvarts.serve.kv_events.reader import KvEventReader
 from kvarts.serve.kv_events.replies import Frames, Replies, Reply
 from kvarts.serve.kv_events.wire import Wire
 
-__all__ = ["END", "FULL_STATE", "MARK_BYTES", "SNAPSHOT", "Unread", "ZmqPublisher"]
+__all__ = ["END", "FULL_STATE", "MARK_BYTES", "SNAPSHOT", "KvEvents", "Unread", "ZmqPublisher", "open_kv_events"]
 
 MARK_BYTES = 1 << 20
 
@@ -348,3 +348,30 @@ def _name_of(socket: zmq.Socket[bytes]) -> str:
     name = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(name, bytes)
     return name.rstrip(b"\0").decode()
+
+
+class KvEvents:
+    """A reader of the events of one engine, to be passed to the engine when it is built, and its publisher."""
+
+    def __init__(self, config: KvEventsConfig, reader: KvEventReader, publisher: ZmqPublisher) -> None:
+        self.config = config
+        self.reader = reader
+        self.publisher = publisher
+
+    def close(self) -> None:
+        """Publish queued batches, and close the sockets."""
+        self.publisher.close()
+
+
+def open_kv_events(config: KvEventsConfig, *, now_s: Callable[[], float] | None = None) -> KvEvents:
+    """Open the sockets of `config`. `now_s`: clock for batches, time.time for a server; by default, the engine's.
+
+    Raise ConfigError for an endpoint that cannot be bound.
+    """
+    queue = BatchQueue()
+    reader = KvEventReader(queue, algorithm=config.algorithm, seed=config.seed, now_s=now_s, clears=config.rank == 0)
+    try:
+        return KvEvents(config, reader, ZmqPublisher(config, queue, reader))
+    except BaseException:
+        queue.close()
+        raise

@@ -10,8 +10,7 @@ from kvarts.events import Blocked
 from kvarts.kv.sink_window import SinkWindow
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
-from kvarts.session.memory import SessionMemory
-from kvarts.session.pages import SessionPages
+from kvarts.session.pages import SessionMemory, SessionPages
 from kvarts.session.replayed.config import SessionReplay
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.router import Routed

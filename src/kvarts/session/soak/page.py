@@ -10,8 +10,7 @@ import msgspec
 from kvarts.report.page import fill_page
 from kvarts.report.words import duration
 from kvarts.session.soak.record import Sample, SoakRecord
-from kvarts.session.soak.rules import expected_bytes
-from kvarts.session.soak.verdict import SoakVerdict
+from kvarts.session.soak.rules import SoakVerdict, expected_bytes
 
 __all__ = ["render_soak_page"]
 

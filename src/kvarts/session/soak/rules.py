@@ -1,4 +1,4 @@
-"""The rules of a soak, each a pure function of its record.
+"""The rules of a soak, each a pure function of its record, and the verdict: bounded, violated, or inconclusive.
 
 The rules rely on the client's own count of each history, the tokens it sent and received, which a server cannot
 falsify. The expected bytes of a session follow from this count and the bytes per token. These are given by the user, or
@@ -17,7 +17,16 @@ import msgspec
 from kvarts.session.soak.record import KvLayers, Sample, SoakRecord
 from kvarts.session.soak.slope import Slope, slope_of
 
-__all__ = ["RULES", "SoakRuleResult", "Status", "derived_layers", "expected_bytes", "latency_points"]
+__all__ = [
+    "RULES",
+    "SoakRuleResult",
+    "SoakVerdict",
+    "Status",
+    "derived_layers",
+    "expected_bytes",
+    "judge_soak",
+    "latency_points",
+]
 
 Status = Literal["ok", "violated", "inconclusive", "not_run"]
 
@@ -30,6 +39,7 @@ WARM_UP_SHARE = 0.1
 BOOKKEEPING_BYTES = 8
 """Allowance per token in addition to its KV, since histories are kept and grow."""
 MAX_LISTED = 5
+EXIT_CODES = {"bounded": 0, "violated": 5, "inconclusive": 6}
 
 
 class SoakRuleResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,4 +296,46 @@ def _every(
         )
     return _missing(rule, record, fields) or SoakRuleResult(
         rule=rule, status="ok", what=f"{what}, in {len(record.samples):,} samples"
+    )
+
+
+class SoakVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict on a run. `layers`: bytes per token, given or derived; empty if neither."""
+
+    verdict: Literal["bounded", "violated", "inconclusive"]
+    num_turns: int
+    num_samples: int
+    layers: tuple[KvLayers, ...]
+    rules: list[SoakRuleResult]
+
+    @property
+    def exit_code(self) -> int:
+        """0 bounded, 5 violated, 6 inconclusive."""
+        return EXIT_CODES[self.verdict]
+
+    def to_text(self) -> str:
+        """Return the verdict as text, with a line end."""
+        width = max(len(result.rule) for result in self.rules)
+        lines = [f"{self.verdict}, {self.num_turns:,} turns"]
+        lines += [
+            f"  {result.rule:<{width}}  {result.status.replace('_', ' '):<12}  {result.what}" for result in self.rules
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def judge_soak(record: SoakRecord) -> SoakVerdict:
+    """Judge a run: violated if any rule is, else inconclusive if any rule is, else bounded."""
+    results = [rule(record) for rule in RULES]
+    statuses = {result.status for result in results}
+    verdict: Literal["bounded", "violated", "inconclusive"] = "bounded"
+    if "violated" in statuses:
+        verdict = "violated"
+    elif "inconclusive" in statuses:
+        verdict = "inconclusive"
+    return SoakVerdict(
+        verdict=verdict,
+        num_turns=sum(sample.phase == "turn" for sample in record.samples),
+        num_samples=len(record.samples),
+        layers=derived_layers(record) or (),
+        rules=results,
     )

@@ -1,0 +1,255 @@
+"""Pages in the host memory of other engines: a tier that is read, and that nothing is stored in.
+
+A request finds there what another engine has in the first tier below its device, after its own tiers. The pages are
+pinned there while they are read, and stay there. A load is from one engine: the one that has most pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from kvarts.config import EngineConfig
+from kvarts.content import Content
+from kvarts.event_log import Tell
+from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.group_memory import GroupMemory
+from kvarts.offload.channel import Channel
+from kvarts.offload.config import OffloadConfig
+from kvarts.offload.layout import ConnectedTier
+from kvarts.offload.offloader import Offloader
+from kvarts.offload.opening import TiersToOpen
+from kvarts.offload.tier import MemoryTier, TierLoad
+from kvarts.offload.tier_run import NodeState, Segment, TierRun
+from kvarts.offload.transfers import NEVER_NS
+
+__all__ = ["PEERS", "PeerMemory", "PeerView"]
+
+PEERS = "peers"
+
+
+class LinksToPeers(Protocol):
+    """The links between engines. The tiers of an engine receive the end or the failure of each transfer."""
+
+    def reaches(self, source: int, worker: int) -> bool:
+        """Return whether `worker` can read from `source` now."""
+
+    def begin_pull(self, source: int, worker: int, number: int, num_bytes: int, now_ns: int) -> None:
+        """Begin transfer `number` of `worker`, which reads from `source`."""
+
+    def within_ns(self, source: int, worker: int, num_bytes: int) -> int:
+        """Return how long one more transfer would take if no other began or ended."""
+
+
+class PeerMemory:
+    """The host memory of all engines. `links`: carry the pages, of `page_bytes` bytes each."""
+
+    def __init__(self, page_bytes: int, links: LinksToPeers) -> None:
+        self.page_bytes = page_bytes
+        self.links = links
+        self.tiers: dict[int, MemoryTier] = {}
+        """The host memory of each engine that has any."""
+        self.views: dict[int, PeerView] = {}
+
+    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> TiersWithPeers:
+        """Return the settings of the tiers of `worker`: those of `offload`, and the host memory of others below them.
+
+        `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` has them.
+        """
+        if offload is None:
+            offload = OffloadConfig(kv_bytes_per_token=kv_bytes_per_token)
+        view = self.views[worker] = PeerView(self, worker)
+        return TiersWithPeers(offload, view, self)
+
+    def leave(self, worker: int) -> bool:
+        """Stop reading from `worker`, which was removed; return whether it was still registered."""
+        return self.tiers.pop(worker, None) is not None
+
+
+class PinnedRead(msgspec.Struct, eq=False):
+    """Pages [start, end) of `content` that are pinned in the memory of engine `source`."""
+
+    source: int
+    tier: MemoryTier
+    content: Content
+    start: int
+    end: int
+    run: TierRun
+
+
+class PeerView(MemoryTier):
+    """The memory of the others as a tier of one engine, `worker`. It counts this engine's loads only."""
+
+    def __init__(self, memory: PeerMemory, worker: int) -> None:
+        super().__init__(PEERS, 0)
+        self.worker = worker
+        self.num_loaded_from: dict[int, int] = {}
+        """Pages that were loaded, by the engine that had them."""
+        self.asked = -1
+        """The engine that has most of what was looked up last."""
+        self.unsent: list[PinnedRead] = []
+        """Loads that no transfer carries yet."""
+        self._memory = memory
+        self._offers: dict[int, PinnedRead] = {}
+        self._num_moving = 0
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Pages that this engine reads."""
+        return self._num_moving
+
+    @property
+    def has_offers(self) -> bool:
+        """Whether pages are pinned because `lookup` returned them."""
+        return bool(self._offers)
+
+    def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
+        """Find the engine with most consecutive pages from `start` on, and pin them there for `holder`."""
+        self.forget(holder)
+        memory, most, found = self._memory, 0, None
+        for source, tier in memory.tiers.items():
+            if source == self.worker or not memory.links.reaches(source, self.worker):
+                continue
+            num_pages = tier.find(content, start, limit)
+            if num_pages > most or (num_pages == most > 0 and source < self.asked):
+                most, found, self.asked = num_pages, tier, source
+        if found is None:
+            return 0
+        run = found.index.pin_stored(content, start, start + most)
+        assert run is not None
+        found.num_guests += 1
+        self._offers[holder] = PinnedRead(self.asked, found, content, start, start + most, run)
+        return most
+
+    def offered(self, holder: int) -> int:
+        """Return how many pages are pinned for `holder`."""
+        read = self._offers.get(holder)
+        return 0 if read is None else read.end - read.start
+
+    def forget(self, holder: int) -> None:
+        """End the pin of `lookup` for `holder`, if there is one."""
+        read = self._offers.pop(holder, None)
+        if read is not None:
+            read.tier.index.unpin(read.run)
+            read.tier.num_guests -= 1
+
+    def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
+        """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`."""
+        read = self._offers.pop(holder)
+        assert read.run.state is NodeState.STORED, f"what was offered to {holder} has left since"
+        read.start += num_front
+        if num_pages is not None and num_pages < read.end - read.start:
+            read.end = read.start + num_pages
+            index = read.tier.index
+            run = index.pin(read.content, read.end)
+            index.unpin(read.run)
+            read.run = run
+        count = read.end - read.start
+        self._num_moving += count
+        self.unsent.append(read)
+        return TierLoad(read.content, (Segment(read.start, read.end, None),), count, read)
+
+    def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
+        """End a load; return False if it had ended before. Pages that did not arrive are still where they were."""
+        if not load.is_open:
+            self.num_stray_completions += 1
+            return False
+        load.is_open = False
+        read = load.ticket
+        assert isinstance(read, PinnedRead)
+        read.tier.index.touch(read.run)
+        read.tier.index.unpin(read.run)
+        read.tier.num_guests -= 1
+        self._num_moving -= load.num_pages
+        if num_good_pages is None or num_good_pages == load.num_pages:
+            self.num_loaded_from[read.source] = self.num_loaded_from.get(read.source, 0) + load.num_pages
+        return True
+
+    def reset(self) -> None:
+        """Do nothing: the memory is that of others."""
+
+    def check(self, is_above: Callable[[Content, int], bool]) -> None:
+        """Do nothing: the engines that have the memory check it."""
+
+
+class PeerChannel(Channel):
+    """A Channel from the memory of others. The links are shared, so that ends are not known beforehand.
+
+    Pages have `page_bytes` bytes there, those of all devices of the engine. `tiers` must be set before its first use.
+    """
+
+    __slots__ = ("_memory", "_num_under_way", "_view", "tiers")
+
+    can_be_awaited = False
+
+    def __init__(self, name: str, memory: PeerMemory, view: PeerView) -> None:
+        super().__init__(name, latency_us=0.0, bytes_per_s=1)
+        self._memory = memory
+        self._view = view
+        self._num_under_way = 0
+        self.tiers: Offloader[Any]
+
+    def wait_ns(self, now_ns: int) -> int:
+        """Return 0: a transfer waits for no other, and shares the links with them."""
+        return 0
+
+    def within_ns(self, now_ns: int, num_bytes: int) -> int:
+        """Return how long a load of the pages of the last lookup would take if no other transfer began or ended."""
+        view = self._view
+        if view.asked < 0:
+            return 0
+        return self._memory.links.within_ns(view.asked, view.worker, self._bytes_there(num_bytes))
+
+    def submit(self, now_ns: int, num_bytes: int) -> int:
+        """Begin the next transfer of `tiers`; return NEVER_NS: when it ends is not known."""
+        num_bytes = self._bytes_there(num_bytes)
+        self.num_bytes += num_bytes
+        self.num_transfers += 1
+        (read,) = self._view.unsent
+        self._view.unsent.clear()
+        links = self._memory.links
+        links.begin_pull(read.source, self._view.worker, self.tiers.num_transfers, num_bytes, now_ns)
+        return NEVER_NS
+
+    def withdraw(self, now_ns: int, num_bytes: int) -> None:
+        """Never called: nothing is stored there."""
+        raise NotImplementedError
+
+    def ended(self, num_bytes: int, duration_ns: int | None) -> None:
+        """Do nothing: nothing waits for it."""
+
+    def _bytes_there(self, num_bytes: int) -> int:
+        """Return the bytes on the links of the pages of `num_bytes` bytes here."""
+        return num_bytes // self.tiers.block_bytes * self._memory.page_bytes
+
+
+class TiersWithPeers:
+    """Settings of tiers below a device, see TierSettings: those of `offload`, and below them the memory of others."""
+
+    def __init__(self, offload: OffloadConfig, view: PeerView, memory: PeerMemory) -> None:
+        self._offload = offload
+        self._view = view
+        self._memory = memory
+        self._read = PeerChannel("peers_read", memory, view)
+
+    def prepare(
+        self, config: EngineConfig, make_order: Callable[[], EvictionOrder], memory: GroupMemory | None = None
+    ) -> TiersToOpen | None:
+        """Prepare the tiers below an engine of `config`: none with KV groups, as whole pages are read."""
+        if memory is not None:
+            return None
+        offload = self._offload
+
+        def open_peers(tell: Tell | None) -> ConnectedTier[Any]:
+            return ConnectedTier(self._view, self._read, self._read, is_read_only=True)
+
+        specs = offload.specs(config.page_size, None)
+        return TiersToOpen(offload, specs, config, make_order, more=[open_peers], on_opened=self._connect)
+
+    def _connect(self, opened: Offloader[Any]) -> None:
+        self._read.tiers = opened
+        host = opened.layout.tiers[0]
+        if host is not self._view:
+            self._memory.tiers[self._view.worker] = host

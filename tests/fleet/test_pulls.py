@@ -1,0 +1,212 @@
+"""Pages that a worker reads from the host memory of another: how long it takes, and what happens if that fails."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from kvarts.executor.cost import LinearCost
+from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
+from kvarts.fleet.faults import Fault
+from kvarts.fleet.report import FleetReport
+from kvarts.offload.config import OffloadConfig
+from kvarts.settings import SettingError
+from kvarts.sim.replay import replay
+
+from builders.case import Case, Row
+from builders.fleet import ENDS, SCALERS, FleetCase, fleets, replayed_with
+from builders.tiered import tiers_below
+from oracles.naive_peers import NaivePeers
+
+MS = 1_000_000
+TOKEN_BYTES = 1000
+PAGE_MS = 1
+RATE = TOKEN_BYTES * 10 * 1000
+"""At this rate a page of ten tokens takes a millisecond, and ten to compute."""
+
+
+def fleet_of(case: Case, *, num_workers: int = 2, host_pages: int = 1000, **settings: Any) -> FleetConfig:
+    offload = OffloadConfig(
+        host_pages=host_pages, kv_bytes_per_token=TOKEN_BYTES, h2d=10**15, d2h=10**15, latency_us=0.0
+    )
+    cost = LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)
+    each = case.config(cost=cost, audit=True, offload=offload, replicas=num_workers)
+    pool = PoolConfig(role="mixed", each=each)
+    return FleetConfig(pools=(pool,), **{"pulls": True, "bytes_per_s": RATE, "token_bytes": TOKEN_BYTES, **settings})
+
+
+def replayed(prompts: list[tuple[int, list[int]]], *, num_workers: int = 2, **settings: Any) -> FleetReport:
+    """Of prompts at times in milliseconds, on workers in turn; a token takes a millisecond to compute."""
+    rows = [Row(at_ms, units, len(units), 2, None, 0, None) for at_ms, units in prompts]
+    case = Case(rows, 1, 10, 200, 8192, 8, "default", num_workers)
+    report: FleetReport = replay(case.trace(), fleet_of(case, num_workers=num_workers, **settings))
+    return report
+
+
+def first_tokens(report: FleetReport) -> list[float]:
+    return [float(value) for value in report.requests["first_token_ms"]]
+
+
+A = [1] * 401
+
+
+def test_a_worker_reads_what_another_has_in_host_memory() -> None:
+    """40 pages take 40 ms, and the last token is computed."""
+    report = replayed([(0, A), (1000, A)])
+    assert first_tokens(report) == [401, 1041]
+    assert report.summary["fleet"]["pulls"] == {
+        "num_pulled_pages": 40, "pulled": [{"reader": 1, "source": 0, "pages": 40}]
+    }  # fmt: skip
+    assert list(report.requests["peers_tokens"]) == [0, 400]
+    assert first_tokens(replayed([(0, A), (1000, A)], pulls=False)) == [401, 1401]
+
+
+def test_it_takes_a_latency_and_is_not_worth_it_if_computing_is_sooner() -> None:
+    assert first_tokens(replayed([(0, A), (1000, A)], latency_ms=7.0)) == [401, 1048]
+    assert first_tokens(replayed([(0, A), (1000, A)], bytes_per_s=RATE / 100)) == [401, 1401]
+
+
+@pytest.mark.parametrize(("sharing", "took_ms"), [("none", 41), ("worker", 81)])
+def test_two_workers_share_what_a_third_sends(sharing: Literal["none", "worker"], took_ms: float) -> None:
+    report = replayed([(0, A), (1000, A), (1000, A)], num_workers=3, sharing=sharing)
+    assert first_tokens(report) == [401, 1000 + took_ms, 1000 + took_ms]
+
+
+def test_the_worker_that_has_most_is_read_and_what_is_here_comes_first() -> None:
+    """The fourth request is again on the first worker, which has 20 pages on its device."""
+    longer = [1] * 301
+    report = replayed([(0, [1] * 201), (1000, longer), (2000, [5] * 11), (3000, A[:351])], num_workers=3)
+    assert list(report.requests["peers_tokens"]) == [0, 200, 0, 100]
+    assert first_tokens(report)[3] == 3000 + 10 + 51
+    pulled = report.summary["fleet"]["pulls"]["pulled"]
+    assert pulled == [{"reader": 0, "source": 1, "pages": 10}, {"reader": 1, "source": 0, "pages": 20}]
+
+
+@pytest.mark.parametrize("fault", [Fault("down", 0, 1020 * MS), Fault("cut", 0, 1020 * MS), Fault("cut", 1, 1020 * MS)])
+def test_a_request_computes_what_does_not_arrive(fault: Fault) -> None:
+    """L14."""
+    report = replayed([(0, A), (1000, A)], faults=(fault,))
+    assert first_tokens(report) == [401, 1020 + 401]
+    assert report.summary["fleet"]["faults"]["num_failed_transfers"] == 1
+    assert report.summary["fleet"]["pulls"]["num_pulled_pages"] == 0
+    assert report.summary["num_completed"] == 2
+
+
+def test_what_is_in_host_memory_here_is_kept_when_the_rest_fails() -> None:
+    """Of 30 pages, 20 come from the host memory of the worker, and the others do not arrive."""
+    prompts = [(0, [1] * 201), (500, [1] * 301), (2000, [7] * 1995), (3000, [3] * 11), (5000, [1] * 301)]
+    report = replayed(prompts)
+    assert [int(report.requests[name][4]) for name in ("host_tokens", "peers_tokens")] == [200, 100]
+    assert first_tokens(report)[4] == pytest.approx(5000 + 10 + 1, abs=0.01)
+    report = replayed(prompts, faults=(Fault("cut", 1, 5005 * MS),))
+    assert [int(report.requests[name][4]) for name in ("host_tokens", "peers_tokens")] == [200, 0]
+    assert first_tokens(report)[4] == 5005 + 101
+
+
+def test_a_link_that_is_slow_takes_longer_and_one_that_is_cut_is_not_used() -> None:
+    slow = (Fault("slow", 1, 1020 * MS, None, 3),)
+    assert first_tokens(replayed([(0, A), (1000, A)], faults=slow)) == [401, 1000 + 20 + 60 + 1]
+    cut = (Fault("cut", 0, 900 * MS),)
+    report = replayed([(0, A), (1000, A)], faults=cut)
+    assert first_tokens(report) == [401, 1401]
+    assert report.summary["fleet"]["faults"]["num_failed_transfers"] == 0
+
+
+def test_the_pages_stay_while_they_are_read() -> None:
+    """L2: host memory that others fill is not evicted under a reader; the audit looks after each step."""
+    prompts = [(0, A), (1000, A), (1001, [2] * 300), (1002, [3] * 300)]
+    report = replayed(prompts, host_pages=45)
+    assert list(report.requests["peers_tokens"])[1] == 400
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"bytes_per_s": None}, "does not say how long it takes"),
+        ({"token_bytes": 0}, "does not say how long it takes"),
+        ({"store": StoreSettings(pages=10)}, "a store that workers share"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        replayed([(0, A)], **settings)
+
+
+@pytest.mark.laws
+@given(
+    fleets(max_requests=40, cancels=True, faults=True, profile="default"),
+    st.sampled_from(SCALERS),
+    st.booleans(),
+    tiers_below(with_bus=False),
+    st.sampled_from(["round-robin", "least-loaded", "prefix"]),
+)
+def test_fast_forward_equals_step_by_step(
+    case: FleetCase, policy: str | None, is_shared: bool, offload: OffloadConfig, router: str
+) -> None:
+    """L1 to L3 after each step, L5, L8 and L14, with workers that come, go and fail while others read from them."""
+    case.num_layers = 0
+    case.rate = case.rate or 1e6
+    memory = {"offload": structs.replace(offload, copy_slowdown=0.0), "router": router}
+    told: list[Any] = []
+    for step_by_step in (False, True):
+        settings = {"is_told": True, "step_by_step": step_by_step, "pulls": True}
+        report, heard = replayed_with(case, policy, is_shared, memory, None, **settings)
+        told.append((heard, report.requests_jsonl(), report.to_json()))
+        assert sum(report.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in report.summary) == len(
+            case.case.rows
+        )
+    assert told[0] == told[1]
+
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(
+    lambda units: [unit for unit in units for _ in range(7)]
+)
+
+
+@pytest.mark.laws
+@given(
+    st.lists(prompts, min_size=2, max_size=14),
+    st.integers(1, 4),
+    st.sampled_from([0, 3, 20]),
+    st.sampled_from([500, 10_000, 77_777]),
+    st.lists(st.tuples(st.integers(0, 13), st.integers(0, 3), st.sampled_from(["down", "cut"])), max_size=4),
+)
+def test_requests_one_by_one_read_what_the_naive_workers_do(
+    prompts: list[list[int]], num_workers: int, latency_ms: int, rate: int, faults: list[tuple[int, int, str]]
+) -> None:
+    """A request a second, and faults of 100 ms half a second before one, or for it."""
+    naive = NaivePeers(num_workers, 10, Fraction(10 * 1000 * 1_000_000_000, rate * 1000), latency_ms * MS, MS)
+    script = {(at, worker, kind) for at, worker, kind in faults if worker < num_workers and at}
+    script -= {(at, worker, "down") for at, worker, kind in script if kind == "cut"}
+    events = tuple(
+        Fault("down", worker, (at * 1000 - 500) * MS, (at * 1000 - 400) * MS)
+        if kind == "down"
+        else Fault("cut", worker, (at * 1000 - 500) * MS, (at * 1000 + 500) * MS)
+        for at, worker, kind in sorted(script)
+    )
+    report = replayed(
+        [(at * 1000, prompt) for at, prompt in enumerate(prompts)],
+        num_workers=num_workers, latency_ms=float(latency_ms), bytes_per_s=rate * 1000, faults=events,
+    )  # fmt: skip
+    pulled: dict[tuple[int, int], int] = {}
+    for at, prompt in enumerate(prompts):
+        for when, worker, kind in script:
+            if when == at and kind == "down":
+                naive.lose(worker)
+        cut = {worker for when, worker, kind in script if when == at and kind == "cut"}
+        reader = int(report.requests["replica"][at])
+        num_pages = int(report.requests["peers_tokens"][at]) // 10
+        times, source = naive.ask(reader, prompt, cut)
+        naive.end(reader, prompt, num_pages, len(times) - 1)
+        assert first_tokens(report)[at] == pytest.approx(at * 1000 + times[num_pages] / MS), at
+        assert num_pages or times[-1] >= times[0], "reading all of it is sooner than computing it"
+        if num_pages:
+            assert source is not None
+            pulled[reader, source] = pulled.get((reader, source), 0) + num_pages
+    rows = report.summary["fleet"]["pulls"]["pulled"]
+    assert {(row["reader"], row["source"]): row["pages"] for row in rows} == pulled

@@ -1,0 +1,147 @@
+"""Workers that a scaler adds to a fleet of mocks: each has a door, metrics and KV events until it leaves."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvarts.fleet.config import FleetConfig
+from kvarts.fleet.scaling import parse_scaler
+from kvarts.openai_api.app import OpenAIApp
+
+from builders.http_client import call
+from builders.kv_event_client import open_client
+from builders.live_fleet import RunningFleet, small_pool
+from builders.server_process import kvarts_process
+
+PROMPT = "hello the world of one and two and three and once more to fill some pages of it"
+
+
+def scaled(policy: str, *, startup_s: float = 0.0, **settings: Any) -> FleetConfig:
+    """Return a fleet of one mixed worker, or more as `policy` says."""
+    pools = (small_pool("mixed", 1, **settings),)
+    return FleetConfig(pools=pools, scaler=partial(parse_scaler, policy), scaling=policy, startup_s=startup_s)
+
+
+def complete(url: str, **body: Any) -> Any:
+    reply = call(url, "/v1/completions", {"prompt": PROMPT, "max_tokens": 5, **body})
+    assert reply.status == 200, reply.payload
+    return reply.json
+
+
+def total(url: str, name: str) -> float:
+    """Return a counter of a router's, over all engines."""
+    text = call(url, "/metrics").payload.decode()
+    return sum(map(float, re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE)))
+
+
+def engines(url: str) -> set[str]:
+    return {*re.findall(r'vllm:generation_tokens_total{engine="(\w+)"', call(url, "/metrics").payload.decode())}
+
+
+def test_a_worker_that_is_added_is_as_the_others_until_it_leaves() -> None:
+    with RunningFleet(scaled("script,0.3s=2,3s=1", startup_s=0.1)) as fleet:
+        complete(fleet.url)
+        fleet.wait_until(lambda: len(fleet.server.urls) == 2)
+        name, url = fleet.server.urls[1]
+        assert name == "worker 1 (mixed)"
+        fleet.urls.append(url)
+        assert call(url, "/").status == 200 and call(url, "/live").json[0]["name"] == "mock"
+        time.sleep(0.2)
+        for each in (fleet.url, fleet.url, url):
+            complete(each, max_tokens=7)
+        assert fleet.metric(1, "vllm:generation_tokens_total") == 14
+        assert call(url, "/server_info").json["pool"] == "mixed"
+        assert engines(fleet.url) == {"0", "1", "gone"}
+        assert total(fleet.url, "vllm:generation_tokens_total") == 26
+        # No request moves the fleet on: its time does.
+        fleet.wait_until(lambda: len(fleet.server.urls) == 1)
+        assert engines(fleet.url) == {"0", "gone"}
+        assert total(fleet.url, "vllm:generation_tokens_total") == 26
+        assert total(fleet.url, "vllm:request_success_total") == 4
+        with pytest.raises(OSError, match="refused"):
+            call(url, "/health")
+        complete(fleet.url)
+        assert total(fleet.url, "vllm:generation_tokens_total") == 31
+        fleet.assert_at_rest()
+
+
+def num_apps() -> int:
+    """Return the doors in memory, also those that are being closed."""
+    gc.collect()
+    return sum(isinstance(each, OpenAIApp) for each in gc.get_objects())
+
+
+@pytest.mark.long
+def test_two_hundred_workers_come_and_go_and_nothing_grows() -> None:
+    policy = ",".join(f"{0.02 * number + 0.1:.2f}s={1 + (number + 1) % 2}" for number in range(400))
+    num_others = num_apps()  # of earlier tests
+    with RunningFleet(scaled(f"script,{policy}")) as fleet:
+        live = fleet.fleet.fleet.fleet
+
+        def known() -> tuple[int, int, int, int]:
+            """Return the workers that have come, and the objects, files and threads now."""
+            gc.collect()
+            num_files, num_threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+            return len(live.workers), len(gc.get_objects()), num_files, num_threads
+
+        complete(fleet.url)
+        fleet.wait_until(lambda: len(live.workers) >= 40, 60.0)
+        before = known()
+        for number in range(600):
+            complete(fleet.url, prompt=f"{PROMPT} {number % 10}", max_tokens=3)
+            if len(live.workers) == 201:
+                break
+        fleet.wait_until(lambda: len(live.workers) == 201, 60.0)
+        complete(fleet.url)
+        fleet.wait_until(lambda: num_apps() - num_others <= 3, 60.0)
+        after = known()
+        num_added = after[0] - before[0]
+        assert num_added > 100
+        assert len({id(worker) for worker in live.workers}) == 2, "one worker stands for all that have left"
+        assert after[1] - before[1] < 5 * num_added, f"{(after[1] - before[1]) / num_added:.1f} objects a worker"
+        assert after[2] <= before[2] + 4 and after[3] <= before[3] + 3
+        assert len(fleet.fleet.workers) == 1 and len(fleet.fleet.loop.held) == 2
+        fleet.assert_at_rest()
+
+
+FLEET = """
+pages = 400
+page_size = 16
+cost = "linear:step_ms=2,chunk_token_ms=0.02"
+
+[scaling]
+policy = "script,0.2s=2,3s=1,3.5s=2"
+
+[[pool]]
+role = "mixed"
+"""
+
+
+def test_it_publishes_kv_events_at_the_next_port_and_says_where_it_listens(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(FLEET)
+    events = ("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0")
+    with kvarts_process("mock", "--fleet", str(file), "--port", "0", *events) as process:
+        process.wait_for(r"worker 0 \(mixed\) on http")
+        front = re.findall(r"http://127\.0\.0\.1:\d+", "".join(process.lines))[0]
+        complete(front)
+        process.wait_for(r"worker 1 \(mixed\) on http")
+        url = re.findall(r"http://127\.0\.0\.1:\d+", "".join(process.lines))[-1]
+        told = call(front, "/kv_event_sources").json
+        assert list(told) == ["0", "1"] and call(url, "/kv_event_sources").json == {"1": told["1"]}
+        complete(url, prompt=f"{PROMPT} again and again and again")
+        with open_client(told["1"]["endpoint"], told["1"]["replay_endpoint"]) as client:
+            assert any(b"BlockStored" in payload for _, _, payload in client.replay(0))
+        process.wait_for(r"worker 1 \(mixed\) has left")
+        process.wait_for(r"worker 2 \(mixed\) on http")
+        assert list(call(front, "/kv_event_sources").json) == ["0", "2"]
+        assert process.stop() == 0
+    assert not any("Traceback" in line for line in process.lines)
