@@ -36,9 +36,8 @@ class RooflineCost(RooflineSettings, frozen=True, kw_only=True, tag_field="model
     all-reduce; `exchange_us`: the constant time of a gather or a scatter of all ranks' tokens. The defaults of these
     three depend on the kind of link. `step_us`: constant time per step, in microseconds; `layer_us`: per layer;
     `expert_layer_us`: extra per layer with experts; `sparse_layer_us`: extra per layer with an indexer of sparse
-    attention; `quantize_us`: extra per matrix whose input is quantized in blocks;
-    `sequence_us`: per sequence. The defaults are the constants that ship (constants.py); `kvarts calibrate`
-    fits them.
+    attention; `quantize_us`: extra per matrix whose input is quantized in blocks; `sequence_us`: per sequence. The
+    defaults are the constants that ship (constants.py); `kvarts calibrate` fits them.
 
     Arithmetic: 2 operations per token and matrix element; attention: 4 per token, head, element of the head and token
     attended to; the output head is computed only for sequences that sample. With E experts and k per token, T tokens
