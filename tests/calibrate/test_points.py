@@ -83,7 +83,8 @@ def made(truth: dict[str, float], noise: float = 0.0) -> list[Point]:
 def test_what_made_the_points_is_found() -> None:
     pytest.importorskip("scipy")
     prior = shipped_constants()
-    truth = {**prior.values, "bandwidth_efficiency": 0.78, "layer_us": 34.0, "expert_layer_us": 40.0}
+    moved = {"bandwidth_efficiency": 0.91, "layer_us": 1.2, "expert_layer_us": 1.5}
+    truth = {name: value * moved.get(name, 1.0) for name, value in prior.values.items()}
     points = made(truth)
     found = fit_points(record(points, prior, None), prior)
     assert found.after["tpot_ms"].median < 0.05 < found.before["tpot_ms"].median

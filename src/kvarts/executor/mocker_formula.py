@@ -80,7 +80,7 @@ def mocker_decode_ns(num_decodes: int, known_tokens: int, pool_tokens: int, num_
 
 
 def _one_by_one_ns(num_decodes: i64, known_tokens: i64, pool_tokens: i64, num_steps: i64) -> list[int]:
-    """Return the result of `mocker_decode_ns`, in machine numbers: compiled, this is faster than NumPy's calls."""
+    """Return the result of `mocker_decode_ns`. Compiled, a loop over machine numbers is faster than NumPy's calls."""
     durations: list[int] = []
     capacity = float(pool_tokens)
     known = known_tokens

@@ -86,7 +86,7 @@ class Worker:
         engine, replica, scheduler, tiers = self.engine, self.replica, self.scheduler, self.tiers
         self.wake_ns = NEVER_NS
         if not (self._plans_idle or scheduler.running.num_running or scheduler.num_waiting):
-            return False  # what was released, or reserved, is no work
+            return False  # pages were released or reserved, which needs no step
         others_join = replica.join(now_ns)
         if tiers is not None:
             self.end_transfers(now_ns)

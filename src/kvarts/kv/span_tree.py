@@ -103,10 +103,10 @@ class SpanTree:
     def match_across(
         self, content: Content, limit: int, other: SpanTree, lists: Sequence[int], *, depth: int = 0
     ) -> RunMatch:
-        """Return the same as `match`, with parts of `other`: for each of `lists`, those from that list of its spans on.
+        """Return the match of `content` with the parts of `other` as well, by group from each of `lists` of its spans.
 
-        The parts are taken from `other` where neither the device nor a tier has them. The match lacks spans if this
-        tree lacks the span of one of its pages.
+        Parts of the device and of the first `depth` tiers are preferred. The match has no spans if this tree lacks a
+        span for one of its pages.
         """
         own, known = self.walk(content, limit)
         there, end = other.walk(content, limit)
@@ -114,7 +114,7 @@ class SpanTree:
         page = at = place = 0
         found: list[Span] = []
         for start, stop in pairwise(cuts):
-            # A span may reach beyond what it has in common with `content`, and so may its runs.
+            # The last spans, and runs of them, may end after the pages that they have in common with `content`.
             while at < len(own) and own[at].end <= start:
                 at += 1
             of_device = [[]] * self.num_groups if start >= known else self._with_below(own[at], depth).parts

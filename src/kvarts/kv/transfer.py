@@ -94,7 +94,7 @@ class Offer(msgspec.Struct, frozen=True, gc=False):
 class Coming(msgspec.Struct, frozen=True, gc=False):
     """Pages that another engine is storing in a shared tier, as its `write`, and that could be here at `end_ns`.
 
-    `num_blocks`: how many blocks must then be loaded.
+    `num_blocks`: the number of blocks to load after that.
     """
 
     write: int

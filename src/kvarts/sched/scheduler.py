@@ -105,7 +105,7 @@ class Scheduler:
         self._plans_ahead = plans_ahead
         self._finds_prefixes = finds_prefixes
         self.plans_idle = not (tell is None and loads is None and batch is None) or plans_ahead or cache.keeps_time
-        """Whether planning a step without requests does anything, or is told."""
+        """Whether a step without requests has effects or events."""
         self.has_released = False
         """Whether the last step, after it was planned, released requests that had ended before it."""
         self.loads = loads
