@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import msgspec
-
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import Tell
@@ -21,8 +19,7 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.offload.layout import ConnectedTier
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.opening import TiersToOpen
-from kvarts.offload.tier import MemoryTier, TierLoad
-from kvarts.offload.tier_run import NodeState, Segment, TierRun
+from kvarts.offload.tier import MemoryTier, Pin, TierLoad
 from kvarts.offload.transfers import NEVER_NS
 
 __all__ = ["PEERS", "PeerMemory", "PeerView"]
@@ -68,15 +65,11 @@ class PeerMemory:
         return self.tiers.pop(worker, None) is not None
 
 
-class PinnedRead(msgspec.Struct, eq=False):
-    """Pages [start, end) of `content` that are pinned in the memory of engine `source`."""
+class PinnedRead(Pin, eq=False, kw_only=True):
+    """Pages that are pinned in `tier`, the memory of engine `source`."""
 
     source: int
     tier: MemoryTier
-    content: Content
-    start: int
-    end: int
-    run: TierRun
 
 
 class PeerView(MemoryTier):
@@ -88,22 +81,16 @@ class PeerView(MemoryTier):
         self.num_loaded_from: dict[int, int] = {}
         """Pages that were loaded, by the engine that had them."""
         self.asked = -1
-        """The engine that has most of what was looked up last."""
+        """The engine that has the most pages of the last lookup."""
         self.unsent: list[PinnedRead] = []
         """Loads that no transfer carries yet."""
         self._memory = memory
-        self._offers: dict[int, PinnedRead] = {}
         self._num_moving = 0
 
     @property
     def num_used_blocks(self) -> int:
         """Pages that this engine reads."""
         return self._num_moving
-
-    @property
-    def has_offers(self) -> bool:
-        """Whether pages are pinned because `lookup` returned them."""
-        return bool(self._offers)
 
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
         """Find the engine with most consecutive pages from `start` on, and pin them there for `holder`."""
@@ -120,52 +107,33 @@ class PeerView(MemoryTier):
         run = found.index.pin_stored(content, start, start + most)
         assert run is not None
         found.num_guests += 1
-        self._offers[holder] = PinnedRead(self.asked, found, content, start, start + most, run)
+        self._pins[holder] = PinnedRead(content, start, start + most, run, found.index, source=self.asked, tier=found)
         return most
-
-    def offered(self, holder: int) -> int:
-        """Return how many pages are pinned for `holder`."""
-        read = self._offers.get(holder)
-        return 0 if read is None else read.end - read.start
 
     def forget(self, holder: int) -> None:
         """End the pin of `lookup` for `holder`, if there is one."""
-        read = self._offers.pop(holder, None)
+        read = self._pins.get(holder)
         if read is not None:
-            read.tier.index.unpin(read.run)
-            read.tier.num_guests -= 1
+            super().forget(holder)
+            _source_of(read).tier.num_guests -= 1
 
     def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
         """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`."""
-        read = self._offers.pop(holder)
-        assert read.run.state is NodeState.STORED, f"what was offered to {holder} has left since"
-        read.start += num_front
-        if num_pages is not None and num_pages < read.end - read.start:
-            read.end = read.start + num_pages
-            index = read.tier.index
-            run = index.pin(read.content, read.end)
-            index.unpin(read.run)
-            read.run = run
-        count = read.end - read.start
-        self._num_moving += count
-        self.unsent.append(read)
-        return TierLoad(read.content, (Segment(read.start, read.end, None),), count, read)
+        load = super().prepare_load(holder, num_pages, num_front)
+        self._num_moving += load.num_pages
+        self.unsent.append(_source_of(load.ticket))
+        return load
 
     def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
         """End a load; return False if it had ended before. Pages that did not arrive are still where they were."""
-        if not load.is_open:
-            self.num_stray_completions += 1
-            return False
-        load.is_open = False
-        read = load.ticket
-        assert isinstance(read, PinnedRead)
-        read.tier.index.touch(read.run)
-        read.tier.index.unpin(read.run)
-        read.tier.num_guests -= 1
-        self._num_moving -= load.num_pages
-        if num_good_pages is None or num_good_pages == load.num_pages:
-            self.num_loaded_from[read.source] = self.num_loaded_from.get(read.source, 0) + load.num_pages
-        return True
+        is_first = super().complete_load(load)
+        if is_first:
+            read = _source_of(load.ticket)
+            read.tier.num_guests -= 1
+            self._num_moving -= load.num_pages
+            if num_good_pages is None or num_good_pages == load.num_pages:
+                self.num_loaded_from[read.source] = self.num_loaded_from.get(read.source, 0) + load.num_pages
+        return is_first
 
     def reset(self) -> None:
         """Do nothing: the memory is that of others."""
@@ -174,13 +142,18 @@ class PeerView(MemoryTier):
         """Do nothing: the engines that have the memory check it."""
 
 
+def _source_of(pin: object) -> PinnedRead:
+    assert isinstance(pin, PinnedRead)
+    return pin
+
+
 class PeerChannel(Channel):
     """A Channel from the memory of others. The links are shared, so that ends are not known beforehand.
 
     Pages have `page_bytes` bytes there, those of all devices of the engine. `tiers` must be set before its first use.
     """
 
-    __slots__ = ("_memory", "_num_under_way", "_view", "tiers")
+    __slots__ = ("_memory", "_view", "tiers")
 
     can_be_awaited = False
 
@@ -188,7 +161,6 @@ class PeerChannel(Channel):
         super().__init__(name, latency_us=0.0, bytes_per_s=1)
         self._memory = memory
         self._view = view
-        self._num_under_way = 0
         self.tiers: Offloader[Any]
 
     def wait_ns(self, now_ns: int) -> int:

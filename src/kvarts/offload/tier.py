@@ -148,11 +148,14 @@ class PageTier(Tier, Protocol):
         """Assert laws L1 to L3. `is_above`: whether the first n pages of a content are in faster tiers."""
 
 
-class _Pin(msgspec.Struct, eq=False):
+class Pin(msgspec.Struct, eq=False):
+    """Pages [start, end) of `content` that are pinned in `index`, of which `run` has the last."""
+
     content: Content
     start: int
     end: int
     run: TierRun
+    index: TierIndex
 
 
 class MemoryTier:
@@ -179,7 +182,7 @@ class MemoryTier:
         self.find = self.index.find
         self.lose = self.index.lose
         self.vacate = self.index.vacate
-        self._pins: dict[int, _Pin] = {}
+        self._pins: dict[int, Pin] = {}
         self.num_guests = 0
         """Pins of other engines, which read pages from here."""
 
@@ -250,14 +253,14 @@ class MemoryTier:
             content,
             (Segment(start, end, self.index.slots_of(run, start)),),
             end - start,
-            _Pin(content, start, end, run),
+            Pin(content, start, end, run, self.index),
         )
 
     def end_read_from(self, load: TierLoad, end: int) -> None:
         """End the read for the pages from `end` on."""
         (segment,) = load.segments
         pin = load.ticket
-        assert isinstance(pin, _Pin) and segment.start < end
+        assert isinstance(pin, Pin) and segment.start < end
         if end < segment.end:
             pin.run = self.index.unpin_from(pin.run, end)
             pin.end = end
@@ -268,7 +271,7 @@ class MemoryTier:
     def end_read(self, load: TierLoad) -> None:
         """End a read, without making the pages more recent."""
         load.is_open = False
-        assert isinstance(load.ticket, _Pin)
+        assert isinstance(load.ticket, Pin)
         self.index.unpin(load.ticket.run)
 
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
@@ -278,14 +281,14 @@ class MemoryTier:
         run = self.index.pin_stored(content, start, limit)
         if run is None:
             return 0
-        self._pins[holder] = _Pin(content, start, run.end, run)
+        self._pins[holder] = Pin(content, start, run.end, run, self.index)
         return run.end - start
 
     def forget(self, holder: int) -> None:
         """End the pin of `lookup` for `holder`, if there is one."""
         pin = self._pins.pop(holder, None)
         if pin is not None:
-            self.index.unpin(pin.run)
+            pin.index.unpin(pin.run)
 
     def prepare_store(
         self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
@@ -318,10 +321,10 @@ class MemoryTier:
         if num_pages is not None and num_pages < offered:
             assert num_pages > 0, "a load of nothing"
             pin.end = pin.start + num_pages
-            run = self.index.pin(pin.content, pin.end)
-            self.index.unpin(pin.run)
+            run = pin.index.pin(pin.content, pin.end)
+            pin.index.unpin(pin.run)
             pin.run = run
-        slots = self.index.slots_of(pin.run, pin.start)
+        slots = pin.index.slots_of(pin.run, pin.start)
         return TierLoad(pin.content, (Segment(pin.start, pin.end, slots),), pin.end - pin.start, pin)
 
     def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
@@ -331,8 +334,8 @@ class MemoryTier:
             return False
         load.is_open = False
         pin = load.ticket
-        assert isinstance(pin, _Pin)
-        index = self.index
+        assert isinstance(pin, Pin)
+        index = pin.index
         if num_good_pages is not None and num_good_pages < pin.end - pin.start:
             index.drop(pin.content, pin.start + num_good_pages)
         index.touch(pin.run)
