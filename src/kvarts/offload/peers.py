@@ -14,13 +14,12 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory
-from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.layout import ConnectedTier
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.opening import TiersToOpen
+from kvarts.offload.shared_store import SharedChannel
 from kvarts.offload.tier import MemoryTier, Pin, TierLoad
-from kvarts.offload.transfers import NEVER_NS
 
 __all__ = ["PEERS", "PeerMemory", "PeerView"]
 
@@ -147,21 +146,15 @@ def _source_of(pin: object) -> PinnedRead:
     return pin
 
 
-class PeerChannel(Channel):
-    """A Channel from the memory of others. The links are shared, so that ends are not known beforehand.
+class PeerChannel(SharedChannel):
+    """A Channel from the memory of others."""
 
-    Pages have `page_bytes` bytes there, those of all devices of the engine. `tiers` must be set before its first use.
-    """
-
-    __slots__ = ("_memory", "_view", "tiers")
-
-    can_be_awaited = False
+    __slots__ = ("_memory", "_view")
 
     def __init__(self, name: str, memory: PeerMemory, view: PeerView) -> None:
-        super().__init__(name, latency_us=0.0, bytes_per_s=1)
+        super().__init__(name, memory.page_bytes)
         self._memory = memory
         self._view = view
-        self.tiers: Offloader[Any]
 
     def wait_ns(self, now_ns: int) -> int:
         """Return 0: a transfer waits for no other, and shares the links with them."""
@@ -172,18 +165,15 @@ class PeerChannel(Channel):
         view = self._view
         if view.asked < 0:
             return 0
-        return self._memory.links.within_ns(view.asked, view.worker, self._bytes_there(num_bytes))
+        return self._memory.links.within_ns(view.asked, view.worker, self.bytes_there(num_bytes))
 
     def submit(self, now_ns: int, num_bytes: int) -> int:
         """Begin the next transfer of `tiers`; return NEVER_NS: when it ends is not known."""
-        num_bytes = self._bytes_there(num_bytes)
-        self.num_bytes += num_bytes
-        self.num_transfers += 1
         (read,) = self._view.unsent
         self._view.unsent.clear()
-        links = self._memory.links
-        links.begin_pull(read.source, self._view.worker, self.tiers.num_transfers, num_bytes, now_ns)
-        return NEVER_NS
+        number, bytes_there = self.tiers.num_transfers, self.bytes_there(num_bytes)
+        self._memory.links.begin_pull(read.source, self._view.worker, number, bytes_there, now_ns)
+        return super().submit(now_ns, num_bytes)
 
     def withdraw(self, now_ns: int, num_bytes: int) -> None:
         """Never called: nothing is stored there."""
@@ -191,10 +181,6 @@ class PeerChannel(Channel):
 
     def ended(self, num_bytes: int, duration_ns: int | None) -> None:
         """Do nothing: nothing waits for it."""
-
-    def _bytes_there(self, num_bytes: int) -> int:
-        """Return the bytes on the links of the pages of `num_bytes` bytes here."""
-        return num_bytes // self.tiers.block_bytes * self._memory.page_bytes
 
 
 class TiersWithPeers:

@@ -28,7 +28,7 @@ from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, TierLoad, TierS
 from kvarts.offload.tier_run import ALL, TierRun
 from kvarts.offload.transfers import NEVER_NS
 
-__all__ = ["STORE", "Shared", "SharedStore", "StoreView", "Write"]
+__all__ = ["STORE", "Shared", "SharedChannel", "SharedStore", "StoreView", "Write"]
 
 STORE = "store"
 
@@ -294,26 +294,45 @@ def _keep(content: Content, start: int, end: int) -> None:
     """Do nothing: other engines may still have these pages."""
 
 
-class StoreChannel(Channel):
-    """A Channel between one engine and the store. It shares the links, so that ends are not known beforehand.
+class SharedChannel(Channel):
+    """A Channel over links that other engines use as well, so that the end of a transfer is not known beforehand.
 
     A page or block has `unit_bytes` bytes there, those of all devices of the engine. `tiers` must be set before its
     first use.
     """
 
-    __slots__ = ("_is_read", "_links", "_num_under_way", "_unit_bytes", "_worker", "tiers", "view")
+    __slots__ = ("_unit_bytes", "tiers")
 
     can_be_awaited = False
 
-    def __init__(self, name: str, links: LinksToStore, worker: int, *, unit_bytes: int, is_read: bool) -> None:
+    def __init__(self, name: str, unit_bytes: int) -> None:
         super().__init__(name, latency_us=0.0, bytes_per_s=1)
+        self._unit_bytes = unit_bytes
+        self.tiers: Offloader[Any]
+
+    def bytes_there(self, num_bytes: int) -> int:
+        """Return the bytes on the links of the pages or blocks of `num_bytes` bytes here."""
+        return num_bytes // self.tiers.block_bytes * self._unit_bytes
+
+    def submit(self, now_ns: int, num_bytes: int) -> int:
+        """Count the next transfer of `tiers`, which has begun; return NEVER_NS: when it ends is not known."""
+        self.num_bytes += self.bytes_there(num_bytes)
+        self.num_transfers += 1
+        return NEVER_NS
+
+
+class StoreChannel(SharedChannel):
+    """A Channel between one engine and the store."""
+
+    __slots__ = ("_is_read", "_links", "_num_under_way", "_worker", "view")
+
+    def __init__(self, name: str, links: LinksToStore, worker: int, *, unit_bytes: int, is_read: bool) -> None:
+        super().__init__(name, unit_bytes)
         self._links = links
         self._worker = worker
-        self._unit_bytes = unit_bytes
         self._is_read = is_read
         self._num_under_way = 0
         """Bytes of transfers that have not ended."""
-        self.tiers: Offloader[Any]
         self.view: WritingView | None = None
         """The tier whose writes it carries."""
 
@@ -325,7 +344,7 @@ class StoreChannel(Channel):
 
     def within_ns(self, now_ns: int, num_bytes: int) -> int:
         """Return how long a transfer of `num_bytes` submitted now would take if no other began or ended."""
-        return self._links.within_ns(self._worker, self._bytes_there(num_bytes), is_read=self._is_read)
+        return self._links.within_ns(self._worker, self.bytes_there(num_bytes), is_read=self._is_read)
 
     def num_within(self, now_ns: int, bound_ns: int, unit_bytes: int) -> int:
         """Return how many units of `unit_bytes` could be carried within `bound_ns`, after those under way."""
@@ -338,27 +357,21 @@ class StoreChannel(Channel):
 
     def submit(self, now_ns: int, num_bytes: int) -> int:
         """Begin the next transfer of `tiers`; return NEVER_NS: when it ends is not known."""
-        num_bytes = self._bytes_there(num_bytes)
-        self.num_bytes += num_bytes
-        self.num_transfers += 1
-        self._num_under_way += num_bytes
+        bytes_there = self.bytes_there(num_bytes)
+        self._num_under_way += bytes_there
         if self.view is not None:
             for write in self.view.unsent:
                 write.transfer = self.tiers.num_transfers
             self.view.unsent.clear()
-        self._links.begin(self._worker, self.tiers.num_transfers, num_bytes, now_ns, is_read=self._is_read)
-        return NEVER_NS
+        self._links.begin(self._worker, self.tiers.num_transfers, bytes_there, now_ns, is_read=self._is_read)
+        return super().submit(now_ns, num_bytes)
 
     def withdraw(self, now_ns: int, num_bytes: int) -> None:
         """Do nothing: the store cancels the transfers that are given up."""
 
     def ended(self, num_bytes: int, duration_ns: int | None) -> None:
         """Note that a transfer has ended."""
-        self._num_under_way -= self._bytes_there(num_bytes)
-
-    def _bytes_there(self, num_bytes: int) -> int:
-        """Return the bytes in the store of the pages or blocks of `num_bytes` bytes here."""
-        return num_bytes // self.tiers.block_bytes * self._unit_bytes
+        self._num_under_way -= self.bytes_there(num_bytes)
 
 
 MANY = 1000
