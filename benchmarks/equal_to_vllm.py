@@ -504,7 +504,7 @@ def make_config() -> Any:
 
 
 def save_time() -> None:
-    """Exempt what is imported from garbage collection, and let vLLM cache its environment variables: a fifth."""
+    """Exempt imported objects from garbage collection, and let vLLM cache its environment variables."""
     envs.enable_envs_cache()
     gc.collect()
     gc.freeze()

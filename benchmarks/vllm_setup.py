@@ -48,7 +48,7 @@ def cache_config(
 ) -> KVCacheConfig:
     """Return the configuration of KV groups, each a kind and a span, in one memory of `num_blocks` blocks.
 
-    `state_tokens`: the most tokens of a request, of which a group "state" keeps one state.
+    `state_tokens`: the maximum number of tokens of a request; a group "state" keeps one state for all of them.
     """
     specs = [
         KVCacheGroupSpec([f"layer.{place}"], _spec(kind, span, page_size, state_tokens))

@@ -2,7 +2,7 @@
 
 A part is in the store once, even if several engines store it. The device of an engine and its own tiers have a tree of
 spans, and the store has another, since its parts outlive the engines' parts of their pages. A match looks at both
-(`SpanTree.match_across`), and only what is pinned by a transfer or an offer is changed in the store.
+(`SpanTree.match_across`), and only parts that a transfer or an offer pins change in the store.
 
     tree of an engine:     [0 ........ 4)                    device: full [0, 4)
     tree of the store:     [0 ................ 8) [8 .. 9)   full [0, 9), window [7, 9)

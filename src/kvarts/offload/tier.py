@@ -149,7 +149,7 @@ class PageTier(Tier, Protocol):
 
 
 class Pin(msgspec.Struct, eq=False):
-    """Pages [start, end) of `content` that are pinned in `index`, of which `run` has the last."""
+    """Pages [start, end) of `content` that are pinned in `index`; `run` has the last of them."""
 
     content: Content
     start: int
