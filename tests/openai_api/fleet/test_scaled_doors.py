@@ -15,6 +15,7 @@ import pytest
 from kvarts.fleet.config import FleetConfig
 from kvarts.fleet.scaling import parse_scaler
 from kvarts.openai_api.app import OpenAIApp
+from kvarts.openai_api.server import Address
 
 from builders.http_client import call
 from builders.kv_event_client import open_client
@@ -77,6 +78,29 @@ def num_apps() -> int:
     """Return the doors in memory, also those that are being closed."""
     gc.collect()
     return sum(isinstance(each, OpenAIApp) for each in gc.get_objects())
+
+
+def test_a_worker_without_a_free_port_serves_behind_the_router_and_later_ones_have_doors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process has no file left for a moment, twice: for the port in the row, and for any other one."""
+    with RunningFleet(scaled("script,0.3s=2,1s=1,1.3s=2")) as fleet:
+        listen, refused = Address.listen, []
+
+        def listen_later(address: Address) -> Any:
+            if len(refused) < 2:
+                refused.append(address.port)
+                raise OSError(24, "Too many open files")
+            return listen(address)
+
+        monkeypatch.setattr(Address, "listen", listen_later)
+        complete(fleet.url)
+        fleet.wait_until(lambda: len(refused) == 2)
+        complete(fleet.url)
+        assert [name for name, _ in fleet.server.urls] == ["worker 0 (mixed)"]
+        fleet.wait_until(lambda: [name for name, _ in fleet.server.urls] == ["worker 0 (mixed)", "worker 2 (mixed)"])
+        complete(fleet.server.urls[1][1])
+        assert engines(fleet.url) == {"0", "2", "gone"}
 
 
 @pytest.mark.long

@@ -105,22 +105,32 @@ class FleetServer:
         taken = {door.place for door in self._behind.values()}
         place = next(place for place in count() if place not in taken)
         try:
-            listening = _at_place(self._address, place + 1).listen()
-        except ConfigError:
-            listening = msgspec.structs.replace(self._address, port=0).listen()
+            listening = self._listen_at(place)
+        except (ConfigError, OSError) as error:
+            self._say(f"{worker.name} has no port of its own, and serves behind the router only: {error}")
+            return
         server = self._add(worker, place, listening)
         worker.opened.models.set_starting(is_starting=self._fleet.front.served.is_starting)
         await server.start()
         self._say(f"{worker.name} on {server.url}/v1")
 
+    def _listen_at(self, place: int) -> socket.socket:
+        """Return a listening socket at a place of the row, or else at any free port. Raise ConfigError or OSError."""
+        try:
+            return _at_place(self._address, place + 1).listen()
+        except (ConfigError, OSError):
+            return msgspec.structs.replace(self._address, port=0).listen()
+
     async def _close(self, worker: OpenedWorker) -> None:
         """Close the door of a removed worker."""
         door = self._behind.pop(worker.index, None)
-        if door is not None:
-            self.urls.remove((worker.name, door.server.url))
-            await door.server.stop(CLOSING_S)
-            self._say(f"{worker.name} has left")
-        await asyncio.to_thread(self._fleet.close_events, worker.index)
+        try:
+            if door is not None:
+                self.urls.remove((worker.name, door.server.url))
+                await door.server.stop(CLOSING_S)
+        finally:
+            await asyncio.to_thread(self._fleet.close_events, worker.index)
+        self._say(f"{worker.name} has left")
 
 
 class _DoorOfWorker(msgspec.Struct, frozen=True):
