@@ -85,7 +85,7 @@ def test_a_worker_without_a_free_port_serves_behind_the_router_and_later_ones_ha
 ) -> None:
     """The process has no file left for a moment, twice: for the port in the row, and for any other one."""
     with RunningFleet(scaled("script,0.3s=2,1s=1,1.3s=2")) as fleet:
-        listen, refused = Address.listen, []
+        listen, refused = Address.listen, list[int]()
 
         def listen_later(address: Address) -> Any:
             if len(refused) < 2:
