@@ -28,6 +28,20 @@ STATES = (PartGroup(FULL, 2), PartGroup(KvLayer(kind="state", state_bytes=1), 3)
 
 
 @st.composite
+def layers(draw: st.DrawFn, kind: KvKind, spans: st.SearchStrategy[int], sinks: list[int]) -> KvLayer:
+    """A layer of `kind`: with a span if it is bounded, and one of `sinks` if it is a window."""
+    if kind == "state":
+        return KvLayer(kind=kind, state_bytes=1)
+    return KvLayer(
+        kind=kind,
+        num_heads=1,
+        head_numbers=2,
+        span=draw(spans) if kind in ("window", "chunk") else None,
+        sink=draw(st.sampled_from(sinks)) if kind == "window" else 0,
+    )
+
+
+@st.composite
 def part_groups(draw: st.DrawFn) -> tuple[PartGroup, ...]:
     """One group that keeps all tokens, most often, and up to two that keep less."""
     kinds: list[KvKind] = ["window", "window", "window", "chunk", "state", "latent"]
@@ -36,16 +50,7 @@ def part_groups(draw: st.DrawFn) -> tuple[PartGroup, ...]:
         kind = draw(st.sampled_from(kinds))
         if kind == "state" and not groups:
             kind = "window"
-        layer = KvLayer(kind="state", state_bytes=1)
-        if kind != "state":
-            spans = kind in ("window", "chunk")
-            layer = KvLayer(
-                kind=kind,
-                num_heads=1,
-                head_numbers=2,
-                span=draw(st.sampled_from([1, 2, 3, 4, 6, 8, 16])) if spans else None,
-                sink=draw(st.sampled_from([0, 0, 0, 1, 3])) if kind == "window" else 0,
-            )
+        layer = draw(layers(kind, st.sampled_from([1, 2, 3, 4, 6, 8, 16]), [0, 0, 0, 1, 3]))
         groups.append(PartGroup(layer, draw(st.sampled_from([1, 1, 2, 4, 5]))))
     return tuple(groups)
 

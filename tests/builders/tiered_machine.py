@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvarts.content import Content
-from kvarts.hardware.kv_groups import KvKind, KvLayer
+from kvarts.hardware.kv_groups import KvKind
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
 from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
 from kvarts.kv.part_account import Listed, Spot
@@ -26,6 +26,7 @@ from kvarts.offload.part_layout import PartLayout
 from kvarts.offload.part_policy import EagerParts
 from kvarts.offload.part_tier import PartTier
 
+from builders.grouped import layers
 from oracles.naive_group_tier import NaiveBelow, NaiveTier, NaiveTieredGroups
 from oracles.naive_grouped import NaivePart, NaiveSequence
 
@@ -37,17 +38,7 @@ NS_A_BLOCK = 5_000_000
 
 @st.composite
 def part_groups(draw: st.DrawFn, kinds: tuple[KvKind, ...]) -> PartGroup:
-    kind = draw(st.sampled_from(kinds))
-    layer = KvLayer(kind="state", state_bytes=1)
-    if kind != "state":
-        spans = kind in ("window", "chunk")
-        layer = KvLayer(
-            kind=kind,
-            num_heads=1,
-            head_numbers=2,
-            span=draw(st.integers(1, 9)) if spans else None,
-            sink=draw(st.sampled_from([0, 0, 1, 3])) if kind == "window" else 0,
-        )
+    layer = draw(layers(draw(st.sampled_from(kinds)), st.integers(1, 9), [0, 0, 1, 3]))
     return PartGroup(layer, part_bytes=draw(st.sampled_from([1, 1, 2, 4])))
 
 

@@ -14,6 +14,7 @@ from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvKind, KvLayer
 from kvarts.kv.pool import PageError
 
+from builders.grouped import layers
 from oracles.grouped_cache import GroupedCache, GroupedHolding, PartGroup, Retention
 from oracles.naive_grouped import NaiveGroups, NaiveSequence
 from oracles.parts import Part
@@ -24,17 +25,7 @@ pytestmark = pytest.mark.laws
 @st.composite
 def part_groups(draw: st.DrawFn) -> PartGroup:
     kinds: list[KvKind] = ["full", "window", "window", "chunk", "latent", "state"]
-    kind = draw(st.sampled_from(kinds))
-    layer = KvLayer(kind="state", state_bytes=1)
-    if kind != "state":
-        spans = kind in ("window", "chunk")
-        layer = KvLayer(
-            kind=kind,
-            num_heads=1,
-            head_numbers=2,
-            span=draw(st.integers(1, 9)) if spans else None,
-            sink=draw(st.sampled_from([0, 0, 1, 3])) if kind == "window" else 0,
-        )
+    layer = draw(layers(draw(st.sampled_from(kinds)), st.integers(1, 9), [0, 0, 1, 3]))
     return PartGroup(layer, part_bytes=draw(st.sampled_from([1, 1, 2, 5])))
 
 
