@@ -74,8 +74,8 @@ class ReadersOf(Protocol):
     def __call__(self, name: str) -> list[EventReader]:
         """Return the readers of the next model, which has this name. Raise ConfigError."""
 
-    def of_worker(self, name: str, worker: int) -> list[EventReader]:
-        """Return the readers of a worker of a fleet. Raise ConfigError."""
+    def of_worker(self, name: str, worker: int, *, is_added: bool) -> list[EventReader]:
+        """Return the readers of a worker of a fleet; `is_added`: a scaler added it. Raise ConfigError."""
 
     def sources_of(self, worker: int) -> list[dict[str, Any]]:
         """Return where the events of a worker are published."""
@@ -91,7 +91,7 @@ class NoReaders:
         """Return no readers."""
         return []
 
-    def of_worker(self, name: str, worker: int) -> list[EventReader]:
+    def of_worker(self, name: str, worker: int, *, is_added: bool) -> list[EventReader]:
         """Return no readers."""
         return []
 

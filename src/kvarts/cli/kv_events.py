@@ -92,8 +92,11 @@ class ServerReaders:
         """Return the readers of the events of the next model, which has this name; empty if KV events are off."""
         return [] if self._config is None else self._at(name, len(self._sources), len(self._open))
 
-    def of_worker(self, name: str, worker: int) -> list[EventReader]:
-        """Return the readers of a worker of a fleet: at the first ports that no worker has, or else at free ones."""
+    def of_worker(self, name: str, worker: int, *, is_added: bool) -> list[EventReader]:
+        """Return the readers of a worker of a fleet, at the first ports of the row that no worker has.
+
+        `is_added`: a scaler added the worker; if one of these ports is not available, it has any free ones.
+        """
         if self._config is None:
             return []
         taken = {place for _, _, place in self._open.values()}
@@ -101,8 +104,8 @@ class ServerReaders:
         try:
             readers = self._at(name, place, worker)
         except ConfigError:
-            if place == worker:
-                raise  # the fleet starts
+            if not is_added:
+                raise
             readers = self._at(name, place, worker, at_free_ports=True)
         self._open[worker][1]["worker"] = worker
         return readers

@@ -91,10 +91,11 @@ def open_if_given(
         kv_groups.pop(name, None)
         if each.kv_groups != "off":
             kv_groups[name] = each.memory.to_builtins()["kv_groups"]
+        is_added = worker.index >= config.replicas
         try:
-            return readers_of.of_worker(name, worker.index)
+            return readers_of.of_worker(name, worker.index, is_added=is_added)
         except ConfigError as error:
-            if worker.index < config.replicas:
+            if not is_added:
                 raise
             say(f"worker {worker.index} publishes no KV events: {error.what}")  # the others go on
             return []

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import re
+import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,3 +172,37 @@ def test_it_publishes_kv_events_at_the_next_port_and_says_where_it_listens(tmp_p
         assert list(call(front, "/kv_event_sources").json) == ["0", "2"]
         assert process.stop() == 0
     assert not any("Traceback" in line for line in process.lines)
+
+
+def test_an_added_worker_publishes_at_a_free_port_where_the_next_one_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(FLEET)
+    with pair_of_ports() as (port, taken):
+        events = ("--kv-events", f"tcp://127.0.0.1:{port}", "--kv-events-replay", "tcp://127.0.0.1:0")
+        with kvarts_process("mock", "--fleet", str(file), "--port", "0", *events) as process:
+            process.wait_for(r"worker 0 \(mixed\) on http")
+            front = re.findall(r"http://127\.0\.0\.1:\d+", "".join(process.lines))[0]
+            complete(front)
+            process.wait_for(r"worker 1 \(mixed\) on http")
+            sources = call(front, "/kv_event_sources").json
+            assert sources["0"]["endpoint"] == f"tcp://127.0.0.1:{port}"
+            assert sources["1"]["endpoint"] not in (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{taken}")
+            assert process.stop() == 0
+
+
+@contextmanager
+def pair_of_ports() -> Iterator[tuple[int, int]]:
+    """Yield a free port, and the next one, on which something listens."""
+    for _ in range(50):
+        with socket.socket() as free, socket.socket() as taken:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+            try:
+                taken.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            taken.listen()
+            free.close()
+            yield port, port + 1
+            return
+    raise AssertionError("no two ports in a row are free")
