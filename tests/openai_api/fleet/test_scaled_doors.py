@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvarts.fleet.config import FleetConfig
-from kvarts.fleet.scaling import parse_scaler
+from kvarts.fleet.scaling import Decision, FleetState, parse_scaler
 from kvarts.openai_api.app import OpenAIApp
 from kvarts.openai_api.server import Address
 
@@ -32,6 +32,26 @@ def scaled(policy: str, *, startup_s: float = 0.0, **settings: Any) -> FleetConf
     """Return a fleet of one mixed worker, or more as `policy` says."""
     pools = (small_pool("mixed", 1, **settings),)
     return FleetConfig(pools=pools, scaler=partial(parse_scaler, policy), scaling=policy, startup_s=startup_s)
+
+
+class Told:
+    """A scaler that a test tells how many workers to have, so that a slow machine misses none of its numbers."""
+
+    EVERY_NS = 50_000_000
+
+    def __init__(self) -> None:
+        self.num_workers = 1
+
+    def first_ns(self) -> int:
+        return self.EVERY_NS
+
+    def on_tick(self, state: FleetState) -> Decision:
+        return Decision({"mixed": self.num_workers}, state.now_ns + self.EVERY_NS)
+
+    def of_fleet(self, *, startup_s: float = 0.0) -> FleetConfig:
+        """Return a fleet of one mixed worker that this scaler scales."""
+        pools = (small_pool("mixed", 1),)
+        return FleetConfig(pools=pools, scaler=lambda: self, scaling="told", startup_s=startup_s)
 
 
 def complete(url: str, **body: Any) -> Any:
@@ -51,8 +71,10 @@ def engines(url: str) -> set[str]:
 
 
 def test_a_worker_that_is_added_is_as_the_others_until_it_leaves() -> None:
-    with RunningFleet(scaled("script,0.3s=2,3s=1", startup_s=0.1)) as fleet:
+    told = Told()
+    with RunningFleet(told.of_fleet(startup_s=0.1)) as fleet:
         complete(fleet.url)
+        told.num_workers = 2
         fleet.wait_until(lambda: len(fleet.server.urls) == 2)
         name, url = fleet.server.urls[1]
         assert name == "worker 1 (mixed)"
@@ -66,6 +88,7 @@ def test_a_worker_that_is_added_is_as_the_others_until_it_leaves() -> None:
         assert engines(fleet.url) == {"0", "1", "gone"}
         assert total(fleet.url, "vllm:generation_tokens_total") == 26
         # No request moves the fleet on: its time does.
+        told.num_workers = 1
         fleet.wait_until(lambda: len(fleet.server.urls) == 1)
         assert engines(fleet.url) == {"0", "gone"}
         assert total(fleet.url, "vllm:generation_tokens_total") == 26
@@ -87,7 +110,8 @@ def test_a_worker_without_a_free_port_serves_behind_the_router_and_later_ones_ha
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The process has no file left for a moment, twice: for the port in the row, and for any other one."""
-    with RunningFleet(scaled("script,0.3s=2,1s=1,1.3s=2")) as fleet:
+    told = Told()
+    with RunningFleet(told.of_fleet()) as fleet:
         listen, refused = Address.listen, list[int]()
 
         def listen_later(address: Address) -> Any:
@@ -98,9 +122,13 @@ def test_a_worker_without_a_free_port_serves_behind_the_router_and_later_ones_ha
 
         monkeypatch.setattr(Address, "listen", listen_later)
         complete(fleet.url)
+        told.num_workers = 2
         fleet.wait_until(lambda: len(refused) == 2)
         complete(fleet.url)
         assert [name for name, _ in fleet.server.urls] == ["worker 0 (mixed)"]
+        told.num_workers = 1
+        fleet.wait_until(lambda: engines(fleet.url) == {"0", "gone"})
+        told.num_workers = 2
         fleet.wait_until(lambda: [name for name, _ in fleet.server.urls] == ["worker 0 (mixed)", "worker 2 (mixed)"])
         complete(fleet.server.urls[1][1])
         assert engines(fleet.url) == {"0", "2", "gone"}
@@ -145,7 +173,7 @@ page_size = 16
 cost = "linear:step_ms=2,chunk_token_ms=0.02"
 
 [scaling]
-policy = "script,0.2s=2,3s=1,3.5s=2"
+policy = "script,0.2s=2,6s=1,6.5s=2"
 
 [[pool]]
 role = "mixed"
