@@ -19,6 +19,8 @@ class SimExecutor:
     def __init__(self, cost: CostModel) -> None:
         self._step_ns = cost.step_ns
         self.decode_ns = cost.decode_ns
+        self.decode_times = getattr(cost, "decode_times", None)
+        """Returns the durations of decodes by a rule; None if `cost` has none."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Return the duration of the step."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from kvarts.content import Content
-from kvarts.events import PartsMoved
+from kvarts.events import PartsMoved, PerStep
 from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages, Path
 from kvarts.kv.pool import PageError, PageId, Pool
@@ -48,7 +48,7 @@ class Leap:
 
     __slots__ = ("parts", "taken")
 
-    def __init__(self, taken: list[int], parts: PartsMoved | None = None) -> None:
+    def __init__(self, taken: PerStep, parts: PartsMoved | None = None) -> None:
         self.taken = taken
         self.parts = parts
 
