@@ -146,6 +146,25 @@ def made_leaps(kinds: list[tuple[int, int, int, int, list[tuple[int, int]]]]) ->
     return by_rule, listed
 
 
+def assert_gaps_are_narrowed(log: StepLog) -> None:
+    """What a log knows of its gaps without a pass over them, and which of them it returns in a range."""
+    pairs = [pair for part in log.gaps() for pair in zip(*map(np.ndarray.tolist, part), strict=True)]
+    times_ns = sorted(time_ns for time_ns, weight in pairs for _ in range(weight))
+    if log.gap_extent() is not None:
+        assert log.gap_extent() == (len(times_ns), sum(times_ns), times_ns[0], times_ns[-1])
+    for low in times_ns[:: len(times_ns) // 4 + 1]:
+        ranges = [(low, low + 2), (times_ns[-1], times_ns[-1] + 1)]
+        parts = log.gaps_within(ranges)
+        found = sorted(pair for part in parts for pair in zip(*map(np.ndarray.tolist, part), strict=True))
+        assert not set(found) - set(pairs)
+        for first, end in ranges:
+            wanted = [(time_ns, weight) for time_ns, weight in pairs if first <= time_ns < end]
+            assert sorted(wanted) == [(time_ns, weight) for time_ns, weight in found if first <= time_ns < end]
+    distribution = weighted_distribution_ms(log.gap_numbers)
+    narrowed = weighted_distribution_ms(log.gaps, within=log.gaps_within, extent=log.gap_extent(), most_sorted=0)
+    assert narrowed == distribution
+
+
 KINDS = st.tuples(
     st.integers(0, 3),
     st.integers(1, 5),
@@ -177,6 +196,8 @@ class TestStepsByRule:
             ]
             assert found[0] == found[1]
             packed.PACK_AT = 3 * BLOCK
+            for log in logs[:as_arrays]:
+                assert_gaps_are_narrowed(log)
             if as_arrays:
                 for name, column in logs[1].columns.items():
                     assert logs[0].columns[name].tolist() == column.tolist(), name

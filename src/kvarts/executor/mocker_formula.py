@@ -18,6 +18,8 @@ __all__ = ["MockerTimes", "mocker_decode_ns", "mocker_step_ns"]
 IS_COMPILED: Final = not __file__.endswith(".py")
 TO_WHOLE: Final = 4503599627370496.0
 """2**52: the last bit of a sum with it is that of 1, so it rounds half to even, as `round` does."""
+MOST_WHOLE: Final = 2251799813685248.0
+"""2**51: below it, `TO_WHOLE` rounds."""
 FAR_NS: Final = 1e300
 
 
@@ -43,14 +45,19 @@ def mocker_step_ns(batch: Batch) -> int:
     if num_prefills:
         t = num_prefills * (after // num_prefills - before // num_prefills)
         if t:
-            duration_ns = round((4.209989e-7 * t * t + 1.518344e-2 * t + 16.50142) * 1e6)
+            duration_ns = _rounded((4.209989e-7 * t * t + 1.518344e-2 * t + 16.50142) * 1e6)
     if num_decodes:
         u = known_tokens / batch.pool_tokens
         if u > 1.0:
             u = 1.0
         # At least 5.74 for every u in [0, 1], so the floor of 1 ms is out of reach.
-        duration_ns += round((-25.74 * u * u + 54.01 * u + 5.74) * 1e6)
+        duration_ns += _rounded((-25.74 * u * u + 54.01 * u + 5.74) * 1e6)
     return duration_ns
+
+
+def _rounded(ns: float) -> int:
+    """Return the result of `round`."""
+    return int((ns + TO_WHOLE) - TO_WHOLE) if ns < MOST_WHOLE else round(ns)
 
 
 def mocker_decode_ns(num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvarts.columns import Column
 from kvarts.few import Few, Numbers, arrays_pay
 from kvarts.report import packed
-from kvarts.report.step_spans import HOW_FIELDS, LISTED_PAGES, LISTED_TIMES, StepSpans
+from kvarts.report.distributions import NOTHING, Extent, Ranges, dot
+from kvarts.report.step_spans import HOW_FIELDS, LISTED_PAGES, LISTED_TIMES, StepSpans, TimesByRule
 
 if TYPE_CHECKING:
     import numpy as np
@@ -226,6 +227,66 @@ class StepLog(StepSpans):
         for part in self._parts():
             yield part.durations_ns(), np.repeat(decodes[part.start : part.end], part.num_steps)
 
+    @cached_property
+    def _span_gaps(self) -> tuple[Column, Column, Column] | None:
+        """The first and the last duration of each span, and its decodes; None if some are listed.
+
+        Durations by a rule do not fall from step to step.
+        """
+        if self._is_short or ((self._narrow["how"] & LISTED_TIMES) != 0).any():
+            return None
+        import numpy as np
+
+        known_tokens, took_ns = self._narrow["known_tokens"].astype(np.int64), self._narrow["took_ns"].astype(np.int64)
+        decodes, num_steps = self.spans["decodes"], self.spans["num_steps"]
+        if self._rule is None:
+            return took_ns, took_ns, decodes
+        firsts_ns = self._rule.of_steps_ns(known_tokens)
+        lasts_ns = self._rule.of_steps_ns(known_tokens + decodes * (num_steps - 1))
+        is_single = num_steps == 1
+        return np.where(is_single, took_ns, firsts_ns), np.where(is_single, took_ns, lasts_ns), decodes
+
+    def gap_extent(self) -> Extent | None:
+        """Return the extent of `gaps` if it is known without a pass over the steps."""
+        if self._span_gaps is None:
+            return None
+        firsts_ns, lasts_ns, decodes = self._span_gaps
+        has_any = decodes > 0
+        if not has_any.any():
+            return NOTHING
+        count = int(decodes.dot(self.spans["num_steps"]))
+        total_ns = dot(decodes, self.spans["duration_ns"])
+        return Extent(count, total_ns, int(firsts_ns[has_any].min()), int(lasts_ns[has_any].max()))
+
+    def gaps_within(self, ranges: Ranges) -> Iterator[tuple[Numbers, Numbers]]:
+        """Return all `gaps` in the ranges [low, high), and maybe others."""
+        if self._span_gaps is None:
+            yield from self.gap_numbers()
+            return
+        import numpy as np
+
+        firsts_ns, lasts_ns, decodes = self._span_gaps
+        is_met = np.zeros(len(decodes), bool)
+        for low, high in ranges:
+            is_met |= (firsts_ns < high) & (lasts_ns >= low)
+        met = np.flatnonzero(is_met & (decodes > 0))
+        num_steps = self.spans["num_steps"][met]
+        ends = np.cumsum(num_steps)
+        start = 0
+        while start < len(met):
+            first = int(ends[start] - num_steps[start])
+            end = max(start + 1, int(np.searchsorted(ends, first + packed.BLOCK_STEPS, side="right")))
+            some = met[start:end]
+            steps = num_steps[start:end]
+            durations_ns = firsts_ns[some]
+            if self._rule is not None:
+                known_tokens = self._narrow["known_tokens"][some].astype(np.int64)
+                durations_ns = _by_rule(self._rule, known_tokens, decodes[some], steps)
+                is_single = steps == 1
+                durations_ns[(np.cumsum(steps) - 1)[is_single]] = firsts_ns[some][is_single]
+            yield durations_ns, np.repeat(decodes[some], steps)
+            start = end
+
     @property
     def end_ns(self) -> int:
         """End time of the last step; 0 without steps."""
@@ -331,6 +392,18 @@ class StepLog(StepSpans):
         return np.cumsum(spans["num_steps"]) - spans["num_steps"]
 
 
+def _by_rule(rule: TimesByRule, known_tokens: Column, decodes: Column, num_steps: Column) -> Column:
+    """Return the durations of the steps of spans, whose decodes know `known_tokens` in the first of their steps."""
+    import numpy as np
+
+    # Tokens rise by the decodes from step to step; at the first step of a span, by what leads there.
+    begins = np.cumsum(num_steps) - num_steps
+    rises = np.repeat(decodes, num_steps)
+    rises[begins] = known_tokens
+    rises[begins[1:]] -= (known_tokens + decodes * (num_steps - 1))[:-1]
+    return rule.of_steps_ns(np.cumsum(rises, out=rises))
+
+
 class _Listed:
     """Reads integers that are listed in blocks."""
 
@@ -395,13 +468,9 @@ class _Part:
         if rule is None:
             durations_ns = np.repeat(took_ns, self.num_steps)
         else:
-            # Tokens rise by the decodes from step to step; at the first step of a span, by what leads there.
             decodes, known_tokens = self._of_spans("decodes"), self._of_spans("known_tokens")
             known_tokens[0] -= decodes[0] * min(0, self._firsts[0])
-            rises = np.repeat(decodes, self.num_steps)
-            rises[self.begins] = known_tokens
-            rises[self.begins[1:]] -= (known_tokens + decodes * (self.num_steps - 1))[:-1]
-            durations_ns = rule.of_steps_ns(np.cumsum(rises, out=rises))
+            durations_ns = _by_rule(rule, known_tokens, decodes, self.num_steps)
             durations_ns[self.begins[is_single]] = took_ns[is_single]
         is_listed = self._is_listed(LISTED_TIMES)
         if is_listed.any():
