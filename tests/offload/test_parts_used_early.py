@@ -6,8 +6,8 @@ import pytest
 
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.group_pages import GroupPages
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.offload import backlog
 from kvarts.offload.channel import Channel
 from kvarts.offload.layout import ConnectedTier

@@ -19,7 +19,7 @@ from kvarts.units import meant_size, parse_bytes, parse_rate
 if TYPE_CHECKING:
     from kvarts.config import EngineConfig
     from kvarts.kv.eviction import EvictionOrder
-    from kvarts.kv.group_memory import GroupMemory
+    from kvarts.kv.groups import GroupMemory
     from kvarts.offload.opening import TiersToOpen
     from kvarts.offload.pagefiles import PageFiles
 

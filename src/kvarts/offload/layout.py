@@ -15,7 +15,7 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
-from kvarts.kv.node import HeldPages
+from kvarts.kv.eviction import HeldPages
 from kvarts.kv.transfer import Coming, Loaded, Offer, Weighed
 from kvarts.offload.backlog import Backlog, Spill
 from kvarts.offload.channel import Channel

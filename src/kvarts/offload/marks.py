@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarts.content import Content
-from kvarts.kv.match import Match
-from kvarts.kv.node import HeldPages, walk
+from kvarts.kv.cache import Match
+from kvarts.kv.eviction import HeldPages, walk
 from kvarts.kv.page_cache import PageCache
 from kvarts.offload.safe_first import Below, SafeFirst
 from kvarts.offload.tier import PageTier

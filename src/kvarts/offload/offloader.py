@@ -29,7 +29,7 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import StoreStarted, TransferEnded
 from kvarts.kv.cache import Cache, Holding
-from kvarts.kv.node import HeldPages
+from kvarts.kv.eviction import HeldPages
 from kvarts.kv.transfer import Awaited, Coming, Direction, Move, Offer, PrefillTimes, TransferTotals, Weighed
 from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel

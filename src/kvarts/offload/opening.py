@@ -9,12 +9,11 @@ from uuid import uuid4
 from kvarts.config import EngineConfig
 from kvarts.event_log import Tell
 from kvarts.kv.cache import Cache
-from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.eviction import EvictionOrder, TreeWatcher
 from kvarts.kv.group_pages import GroupPages
+from kvarts.kv.groups import GroupMemory
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.transfer import PrefillTimes
-from kvarts.kv.watcher import TreeWatcher
 from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig

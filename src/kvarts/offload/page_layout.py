@@ -16,7 +16,7 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import PagesRemoved, PagesStored
 from kvarts.kv.cache import Holding
-from kvarts.kv.node import HeldPages
+from kvarts.kv.eviction import HeldPages
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import PageId
 from kvarts.kv.transfer import Coming, Loaded, Offer

@@ -13,7 +13,7 @@ from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.groups import GroupMemory
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.layout import ConnectedTier
 from kvarts.offload.offloader import Offloader

@@ -17,10 +17,10 @@ from mypy_extensions import mypyc_attr
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.run_events import RunEvents
+from kvarts.kv.account import RunEvents
+from kvarts.kv.groups import GroupMemory
+from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, first_list
 from kvarts.kv.span_tree import SpanTree
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span, first_list
 from kvarts.kv.transfer import Coming
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.shared_store import STORE, LinksToStore, Shared, Write

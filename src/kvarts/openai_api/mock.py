@@ -22,7 +22,7 @@ from kvarts.executor.prefill import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.executor.waiting import WaitingExecutor
 from kvarts.kv.eviction import EvictionOrder, LruOrder
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.groups import GroupMemory
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop, ModelHost

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarts.event_log import Tell
-from kvarts.kv.cache import Cache
+from kvarts.kv.cache import Cache, PageReserve
+from kvarts.kv.groups import OwnPages
 from kvarts.kv.pool import PageId
-from kvarts.kv.reserve import PageReserve
-from kvarts.kv.sink_window import OwnPages
 from kvarts.request import Request
 from kvarts.sched.wheel import DecodeWheel
 

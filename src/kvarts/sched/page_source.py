@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvarts.kv.cache import Cache
-from kvarts.kv.pins import Pins
+from kvarts.kv.cache import Cache, Pins
 from kvarts.request import Request
 
 __all__ = ["OnePool", "PageSource"]

@@ -21,8 +21,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.events import Admitted, Blocked, DecodesStalled, Finished, HeadBlocked, Preemption
-from kvarts.kv.cache import Cache, Leap, Mark
-from kvarts.kv.pins import Pins
+from kvarts.kv.cache import Cache, Leap, Mark, Pins
 from kvarts.limits import MOST_COUNT
 from kvarts.request import NEXT_STATES, Request, RequestState
 from kvarts.sched.drafts import Drafter, Drafts

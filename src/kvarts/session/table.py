@@ -10,8 +10,7 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.errors import ConfigError
-from kvarts.kv.heavy_pages import HeavyPages
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.groups import HeavyPages, SinkWindow
 from kvarts.llm.loop import ModelHost
 from kvarts.llm.text import Generation
 from kvarts.session.capacity import Capacity

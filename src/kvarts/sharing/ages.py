@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvarts.kv.eviction import EvictionOrder, noter_of, ranges_read_by
-from kvarts.kv.node import Node
+from kvarts.kv.eviction import EvictionOrder, Node, noter_of, ranges_read_by
 
 __all__ = ["AgedOrder", "ReleaseClock"]
 

@@ -19,13 +19,12 @@ from typing import Protocol
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.kv.cache import Cache
-from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.eviction import EvictionOrder, LruOrder, TreeWatcher
 from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool, IdPool, PageId
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.tree import PrefixTree
-from kvarts.kv.watcher import TreeWatcher
 from kvarts.request import Request
 from kvarts.sharing.ages import AgedOrder, ReleaseClock
 
