@@ -6,7 +6,7 @@ import pytest
 
 from kvarts.content import Content
 from kvarts.offload import backlog
-from kvarts.offload.backlog import Backlog, Spill
+from kvarts.offload.store_policy import Backlog, Spill
 
 
 def content_of(*tokens: int) -> Content:

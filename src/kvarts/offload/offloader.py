@@ -34,8 +34,7 @@ from kvarts.kv.transfer import Awaited, Coming, Direction, Move, Offer, PrefillT
 from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.layout import Layout, Tier
-from kvarts.offload.transfers import NEVER_NS, Transfers
-from kvarts.offload.under_way import ALL, Copies, Loading, UnderWay
+from kvarts.offload.transfers import ALL, NEVER_NS, Copies, Loading, Transfers, UnderWay
 from kvarts.offload.weigher import Weigher
 
 __all__ = ["Offloader"]

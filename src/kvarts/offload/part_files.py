@@ -13,7 +13,7 @@ from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import PageId
 from kvarts.kv.runs import PartRun, Span, holding_of_transfer
 from kvarts.kv.span_tree import SpanTree
-from kvarts.offload.file_names import FileNames
+from kvarts.offload.pagefiles import FileNames
 from kvarts.offload.part_tier import PartTier
 
 __all__ = ["PartFiles"]

@@ -19,11 +19,11 @@ from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
 from kvarts.kv.pool import PageId
 from kvarts.kv.runs import PartRun, RunHolding, RunMatch, holding_of_transfer
 from kvarts.kv.transfer import Coming, Loaded, Offer, Weighed
-from kvarts.offload.backlog import Spill
 from kvarts.offload.layout import ConnectedTier, Layout
 from kvarts.offload.part_policy import PartPolicy
 from kvarts.offload.part_tier import PartTier
-from kvarts.offload.under_way import ALL, Copies, Loading
+from kvarts.offload.store_policy import Spill
+from kvarts.offload.transfers import ALL, Copies, Loading
 from kvarts.offload.weigher import between
 
 __all__ = ["PartLayout"]

@@ -29,8 +29,7 @@ from kvarts.sched.handoffs import Handoffs
 from kvarts.sched.horizon import Horizon
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads
-from kvarts.sched.own_pages import OwnPagesInUse
-from kvarts.sched.page_source import PageSource
+from kvarts.sched.page_source import OwnPagesInUse, PageSource
 from kvarts.sched.plan import Batch, Chunk, DraftRows, StepPlan, StepResult
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.preemption import Preemptor, holding_of
