@@ -14,11 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from kvarts.calibrate import CalibrationRun, Measured, calibrate_runs, compare, fitting, load_measured, load_series
-from kvarts.calibrate.coefficients import names_of
+from kvarts.calibrate.coefficients import cost_toml, names_of
+from kvarts.calibrate.comparison import load_replayed, replayed_of
 from kvarts.calibrate.design import CANDIDATES, design
-from kvarts.calibrate.replayed import load_replayed, replayed_of
 from kvarts.calibrate.run import FittedRun
-from kvarts.calibrate.writing import cost_toml
 from kvarts.cli.main import cli
 from kvarts.errors import InputError, KvartsError
 from kvarts.executor.constants import shipped_constants

@@ -16,8 +16,7 @@ from kvarts.executor.cost import LinearCost
 from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
-from kvarts.serve.binding import Binding
-from kvarts.serve.server import SessionServer
+from kvarts.serve.server import Binding, SessionServer
 from kvarts.session.config import SessionsConfig
 from kvarts.session.opening import mock_host
 from kvarts.session.sessions import Sessions

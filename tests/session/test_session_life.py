@@ -11,8 +11,8 @@ import pytest
 from kvarts.clock import VirtualClock
 from kvarts.content import Content
 from kvarts.events import Blocked
-from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.text import DetokenizingExecutor
 from kvarts.request import Request
 from kvarts.sampling import Logprobs, SamplingParams
 from kvarts.session.config import SessionsConfig

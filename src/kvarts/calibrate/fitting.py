@@ -20,7 +20,11 @@ import numpy.typing as npt
 from kvarts.calibrate.coefficients import (
     at_limit,
     beyond_transfer,
+    coefficients_text,
     cost_of,
+    cost_toml,
+    cost_values,
+    finite,
     log_bounds,
     logs_of,
     names_of,
@@ -29,7 +33,6 @@ from kvarts.calibrate.coefficients import (
 )
 from kvarts.calibrate.comparison import Comparison
 from kvarts.calibrate.run import CalibrationRun, FittedRun
-from kvarts.calibrate.writing import coefficients_text, cost_toml, cost_values, finite
 from kvarts.errors import ConfigError
 from kvarts.executor.constants import Constants
 from kvarts.executor.roofline import RooflineCost

@@ -25,12 +25,11 @@ from kvarts.executor.torch.sampling import BatchSampler, processors_of
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.transfer import TransferTotals
-from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop, ModelHost
 from kvarts.llm.room import KVRoom, latent_token_bytes, open_room, token_bytes
 from kvarts.llm.speculation import CarefulDrafter, NgramDrafter, SpeculativeConfig, TimesByTokens
-from kvarts.llm.text import Completion, Generation
+from kvarts.llm.text import Completion, DetokenizingExecutor, Generation
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 from kvarts.sched.drafts import DraftTotals

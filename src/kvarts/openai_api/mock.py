@@ -23,9 +23,9 @@ from kvarts.executor.simulated import SimExecutor
 from kvarts.executor.waiting import WaitingExecutor
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.group_memory import GroupMemory
-from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop, ModelHost
+from kvarts.llm.text import DetokenizingExecutor
 from kvarts.openai_api.words import NUM_WORDS, VOCABULARY_SIZE, vary_words
 from kvarts.request import Request
 from kvarts.sim.replica import Replica

@@ -10,10 +10,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from kvarts.llm.listener import Gone, RequestFailedError
+from kvarts.llm.listener import Gone, Outbox, RequestFailedError
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
-from kvarts.llm.outbox import Outbox
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
 from kvarts.sampling import Logprobs, SamplingParams

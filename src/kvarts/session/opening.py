@@ -19,9 +19,9 @@ from kvarts.executor.base import CostModel
 from kvarts.executor.mock import MockExecutor
 from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.roofline import RooflineCost
-from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop, ModelHost
+from kvarts.llm.text import DetokenizingExecutor
 from kvarts.rooms import from_room
 from kvarts.session.config import MOST_HISTORY_TOKENS, AtCapacity, SessionsConfig
 from kvarts.session.keeper import Keeper

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from kvarts.content import UNIT_BYTES
-from kvarts.llm.listener import EngineDeadError, Gone
+from kvarts.llm.listener import EngineDeadError, Gone, Outbox
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import ModelHost
-from kvarts.llm.outbox import Outbox
 from kvarts.owners.shares import owner_of
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams

@@ -332,7 +332,7 @@ def counted_groups(
     geometry = placed.geometry
     if geometry is None or not geometry.keeps_less:
         return ()
-    from kvarts.hardware.sequences import local_kv_groups
+    from kvarts.hardware.fit import local_kv_groups
     from kvarts.kv.group_memory import PartGroup
 
     local = local_kv_groups(

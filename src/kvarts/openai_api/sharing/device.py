@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from kvarts.clock import Clock
 from kvarts.executor.base import CostModel
 from kvarts.executor.mock import MockExecutor
-from kvarts.llm.detokenizing import DetokenizingExecutor
-from kvarts.llm.text import Generation
+from kvarts.llm.text import DetokenizingExecutor, Generation
 from kvarts.openai_api.served import Health
 from kvarts.request import Request
 from kvarts.sampling import Logprobs, SamplingParams
