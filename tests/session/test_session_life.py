@@ -15,7 +15,6 @@ from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.text import DetokenizingExecutor
 from kvarts.request import Request
 from kvarts.sampling import Logprobs, SamplingParams
-from kvarts.session.config import SessionsConfig
 from kvarts.session.opening import MOCK_TOKEN_BYTES
 from kvarts.session.sessions import Sessions
 from kvarts.session.values import (
@@ -23,6 +22,7 @@ from kvarts.session.values import (
     SessionBusyError,
     SessionGoneError,
     SessionNotReadyError,
+    SessionsConfig,
     SessionSettings,
     SessionsExhaustedError,
     SessionValueError,

@@ -16,8 +16,7 @@ from kvarts.request import Request
 from kvarts.sampling import Logprobs, SamplingParams
 from kvarts.sched.plan import Batch
 from kvarts.sched.policy import NEVER_NS
-from kvarts.sharing.device import SharedDevice
-from kvarts.sharing.loans import debts
+from kvarts.sharing.device import SharedDevice, debts
 from kvarts.sharing.tenant import Tenant
 from kvarts.sharing.turns import TurnLoop
 
