@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvarts.executor.manysteps import are_many, whole_ns
+from kvarts.executor.base import are_many, whole_ns
 from kvarts.sched.plan import Batch
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.event_log import EventReader
 from kvarts.executor.base import CostModel
+from kvarts.executor.cost import PrefillCost
 from kvarts.executor.mock import MockExecutor
-from kvarts.executor.page_bytes import NoPageBytes
-from kvarts.executor.prefill import PrefillCost
+from kvarts.executor.page_contents import NoPageBytes
 from kvarts.executor.simulated import SimExecutor
-from kvarts.executor.waiting import WaitingExecutor
+from kvarts.executor.wrappers import WaitingExecutor
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.llm.llm_engine import LLMEngine

@@ -18,7 +18,7 @@ from kvarts.settings import AtLeastOne, Given, SettingError, setting, settings_o
 from kvarts.units import meant_size, parse_bytes
 
 if TYPE_CHECKING:
-    from kvarts.executor.cost import CostSpec
+    from kvarts.executor.cost_spec import CostSpec
     from kvarts.hardware import Geometry, MemoryFit
     from kvarts.kv.group_memory import PartGroup
 
@@ -247,7 +247,7 @@ def parsed_cost(cost: Any) -> Any:
     """
     if not isinstance(cost, str | Mapping):
         return cost
-    from kvarts.executor.cost import CostSpec, parse_cost
+    from kvarts.executor.cost_spec import CostSpec, parse_cost
 
     if isinstance(cost, str):
         return parse_cost(cost)
