@@ -532,6 +532,9 @@ class NaiveFleet:
                 due = [each for each in self.deadlines() if each[0] <= now]
                 if due:
                     self.give_up(self.handoffs[min(due)[1]], now)
+                    if self.queue_tokens is not None:  # what waits in the router takes its place at once
+                        self.act(now)
+                        self.take_placed(now)
             elif coming and coming[0].arrival_ns <= now:
                 self.actions.append(("send", self.handoff_of(coming.pop(0))))
             else:
