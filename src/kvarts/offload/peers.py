@@ -14,12 +14,15 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.transfer import Offer, PrefillTimes
+from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.layout import ConnectedTier
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.opening import TiersToOpen
 from kvarts.offload.shared_store import SharedChannel
 from kvarts.offload.tier import MemoryTier, Pin, TierLoad
+from kvarts.offload.weigher import Weigher
 
 __all__ = ["PEERS", "PeerMemory", "PeerView"]
 
@@ -40,11 +43,16 @@ class LinksToPeers(Protocol):
 
 
 class PeerMemory:
-    """The host memory of all engines. `links`: carry the pages, of `page_bytes` bytes each."""
+    """The host memory of all engines. `links`: carry the pages, of `page_bytes` bytes each.
 
-    def __init__(self, page_bytes: int, links: LinksToPeers) -> None:
+    Alone, a transfer takes `latency_ms` and has `bytes_per_s`.
+    """
+
+    def __init__(self, page_bytes: int, links: LinksToPeers, *, latency_ms: float, bytes_per_s: float) -> None:
         self.page_bytes = page_bytes
         self.links = links
+        self._latency_ms = latency_ms
+        self._bytes_per_s = bytes_per_s
         self.tiers: dict[int, MemoryTier] = {}
         """The host memory of each engine that has any."""
         self.views: dict[int, PeerView] = {}
@@ -59,9 +67,36 @@ class PeerMemory:
         view = self.views[worker] = PeerView(self, worker)
         return TiersWithPeers(offload, view, self)
 
+    def gain(self, prefill: PrefillTimes, page_size: int) -> PullGain:
+        """Return what a worker saves that reads pages over idle links, instead of computing them as in `prefill`."""
+        alone = Channel("peers", latency_us=self._latency_ms * 1e3, bytes_per_s=max(1, round(self._bytes_per_s)))
+        return PullGain(Weigher([alone], self.page_bytes, prefill, splits=True), page_size)
+
     def leave(self, worker: int) -> bool:
         """Stop reading from `worker`, which was removed; return whether it was still registered."""
         return self.tiers.pop(worker, None) is not None
+
+
+class PullGain:
+    """What a worker saves that reads pages from others, as its tiers weigh it if nothing else is under way.
+
+    `tier`: the name of the memory that is read.
+    """
+
+    tier = "host"
+
+    def __init__(self, weigher: Weigher, page_size: int) -> None:
+        self._weigher = weigher
+        self._page_size = page_size
+
+    def saved_pages(self, start: int, num_pages: int, num_tokens: int) -> float:
+        """Return how many of `num_pages` pages from `start` on a prompt of `num_tokens` saves, in time to compute."""
+        offer = Offer(num_pages, (num_pages,))
+        weighed = self._weigher.weigh(0, offer, start, self._page_size, num_tokens, num_behind=0, awaited=None)
+        if not weighed.num_pages or not weighed.worth_ns:
+            return 0.0
+        took_ns = max(weighed.front_ns, weighed.wait_ns or 0)
+        return num_pages * (weighed.worth_ns - took_ns) / weighed.worth_ns
 
 
 class PinnedRead(Pin, eq=False, kw_only=True):
