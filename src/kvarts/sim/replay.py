@@ -146,7 +146,7 @@ def replay_one(
     router = make_router(config, replicas, ranks=ranks, tells_pages=config.kv_groups == "off")
     readers: list[list[EventReader]] = []
     for index, log in enumerate(steps):
-        of_router = router.reader_of(index) if config.replicas > 1 else None
+        of_router = router.reader_of(index) if config.replicas > 1 or router.holds_requests else None
         observers = () if observers_of is None else observers_of(index)
         readers.append([log, *observers, *(() if of_router is None else (of_router,))])
     runners: list[Runner] = []
