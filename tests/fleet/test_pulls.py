@@ -158,10 +158,11 @@ def test_a_router_counts_what_reading_saves(settings: dict[str, Any], chosen: in
     assert first_tokens(report)[2] == 1001 + 41 if chosen else True
 
 
-class Looking(PrefixAware):
+class Looking:
     """The prefix router, which compares what it knows of other workers' pages with these."""
 
     memory: ClassVar[PeerMemory]
+    needs = PrefixAware.needs
 
     def choose(self, asked: Asked, view: View) -> int:
         limit = (asked.num_tokens - 1) // view.page_size
@@ -171,7 +172,7 @@ class Looking(PrefixAware):
         there = [tier.find for tier in self.memory.tiers.values()]
         expected = {start: max([find(asked.content, start, limit) for find in there], default=0) for start in starts}
         assert index.elsewhere(asked.content, starts, limit, "host") == expected
-        return super().choose(asked, view)
+        return PrefixAware().choose(asked, view)
 
 
 @pytest.mark.laws

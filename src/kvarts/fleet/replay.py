@@ -255,31 +255,41 @@ def open_store(config: FleetConfig) -> tuple[WorkersStore | None, StoreLinks | N
 class PeersOfWorkers(ReadMemory, BelowTiers, Protocol):
     """The host memory of workers, from which others read."""
 
+    unit: str
+    """Its unit: "pages", or with KV groups "blocks"."""
+
     @property
     def views(self) -> Mapping[int, ViewOfStore]:
         """The reads of each worker."""
 
-    def gain(self, prefill: PrefillCost, page_size: int) -> PeersGain:
-        """Return what a worker saves that reads pages, instead of computing them in the time of `prefill`."""
+    def gain(self, prefill: PrefillCost, page_size: int) -> PeersGain | None:
+        """Return what a worker saves that reads pages, instead of computing them in the time of `prefill`.
+
+        None: routers do not know that.
+        """
 
 
 def open_peers(config: FleetConfig, links: PeerLinks) -> PeersOfWorkers:
     """Return the host memory from which workers read. Raise ConfigError if its room is missing."""
-    make = from_room("offload.peers", "PeerMemory", field="transfer.pull")
     assert config.bytes_per_s is not None
-    page_bytes, latency_ms = config.token_bytes * config.page_size, config.latency_ms
-    opened: PeersOfWorkers = make(page_bytes, links, latency_ms=latency_ms, bytes_per_s=config.bytes_per_s)
+    unit_bytes = config.token_bytes * config.page_size
+    make = from_room("offload.peers", "PeerMemory", field="transfer.pull")
+    if config.first.kv_groups != "off":
+        unit_bytes = config.stored_unit_bytes
+        make = from_room("offload.peer_parts", "PeerParts", field="transfer.pull")
+    opened: PeersOfWorkers = make(unit_bytes, links, latency_ms=config.latency_ms, bytes_per_s=config.bytes_per_s)
     return opened
 
 
 def pulls_report(memory: PeersOfWorkers) -> dict[str, Any]:
     """Return what workers read from the host memory of others, as a part of the report."""
+    unit = memory.unit
     pulled = [
-        {"reader": reader, "source": source, "pages": num_pages}
+        {"reader": reader, "source": source, unit: num_loaded}
         for reader, view in sorted(memory.views.items())
-        for source, num_pages in sorted(view.num_loaded_from.items())
+        for source, num_loaded in sorted(view.num_loaded_from.items())
     ]
-    return {"num_pulled_pages": sum(row["pages"] for row in pulled), "pulled": pulled}
+    return {f"num_pulled_{unit}": sum(row[unit] for row in pulled), "pulled": pulled}
 
 
 def store_report(store: WorkersStore, links: StoreLinks, end_ns: int) -> dict[str, Any]:
