@@ -30,6 +30,8 @@ ALIGNMENT = 32
 PLAIN = {0: np.float32, 1: np.float16, 28: np.float64}
 """Tensor types that NumPy reads directly."""
 BFLOAT16 = 30
+STRETCH = 1 << 15
+"""Number of quantized values that are read at a time: all that is made of them on the way fits into a CPU's cache."""
 
 
 def find_gguf(path: str | Path) -> Path | None:
@@ -66,16 +68,31 @@ class StoredTensor(msgspec.Struct, frozen=True):
             return self.data.view(PLAIN[self.kind]).reshape(self.shape)
         if self.kind == BFLOAT16:
             return (self.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
-        from gguf.constants import GGMLQuantizationType
+        numbers = np.empty(self.shape, np.float32)
+        self._dequantize(numbers.reshape(-1))
+        return numbers
+
+    def read_into(self, target: npt.NDArray[Any]) -> None:
+        """Write the values into `target`, an array of this shape. Raise ConfigError for an unknown type."""
+        if self.is_quantized:
+            self._dequantize(target.reshape(-1))
+        else:
+            target[...] = self.numbers()
+
+    def _dequantize(self, target: npt.NDArray[Any]) -> None:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
 
         try:
             kind = GGMLQuantizationType(self.kind)
-            rows = self.data.reshape(prod(self.shape[:-1]), -1)
-            numbers: npt.NDArray[np.float32] = dequantize(rows, kind)
+            num_values, num_bytes = GGML_QUANT_SIZES[kind]
+            blocks = self.data.reshape(-1, num_bytes)
+            each = max(1, STRETCH // num_values)
+            for start in range(0, len(blocks), each):
+                stretch = blocks[start : start + each].reshape(1, -1)
+                target[start * num_values : (start + each) * num_values] = dequantize(stretch, kind)[0]
         except (ValueError, NotImplementedError) as error:
             raise ConfigError(f"tensor {self.name!r} has type {self.kind}, which is not read: {error}") from error
-        return numbers.reshape(self.shape)
 
     @property
     def is_quantized(self) -> bool:
