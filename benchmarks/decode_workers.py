@@ -44,9 +44,9 @@ class Work(NamedTuple):
 
 CHOICES = {"layers": "KVARTS_LAYERS", "attention": "KVARTS_ATTENTION"}
 Measured = dict[str, Any]
-"""`rate`: tokens a second while all sequences decode, or of prompts. `cpu_s`: processor seconds per token, absent if the
-engine cannot tell. `first`: the first token of each. `outside`: the share of a step that is not the model: scheduler,
-tables, commit, and the choice of tokens."""
+"""`rate`: tokens a second while all sequences decode, or of prompts. `cpu_s`: processor seconds per token, if they are
+known. `first`: the first token of each. `outside`: the share of a step that is not the model: scheduler, tables,
+commit, and the choice of tokens."""
 Engine = Callable[[Work], Measured]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = ["GgufFile", "StoredTensor", "find_gguf"]
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """`struct` formats of fixed-size values, by their type numbers in the file."""
 ALIGNMENT = 32
@@ -179,7 +181,7 @@ class GgufFile:
         return values, [(name, shape, kind, first + offset) for name, shape, kind, offset in tensors]
 
     def _text(self, place: int) -> tuple[str, int]:
-        (length,) = struct.unpack_from("<Q", self._bytes, place)
+        (length,) = LENGTH.unpack_from(self._bytes, place)
         end = place + 8 + length
         if end > len(self._bytes):
             raise IndexError("a text ends after the file")
@@ -196,8 +198,9 @@ class GgufFile:
         if of_kind in FORMATS:
             form = f"<{count}{FORMATS[of_kind]}"
             return list(struct.unpack_from(form, self._bytes, place)), place + struct.calcsize(form)
+        read = self._text if of_kind == STRING else partial(self._value, kind=of_kind)
         found = []
         for _ in range(count):
-            value, place = self._value(place, of_kind)
+            value, place = read(place)
             found.append(value)
         return found, place
