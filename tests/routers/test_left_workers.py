@@ -46,7 +46,7 @@ def test_what_a_failed_worker_had_does_not_count_where_its_request_is_placed_aga
     router.ended(first.index)
     other = router.place(first, None, 1)
     router.enter(failed)
-    assert other != failed and router.take_placed(2) == []
+    assert other is not None and other != failed and router.take_placed(2) == []
     assert [router.view.prefill_tokens[worker] for worker in (failed, other)] == [0, 64]
     assert [router.view.num_requests[worker] for worker in (failed, other)] == [0, 1]
     assert router.place(second, None, 3) == failed
