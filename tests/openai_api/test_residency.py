@@ -13,8 +13,8 @@ import pytest
 from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.events import Admitted, CacheCleared, PagesRemoved, PagesStored, StepEnded, StepStarted
+from kvarts.openai_api.meter import RESIDENCY_S, Residency
 from kvarts.openai_api.metrics import Metrics
-from kvarts.openai_api.residency import RESIDENCY_S, Residency
 from kvarts.openai_api.running import RunningServer
 
 from builders.http_client import call

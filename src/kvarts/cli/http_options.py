@@ -266,7 +266,7 @@ def _residency_share(values: dict[str, Any]) -> float:
         if share is not None:
             raise ConfigError("needs --kv-cache-metrics", field="kv_cache_metrics_sample")
         return 0.0
-    from kvarts.openai_api.residency import DEFAULT_SHARE, Residency
+    from kvarts.openai_api.meter import DEFAULT_SHARE, Residency
 
     return Residency(DEFAULT_SHARE if share is None else share).share
 

@@ -11,10 +11,9 @@ import click
 
 from kvarts.cli.effects import check_effects
 from kvarts.cli.options import DERIVED, DIRECTORY, INPUT, Command, given_by_flags, grouped, options_of
-from kvarts.cli.pages import check_opening, open_option, write_run_page
+from kvarts.cli.outputs import check_opening, open_option, write_run_page
 from kvarts.cli.parts import CommandPart, Outputs, ReplayRun, concern_parts, load_parts
-from kvarts.cli.process import tell_whole_pages
-from kvarts.cli.progress import Progress
+from kvarts.cli.process import Progress, tell_whole_pages
 from kvarts.files import check_outputs
 from kvarts.report.run_directory import REPORT
 from kvarts.samples import PREFIX, SAMPLES

@@ -11,9 +11,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from kvarts.openai_api.buckets import BucketCounts
-from kvarts.openai_api.gone import GoneEngines, num_queried_below
-from kvarts.openai_api.meter import Meter
+from kvarts.openai_api.meter import BucketCounts, GoneEngines, Meter, num_queried_below
 from kvarts.openai_api.served import Served
 
 __all__ = ["Metrics"]

@@ -20,7 +20,7 @@ from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, Served
 
 if TYPE_CHECKING:
-    from kvarts.openai_api.gone import GoneEngines
+    from kvarts.openai_api.meter import GoneEngines
     from kvarts.openai_api.metrics import Metrics
 
 __all__ = ["TOKENIZED_BYTES", "Routes", "sources_told"]

@@ -13,8 +13,8 @@ import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.openai_api.failures import MAX_STALL_S, NO_FAILURE, Failure, parse_failure
+from kvarts.openai_api.prompts import CLOSE, OPEN, Thinking
 from kvarts.openai_api.shapes import Segment
-from kvarts.openai_api.thinking import CLOSE, OPEN, Thinking
 from kvarts.openai_api.tool_calls import call_text
 
 if TYPE_CHECKING:
