@@ -20,10 +20,9 @@ from kvarts.cli.process import Progress, print_bytes, print_json, tell_whole_pag
 from kvarts.cli.replay import all_sections, load_traffic, over_sample_settings, paths_in, read_settings, set_by
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.files import check_outputs, check_writable, is_standard_output, write_whole
+from kvarts.files import check_outputs, check_writable, is_standard_output, sample_of, write_whole
 from kvarts.limits import MOST_PAGES, brief
 from kvarts.plan.policy import check_policy, with_policy
-from kvarts.samples import sample_of
 from kvarts.sim.config import resolve_replay
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import click
 from kvarts.cli.options import INPUT, OUTPUT, Command, Group
 from kvarts.cli.process import Progress, print_bytes, print_json
 from kvarts.errors import ConfigError
-from kvarts.samples import PREFIX, SAMPLES
+from kvarts.files import PREFIX, SAMPLES
 from kvarts.units import parse_duration_s
 
 if TYPE_CHECKING:

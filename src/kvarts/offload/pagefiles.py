@@ -11,9 +11,8 @@ from hashlib import blake2b
 from pathlib import Path
 from stat import S_ISREG
 
-from kvarts.directories import make_private
 from kvarts.errors import ConfigError, OutputError
-from kvarts.files import write_whole
+from kvarts.files import make_private, write_whole
 
 __all__ = ["MOST_KEY_BYTES", "PageFiles", "file_bytes"]
 

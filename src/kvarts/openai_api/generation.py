@@ -41,8 +41,7 @@ from kvarts.openai_api.scripted import CHAT_PATH, COMPLETION_PATH, ScriptedAnswe
 from kvarts.openai_api.served import Ask, InSessions, Served
 from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
 from kvarts.openai_api.tool_calls import NamedCall, RequiredCalls, ToolCallsInText, calls_schema
-from kvarts.owners.keys import Owner
-from kvarts.owners.shares import PARTED
+from kvarts.owners import PARTED, Owner
 from kvarts.sampling import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:

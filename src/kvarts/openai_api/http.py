@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from kvarts.openai_api.errors import ApiError
-from kvarts.owners.shares import Shares
+from kvarts.owners import Shares
 
 __all__ = [
     "DIRECT",

@@ -22,7 +22,7 @@ from kvarts.openai_api.prompts import HubText, TextModel, WordText
 from kvarts.openai_api.recorded import ArrivalRecorder
 from kvarts.openai_api.routes import Routes
 from kvarts.openai_api.served import Limits, Served, Sharing
-from kvarts.owners.keys import Keys
+from kvarts.owners import Keys
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 

@@ -31,8 +31,7 @@ from kvarts.openai_api.prompts import OPEN, Message, TextModel
 from kvarts.openai_api.recorded import ArrivalRecorder
 from kvarts.openai_api.scripted import ScriptedAnswer
 from kvarts.openai_api.words import NOTHING
-from kvarts.owners.keys import ANYONE, Owner
-from kvarts.owners.shares import Shares
+from kvarts.owners import ANYONE, Owner, Shares
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 

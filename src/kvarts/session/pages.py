@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.executor.page_contents import PageSlots
+from kvarts.executor.page_bytes import PageSlots
 from kvarts.kv.group_keeps import most_blocks, retained_by_group
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.heavy_pages import HeavyPages

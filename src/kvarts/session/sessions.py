@@ -20,7 +20,7 @@ from kvarts.content import UNIT_BYTES
 from kvarts.llm.listener import EngineDeadError, Gone, Outbox
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import ModelHost
-from kvarts.owners.shares import owner_of
+from kvarts.owners import owner_of
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 from kvarts.session.generation import AppendTurn, GenerationTurn, Turns, UpdateStream

@@ -15,7 +15,7 @@ from kvarts.kv.sink_window import SinkWindow
 from kvarts.limits import MOST_COUNT
 from kvarts.llm.loop import ModelHost
 from kvarts.llm.text import Generation
-from kvarts.owners.shares import Shares, owner_of
+from kvarts.owners import Shares, owner_of
 from kvarts.session.pages import SessionMemory, SessionPages, count_retained, holds_what_it_should
 from kvarts.session.stored import EndReason, Tombstone, Tombstones
 from kvarts.session.values import SessionCounts, SessionInfo, SessionsConfig, SessionSettings, SessionsExhaustedError

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from kvarts.errors import ConfigError, InputError
-from kvarts.files import reading
-from kvarts.samples import sample_of
+from kvarts.files import reading, sample_of
 from kvarts.traffic.implied import broken_sessions
 from kvarts.traffic.mooncake import Turns
 from kvarts.traffic.trace import Trace
@@ -319,7 +318,7 @@ def load_trace(
 ) -> Trace:
     """Read a trace of any form in `kvarts.traffic.formats`, recognised by its content. Files may be gzipped.
 
-    `sample:mooncake` is a bundled trace, see `kvarts.samples`.
+    `sample:mooncake` is a bundled trace, see `kvarts.files`.
 
     `trace_block_size`: tokens that a hash id stands for; default 512 in Mooncake's form, 16 in Qwen-Bailian's.
     `skip_bad_lines`: skip and count malformed lines. `session_turns`: whether later turns of Mooncake's sessions have

@@ -18,8 +18,8 @@ from typing import Literal
 import msgspec
 
 from kvarts.errors import InputError, parts_of
+from kvarts.files import sample_of
 from kvarts.limits import check_whole
-from kvarts.samples import sample_of
 from kvarts.traffic.implied import accumulated, broken_sessions
 from kvarts.traffic.mooncake_request import NS_PER_MS, has_too_many_ids, request_of
 from kvarts.traffic.mooncake_row import MooncakeRow

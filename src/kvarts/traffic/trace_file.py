@@ -21,9 +21,8 @@ import msgspec
 
 from kvarts.content import pack_units
 from kvarts.errors import InputError, parts_of
-from kvarts.files import reading
+from kvarts.files import located, reading, where_samples_are
 from kvarts.limits import LATEST_NS, brief
-from kvarts.samples import located, where_samples_are
 from kvarts.traffic.trace import Trace, TraceRequest
 
 __all__ = [
