@@ -22,7 +22,7 @@ from typing import Any
 from kv_quality import model_path
 from kvarts.config import EngineConfig
 from kvarts.content import Content, pack_units
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.groups import SinkWindow
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 from kvarts.session.pages import SessionMemory

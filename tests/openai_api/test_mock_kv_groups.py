@@ -19,7 +19,7 @@ from kvarts.clock import VirtualClock
 from kvarts.config import EngineConfig
 from kvarts.executor.cost import LinearCost
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.openai_api.mock import mock_model
 
 from builders.grouped import FULL, WINDOW

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.hints import Hints, RetainedRange
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.plan.orders import HintedOrder, SoonestReturnOrder
 
 from builders.case import Case, Row, cases

@@ -26,7 +26,7 @@ import kvarts
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.groups import SinkWindow
 from kvarts.llm.llm import LLM
 from kvarts.session.keeper import Keeper
 from kvarts.session.opening import open_sessions

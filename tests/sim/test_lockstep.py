@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvarts import ReplayConfig, RooflineCost, replay
 from kvarts.errors import ConfigError
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.sched.plan import Batch
 from kvarts.sim.config import make_config
 from kvarts.traffic.trace import Trace, TraceRequest

@@ -20,7 +20,7 @@ from kvarts.executor.base import CostModel, NoRotation
 from kvarts.executor.flat_batch import FlatBatch
 from kvarts.executor.page_bytes import PageSlots
 from kvarts.executor.page_tables import PageTables
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.groups import GroupMemory
 from kvarts.sampling import Logprobs, SamplingParams, TopLogprobs
 from kvarts.sched.plan import StepPlan, StepResult
 

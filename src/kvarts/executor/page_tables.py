@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.executor.flat_batch import ALL, ChunkMetadata, DecodeMetadata, FlatBatch, Ints, Observed, TableBatch
-from kvarts.kv.sink_window import PageTable, SinkWindow
+from kvarts.kv.groups import PageTable, SinkWindow
 from kvarts.sched.plan import Chunk, DecodeRows, DraftRows, Snapshot, StepPlan
 
 __all__ = ["WHOLE_PAGES", "LayerTable", "PageTables", "StateBatch", "StateChunk", "StateTables"]

@@ -1,4 +1,4 @@
-"""The memory that a request with KV groups needs to begin, and the most that it holds at one time."""
+"""The pages to which a token attends in a layer, and the memory that a request with KV groups needs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,31 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 
-__all__ = ["GroupNeeds", "Held"]
+__all__ = ["FirstSeen", "GroupNeeds", "Held"]
+
+FAR = 1 << 40
+"""A position after any window."""
+
+
+class FirstSeen:
+    """Attended positions of `layer`, in pages of `page_size` tokens."""
+
+    __slots__ = ("_lag", "_layer", "_page_size")
+
+    def __init__(self, layer: KvLayer, page_size: int) -> None:
+        self._layer = layer
+        self._page_size = page_size
+        # The reach of a window is the same at every position; in other layers it is not.
+        self._lag = FAR - layer.first_seen(FAR) if layer.kind == "window" else -1
+
+    def page(self, position: int) -> int:
+        """Return the page of the first token after the sink that the token at `position` attends to."""
+        lag = self._lag
+        if lag < 0:
+            return self._layer.first_seen(position) // self._page_size
+        return (position - lag) // self._page_size if position > lag else 0
 
 
 class Held(Protocol):

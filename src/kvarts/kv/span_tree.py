@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from itertools import pairwise
 from math import gcd
 
-from kvarts.content import Content
-from kvarts.kv.first_seen import FirstSeen
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.node import NOTHING
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span, first_list
+from kvarts.content import NOTHING, Content
+from kvarts.kv.group_needs import FirstSeen
+from kvarts.kv.groups import GroupMemory
+from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, first_list
 
 __all__ = ["SpanTree", "find"]
 

@@ -14,12 +14,12 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from kvarts.openai_api.meter import BucketCounts, GoneEngines, Meter, num_queried_below
 from kvarts.openai_api.served import Served
 
-__all__ = ["Metrics"]
+__all__ = ["ServerMetrics"]
 
 LABELS = ("model_name", "engine")
 
 
-class Metrics:
+class ServerMetrics:
     """The metrics of all models: a Collector of the counts of each, and of removed engines."""
 
     def __init__(self, models: Iterable[Served], gone: Iterable[GoneEngines] = ()) -> None:

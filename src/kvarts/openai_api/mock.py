@@ -22,7 +22,7 @@ from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.simulated import SimExecutor
 from kvarts.executor.wrappers import WaitingExecutor
 from kvarts.kv.eviction import EvictionOrder, LruOrder
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.groups import GroupMemory
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop, ModelHost
 from kvarts.llm.text import DetokenizingExecutor

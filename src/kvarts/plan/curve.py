@@ -58,6 +58,8 @@ WORTHWHILE = 0.02
 """A knee must rise above the chord of its section by at least this share of all hits."""
 START_BITS = 31
 NUM_GROUPS = 8
+MANY_PAGES = 1000
+"""Sampled pages that are enough for an estimate, in the hint of an error."""
 NUM_FIRST = 16
 """Number of first pages of every prompt that are examined regardless of their hash."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -284,7 +286,10 @@ class Optimum:
 
 
 class SampledCurve:
-    """An estimated curve for pools of any size. `rate`: the share of pages to sample."""
+    """An estimated curve for pools of any size. `rate`: the share of pages to sample.
+
+    Raises ConfigError for a rate at which nothing can be said of this trace, InputError for a trace out of order.
+    """
 
     def __init__(self, trace: Trace, page_size: int, rate: float) -> None:
         if not 0.0 < rate <= 1.0:
@@ -322,6 +327,14 @@ class SampledCurve:
         # The number of pages is known, so hits are estimated as a share of it.
         self._whole = whole.curves(num_rest)
         self._groups = [sample.curves(num_rest) for sample in samples]
+        if weight > 1 and num_rest and not all(group.num_found for group in self._groups):
+            enough = min(1.0, MANY_PAGES / num_rest)
+            raise ConfigError(
+                f"{rate:g} of {num_rest:,} pages after the first {NUM_FIRST} of every prompt is too few to estimate "
+                f"from: there are {NUM_GROUPS} groups, and not each has one",
+                field="sample",
+                hint=f"Give {enough:.2g}, or leave it out: the whole trace is read then.",
+            )
         self.num_sampled_pages = self._whole.num_pages
 
     def hit_ratio(self, num_pages: int) -> float:
@@ -355,10 +368,12 @@ class SampledCurve:
 class _Curves:
     """Hits of the first pages of all prompts, which are exact, and of the remaining pages, which are estimated."""
 
-    def __init__(self, first: HitCurve, rest: HitCurve, *, share: float, num_pages: int) -> None:
+    def __init__(self, first: HitCurve, rest: HitCurve, *, num_rest: int, num_found: int, num_pages: int) -> None:
         self.first = first
         self.rest = rest
-        self._share = share
+        self.num_found = num_found
+        """Pages after the first ones that could be hits, as the sample has it."""
+        self._share = num_rest / num_found if num_found else 0.0
         self.num_pages = num_pages
 
     def hit_pages(self, num_pages: int) -> float:
@@ -409,7 +424,8 @@ class _Sample:
         return _Curves(
             HitCurve(distances, first, page_size=1, num_prompt_tokens=0),
             HitCurve(distances + first, hittable - first, page_size=1, num_prompt_tokens=0),
-            share=num_rest / num_found if num_found else 0.0,
+            num_rest=num_rest,
+            num_found=num_found,
             num_pages=int(num_pages.sum()),
         )
 

@@ -82,7 +82,8 @@ class BySession(msgspec.Struct, frozen=True):
 class PrefixAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Chooses the worker with the lowest cost: the prompt pages that it would have to compute, plus its load.
 
-    A page in host memory saves `host_weight` of a page, and one on disk `disk_weight`, because they must be loaded.
+    A page in host memory saves `host_weight` of a page, and one on disk `disk_weight`, because they must be loaded. If
+    workers read from each other, a page that only others have saves the share of its time that reading it is sooner.
     Load is the pages in use plus the pages that all tokens of waiting requests would fill, in the same unit. So an idle
     worker without the prefix wins over a loaded one with it as soon as the load exceeds the pages saved by the hit.
     """
@@ -100,10 +101,13 @@ class PrefixAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Return the worker with the lowest cost; among equals, the one with the lowest number."""
         used, waiting = view.metrics.used_pages, view.metrics.waiting_pages
         cost: list[float] = [a + b for a, b in zip(used, waiting, strict=True)]
-        for worker, pages in view.pages(asked, (asked.num_tokens - 1) // view.page_size).items():
+        limit = (asked.num_tokens - 1) // view.page_size
+        for worker, pages in view.pages(asked, limit).items():
             cost[worker] -= pages[0]
             for saved, below in zip((self.host_weight, self.disk_weight), pages[1:], strict=False):
                 cost[worker] -= saved * below
+        for worker, saved in enumerate(view.saved_by_peers(asked, limit)):
+            cost[worker] -= saved
         return view.least(cost)
 
 

@@ -11,7 +11,7 @@ from kvarts.limits import MOST_COUNT
 from kvarts.request import Request
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads, LoadUnderWay
-from kvarts.sched.own_pages import OwnPagesInUse
+from kvarts.sched.page_source import OwnPagesInUse
 from kvarts.sched.plan import Batch, Chunk
 from kvarts.sched.preemption import Planned, Preemptor
 from kvarts.sched.running import Running

@@ -21,8 +21,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.events import Admitted, Blocked, DecodesStalled, Finished, HeadBlocked, Preemption
-from kvarts.kv.cache import Cache, Leap, Mark
-from kvarts.kv.pins import Pins
+from kvarts.kv.cache import Cache, Leap, Mark, Pins
 from kvarts.limits import MOST_COUNT
 from kvarts.request import NEXT_STATES, Request, RequestState
 from kvarts.sched.drafts import Drafter, Drafts
@@ -30,8 +29,7 @@ from kvarts.sched.handoffs import Handoffs
 from kvarts.sched.horizon import Horizon
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads
-from kvarts.sched.own_pages import OwnPagesInUse
-from kvarts.sched.page_source import PageSource
+from kvarts.sched.page_source import OwnPagesInUse, PageSource
 from kvarts.sched.plan import Batch, Chunk, DraftRows, StepPlan, StepResult
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.preemption import Preemptor, holding_of

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.groups import SinkWindow
 from kvarts.session.values import AtCapacity, Retention
 from kvarts.settings import AtLeastOne, SettingError, setting
 

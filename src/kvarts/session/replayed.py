@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvarts.errors import ConfigError
 from kvarts.events import Blocked
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.groups import SinkWindow
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
 from kvarts.session.pages import SessionMemory, SessionPages

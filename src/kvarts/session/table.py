@@ -10,8 +10,7 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.errors import ConfigError
-from kvarts.kv.heavy_pages import HeavyPages
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.groups import HeavyPages, SinkWindow
 from kvarts.limits import MOST_COUNT
 from kvarts.llm.loop import ModelHost
 from kvarts.llm.text import Generation
@@ -24,7 +23,7 @@ __all__ = ["Capacity", "Session", "SessionTable", "check_settings", "memory_of",
 
 
 class Session:
-    """A history of tokens, and the KV that is kept of it. Written by SessionTable and Turns.
+    """A history of tokens, and the KV that is kept of it. Written by SessionTable and SessionTurns.
 
     `content`: the whole history. `num_computed`: number of its tokens that were computed. `pages`: its own pages, if it
     is bounded. `pin`: the pin of its pages, if it is unbounded and pins them. `request`: the index of the current

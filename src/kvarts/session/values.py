@@ -66,7 +66,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     pages are between turns: pinned, in the prefix cache, or in host memory.
 
     `keep`: `h2o` or `snapkv` also keeps the pages of `heavy` more tokens between sink and window: those to which most
-    attention was paid (kvarts.kv.heavy_pages); sink and window are then whole pages, and the window advances every 64
+    attention was paid (kvarts.kv.groups); sink and window are then whole pages, and the window advances every 64
     tokens.
 
     `positions`: `global` counts from the beginning of the history, and equals plain attention until the first token is

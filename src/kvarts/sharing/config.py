@@ -31,7 +31,7 @@ from kvarts.units import parse_bytes
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.hardware import MemoryFit
-    from kvarts.kv.group_memory import PartGroup
+    from kvarts.kv.groups import PartGroup
 
 __all__ = [
     "SECTIONS",

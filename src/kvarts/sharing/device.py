@@ -31,9 +31,8 @@ import msgspec
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.events import Blocked
-from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.eviction import EvictionOrder, TreeWatcher
 from kvarts.kv.group_pages import GroupPages
-from kvarts.kv.watcher import TreeWatcher
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler

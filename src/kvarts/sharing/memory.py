@@ -21,14 +21,12 @@ from typing import Protocol
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.kv.cache import Cache
-from kvarts.kv.eviction import EvictionOrder, LruOrder, noter_of, ranges_read_by
+from kvarts.kv.eviction import EvictionOrder, LruOrder, Node, TreeWatcher, noter_of, ranges_read_by
 from kvarts.kv.group_pages import GroupPages
-from kvarts.kv.node import Node
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool, IdPool, PageId
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.tree import PrefixTree
-from kvarts.kv.watcher import TreeWatcher
 from kvarts.request import Request
 
 __all__ = [

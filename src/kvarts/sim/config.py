@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvarts.build import PreparedTiers
     from kvarts.executor.base import CostModel
     from kvarts.kv.eviction import EvictionOrder
-    from kvarts.kv.group_memory import GroupMemory, PartGroup
+    from kvarts.kv.groups import GroupMemory, PartGroup
     from kvarts.sched.policy import AdmissionPolicy
     from kvarts.sim.router import RouterMaker, RoutingSettings
     from kvarts.traffic.source import Source
@@ -423,7 +423,7 @@ class ReplayConfig(
     @property
     def memory(self) -> GroupMemory:
         """The counted KV groups, where `kv_groups` is not off."""
-        from kvarts.kv.group_memory import GroupMemory
+        from kvarts.kv.groups import GroupMemory
 
         assert self.kv_groups != "off"
         return GroupMemory(self.groups, self.kv_groups)

@@ -20,7 +20,7 @@ from kvarts.units import meant_size, parse_bytes
 if TYPE_CHECKING:
     from kvarts.executor.cost_spec import CostSpec
     from kvarts.hardware import Geometry, MemoryFit
-    from kvarts.kv.group_memory import PartGroup
+    from kvarts.kv.groups import PartGroup
 
 WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
 """Settings of a device that state how a model is divided, and over how many devices."""
@@ -333,7 +333,7 @@ def counted_groups(
     if geometry is None or not geometry.keeps_less:
         return ()
     from kvarts.hardware.fit import local_kv_groups
-    from kvarts.kv.group_memory import PartGroup
+    from kvarts.kv.groups import PartGroup
 
     local = local_kv_groups(
         geometry,

@@ -1,7 +1,23 @@
-"""Runs of parts in KV groups, and the spans of pages by which they are found.
+"""Runs of parts in KV groups, the spans of pages by which they are found, and the streams of what windows release.
 
 A span is a run of pages that sequences share from its first page to its last: it is split where two of them differ, and
 nowhere else. In each group it has runs of parts, each with an independent start and end.
+
+A stream is of pages that the window of a decode releases, one at a time, at regular intervals of steps. The release of
+a page does no work for that page: its stream is listed once more (Turns), and that entry stands for the stream's next
+page. The position of a stream follows from the step, and is computed when its runs are examined.
+
+An example: with pages of 4 tokens, the window of A passes a page at the end of steps 1, 5 and 9, that of B at the end
+of steps 3 and 7. Each time the stream is listed once more, without the page:
+
+    turns      A     B     A     B     A
+    page       0     0     1     1     2     the page is not stored: it is `low` of the stream when its turn comes
+               evicted----------|
+                                at = 3, A.low = 2, B.low = 1
+
+Evicting three parts takes the first three turns: pages 0 of A and of B, and page 1 of A. The turn at 3 is B's and
+stands for B's page 1, its `low`. If another sequence finds A's page 2 meanwhile, the page becomes a hole of A: its turn
+is skipped, and no entry has to be searched for.
 """
 
 from __future__ import annotations
@@ -9,19 +25,168 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvarts.content import Content, PageKey
+from kvarts.content import NOTHING, Content, PageKey
 from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.node import NOTHING
-from kvarts.kv.part_account import Listed, PartAccount, Spot
-from kvarts.kv.pool import PageId
-from kvarts.kv.streams import Stream
+from kvarts.kv.groups import GroupMemory
+from kvarts.kv.pool import IdPool, PageId
 
-__all__ = ["NOWHERE", "PartRun", "RunHolding", "RunMatch", "Span", "first_list"]
+__all__ = [
+    "NEVER",
+    "NOWHERE",
+    "Listed",
+    "PartCounts",
+    "PartRun",
+    "RunHolding",
+    "RunMatch",
+    "Span",
+    "Spot",
+    "Stream",
+    "Turns",
+    "first_list",
+    "holding_of_transfer",
+]
+
+NEVER = 1 << 62
+MOST_EATEN = 1 << 12
+"""The number of evicted turns after which their entries are deleted."""
 
 
-def first_list(place: int, num_groups: int) -> int:
-    """Return the index in `Span.parts` of the first list of the tier at `place` below the device, 0 for the fastest."""
-    return (1 + 2 * place) * num_groups
+class Listed:
+    """An entry of the list of a RunAccount, between `older` and `newer`; both are None while it is not listed.
+
+    `stamp`: when its parts were released, where ages are known.
+    """
+
+    __slots__ = ("newer", "older", "stamp")
+
+    def __init__(self) -> None:
+        self.older: Listed | None = None
+        self.newer: Listed | None = None
+        self.stamp = 0
+
+    def next_bytes(self, account: PartCounts) -> int:
+        """Return the bytes of its next part to evict, and of those evicted right after it; 0 if it has none."""
+        raise AssertionError("no part is cached")
+
+    def eat(self, account: PartCounts, num_bytes: int) -> None:
+        """Evict its parts until `num_bytes` are empty or it has none left; in that case unlist it."""
+        raise AssertionError("parts are missing, and none is cached")
+
+    def list_after(self, older: Listed) -> None:
+        """List it right after `older`, with the same age."""
+        newer = older.newer
+        assert newer is not None
+        self.stamp = older.stamp
+        self.older, self.newer = older, newer
+        older.newer = newer.older = self
+
+    def unlist(self) -> None:
+        """Remove it from the list."""
+        older, newer = self.older, self.newer
+        assert older is not None and newer is not None
+        older.newer, newer.older = newer, older
+        self.older = self.newer = None
+
+
+class Spot(Listed):
+    """The place of an entry that is not listed for the time being. There is nothing to evict, and it stays."""
+
+    def next_bytes(self, account: PartCounts) -> int:
+        """Return 0."""
+        return 0
+
+    def eat(self, account: PartCounts, num_bytes: int) -> None:
+        """Do nothing."""
+
+
+class PartCounts:
+    """Owner of the counts of all parts in `total_bytes`: used, cached and empty.
+
+    `blocks`: the memory as blocks with ids; without it, bytes are counted.
+    """
+
+    def __init__(self, memory: GroupMemory, *, total_bytes: int, blocks: IdPool | None = None) -> None:
+        groups = self.groups = memory.groups
+        self.total_bytes = total_bytes
+        self.empty_bytes = total_bytes
+        self.cached_bytes = 0
+        self.num_used = [0] * len(groups)
+        """Parts in use, by group."""
+        self.num_cached = [0] * len(groups)
+        """Parts that can be found and are not in use, by group."""
+        self.num_evicted = [0] * len(groups)
+        self.evicted_bytes = self.released_bytes = 0
+        """Bytes of parts that were evicted, and of those that have gone out of use, since the beginning."""
+        self.part_bytes = [group.part_bytes for group in groups]
+        self.page_bytes = memory.page_bytes
+        """The bytes of a page with all its parts."""
+        self._of_tokens = [index for index, group in enumerate(groups) if not group.is_state]
+        self.blocks = blocks
+        self.block_bytes = memory.block_bytes
+        self.part_blocks = [group.part_bytes // memory.block_bytes for group in groups]
+        self._evicted: list[int] | None = None
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that can be taken now: empty or cached."""
+        return self.empty_bytes + self.cached_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of parts that sequences hold."""
+        return self.total_bytes - self.free_bytes
+
+    def note_pages_taken(self, count: int) -> None:
+        """Count the parts of `count` pages that were empty as used."""
+        self.empty_bytes -= count * self.page_bytes
+        num_used = self.num_used
+        for index in self._of_tokens:
+            num_used[index] += count
+
+    def take_ids(self, index: int, count: int) -> list[PageId]:
+        """Return block ids for `count` parts of a group that were counted as used; empty without ids."""
+        return [] if self.blocks is None else self.blocks.take(count * self.part_blocks[index])
+
+    def give_ids(self, block_ids: list[PageId]) -> None:
+        """Return the ids of parts that are now empty to the pool."""
+        if self.blocks is not None:
+            self.blocks.give(len(block_ids), block_ids)
+
+    def note_evicted(self, index: int, count: int, num_bytes: int) -> None:
+        """Count cached parts of a group, with a total of `num_bytes`, as evicted."""
+        if self._evicted is not None:
+            self._evicted += (index, count)
+        self.num_cached[index] -= count
+        self.num_evicted[index] += count
+        self.evicted_bytes += num_bytes
+        self.cached_bytes -= num_bytes
+        self.empty_bytes += num_bytes
+
+    def note_cached(self, index: int, count: int) -> None:
+        """Count used parts of a group as cached."""
+        num_bytes = count * self.part_bytes[index]
+        self.num_used[index] -= count
+        self.num_cached[index] += count
+        self.released_bytes += num_bytes
+        self.cached_bytes += num_bytes
+
+    def note_empty(self, index: int, count: int) -> None:
+        """Count used parts of a group as empty."""
+        num_bytes = count * self.part_bytes[index]
+        self.num_used[index] -= count
+        self.released_bytes += num_bytes
+        self.empty_bytes += num_bytes
+
+    def note_used(self, index: int, count: int) -> None:
+        """Count cached parts of a group as used."""
+        num_bytes = count * self.part_bytes[index]
+        self.num_used[index] += count
+        self.num_cached[index] -= count
+        self.cached_bytes -= num_bytes
+
+    def emit_gone(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
+        """Emit that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
+        raise NotImplementedError
 
 
 class PartRun(Listed):
@@ -154,6 +319,11 @@ class PartRun(Listed):
         self.listed_by = self.older = self.newer = None
 
     @property
+    def is_lent(self) -> bool:
+        """Whether only transfers hold it."""
+        return bool(self.holders) and all(holder.is_transfer for holder in self.holders)
+
+    @property
     def is_found(self) -> bool:
         """Whether it can be found: it was not evicted since it got a span."""
         return self.span is not None
@@ -163,11 +333,11 @@ class PartRun(Listed):
         """The ids of its blocks, as a plan names them."""
         return tuple(self.ids)
 
-    def next_bytes(self, account: PartAccount) -> int:
+    def next_bytes(self, account: PartCounts) -> int:
         """Return the bytes of all its parts."""
         return (self.end - self.start) * account.part_bytes[self.group]
 
-    def eat(self, account: PartAccount, num_bytes: int) -> None:
+    def eat(self, account: PartCounts, num_bytes: int) -> None:
         """Evict its parts, the last first, until `num_bytes` are empty or nothing is left of it."""
         index = self.group
         part_bytes = account.part_bytes[index]
@@ -175,16 +345,14 @@ class PartRun(Listed):
         num_enough = -(-(num_bytes - account.empty_bytes) // part_bytes)
         if num_enough < count:
             count = num_enough
-            if account.events is not None:
-                account.events.goes(self, self.end - count, self.end, is_dropped=False)
+            account.emit_gone(self, self.end - count, self.end, is_dropped=False)
             self.end -= count
             if self.ids:
                 at = (self.end - self.start) * account.part_blocks[index]
                 account.give_ids(self.ids[at:])
                 del self.ids[at:]
         else:
-            if account.events is not None:
-                account.events.goes(self, self.start, self.end, is_dropped=False)
+            account.emit_gone(self, self.start, self.end, is_dropped=False)
             if self.ids:
                 account.give_ids(self.ids)
                 self.ids = []
@@ -409,3 +577,133 @@ class RunHolding:
     def is_transfer(self) -> bool:
         """Whether it is the holding of a transfer and not of a sequence."""
         return self.last is NOWHERE
+
+
+class Stream:
+    """Pages that `holding` releases in a group, in order.
+
+    `keeps`: they are listed; otherwise they become empty at once. `slot`: the slot of the steps of its releases. `low`:
+    the page that is evicted next. `high`: the first page that is not released, as far as `runs` are up to date: these
+    have the pages in between, except for the ranges of `holes`, which it no longer lists. `last`: no page from there on
+    is released; NEVER while it continues. `gate`: the page at which the first of `runs` has nothing left, if that is
+    known.
+    """
+
+    __slots__ = ("admission", "gate", "group", "high", "holding", "holes", "keeps", "last", "low", "runs", "slot")
+
+    def __init__(self, holding: RunHolding, group: int, page: int, slot: int, *, keeps: bool) -> None:
+        self.holding = holding
+        self.admission = holding.admission
+        self.group = group
+        self.slot = slot
+        self.keeps = keeps
+        self.low = self.high = page
+        self.last = NEVER
+        self.gate = NEVER
+        self.runs: list[PartRun] = []
+        self.holes: list[tuple[int, int]] = []
+
+    def add(self, run: PartRun) -> None:
+        """Add `run`, which follows the others."""
+        run.stream = self
+        run.is_passed = True
+        self.runs.append(run)
+
+    def insert(self, run: PartRun, before: PartRun) -> None:
+        """Add `run`, which was split off the beginning of another."""
+        run.stream = self
+        self.runs.insert(self.runs.index(before), run)
+        self.set_gate()
+
+    def set_gate(self) -> None:
+        """Remove runs without pages left, and set `gate` to the end of the first of the others."""
+        runs = self.runs
+        while runs and runs[0].end <= self.low:
+            run = runs.pop(0)
+            run.stream = None
+            run.forget()
+        self.gate = runs[0].end if len(runs) > 1 or (runs and self.last != NEVER) else NEVER
+
+    def trim(self, run: PartRun) -> bool:
+        """Cut evicted pages off the beginning of one of its runs; return whether any are left."""
+        if run.start < self.low:
+            run.start = min(self.low, run.end)
+        return run.start < run.end
+
+    def drop(self, run: PartRun) -> None:
+        """Remove one of its runs, which has no pages left."""
+        self.runs.remove(run)
+        run.stream = None
+        run.forget()
+        self.set_gate()
+
+    def take_out(self, run: PartRun) -> None:
+        """Stop listing one of its runs."""
+        self.holes.append((run.start, run.end))
+        self.runs.remove(run)
+        run.stream = None
+        self.set_gate()
+
+    def is_hole(self, page: int) -> bool:
+        """Return whether a page is no longer listed by it."""
+        return any(start <= page < end for start, end in self.holes)
+
+
+class Turns(Listed):
+    """Streams in the order in which each released one page; the turns before `at` are evicted."""
+
+    __slots__ = ("at", "streams")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[Stream] = []
+        self.at = 0
+
+    def next_bytes(self, account: PartCounts) -> int:
+        """Return the bytes of its next part; turns without one are skipped."""
+        while self.at < len(self.streams):
+            stream = self.streams[self.at]
+            if not stream.is_hole(stream.low):
+                return account.part_bytes[stream.group]
+            self.at += 1
+            stream.low += 1
+        return 0
+
+    def eat(self, account: PartCounts, num_bytes: int) -> None:
+        """Evict the pages of its first turns until `num_bytes` are empty or all turns are evicted."""
+        streams, at = self.streams, self.at
+        end = len(streams)
+        missing_bytes = num_bytes - account.empty_bytes
+        while missing_bytes > 0 and at < end:
+            index = streams[at].group
+            part_bytes = account.part_bytes[index]
+            count = 0
+            while missing_bytes > 0 and at < end:
+                stream = streams[at]
+                if stream.group != index:
+                    break
+                at += 1
+                page = stream.low
+                stream.low = page + 1
+                if not stream.holes or not stream.is_hole(page):
+                    count += 1
+                    missing_bytes -= part_bytes
+                if page + 1 >= stream.gate:
+                    stream.set_gate()
+            account.note_evicted(index, count, count * part_bytes)
+        if at == end:
+            self.unlist()
+        elif at > MOST_EATEN:
+            del streams[:at]
+            at = 0
+        self.at = at
+
+
+def first_list(place: int, num_groups: int) -> int:
+    """Return the index in `Span.parts` of the first list of the tier at `place` below the device, 0 for the fastest."""
+    return (1 + 2 * place) * num_groups
+
+
+def holding_of_transfer(num_groups: int) -> RunHolding:
+    """Return an empty holding for a transfer."""
+    return RunHolding(NOTHING, NOWHERE, 0, 1, num_groups)
