@@ -11,7 +11,7 @@ import pytest
 
 from kvarts.hints import Hints, RetainedRange
 from kvarts.openai_api.running import RunningServer
-from kvarts.owners.keys import Owner
+from kvarts.owners import Owner
 from kvarts.plan.orders import HintedOrder, SoonestReturnOrder
 from kvarts.traffic.recorded import load_recorded
 

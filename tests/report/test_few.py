@@ -19,13 +19,13 @@ from builders.case import Case, cases
 from builders.rooms import HAS_OFFLOAD, ROUTERS
 
 ASKING = (
-    "executor.manysteps",
+    "executor.base",
     "report.distributions",
     "report.report",
     "report.requests",
     "report.steps",
     "traffic.trace",
-    "traffic.working_set",
+    "traffic.info",
 )
 """Modules that ask whether NumPy pays."""
 

@@ -174,7 +174,7 @@ def test_sessions_of_ranks_fast_forward_equals_step_by_step(
     talk: Talk, settings: dict[str, Any], kept: dict[str, Any], groups: tuple[PartGroup, ...]
 ) -> None:
     """L5, and at rest only what sessions keep is in use."""
-    session_replay = pytest.importorskip("kvarts.session.replayed.config").SessionReplay
+    session_replay = pytest.importorskip("kvarts.session.replay_settings").SessionReplay
     if groups:
         settings |= {"kv_groups": "all", "groups": groups}
     fast, slow = (

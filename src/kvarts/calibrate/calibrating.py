@@ -16,8 +16,8 @@ from kvarts.calibrate.stepfit import StepFit, fit_steps, is_iteration_log, is_st
 from kvarts.errors import ConfigError
 from kvarts.executor.constants import Constants, load_constants
 from kvarts.executor.roofline import RooflineCost
+from kvarts.files import located
 from kvarts.limits import MOST_COUNT, check_whole
-from kvarts.samples import located
 from kvarts.settings import Given
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import Traffic

@@ -17,8 +17,7 @@ from kvarts.calibrate.comparison import METRICS, Comparison, Replayed, compare, 
 from kvarts.calibrate.measured import Measured, Series, load_measured, load_series
 from kvarts.errors import ConfigError, InputError
 from kvarts.executor.roofline import RooflineCost
-from kvarts.files import read_toml
-from kvarts.samples import PREFIX
+from kvarts.files import PREFIX, read_toml
 from kvarts.settings import Given, given_in
 from kvarts.sim.config import SECTIONS, ReplayConfig, resolve_replay
 from kvarts.sim.replay import replay

@@ -9,9 +9,8 @@ import click
 import msgspec
 
 from kvarts.cli.options import INPUT, OUTPUT, Command, given_by_flags, options_of
-from kvarts.cli.pages import check_opening, open_option, open_page
-from kvarts.cli.process import print_json
-from kvarts.cli.progress import Progress
+from kvarts.cli.outputs import check_opening, open_option, open_page
+from kvarts.cli.process import Progress, print_json
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.limits import MOST_COUNT, check_whole

@@ -18,7 +18,7 @@ from kvarts.units import parse_bytes
 
 if TYPE_CHECKING:
     from kvarts.openai_api.opening import Opened
-    from kvarts.owners.keys import Keys
+    from kvarts.owners import Keys
 
 __all__ = ["beside", "check_options_beside", "open_sessions_of", "server_options"]
 

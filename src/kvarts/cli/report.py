@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from kvarts.cli.options import INPUT, OUTPUT, Command
-from kvarts.cli.pages import check_opening, open_option, write_run_page
-from kvarts.cli.progress import Progress
+from kvarts.cli.outputs import check_opening, open_option, write_run_page
+from kvarts.cli.process import Progress
 from kvarts.files import check_writable, is_standard_output
 
 __all__ = ["report_command"]

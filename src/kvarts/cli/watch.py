@@ -126,11 +126,11 @@ def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any
     from kvarts.connect.decoding import MAX_BATCH_BYTES
     from kvarts.connect.journal import WatchedTimeline
     from kvarts.connect.metrics import Scraper
-    from kvarts.connect.sockets import Stream
+    from kvarts.connect.sockets import EngineStream
     from kvarts.connect.watch import Watch
 
     stop = stack.enter_context(_signals())
-    stream = Stream(endpoint, values["replay"], topic=values["topic"], binds=values["binds"])
+    stream = EngineStream(endpoint, values["replay"], topic=values["topic"], binds=values["binds"])
     stack.callback(stream.close)
     scraper = None if values["metrics"] is None else Scraper(values["metrics"])
     if scraper is not None:

@@ -18,7 +18,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.executor.base import CostModel, NoRotation
 from kvarts.executor.flat_batch import FlatBatch
-from kvarts.executor.page_contents import PageSlots
+from kvarts.executor.page_bytes import PageSlots
 from kvarts.executor.page_tables import PageTables
 from kvarts.kv.groups import GroupMemory
 from kvarts.sampling import Logprobs, SamplingParams, TopLogprobs

@@ -16,7 +16,7 @@ from kvarts.config import EngineConfig, EngineOptions
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
 from kvarts.executor.base import Executor
-from kvarts.executor.copier import PageStore
+from kvarts.executor.page_bytes import PageStore
 from kvarts.executor.torch.executor import TorchExecutor
 from kvarts.executor.torch.grammars import Grammars
 from kvarts.executor.torch.loading import load_model, load_tokenizer

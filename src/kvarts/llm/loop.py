@@ -24,7 +24,7 @@ from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.errors import KvartsError
 from kvarts.executor.base import LateRotation
-from kvarts.executor.page_contents import PageBytes, PageSlots
+from kvarts.executor.page_bytes import PageBytes, PageSlots
 from kvarts.kv.groups import GroupMemory
 from kvarts.llm.listener import EngineDeadError, Gone, Listener, Outbox, RequestFailedError
 from kvarts.llm.llm_engine import LLMEngine

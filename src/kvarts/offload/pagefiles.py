@@ -13,9 +13,8 @@ from pathlib import Path
 from stat import S_ISREG
 
 from kvarts.content import Content
-from kvarts.directories import make_private
 from kvarts.errors import ConfigError, OutputError
-from kvarts.files import write_whole
+from kvarts.files import make_private, write_whole
 from kvarts.keys import BlockKeys, root_key
 from kvarts.kv.pool import PageId
 

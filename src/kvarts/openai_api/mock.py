@@ -18,7 +18,7 @@ from kvarts.event_log import EventReader
 from kvarts.executor.base import CostModel
 from kvarts.executor.cost import PrefillCost
 from kvarts.executor.mock import MockExecutor
-from kvarts.executor.page_contents import NoPageBytes
+from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.simulated import SimExecutor
 from kvarts.executor.wrappers import WaitingExecutor
 from kvarts.kv.eviction import EvictionOrder, LruOrder

@@ -23,7 +23,7 @@ from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.opening import Door, Opened, open_mock
 from kvarts.openai_api.served import Limits
 from kvarts.openai_api.server import Address, OpenAIServer
-from kvarts.owners.keys import Keys, Owner
+from kvarts.owners import Keys, Owner
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 

@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError
 
 from kvarts.errors import InputError, KvartsError
 from kvarts.files import read_text
-from kvarts.owners.keys import Keys, Owner
+from kvarts.owners import Keys, Owner
 from kvarts.serve.messages import refuse
 
 __all__ = ["NO_MESSAGE", "OPEN_METHODS", "OWNER", "READS", "CallGate", "CallIntake", "Owners", "read_owners"]

@@ -21,14 +21,14 @@ from kvarts.sampling import Logprobs, SamplingParams
 from kvarts.session.table import Session, SessionTable
 from kvarts.session.values import Done, SessionBusyError, SessionNotReadyError, StopReason, Token, Truncated, Update
 
-__all__ = ["AppendTurn", "GenerationTurn", "Turns", "UpdateStream"]
+__all__ = ["AppendTurn", "GenerationTurn", "SessionTurns", "UpdateStream"]
 
 MakeRequest = Callable[[int, int], Request]
 
 COMPUTE_ONLY = SamplingParams(max_tokens=1)
 
 
-class Turns:
+class SessionTurns:
     """Begins and ends the requests of sessions. For the engine's thread.
 
     Between turns, the KV of the whole history of a bounded session is computed. A generation computes the last token
@@ -177,7 +177,7 @@ class AppendTurn:
     """A Listener of a request that only computes. `done` is called at its end, with an error or None."""
 
     def __init__(
-        self, turns: Turns, session: Session, loop: EngineLoop, done: Callable[[BaseException | None], object]
+        self, turns: SessionTurns, session: Session, loop: EngineLoop, done: Callable[[BaseException | None], object]
     ) -> None:
         self._turns = turns
         self._session = session
@@ -224,7 +224,7 @@ class GenerationTurn:
 
     def __init__(
         self,
-        turns: Turns,
+        turns: SessionTurns,
         session: Session,
         params: SamplingParams,
         stream: UpdateStream,

@@ -17,7 +17,7 @@ from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
 from kvarts.executor.base import CostModel
 from kvarts.executor.mock import MockExecutor
-from kvarts.executor.page_contents import NoPageBytes
+from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.roofline import RooflineCost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop, ModelHost

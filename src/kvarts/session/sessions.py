@@ -20,10 +20,10 @@ from kvarts.content import UNIT_BYTES
 from kvarts.llm.listener import EngineDeadError, Gone, Outbox
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import ModelHost
-from kvarts.owners.shares import owner_of
+from kvarts.owners import owner_of
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
-from kvarts.session.generation import AppendTurn, GenerationTurn, Turns, UpdateStream
+from kvarts.session.generation import AppendTurn, GenerationTurn, SessionTurns, UpdateStream
 from kvarts.session.history import Appending
 from kvarts.session.keeper import Keeper, usage_of
 from kvarts.session.stored import EndReason
@@ -159,7 +159,7 @@ class Sessions:
         if keeper is not None:
             table.on_removed = self._removed
         self._host = table.host
-        self._turns = Turns(table)
+        self._turns = SessionTurns(table)
         self._appending = Appending(table, None if keeper is None else keeper.histories)
         self._exclusive = Exclusive()
         self._under_way: dict[str, TurnUnderWay] = {}

@@ -14,7 +14,7 @@ from kvarts.kv.groups import HeavyPages, SinkWindow
 from kvarts.limits import MOST_COUNT
 from kvarts.llm.loop import ModelHost
 from kvarts.llm.text import Generation
-from kvarts.owners.shares import Shares, owner_of
+from kvarts.owners import Shares, owner_of
 from kvarts.session.pages import SessionMemory, SessionPages, count_retained, holds_what_it_should
 from kvarts.session.stored import EndReason, Tombstone, Tombstones
 from kvarts.session.values import SessionCounts, SessionInfo, SessionsConfig, SessionSettings, SessionsExhaustedError
@@ -23,7 +23,7 @@ __all__ = ["Capacity", "Session", "SessionTable", "check_settings", "memory_of",
 
 
 class Session:
-    """A history of tokens, and the KV that is kept of it. Written by SessionTable and Turns.
+    """A history of tokens, and the KV that is kept of it. Written by SessionTable and SessionTurns.
 
     `content`: the whole history. `num_computed`: number of its tokens that were computed. `pages`: its own pages, if it
     is bounded. `pin`: the pin of its pages, if it is unbounded and pins them. `request`: the index of the current

@@ -557,7 +557,7 @@ SECTIONS = (
 
 OPTIONAL = (
     ("offload.config", "OffloadConfig", "offload"),
-    ("session.replayed.config", "SessionReplay", "sessions"),
+    ("session.replay_settings", "SessionReplay", "sessions"),
     ("routers.config", "Routing", "routing"),
 )
 """Modules of rooms that may be missing, with their structs of settings and the tables of these."""

@@ -20,7 +20,7 @@ import pytest
 from kvarts.executor.cost import LinearCost
 from kvarts.openai_api.running import RunningServer
 from kvarts.openai_api.served import Ask
-from kvarts.owners.keys import ANYONE
+from kvarts.owners import ANYONE
 from kvarts.sampling import SamplingParams
 from kvarts.session.values import SessionsConfig, SessionSettings
 

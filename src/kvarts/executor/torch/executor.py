@@ -12,9 +12,8 @@ import torch
 
 from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
-from kvarts.executor.copier import PageCopier, PageStore
 from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, Ints, Observed, TableBatch
-from kvarts.executor.page_contents import PageSlots
+from kvarts.executor.page_bytes import PageCopier, PageSlots, PageStore
 from kvarts.executor.page_tables import WHOLE_PAGES, PageTables, StateTables
 from kvarts.executor.torch.attention import PagedAttention, attending
 from kvarts.executor.torch.backend import CAPTURED, backend_name, choose_backend

@@ -26,7 +26,7 @@ class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     SessionsConfig. Raises ConfigError for a value out of range.
     """
 
-    opened_by: ClassVar[str] = "kvarts.session.replayed.sessions:open_replayed_sessions"
+    opened_by: ClassVar[str] = "kvarts.session.replayed:open_replayed_sessions"
 
     window: Annotated[
         int | None,

@@ -11,7 +11,7 @@ from kvarts.kv.groups import SinkWindow
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
 from kvarts.session.pages import SessionMemory, SessionPages
-from kvarts.session.replayed.config import SessionReplay
+from kvarts.session.replay_settings import SessionReplay
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.router import Routed
 from kvarts.traffic.source import Source
