@@ -130,7 +130,10 @@ class GroupNeeds:
         if most <= enough:
             return most
         in_all, in_step = self._beside_found(start, num_known, end)
-        return max(in_all, in_step) + self._idle(start, found, of_whole=True) + self._idle(start, found, of_whole=False)
+        most = max(in_all, in_step)
+        if start:
+            most += self._idle(start, found, of_whole=True) + self._idle(start, found, of_whole=False)
+        return most
 
     def front(self, held: Sequence[int], num_pages: int) -> int:
         """Return the most blocks of windows and chunks that a request holds which computes `num_pages` pages.

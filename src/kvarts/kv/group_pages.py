@@ -136,6 +136,7 @@ class GroupPages(Cache):
         self.block_bytes = memory.block_bytes
         self.page_size = page_size
         self.settles = True
+        self.releases = any(group.is_bounded or group.is_state for group in memory.groups)
         self.match = self._match
         self._num_moved = 0
         """Blocks that had been taken, released and evicted when `check` last examined every part."""

@@ -125,6 +125,8 @@ class PartCounts:
         self.block_bytes = memory.block_bytes
         self.part_blocks = [group.part_bytes // memory.block_bytes for group in groups]
         self._evicted: list[int] | None = None
+        self.emits = False
+        """Whether `emit_gone` has an effect."""
 
     @property
     def free_bytes(self) -> int:
@@ -345,14 +347,16 @@ class PartRun(Listed):
         num_enough = -(-(num_bytes - account.empty_bytes) // part_bytes)
         if num_enough < count:
             count = num_enough
-            account.emit_gone(self, self.end - count, self.end, is_dropped=False)
+            if account.emits:
+                account.emit_gone(self, self.end - count, self.end, is_dropped=False)
             self.end -= count
             if self.ids:
                 at = (self.end - self.start) * account.part_blocks[index]
                 account.give_ids(self.ids[at:])
                 del self.ids[at:]
         else:
-            account.emit_gone(self, self.start, self.end, is_dropped=False)
+            if account.emits:
+                account.emit_gone(self, self.start, self.end, is_dropped=False)
             if self.ids:
                 account.give_ids(self.ids)
                 self.ids = []
@@ -537,6 +541,7 @@ class RunHolding:
         "held",
         "is_decoding",
         "is_open",
+        "is_transfer",
         "last",
         "num_named",
         "num_states",
@@ -571,12 +576,10 @@ class RunHolding:
         self.admission = -1
         self.streams: list[Stream | None] = [None] * num_groups
         self.odd_steps = [-1] * num_groups
+        self.is_transfer = last is NOWHERE
+        """Whether it is the holding of a transfer and not of a sequence."""
         self.swapped_tokens = 0
 
-    @property
-    def is_transfer(self) -> bool:
-        """Whether it is the holding of a transfer and not of a sequence."""
-        return self.last is NOWHERE
 
 
 class Stream:
