@@ -191,9 +191,10 @@ class GroupPages(Cache):
 
     def look(self, mark: Mark) -> None:
         """Set `mark` to the current counts if more blocks are in use than at the mark so far."""
-        num_used = self.num_used
+        parts, block_bytes = self.parts, self.block_bytes
+        num_used = (parts.total_bytes - parts.empty_bytes - parts.cached_bytes) // block_bytes  # this runs each step
         if num_used > mark.used:
-            mark.used, mark.cached, mark.released = num_used, self.num_cached, self.num_released
+            mark.used, mark.cached, mark.released = num_used, parts.cached_bytes // block_bytes, self.num_released
             mark.parts = self.counts()
 
     def num_evicted_parts(self) -> tuple[int, ...]:

@@ -236,7 +236,8 @@ class PartRun(Listed):
         ids: list[PageId] | None = None,
         list_index: int = -1,
     ) -> None:
-        super().__init__()
+        self.older = self.newer = None  # as of Listed: this runs for every chunk
+        self.stamp = 0
         self.group = group
         self.list_index = group if list_index < 0 else list_index
         self.is_wanted = False

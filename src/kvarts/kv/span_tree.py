@@ -39,6 +39,8 @@ class SpanTree:
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
         self._is_state = [group.is_state for group in groups]
         self._states = [index for index, group in enumerate(groups) if group.is_state]
+        self._has_less = len(self._whole) < len(groups)
+        """Whether some group keeps less than all tokens."""
         self._finds_branches = finds_branches and bool(self._states) and bool(self._whole)
         self._first_seen = [FirstSeen(group.layer, page_size) for group in groups]
         self._chunks = [group.layer.kind == "chunk" for group in groups]
@@ -52,6 +54,8 @@ class SpanTree:
         if self._is_state[index]:
             is_page_end = num_tokens and not num_tokens % self.page_size
             return 0, num_tokens // self.page_size - 1 if is_page_end else -(-num_tokens // self.page_size)
+        if index in self._whole:
+            return 0, 0
         first = self._first_seen[index].page(num_tokens)
         sink = self.sinks[index]
         return (sink if sink < first else first), first
@@ -90,7 +94,7 @@ class SpanTree:
         branch = 0
         if self._finds_branches and 0 < page < limit:
             branch = self._branch_of(span if child is None or child.start >= page else child, content, page)
-        length = self._longest(found, page) if page else 0
+        length = self._longest(found, page) if page and self._has_less else page
         while spans and spans[-1].start >= length:
             spans.pop()
         match = RunMatch(root, spans, length)
