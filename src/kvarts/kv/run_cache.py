@@ -58,10 +58,6 @@ class RunCache(RunAccount):
             memory, page_size, self.decodes.look, num_below=num_below, finds_branches=at_branches
         )
         self.match = tree.match
-        self.num_shared = tree.num_shared
-        self.num_idle = tree.num_idle
-        self.num_with_held_copy = tree.num_with_held_copy
-        self.reach = tree.reach
 
     # Holding and releasing --------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvarts.content import NOTHING, Content, PageKey
+from kvarts.kv.cache import Match
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import IdPool, PageId
@@ -493,18 +494,18 @@ class Span:
             span = span.parent
 
 
-class RunMatch:
+class RunMatch(Match):
     """The first `num_pages` pages that every group can resume from; the last of `spans` may reach beyond.
 
     `branch`: the page at which the content leaves another one, if that is later and the tree looks for it; else 0.
     """
 
-    __slots__ = ("branch", "num_pages", "pieces", "root", "spans")
+    __slots__ = ("branch", "pieces", "root", "spans")
 
-    def __init__(self, root: Span, spans: list[Span], num_pages: int) -> None:
+    def __init__(self, content: Content, root: Span, spans: list[Span], num_pages: int) -> None:
+        super().__init__(content, [], num_pages, 0)
         self.root = root
         self.spans = spans
-        self.num_pages = num_pages
         self.branch = 0
         self.pieces: list[list[tuple[PartRun, int, int]]] | None = None
         """For each group, the parts with which a sequence begins: runs and their pages. Computed on demand."""
@@ -580,7 +581,6 @@ class RunHolding:
         self.is_transfer = last is NOWHERE
         """Whether it is the holding of a transfer and not of a sequence."""
         self.swapped_tokens = 0
-
 
 
 class Stream:

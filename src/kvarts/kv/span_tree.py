@@ -97,7 +97,7 @@ class SpanTree:
         length = self._longest(found, page) if page and self._has_less else page
         while spans and spans[-1].start >= length:
             spans.pop()
-        match = RunMatch(root, spans, length)
+        match = RunMatch(content, root, spans, length)
         if branch > length:
             match.branch = branch
         if depth:
@@ -143,7 +143,7 @@ class SpanTree:
                 break
         length = self._longest(found, page) if page else 0
         spans = [span for span in own if span.start < length] if length <= known else []
-        match = RunMatch(self.root(content.salt), spans, length)
+        match = RunMatch(content, self.root(content.salt), spans, length)
         match.pieces = self._pieces(found, length)
         return match
 
