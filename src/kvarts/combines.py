@@ -87,7 +87,6 @@ WHOLE = "Leave it out, or set {kv_groups} to off."
 NO_WINDOW = "Leave the window out: then the session keeps all of its history."
 REFUSED = (
     Refusal(("store", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
-    Refusal(("pulls", "kv_groups"), "workers read whole pages from each other", WHOLE),
     Refusal(("pulls", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("pulls", "store"), "what workers have in host memory is in the store as well"),
     Refusal(("layers", "model"), "a real executor copies whole pages", "Leave it out."),

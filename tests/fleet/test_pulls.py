@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvarts.executor.cost import LinearCost
+from kvarts.executor.cost import LinearCost, PrefillCost
+from kvarts.fleet import replay as fleet_replay
 from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
+from kvarts.fleet.links import PeerLinks
 from kvarts.fleet.report import FleetReport
 from kvarts.offload.config import OffloadConfig
+from kvarts.offload.peers import PeerMemory
+from kvarts.routers.exact import EventIndex
+from kvarts.routers.policies import PrefixAware
+from kvarts.routers.view import Asked, View
 from kvarts.settings import SettingError
 from kvarts.sim.replay import replay
 
@@ -30,12 +36,14 @@ RATE = TOKEN_BYTES * 10 * 1000
 """At this rate a page of ten tokens takes a millisecond, and ten to compute."""
 
 
-def fleet_of(case: Case, *, num_workers: int = 2, host_pages: int = 1000, **settings: Any) -> FleetConfig:
+def fleet_of(
+    case: Case, *, num_workers: int = 2, host_pages: int = 1000, router: str = "round-robin", **settings: Any
+) -> FleetConfig:
     offload = OffloadConfig(
         host_pages=host_pages, kv_bytes_per_token=TOKEN_BYTES, h2d=10**15, d2h=10**15, latency_us=0.0
     )
     cost = LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)
-    each = case.config(cost=cost, audit=True, offload=offload, replicas=num_workers)
+    each = case.config(cost=cost, audit=True, offload=offload, replicas=num_workers, router=router)
     pool = PoolConfig(role="mixed", each=each)
     return FleetConfig(pools=(pool,), **{"pulls": True, "bytes_per_s": RATE, "token_bytes": TOKEN_BYTES, **settings})
 
@@ -135,6 +143,79 @@ def test_the_pages_stay_while_they_are_read() -> None:
 def test_what_does_not_go_with_it_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         replayed([(0, A)], **settings)
+
+
+BUSY = [9] * 101
+"""Its ten pages keep a worker busy."""
+
+
+@pytest.mark.parametrize(("settings", "chosen"), [({}, 1), ({"pulls": False}, 0), ({"bytes_per_s": RATE / 100}, 0)])
+def test_a_router_counts_what_reading_saves(settings: dict[str, Any], chosen: int) -> None:
+    """Forty pages are on the first worker, which has ten more to compute. On the other one, reading saves 36 pages."""
+    report = replayed([(0, A), (1000, BUSY), (1001, A)], router="prefix", **settings)
+    assert [int(each) for each in report.requests["replica"]] == [0, 0, chosen]
+    assert first_tokens(report)[2] == 1001 + 41 if chosen else True
+
+
+class Looking:
+    """The prefix router, which compares what it knows of other workers' pages with these."""
+
+    memory: ClassVar[PeerMemory]
+    needs = PrefixAware.needs
+
+    def choose(self, asked: Asked, view: View) -> int:
+        limit = (asked.num_tokens - 1) // view.page_size
+        index = view.directory
+        assert isinstance(index, EventIndex)
+        starts = range(limit + 1)
+        there = [tier.find for tier in self.memory.tiers.values()]
+        expected = {start: max([find(asked.content, start, limit) for find in there], default=0) for start in starts}
+        assert index.elsewhere(asked.content, starts, limit, "host") == expected
+        return PrefixAware().choose(asked, view)
+
+
+@pytest.mark.laws
+@given(fleets(max_requests=40, cancels=True, faults=True, profile="default"), tiers_below(with_bus=False))
+def test_a_router_knows_what_workers_could_read(case: FleetCase, offload: OffloadConfig) -> None:
+    """By events without lag, as a router that looks; workers fail meanwhile. All workers are behind it."""
+    case.num_layers, case.rate, case.queue = 0, case.rate or 1e6, None
+    offload = structs.replace(offload, copy_slowdown=0.0)
+    each = case.case.config(replicas=3, offload=offload, router=Looking)
+    down = tuple(fault for fault in case.faults if fault.worker < 3)
+    fleet = FleetConfig(
+        pools=(PoolConfig(role="mixed", each=each),), bytes_per_s=case.rate, token_bytes=1, pulls=True, faults=down
+    )
+    opened = fleet_replay.open_peers
+
+    def open_and_look(config: FleetConfig, links: PeerLinks) -> Any:
+        Looking.memory = memory = opened(config, links)  # type: ignore[assignment]
+        return memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet_replay, "open_peers", open_and_look)
+        report = replay(case.case.trace(), fleet)
+    assert report.summary["num_requests"] == len(case.case.rows)
+
+
+@given(
+    st.integers(0, 5), st.integers(1, 12), st.integers(1, 20), st.sampled_from([0, 1, 7, 40, 1000]),
+    st.sampled_from([0.1, 1.0, 3.0, 9.0, 12.0, 40.0]),
+)  # fmt: skip
+def test_what_reading_saves_is_what_is_computed_later_without_it(
+    start: int, num_pages: int, num_rest: int, latency_ms: int, page_ms: float
+) -> None:
+    """As the naive workers have it: a page takes ten milliseconds to compute, and nothing is saved by waiting."""
+    naive = NaivePeers(2, 10, Fraction(page_ms) * MS, latency_ms * MS, MS)
+    tokens = [1] * ((start + num_pages) * 10 + num_rest)
+    naive.devices[0] = {naive.name(tokens, count) for count in range(1, start + 1)}
+    naive.hosts[1] = {naive.name(tokens, count) for count in range(1, start + num_pages + 1)}
+    times, _ = naive.ask(0, tokens, set())
+    memory = PeerMemory(1000, Any, latency_ms=float(latency_ms), bytes_per_s=1000 / page_ms * 1000)  # type: ignore[arg-type]
+    cost = LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)
+    gain = memory.gain(PrefillCost(cost, token_budget=8192, pool_tokens=1000), 10)
+    saved_ns = gain.saved_pages(start, num_pages, len(tokens)) * 10 * MS
+    assert saved_ns >= max(0, times[0] - times[num_pages]) - 1000
+    assert any(abs(times[0] - took_ns - saved_ns) < 1000 for took_ns in times)
 
 
 @pytest.mark.laws

@@ -96,7 +96,7 @@ class StoreMachine(TieredMachine):
         return len(self.tiers) > 1
 
     def account_of(self, tier: PartTier) -> PartTier:
-        return tier if tier.elsewhere is None else self.shared.parts
+        return self.shared.parts if tier.is_elsewhere else tier
 
     @rule(engine=st.integers(0, NUM_ENGINES - 1))
     def switch(self, engine: int) -> None:

@@ -95,8 +95,7 @@ def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) 
 
     def open_now() -> Any:
         from kvarts.openai_api.sessions.opening import open_own
-        from kvarts.session.config import SessionsConfig
-        from kvarts.session.values import SessionSettings
+        from kvarts.session.values import SessionsConfig, SessionSettings
 
         memory, window, sink = (values[f"session_{name}"] for name in ("memory", "window", "sink"))
         config = SessionsConfig(

@@ -54,7 +54,7 @@ def profile_command(prompts_file: Path, steps_file: Path | None, trace_file: Pat
         if file is not None:
             check_writable(file)
     need_torch()
-    from kvarts.executor.recorder import RecordingExecutor
+    from kvarts.executor.wrappers import RecordingExecutor
     from kvarts.llm.profile import Profile
 
     params = sampling_params(values)

@@ -13,7 +13,7 @@ from kvarts.errors import ConfigError
 from kvarts.files import is_standard_output, write_whole
 
 if TYPE_CHECKING:
-    from kvarts.report.render import ShownOverview
+    from kvarts.report.run_page import ShownOverview
 
 __all__ = ["check_opening", "open_option", "open_page", "write_run_page"]
 
@@ -46,8 +46,8 @@ def open_page(html_file: Path | None, *, opens: bool) -> None:
 
 def write_run_page(run_dir: Path, html_file: Path, *, opens: bool) -> None:
     """Write the page of a run directory, and open it if `opens`."""
-    from kvarts.report.render import render_html
     from kvarts.report.run_directory import RunDirectory
+    from kvarts.report.run_page import render_html
 
     run = RunDirectory(run_dir)
     overviews: dict[Path, ShownOverview | None] = {}

@@ -263,7 +263,7 @@ def plan_command(
     else on standard error.
     """
     from kvarts.plan import tables
-    from kvarts.plan.fleet_kinds import given_of_fleets
+    from kvarts.plan.fleet_search import given_of_fleets
     from kvarts.plan.tables import render_fleets
 
     sections = all_sections()
@@ -379,7 +379,7 @@ def _sampled(
     given: Given, trace: Path | None, sizes: list[int] | None, rate: float, count_outputs: bool
 ) -> dict[str, Any]:
     """Return an estimate from a sample. Mooncake traces without sessions are streamed; other forms are read whole."""
-    from kvarts.plan.sampled import SampledCurve
+    from kvarts.plan.curve import SampledCurve
     from kvarts.traffic.forms import is_stream
     from kvarts.traffic.mooncake import MooncakeReader
     from kvarts.traffic.settings import reading_of

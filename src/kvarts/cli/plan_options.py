@@ -17,7 +17,7 @@ from kvarts.report.advice import as_size
 from kvarts.settings import SettingError, parts_of_error
 
 if TYPE_CHECKING:
-    from kvarts.plan.fleet_kinds import FleetKinds
+    from kvarts.plan.fleet_search import FleetKinds
     from kvarts.plan.planning import Plan
     from kvarts.settings import Given
     from kvarts.sim.config import ReplayConfig
@@ -220,7 +220,7 @@ def fleet_kinds(given: Given, most_devices: int, routers: str | None, stores: st
 
     Raise ConfigError that names options.
     """
-    from kvarts.plan.fleet_kinds import FleetKinds
+    from kvarts.plan.fleet_search import FleetKinds
     from kvarts.routers.spec import split_names
 
     if not any(key in given for key in ("model", "device", "cost")):

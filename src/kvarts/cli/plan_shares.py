@@ -67,9 +67,8 @@ class ShareType(click.ParamType[Any]):
 
 
 def divided(shares: tuple[Share, ...], given: Given, page_size: int) -> dict[str, Any]:
-    """Return the division of `--kv-memory` among these models, see `kvarts.plan.shares`."""
-    from kvarts.plan.cache import CachePlan
-    from kvarts.plan.shares import ModelMemory, divide
+    """Return the division of `--kv-memory` among these models, see `kvarts.plan.cache`."""
+    from kvarts.plan.cache import CachePlan, ModelMemory, divide
     from kvarts.sim.hardware import DeviceSettings, kv_bytes_of
     from kvarts.traffic.formats import load_trace
     from kvarts.traffic.settings import reading_of

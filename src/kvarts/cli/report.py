@@ -25,8 +25,8 @@ def report_command(run_dir: Path, html_file: Path | None, opens: bool) -> None:
 
     RUN_DIR is written by `kvarts replay --run-dir`. With several models, each is shown.
     """
-    from kvarts.report.render import render_text
     from kvarts.report.run_directory import RunDirectory
+    from kvarts.report.run_page import render_text
 
     if html_file is not None:
         check_writable(html_file)

@@ -84,8 +84,8 @@ def sessions_command(**values: Any) -> None:
     settings = _engine_settings(values)
     need_grpc()
     narrate()
-    from kvarts.serve.binding import Binding
     from kvarts.serve.owners import read_owners
+    from kvarts.serve.server import Binding
 
     owners = None if values["token_file"] is None else read_owners(values["token_file"])
     binding = Binding(

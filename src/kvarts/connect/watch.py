@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvarts.connect.follower import Follower
+from kvarts.connect.journal import WatchedTimeline
 from kvarts.connect.metrics import EngineSample
 from kvarts.connect.sockets import Stream
-from kvarts.connect.timeline import WatchedTimeline
 from kvarts.connect.watched import Watched
 
 __all__ = ["Looks", "Watch"]

@@ -641,6 +641,9 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise SettingError("needs workers with host memory", "transfer.pull", hint=hint)
         if len({_stored_token_bytes(pool.each) for pool in self.pools}) > 1:
             raise SettingError("is among pools with different models", "transfer.pull", hint="KV is of one model.")
+        if len({_parts_of(pool.each) for pool in self.pools}) > 1:
+            what = "is among pools that divide pages into different parts"
+            raise SettingError(what, "transfer.pull", hint="Give them the same {kv_groups}, or set it to off.")
 
     @property
     def num_host_pages(self) -> int:

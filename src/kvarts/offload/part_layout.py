@@ -117,7 +117,7 @@ class PartLayout(Layout[PartTier]):
         self._newest = -1
         """The request of the last offer."""
         self._no_pages = (0,) * len(connected)
-        self._num_own = len(connected) - (self.tiers[-1].elsewhere is not None)
+        self._num_own = len(connected) - self.tiers[-1].is_elsewhere
         """The number of tiers whose parts are in the tree of the device."""
         self._least_idle = max(*tier.part_blocks, cache.pool.total // MOST_IDLE)
         self._num_idle = 0
@@ -244,7 +244,7 @@ class PartLayout(Layout[PartTier]):
                     return False
             num_fit = tier.free_bytes // tier.part_bytes[index]
             if not num_fit:
-                is_passing = len(self.tiers) > 1 and (store.num_blocks > 0 or is_moving())
+                is_passing = len(self.own) > 1 and (store.num_blocks > 0 or is_moving())
                 if is_passing and tier.part_bytes[index] <= tier.total_bytes:
                     self.backlog.is_behind[0] = True  # there may be room when that has ended
                     return False
@@ -367,17 +367,17 @@ class PartLayout(Layout[PartTier]):
     def _match(self, content: Content, limit: int, depth: int) -> RunMatch:
         """Return how far every group can resume with the parts of the device and of the first `depth` tiers."""
         last, tree = self.tiers[-1], self._parts.tree
-        if last.elsewhere is None or depth < len(self.tiers):
-            return tree.match(content, limit, depth=depth)
-        return tree.match_across(content, limit, last.elsewhere, last.lists, depth=self._num_own)
+        if last.is_elsewhere and depth == len(self.tiers):
+            return last.match(tree, content, limit, self._num_own)
+        return tree.match(content, limit, depth=depth)
 
     def _runs_of(self, match: RunMatch) -> tuple[tuple[int, int, int, int], ...]:
         """Return the runs of `match` to load, see Offer."""
         assert match.pieces is not None
-        count, part_bytes, last = len(self.tier.groups), self.tier.part_bytes, len(self.tiers) - 1
+        part_bytes, tiers = self.tier.part_bytes, self.tiers
         return tuple(
             [
-                (min(last, (run.list_index // count - 1) // 2), begin, end, part_bytes[index])
+                (next(place for place, tier in enumerate(tiers) if tier.has(run)), begin, end, part_bytes[index])
                 for index, pieces in enumerate(match.pieces)
                 for run, begin, end in pieces
                 if run.list_index != index
@@ -418,9 +418,9 @@ class PartLayout(Layout[PartTier]):
     def coming(self, content: Content, start: int, limit: int, now_ns: int) -> Coming | None:
         """Return how far every group can resume with what other engines are storing in the last tier as well."""
         last = self.tiers[-1]
-        if last.elsewhere is None or not last.is_awaited:
+        if not last.is_awaited:
             return None
-        match = self._parts.tree.match_across(content, limit, last.elsewhere, last.lists_to_come, depth=self._num_own)
+        match = last.match_coming(self._parts.tree, content, limit, self._num_own)
         return last.coming(match, start, now_ns) if match.num_pages > start else None
 
     def await_write(self, write: int) -> None:
@@ -531,9 +531,7 @@ class PartLayout(Layout[PartTier]):
         last = loading.start + sum(loading.by_tier)
         spans, _ = self._parts.tree.walk(of_parts.content, last)
         for tier, pin in zip(self.tiers, of_parts.pins, strict=True):
-            tier.unpin(pin)
-            if spans:
-                tier.touch(spans[-1], last)
+            tier.end_load(pin, spans[-1] if spans else None, last)
         self._cache.count()
         return (
             Loaded(loading.request, last, loading.by_tier) if is_whole else Loaded(loading.request, 0, self._no_pages)
@@ -574,7 +572,8 @@ class PartLayout(Layout[PartTier]):
         if not under_way:
             assert not self._offered, "L2: an offer is pinned at rest"
             for tier in self.tiers:
-                assert not tier.used_bytes, f"L2: {tier.num_used_blocks} blocks of {tier.name} held at rest"
+                num_used = tier.num_used_blocks
+                assert tier.guests or not num_used, f"L2: {num_used} blocks of {tier.name} held at rest"
 
 
 def _above(copies: Copies) -> Sequence[RunHolding]:

@@ -117,7 +117,7 @@ class PartsView(PartTier):
 
     def __init__(self, store: SharedParts, worker: int, memory: GroupMemory, tell: Tell | None) -> None:
         super().__init__(STORE, store.size, memory, store.tree, place=PLACE)
-        self.elsewhere = store.tree
+        self.is_elsewhere = True
         self.worker = worker
         self.num_loaded_from: dict[int, int] = {}
         """Blocks that were loaded, by the engine that had stored them."""
@@ -189,6 +189,16 @@ class PartsView(PartTier):
         self._store.events.writer = self.worker
         self._parts.settle(pin, is_stored=is_stored)
         self._store.end_write(pin, is_stored=is_stored)
+
+    # Matching ---------------------------------------------------------------------------------------------
+
+    def match(self, tree: SpanTree, content: Content, limit: int, depth: int) -> RunMatch:
+        """Return how far every group can resume with parts of a device, its first `depth` tiers, and the store."""
+        return tree.match_across(content, limit, self._tree, self.lists, depth=depth)
+
+    def match_coming(self, tree: SpanTree, content: Content, limit: int, depth: int) -> RunMatch:
+        """Return the same match if parts that other engines are storing were in the store."""
+        return tree.match_across(content, limit, self._tree, self.lists_to_come, depth=depth)
 
     @property
     def is_awaited(self) -> bool:

@@ -151,7 +151,7 @@ def asks_of(
         num_values = (1 + body.asked_prompt_logprobs) * body.num_choices * sum(map(len, prompts))
         exchange.budget.draw_values(num_values, "prompt_logprobs")
     salt, tenant = salt_of(served, body, exchange.owner)
-    if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
+    if max_tokens is not None and 0 <= max_tokens < (body.min_tokens or 0):
         raise ApiError(400, f"must be at most max_tokens, {max_tokens}, got {body.min_tokens}", param="min_tokens")
     limit = served.limits.max_model_len
     num_choices, num_asks = body.num_choices, len(prompts) * body.num_choices

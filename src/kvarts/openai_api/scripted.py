@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.limits import check_whole
 from kvarts.openai_api.failures import MAX_STALL_S, NO_FAILURE, Failure, parse_failure
 from kvarts.openai_api.shapes import Segment
 from kvarts.openai_api.thinking import CLOSE, OPEN, Thinking
@@ -39,12 +40,17 @@ class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScriptedUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Token counts that replace the real ones in `usage`."""
+    """Token counts that replace the real ones in `usage`. Raises ConfigError for a count below 0."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     reasoning_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if (count := getattr(self, name)) is not None:
+                check_whole(count, f"usage.{name}", least=0)
 
 
 class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,8 +77,8 @@ class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError("is instead of a text and calls", field="refusal")
         if not 0.0 <= self.latency_s <= MAX_STALL_S:
             raise ConfigError(f"must be from 0 to {MAX_STALL_S:g}, got {self.latency_s}", field="latency_s")
-        if self.fail:
-            parse_failure(self.fail)
+        if self.fail and parse_failure(self.fail).stall_s and self.latency_s:
+            raise ConfigError("is a second delay beside that of fail", field="latency_s", hint="Give one of them.")
 
     @property
     def failure(self) -> Failure:

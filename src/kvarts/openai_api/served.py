@@ -16,9 +16,9 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.hints import Hints
 from kvarts.limits import MOST_COUNT, MOST_SECONDS, brief
+from kvarts.llm.listener import Outbox
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import ModelHost
-from kvarts.llm.outbox import Outbox
 from kvarts.openai_api.answer import Answer, Choice, ChoiceMeter
 from kvarts.openai_api.answers import Answers
 from kvarts.openai_api.bodies import APART

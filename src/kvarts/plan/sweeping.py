@@ -121,7 +121,7 @@ class Sweep:
 
     @property
     def _drawn(self) -> dict[str, Any]:
-        from kvarts.plan.sweep_page import sweep_values
+        from kvarts.plan.series import sweep_values
 
         return sweep_values(self.name, self.rows, self.keys, self.command, self.slo)
 

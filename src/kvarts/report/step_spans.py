@@ -75,7 +75,7 @@ class StepSpans:
         self._durations_ns = PackedColumn("q")
         self._pages_taken = PackedColumn("i")
         if self.num_groups:
-            from kvarts.report.part_steps import PartSteps
+            from kvarts.report.packed import PartSteps
 
             self.part_steps = PartSteps(self.memory)
         self._num_reserved = 0

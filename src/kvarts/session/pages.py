@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.executor.page_slots import PageSlots
+from kvarts.executor.page_contents import PageSlots
 from kvarts.kv.cache import PageReserve
 from kvarts.kv.groups import GroupMemory, HeavyPages, PageTable, SinkWindow, most_blocks, retained_by_group
 from kvarts.kv.pool import PageId

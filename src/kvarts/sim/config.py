@@ -118,7 +118,7 @@ class ReplaySessions(Protocol):
 
 
 def _default_cost() -> CostModel:
-    from kvarts.executor.polynomial import PolynomialCost  # not needed to print a help text
+    from kvarts.executor.cost import PolynomialCost  # not needed to print a help text
 
     return PolynomialCost()
 
@@ -445,7 +445,7 @@ class ReplayConfig(
         """The cost model that `cost` describes, times `cost_factor`."""
         if self.cost_factor == 1.0:
             return self._cost
-        from kvarts.executor.scaled import ScaledCost
+        from kvarts.executor.cost import ScaledCost
 
         return ScaledCost(self._cost, self.cost_factor)
 

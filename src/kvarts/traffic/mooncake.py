@@ -122,7 +122,13 @@ class MooncakeReader:
             self.waits[row_number] = row
 
     def _blocks(self) -> Iterator[tuple[int, bytes]]:
-        """Iterate over blocks of whole lines, each with the number of its first line."""
+        """Iterate over blocks of whole lines, each with the number of its first line.
+
+        Of an array, or a record over several lines, the lines are its records.
+        """
+        if self._file.is_json and not self._file.is_json_lines:
+            yield 1, b"\n".join(record.replace(b"\n", b" ") for _, record in self._file.records())
+            return
         line = 1
         rest = b""
         for place, data in enumerate(self._file.blocks(BLOCK_BYTES)):

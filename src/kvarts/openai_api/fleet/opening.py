@@ -10,9 +10,8 @@ import msgspec
 
 from kvarts.config import EngineConfig
 from kvarts.event_log import EventReader
-from kvarts.executor.page_bytes import NoPageBytes
-from kvarts.executor.page_slots import PageSlots
-from kvarts.executor.rotation import NoRotation
+from kvarts.executor.base import NoRotation
+from kvarts.executor.page_contents import NoPageBytes, PageSlots
 from kvarts.fleet.config import FleetConfig, FleetWorker
 from kvarts.fleet.live import LiveFleet
 from kvarts.fleet.worker import Worker

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from kvarts.kv.groups import SinkWindow
-from kvarts.session.config import AtCapacity
-from kvarts.session.values import Retention
+from kvarts.session.values import AtCapacity, Retention
 from kvarts.settings import AtLeastOne, SettingError, setting
 
 __all__ = ["SessionReplay"]

@@ -1,13 +1,35 @@
-"""The contents of each slot of KV memory, recorded at each write, for checks that do not trust page tables."""
+"""The contents of pages: read and written as arrays, for copies that outlive a process, and recorded slot by slot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PageSlots"]
+__all__ = ["NoPageBytes", "PageBytes", "PageSlots"]
+
+
+class PageBytes(Protocol):
+    """The KV of pages, between steps. Both methods copy."""
+
+    def read_pages(self, page_ids: Sequence[int]) -> Mapping[str, npt.NDArray[Any]]:
+        """Return everything that the pages hold, as arrays by name; the first axis of each array is the pages."""
+
+    def write_pages(self, page_ids: Sequence[int], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Write arrays that `read_pages` returned for the same number of pages."""
+
+
+class NoPageBytes:
+    """The PageBytes of an executor that computes no keys and values."""
+
+    def read_pages(self, page_ids: Sequence[int]) -> Mapping[str, npt.NDArray[Any]]:
+        """Return nothing."""
+        return {}
+
+    def write_pages(self, page_ids: Sequence[int], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Do nothing."""
 
 
 class PageSlots:

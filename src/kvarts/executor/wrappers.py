@@ -1,16 +1,19 @@
-"""A cost model of a real device, fitted to its steps while it runs."""
+"""Executors around another one: they fit a cost model to its steps, record these, or postpone its waits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import IO
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvarts.clock import PutOffClock
 from kvarts.executor.base import Executor
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 
-__all__ = ["MeasuredCost", "MeasuringExecutor"]
+__all__ = ["MeasuredCost", "MeasuringExecutor", "RecordingExecutor", "WaitingExecutor"]
 
 Numbers = npt.NDArray[np.float64]
 
@@ -86,3 +89,52 @@ def _parts(batch: Batch) -> Numbers:
         tokens += chunk.num_tokens
         attended += chunk.num_tokens * (chunk.start + chunk.num_tokens // 2)
     return np.array([1.0, batch.num_decodes + batch.num_drafted, tokens, batch.decode_known_tokens + attended])
+
+
+class RecordingExecutor:
+    """An Executor that writes one JSON line to `file` per step of the executor it wraps."""
+
+    def __init__(self, executor: Executor, file: IO[bytes]) -> None:
+        self._executor = executor
+        self._file = file
+        self._encoder = msgspec.json.Encoder()
+
+    @property
+    def needs_page_ids(self) -> bool:
+        """The value of the wrapped executor."""
+        return self._executor.needs_page_ids
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Have the wrapped executor carry out a step, and write its line."""
+        result = self._executor.execute(plan)
+        batch = plan.batch
+        # A drafted token costs as much as a decode with the same number of known tokens.
+        known_tokens = 0 if plan.drafts is None else int(plan.drafts.positions.sum()) + batch.num_drafted
+        line = {
+            "duration_ns": result.duration_ns,
+            "num_decodes": batch.num_decodes + batch.num_drafted,
+            "decode_known_tokens": batch.decode_known_tokens + known_tokens,
+            "chunks": [[chunk.start, chunk.num_tokens, chunk.num_known_tokens] for chunk in batch.chunks],
+        }
+        self._file.write(self._encoder.encode(line) + b"\n")
+        return result
+
+
+class WaitingExecutor:
+    """An Executor that waits for the end of a step after all of its work, instead of during it.
+
+    A mock knows its tokens before they are due: with this executor, their text is also prepared before they are due,
+    which leaves less to do at that time.
+    """
+
+    def __init__(self, executor: Executor, clock: PutOffClock) -> None:
+        self.needs_page_ids = executor.needs_page_ids
+        self._executor = executor
+        self._clock = clock
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Have the wrapped executor carry out a step, then wait for the step's end."""
+        try:
+            return self._executor.execute(plan)
+        finally:
+            self._clock.wait()
