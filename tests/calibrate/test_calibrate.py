@@ -257,7 +257,7 @@ def test_a_run_that_took_no_time_is_refused(tmp_path: Path) -> None:
     """Its errors were infinite, and NumPy warned of them."""
     rows = [{**ROW, "request_id": name, "scheduled": at, "first_token": at, "last_token": at, "arrival": at}
             for name, at in (("a", 1.0), ("b", 2.0))]  # fmt: skip
-    with pytest.raises(InputError, match="run.csv: last_token: is when each request arrived: it took no time"):
+    with pytest.raises(InputError, match=r"run\.csv: last_token: is when each request arrived: it took no time"):
         load_measured(write_csv(tmp_path / "run.csv", *rows))
 
 
