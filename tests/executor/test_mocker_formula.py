@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvarts.executor.mocker_formula import MockerTimes, _one_by_one_ns, mocker_decode_ns
-from kvarts.executor.step_times import StepTimes
+from kvarts.executor.simulated import StepTimes
 
 pytestmark = pytest.mark.laws
 

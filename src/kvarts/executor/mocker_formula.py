@@ -9,8 +9,8 @@ from mypy_extensions import i64
 
 from kvarts.columns import Column
 from kvarts.events import PerStep
-from kvarts.executor.manysteps import are_many, whole_ns
-from kvarts.executor.step_times import StepTimes
+from kvarts.executor.base import are_many, whole_ns
+from kvarts.executor.simulated import StepTimes
 from kvarts.sched.plan import Batch
 
 __all__ = ["MockerTimes", "mocker_decode_ns", "mocker_step_ns"]

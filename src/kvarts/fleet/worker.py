@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvarts.events import Blocked
-from kvarts.executor.step_times import StepTimes
+from kvarts.executor.simulated import StepTimes
 from kvarts.fleet.handoff import Handoff
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request, RequestState

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvarts.executor.base import CostModel
-from kvarts.executor.step_times import StepTimes
+from kvarts.executor.simulated import StepTimes
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sim.replica import MOST_STEPS, NEVER_NS, Replica

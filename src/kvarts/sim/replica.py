@@ -19,7 +19,7 @@ from kvarts.events import (
     StepStarted,
 )
 from kvarts.executor.base import VirtualExecutor
-from kvarts.executor.step_times import StepTimes
+from kvarts.executor.simulated import StepTimes
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
