@@ -19,7 +19,7 @@ from kvarts.events import (
     StepStarted,
 )
 from kvarts.executor.base import VirtualExecutor
-from kvarts.executor.simulated import StepTimes
+from kvarts.executor.simulated import LeapTimes
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
@@ -303,16 +303,16 @@ class Replica:
             next_ns = min(next_ns, self.scheduler.waiting.holds_until_ns(now_ns))
         return next_ns
 
-    def decode_times(self, now_ns: int, num_steps: int) -> StepTimes:
+    def decode_times(self, now_ns: int, num_steps: int) -> LeapTimes:
         """Return the durations of the next `num_steps` steps, from `now_ns` on, if they are identical."""
         wheel, tiers = self.scheduler.wheel, self._tiers
         if self._decode_times is not None and (tiers is None or not tiers.slows_down):
-            by_rule: StepTimes = self._decode_times(
+            by_rule: LeapTimes = self._decode_times(
                 wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps
             )
             return by_rule
         durations_ns = self._executor.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
-        return StepTimes(durations_ns if tiers is None else tiers.steps_ns(now_ns, durations_ns))
+        return LeapTimes(durations_ns if tiers is None else tiers.steps_ns(now_ns, durations_ns))
 
     def _pause(self, until_ns: int) -> int:
         assert until_ns < NEVER_NS, "L8: there is work, nothing can be computed, and no transfer is under way"
@@ -331,7 +331,7 @@ class Replica:
         times.end_before(until_ns - now_ns)
         return self.leap(now_ns, times)
 
-    def leap(self, now_ns: int, times: StepTimes) -> int:
+    def leap(self, now_ns: int, times: LeapTimes) -> int:
         """Start identical steps of these durations at `now_ns`; return when the last one ends.
 
         If the cache ends the leap early, the remaining durations are dropped.
