@@ -17,8 +17,6 @@ __all__ = ["MIB", "Process", "Waits", "kvarts_process", "python_process", "waits
 
 MIB = 1 << 20
 START_S = 60.0
-
-
 THIS_THREAD = Path("/proc/thread-self")
 
 
@@ -120,7 +118,7 @@ def _without_a_core(task: Path) -> float:
 
 
 class Waits:
-    """How long the calls of an innocent client took, in seconds, without the time that the machine had no core for them.
+    """How long the calls of an innocent client took, in seconds, less the time that the machine had no core for them.
 
     Other work on the machine delays a server and its clients alike; an attack delays a server that has a core.
     """
