@@ -17,6 +17,8 @@ __all__ = ["MIB", "Process", "Waits", "kvarts_process", "python_process", "waits
 
 MIB = 1 << 20
 START_S = 60.0
+PATIENCE_S = 5.0
+"""How long a machine with other work may keep a call waiting."""
 
 
 class Process:
@@ -59,6 +61,19 @@ class Process:
     def peak_bytes(self) -> int:
         """The most that it has had since `forget_peak`, or its beginning."""
         return self._status("VmHWM")
+
+    @property
+    def busy_s(self) -> float:
+        """The processor time that it has used."""
+        fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def seconds_of(self, call: Callable[[], object]) -> float:
+        """How long `call` waits for this process: while it computes, and what is beyond the patience with a machine."""
+        begin_s, busy_s = time.perf_counter(), self.busy_s
+        call()
+        took_s = time.perf_counter() - begin_s
+        return min(took_s, max(self.busy_s - busy_s, took_s - PATIENCE_S))
 
     def forget_peak(self) -> None:
         """Begin to look for the peak now."""
@@ -105,7 +120,7 @@ def python_process(*arguments: str, cwd: Path | None = None) -> Iterator[Process
 
 
 class Waits:
-    """How long the calls of an innocent client took, in seconds."""
+    """How long the calls of an innocent client waited for a process, in seconds."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -120,19 +135,17 @@ class Waits:
 
 
 @contextmanager
-def waits_of(call: Callable[[], object], *, every_s: float = 0.02) -> Iterator[Waits]:
-    """Call again and again in a thread while the block runs. Fails at its end if a call did."""
+def waits_of(process: Process, call: Callable[[], object], *, every_s: float = 0.02) -> Iterator[Waits]:
+    """Call `process` again and again in a thread while the block runs. Fails at its end if a call did."""
     waits, stop = Waits(), threading.Event()
 
     def run() -> None:
         while not stop.wait(every_s):
-            start = time.perf_counter()
             try:
-                call()
+                waits.seconds.append(process.seconds_of(call))
             except Exception as error:
                 waits.errors.append(error)
                 return
-            waits.seconds.append(time.perf_counter() - start)
 
     thread = threading.Thread(target=run)
     thread.start()
