@@ -14,12 +14,10 @@ import pytest
 
 from kvarts.calibrate import Measured, calibrate, compare, fit_steps, load_measured, load_series
 from kvarts.calibrate.coefficients import uncertainty_of
-from kvarts.calibrate.comparison import latencies_ms
-from kvarts.calibrate.page import render_page
-from kvarts.calibrate.replayed import load_replayed, replayed_of
+from kvarts.calibrate.comparison import latencies_ms, load_replayed, render_page, replayed_of
 from kvarts.calibrate.stepfit import StepRecord, is_step_record, load_steps
 from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
-from kvarts.executor.cost import parse_cost
+from kvarts.executor.cost_spec import parse_cost
 from kvarts.executor.roofline import COEFFICIENTS, RooflineCost
 from kvarts.sched.plan import Batch, Chunk
 from kvarts.sim.config import ReplayConfig

@@ -25,9 +25,8 @@ from kvarts import (
 )
 from kvarts.cli.options import role_of
 from kvarts.limits import LATEST_NS, TooLateError, brief, check_number, check_whole
-from kvarts.session.config import SessionsConfig
 from kvarts.session.soak.record import SoakPlan
-from kvarts.session.values import SessionSettings
+from kvarts.session.values import SessionsConfig, SessionSettings
 from kvarts.sim.hardware import DeviceSettings
 from kvarts.traffic.workload import FixedLength, LogNormalLength, UniformLength
 from kvarts.units import parse_bytes, parse_duration_s, parse_rate

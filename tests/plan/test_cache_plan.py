@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
 from kvarts.plan.cache import Breakdown, CachePlan
-from kvarts.plan.curve import concave_hull, find_knees, lru_curve, stack_distances
+from kvarts.plan.curve import SampledCurve, concave_hull, find_knees, lru_curve, stack_distances
 from kvarts.plan.reuse import find_reuse
-from kvarts.plan.sampled import SampledCurve
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace, TraceRequest
 

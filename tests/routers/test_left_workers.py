@@ -41,11 +41,12 @@ def test_what_a_failed_worker_had_does_not_count_where_its_request_is_placed_aga
     content = Content.from_tokens(TOKENS, page_size=16, owner=0)
     first, second = (Request(index, content, num_prompt_tokens=64, max_tokens=2, arrival_ns=0) for index in (0, 1))
     failed = router.place(first, None, 0)
+    assert failed is not None
     router.leave(failed)
     router.ended(first.index)
     other = router.place(first, None, 1)
     router.enter(failed)
-    assert other != failed and router.take_placed(2) == []
+    assert other is not None and other != failed and router.take_placed(2) == []
     assert [router.view.prefill_tokens[worker] for worker in (failed, other)] == [0, 64]
     assert [router.view.num_requests[worker] for worker in (failed, other)] == [0, 1]
     assert router.place(second, None, 3) == failed

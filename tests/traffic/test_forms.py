@@ -16,8 +16,7 @@ import pytest
 from kvarts.errors import ConfigError, InputError
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
-from kvarts.traffic.formats import load_trace
-from kvarts.traffic.forms import FORMS, TraceForm
+from kvarts.traffic.formats import FORMS, TraceForm, load_trace
 from kvarts.traffic.mooncake import MooncakeReader
 from kvarts.traffic.trace import Trace, spell
 

@@ -14,8 +14,8 @@ import msgspec
 from kvarts.errors import ConfigError
 from kvarts.limits import check_whole
 from kvarts.openai_api.failures import MAX_STALL_S, NO_FAILURE, Failure, parse_failure
-from kvarts.openai_api.shapes import Segment
-from kvarts.openai_api.thinking import CLOSE, OPEN, Thinking
+from kvarts.openai_api.prompts import CLOSE, OPEN, Thinking
+from kvarts.openai_api.shapes import TextSegment
 from kvarts.openai_api.tool_calls import call_text
 
 if TYPE_CHECKING:
@@ -86,20 +86,24 @@ class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         failure = parse_failure(self.fail) if self.fail else NO_FAILURE
         return msgspec.structs.replace(failure, stall_s=self.latency_s) if self.latency_s else failure
 
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[TextSegment, ...]:
         """Return the text to generate, in the format of Qwen models, as segments."""
-        parts: list[Segment] = []
+        parts: list[TextSegment] = []
         if self.reasoning:
-            parts += [Segment("unseen", OPEN), Segment("reasoning", self.reasoning), Segment("unseen", CLOSE)]
+            parts += [
+                TextSegment("unseen", OPEN),
+                TextSegment("reasoning", self.reasoning),
+                TextSegment("unseen", CLOSE),
+            ]
         text = self.text if isinstance(self.text, str) else encode(self.text).decode()
         if text or self.refusal:
-            parts.append(Segment("refusal" if self.refusal else "content", self.refusal or text))
+            parts.append(TextSegment("refusal" if self.refusal else "content", self.refusal or text))
         for index, call in enumerate(self.calls):
             before, after = call_text(call.name, is_first=not (index or text))
             parts += [
-                Segment("unseen", before),
-                Segment("arguments", call.written, call.name),
-                Segment("unseen", after),
+                TextSegment("unseen", before),
+                TextSegment("arguments", call.written, call.name),
+                TextSegment("unseen", after),
             ]
         return tuple(parts)
 

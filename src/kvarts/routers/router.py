@@ -10,6 +10,7 @@ import msgspec
 
 from kvarts.event_log import EventLog
 from kvarts.events import PagesRemoved, PagesStored
+from kvarts.kv.transfer import PeersGain
 from kvarts.request import Request
 from kvarts.routers.exact import CacheFeed, EventIndex
 from kvarts.routers.view import Asked, Directory, Found, Needs, Policy, View
@@ -23,7 +24,8 @@ class PolicyRouter:
 
     `order`: that of waiting requests, a QueueOrder. `queue_tokens`: requests wait while every worker has more prompt
     tokens than that; None never holds one. `event_lag_ns`: time until cache events reach the router. `seed`: of random
-    choices. Owner of the requests waiting in it, and of the cache events in transit to it.
+    choices. `peers`: what workers save that read pages from each other. Owner of the requests waiting in it, and of the
+    cache events in transit to it.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class PolicyRouter:
         max_num_batched_tokens: int,
         tiers: Sequence[str] = ("device",),
         directory: Directory | None = None,
+        peers: PeersGain | None = None,
     ) -> None:
         needs: Needs = getattr(policy, "needs", Needs())
         self._policy = policy
@@ -62,6 +65,7 @@ class PolicyRouter:
             page_size=page_size,
             max_num_batched_tokens=max_num_batched_tokens,
             directory=directory,
+            peers=None if peers is None or self.index is None else (peers, self.index),
             seed=seed,
         )
         self._cached_tokens = getattr(policy, "cached_tokens", None)
