@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from kvarts.connect.follower import Follower
 from kvarts.connect.journal import WatchedTimeline
-from kvarts.connect.metrics import EngineSample
+from kvarts.connect.metrics import EngineSample, Scraper
 from kvarts.connect.sockets import EngineStream
 from kvarts.connect.watched import Watched
 
-__all__ = ["Looks", "Watch"]
+__all__ = ["Watch"]
 
 WAIT_S = 0.2
-
-
-class Looks(Protocol):
-    """Reader of metrics."""
-
-    last: EngineSample | None
-    num_seen: int
 
 
 class Watch:
@@ -35,7 +27,7 @@ class Watch:
         stream: EngineStream,
         watched: Watched,
         *,
-        looks: Looks | None = None,
+        looks: Scraper | None = None,
         open_timeline: Callable[[int | None, int | None], WatchedTimeline] | None = None,
         on_status: Callable[[Watch], object] | None = None,
         every_s: float = 1.0,

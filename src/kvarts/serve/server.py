@@ -20,7 +20,7 @@ from kvarts.errors import ConfigError
 from kvarts.reach import check_certificate, check_reach
 from kvarts.serve.owners import CallGate, Owners
 from kvarts.serve.sessions import CONTRACT, SERVICE, SessionService
-from kvarts.session.runtime import SessionRuntime
+from kvarts.session.values import SessionRuntime
 from kvarts.signals import asked_to_stop
 
 __all__ = ["MAX_MESSAGE_BYTES", "Binding", "SessionServer", "serve_until_signal"]

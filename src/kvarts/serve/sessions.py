@@ -30,8 +30,7 @@ from kvarts.serve.messages import (
     settings_of,
 )
 from kvarts.serve.owners import OWNER
-from kvarts.session.runtime import SessionRuntime
-from kvarts.session.values import SessionSettings
+from kvarts.session.values import SessionRuntime, SessionSettings
 
 __all__ = ["CONTRACT", "SERVICE", "SessionService"]
 

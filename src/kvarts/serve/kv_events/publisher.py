@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 from threading import Event as Flag
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -29,14 +29,6 @@ __all__ = ["END", "FULL_STATE", "MARK_BYTES", "SNAPSHOT", "KvEvents", "Unread", 
 MARK_BYTES = 1 << 20
 
 
-class Tracker(Protocol):
-    """Tracks whether ZMQ still holds a message."""
-
-    @property
-    def done(self) -> bool:
-        """Whether ZMQ has sent or dropped the message, for all subscribers."""
-
-
 class Unread:
     """Upper bound of the waiting bytes, from one tracked message per MARK_BYTES.
 
@@ -44,7 +36,7 @@ class Unread:
     """
 
     def __init__(self) -> None:
-        self._marks: deque[tuple[Tracker, int]] = deque()
+        self._marks: deque[tuple[zmq.MessageTracker, int]] = deque()
         """Marks that may wait, each with the number of bytes sent up to it."""
         self._num_sent_bytes = 0
         self._next_mark = 0
@@ -57,7 +49,7 @@ class Unread:
         self._next_mark = self._num_sent_bytes + MARK_BYTES
         return True
 
-    def mark(self, tracker: Tracker) -> None:
+    def mark(self, tracker: zmq.MessageTracker) -> None:
         """Record the tracker of the last counted message."""
         self._marks.append((tracker, self._num_sent_bytes))
 
