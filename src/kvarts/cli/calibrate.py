@@ -160,7 +160,7 @@ def _refuse(why: str, values: dict[str, Any]) -> None:
 
 def _fit_points(points: Path, prior: Path | None, hold_out: str | None, out: Path | None) -> TableFit:
     from kvarts.calibrate.shared import fit_table
-    from kvarts.executor.constants import load_constants
+    from kvarts.executor.roofline_settings import load_constants
 
     if out is not None:
         check_writable(out)
