@@ -119,6 +119,29 @@ def test_what_is_out_of_its_limits_is_named_as_it_was_typed(arguments: str, says
 @pytest.mark.parametrize(
     "arguments",
     [
+        "--replicas 2 --store-pages 500 --store-rate 1B/s",
+        "--replicas 2 --store-pages 500 --store-worker-rate 1B/s",
+        "--host-pages 500 --d2h 1B/s",
+        "--host-pages 500 --bus 1",
+        "--prefill-replicas 1 --decode-replicas 1 --transfer-rate 1B/s --transfer-sharing worker",
+    ],
+)
+def test_transfers_that_last_longer_than_virtual_time_are_refused(arguments: str, here: Path, call: Run) -> None:
+    """Where transfers share a rate, they were never ended."""
+    if missing_room("--host-pages") is not None or missing_room("--prefill-replicas") is not None:
+        pytest.skip("needs kvarts.offload and kvarts.fleet")
+    rows = [
+        f'{{"timestamp": {row}, "input_length": 512, "output_length": 2, "hash_ids": [{row}]}}' for row in range(60)
+    ]
+    (here / "trace.jsonl").write_text("\n".join(rows))
+    bytes_per_token = "--transfer-token-bytes" if "--transfer-rate" in arguments else "--kv-bytes-per-token"
+    code, _, err = call("replay", "trace.jsonl", *arguments.split(), bytes_per_token, 1 << 30)
+    assert (code, "the replay lasts longer than 73 years" in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
         "--model a=llama-3.1-8b --model a=qwen3-8b --trace a=trace.jsonl",
         "--model a=llama-3.1-8b --trace a=trace.jsonl --trace a=other.jsonl",
         "--model a=llama-3.1-8b:weight=1,weight=2 --trace a=trace.jsonl",

@@ -26,8 +26,10 @@ from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
 from builders.fleet import ENDS, SCALERS, FleetCase, fleets, replayed_with
-from builders.tiered import tiers_below
-from oracles.naive_peers import NaivePeers
+from builders.laws import assert_steps_as_in_naive
+from builders.tiered import Tiered, naive_settings, tiered, tiers_below
+from oracles.naive import run_naive
+from oracles.naive_peers import NaivePeerEngine, NaivePeers
 
 MS = 1_000_000
 TOKEN_BYTES = 1000
@@ -242,6 +244,60 @@ def test_fast_forward_equals_step_by_step(
             case.case.rows
         )
     assert told[0] == told[1]
+
+
+@pytest.mark.laws
+@given(
+    tiered(max_requests=14, with_bus=False),
+    st.integers(2, 3),
+    st.sampled_from([2_000.0, 1e6, 1e9]),
+    st.sampled_from([0.0, 0.0, 3.0]),
+)
+def test_workers_and_their_tiers_are_as_the_naive_ones(
+    tiers: Tiered, num_workers: int, rate: float, latency_ms: float
+) -> None:
+    """L1 to L4, L7, L8: requests, steps, evictions, and the contents of host memory, which others read."""
+    case, offload = tiers.case, structs.replace(tiers.offload, copy_slowdown=0.0)
+    tiers.offload, case.profile, case.replicas = offload, "default", num_workers
+    requests = case.naive_requests()
+    naive = [
+        NaivePeerEngine(
+            index=index, rate=rate, link_ns=round(latency_ms * MS), link_page_bytes=case.page_size * 10,
+            **naive_settings(tiers),
+        )
+        for index in range(num_workers)
+    ]  # fmt: skip
+    for engine in naive:
+        engine.engines, engine.all_names = naive, naive[0].all_names
+    run_naive(requests, naive)
+
+    pool = PoolConfig(role="mixed", each=case.config(audit=True, offload=offload, replicas=num_workers))
+    links: dict[str, Any] = {"pulls": True, "bytes_per_s": rate, "latency_ms": latency_ms, "token_bytes": 10}
+    report: FleetReport = replay(case.trace(), FleetConfig(pools=(pool,), **links))
+    rows = report.request_columns
+    for index, request in enumerate(requests):
+        if request.rejected:
+            continue
+        mine = {name: int(column[index]) for name, column in rows.items()}
+        assert mine["replica"] == request.replica
+        assert mine["first_admitted_ns"] == request.first_admitted_ns
+        assert mine["first_token_ns"] == request.first_token_ns
+        assert mine["last_token_ns"] == request.last_token_ns
+        assert mine["cached_tokens"] == request.others_hit_tokens
+        assert mine["preemptions"] == request.preemptions
+        assert request.replica is not None
+        names = ("host", "disk", "peers") if offload.disk_pages else ("host", "peers")
+        below = naive[request.replica].below_tokens.get(request.seq, [0] * len(names))
+        assert [mine[f"{name}_tokens"] for name in names] == below
+    for index, engine in enumerate(naive):
+        assert_steps_as_in_naive(report.step_logs[index], engine)
+        steps = report.step_logs[index].columns
+        assert steps["host_used"].tolist() == [count[0][0] for count in engine.counts]
+        assert steps["host_cached"].tolist() == [count[0][1] for count in engine.counts]
+    pulled = {(row["reader"], row["source"]): row["pages"] for row in report.summary["fleet"]["pulls"]["pulled"]}
+    assert pulled == {
+        (engine.index_of_engine, source): num_pages for engine in naive for source, num_pages in engine.pulled.items()
+    }
 
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(

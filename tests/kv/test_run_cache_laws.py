@@ -94,14 +94,14 @@ class RunMachine(RuleBasedStateMachine):
         for index, group in enumerate(pages.groups):
             held = {page for page, part in found[index].items() if part.refs}
             if group.is_state:
-                assert runs.num_idle(by_run, index) == len(found[index]) - len(held)
+                assert runs.tree.num_idle(by_run, index) == len(found[index]) - len(held)
                 continue
             num_sink = -(-group.layer.sink // pages.page_size)
             for first in range(
                 group.layer.first_seen(by_page.num_pages * pages.page_size) // pages.page_size, limit + 1
             ):
                 num_shared = sum(page >= first or page < num_sink for page in held)
-                assert runs.num_shared(by_run, index, first) == num_shared
+                assert runs.tree.num_shared(by_run, index, first) == num_shared
         start = by_page.num_pages * pages.page_size
         num_new = min(num_new, num_tokens - start)
         held_by_page = pages.open(content, by_page, num_new, is_end=is_end)
@@ -126,7 +126,7 @@ class RunMachine(RuleBasedStateMachine):
         memory = GroupMemory(pages.groups)
         needs = GroupNeeds(memory, page_size=pages.page_size, most_new=1)
         start = by_run.num_pages * pages.page_size
-        num_bytes = needs.to_receive(start, len(tokens), HeldByOthers(runs, by_run)) * memory.block_bytes
+        num_bytes = needs.to_receive(start, len(tokens), HeldByOthers(runs.tree, by_run)) * memory.block_bytes
         assert num_bytes == pages.to_receive(by_page, len(tokens))
         if num_bytes > pages.room_bytes:
             return
@@ -330,7 +330,7 @@ class NamedMachine(RunMachine):
     def reach(self, tokens: list[int]) -> None:
         content = Content.from_tokens(tokens, page_size=self.pages.page_size, owner=0)
         limit = len(tokens) // self.pages.page_size
-        assert self.runs.reach(content, limit) == self.pages.reach(content, limit)
+        assert self.runs.tree.reach(content, limit) == self.pages.reach(content, limit)
 
     @invariant()
     def tells_the_same(self) -> None:

@@ -50,9 +50,9 @@ def url(directory: str) -> Iterator[str]:
 
 
 @contextmanager
-def served(directory: str, **settings: Any) -> Iterator[str]:
+def served(directory: str, config: EngineConfig = CONFIG, **settings: Any) -> Iterator[str]:
     """The address of a server of the model."""
-    opened = open_model(directory, Door(names=("tiny",)), config=CONFIG, audit=HAS_AUDIT, **settings)
+    opened = open_model(directory, Door(names=("tiny",)), config=config, audit=HAS_AUDIT, **settings)
     started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:

@@ -139,7 +139,7 @@ def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None,
                 path=path,
                 line=rows[0][0],
                 field=name,
-                hint=f"Say what the column of {field} is called; there are {_names(rows[0][1])}.",
+                hint=f"Give --column {field}=NAME; there are {_names(rows[0][1])}.",
             )
     return _measured(path, rows, names, UNITS_NS[time_unit])
 
@@ -230,6 +230,13 @@ def _measured(path: Path, rows: list[tuple[int, dict[str, Any]]], names: dict[st
     if not span_ns <= LATEST_NS:
         raise InputError(
             "has times more than 73 years apart", path=path, field=names["arrival"], hint="Check --time-unit."
+        )
+    if values["arrival"] == values["last_token"]:
+        raise InputError(
+            f"is when {'each request' if len(rows) > 1 else 'the request'} arrived: it took no time",
+            path=path,
+            field=names["last_token"],
+            hint="Check the columns.",
         )
     order = sorted(range(len(rows)), key=lambda index: (values["arrival"][index], index))
     start = values["arrival"][order[0]]

@@ -613,9 +613,6 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         if len({pool.each.profile for pool in self.pools}) > 1:
             raise SettingError("pools have different profiles", "pool")
         for pool in self.pools:
-            if pool.each.sessions is not None:
-                what = "sessions that engines keep are not modelled in a fleet yet"
-                raise SettingError(what, "sessions", hint="Leave them out.")
             of_fleet = {"fleet": "pools"} if self.store is None else {"fleet": "pools", "store": "store.pages"}
             of_fleet |= {"pulls": "transfer.pull"} if self.pulls else {}
             check_combination({**pool.each.features, **of_fleet})

@@ -61,6 +61,7 @@ class RunAccount(PartCounts):
         self.shared: SharedMemory | None = None
         """The memory that provides all bytes, if others have parts in it as well."""
         self.events = events
+        self.emits = events is not None
         self.eviction_order = eviction_order
         self.note_request = noter_of(eviction_order)
         self.reads_ranges = self.note_request is not None and ranges_read_by(eviction_order)
@@ -252,8 +253,8 @@ class RunAccount(PartCounts):
 
     def emit_gone(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
         """Emit that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
-        if self.events is not None:
-            self.events.goes(run, start, end, is_dropped=is_dropped)
+        assert self.events is not None
+        self.events.goes(run, start, end, is_dropped=is_dropped)
 
     # Holders ----------------------------------------------------------------------------------------------
 

@@ -119,6 +119,7 @@ class Cache:
         "page_blocks",
         "pool",
         "publishes_all",
+        "releases",
         "settles",
         "take_pages",
     )
@@ -148,7 +149,9 @@ class Cache:
         self.num_published = 0
         """The number of times that parts of known tokens became findable since the beginning."""
         self.settles = False
-        """Whether running requests release parts that none of their later tokens attends to, by `settle`."""
+        """Whether `settle` must be called: blocks are of parts of pages, in KV groups."""
+        self.releases = False
+        """Whether running requests release parts that none of their later tokens attends to: some group keeps less."""
         self.keeps_time = False
         """Whether `set_time` has an effect: its eviction order uses times and the hints of requests."""
         self.follows_decodes = False

@@ -278,6 +278,9 @@ class Decodes:
         if self.has_ended:
             self.has_ended = False
             return
+        if not self.bounded:
+            self.step += 1
+            return
         slot = self.step % self.page_size
         odd = self.odd_now()
         listing = self.listing[slot]

@@ -24,21 +24,12 @@ from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import CountPool, IdPool, PageError, PageId
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span
+from kvarts.kv.span_tree import SpanTree
 
-__all__ = ["GroupPages", "Held", "HeldByOthers", "HeldParts", "PartHolding", "PartMatch"]
+__all__ = ["GroupPages", "Held", "HeldByOthers", "HeldParts", "PartHolding"]
 
 MOST_UNCHECKED = 16
 """One part in this many may have moved before `check` examines all of them."""
-
-
-class PartMatch(Match):
-    """A match of `content` in a cache with KV groups. `found`: the pages that every group can resume from."""
-
-    __slots__ = ("found",)
-
-    def __init__(self, content: Content, found: RunMatch) -> None:
-        super().__init__(content, [], found.num_pages, 0)
-        self.found = found
 
 
 class PartHolding(Holding):
@@ -76,23 +67,23 @@ class HeldParts(HeldPages):
 class HeldByOthers:
     """The parts of a match that running requests hold: a `Held`."""
 
-    __slots__ = ("_cache", "_found")
+    __slots__ = ("_found", "_tree")
 
-    def __init__(self, cache: RunCache, found: RunMatch) -> None:
-        self._cache = cache
+    def __init__(self, tree: SpanTree, found: RunMatch) -> None:
+        self._tree = tree
         self._found = found
 
     def num_shared(self, group: int, first_page: int) -> int:
         """Return how many of a group's parts in the sink and in pages from `first_page` on they hold."""
-        return self._cache.num_shared(self._found, group, first_page)
+        return self._tree.num_shared(self._found, group, first_page)
 
     def num_idle(self, group: int) -> int:
         """Return how many snapshots of a group they do not hold."""
-        return self._cache.num_idle(self._found, group)
+        return self._tree.num_idle(self._found, group)
 
     def num_with_held_copy(self, group: int) -> int:
         """Return how many parts of a group they do not hold, but a copy of them."""
-        return self._cache.num_with_held_copy(self._found, group)
+        return self._tree.num_with_held_copy(self._found, group)
 
 
 class GroupPages(Cache):
@@ -136,7 +127,7 @@ class GroupPages(Cache):
         self.block_bytes = memory.block_bytes
         self.page_size = page_size
         self.settles = True
-        self.match = self._match
+        self.releases = any(group.is_bounded or group.is_state for group in memory.groups)
         self._num_moved = 0
         """Blocks that had been taken, released and evicted when `check` last examined every part."""
         self.parts = RunCache(
@@ -149,6 +140,7 @@ class GroupPages(Cache):
             eviction_order=eviction_order,
             at_branches=at_branches,
         )
+        self.match = self.parts.match
         self.num_promised = 0
         """Free blocks that are reserved for requests that will take them."""
         self._num_given = 0
@@ -190,33 +182,31 @@ class GroupPages(Cache):
 
     def look(self, mark: Mark) -> None:
         """Set `mark` to the current counts if more blocks are in use than at the mark so far."""
-        num_used = self.num_used
+        parts, block_bytes = self.parts, self.block_bytes
+        num_used = (parts.total_bytes - parts.empty_bytes - parts.cached_bytes) // block_bytes  # this runs each step
         if num_used > mark.used:
-            mark.used, mark.cached, mark.released = num_used, self.num_cached, self.num_released
+            mark.used, mark.cached, mark.released = num_used, parts.cached_bytes // block_bytes, self.num_released
             mark.parts = self.counts()
 
     def num_evicted_parts(self) -> tuple[int, ...]:
         """Return the number of evicted parts of each group."""
         return tuple(self.parts.num_evicted)
 
-    def _match(self, content: Content, limit: int) -> PartMatch:
-        return PartMatch(content, self.parts.match(content, limit))
-
     def held_by_others(self, match: Match) -> Held:
         """Return the parts of `match` that others hold."""
-        return HeldByOthers(self.parts, cast(PartMatch, match).found)
+        return HeldByOthers(self.parts.tree, cast(RunMatch, match))
 
     def reach(self, content: Content, limit: int) -> tuple[int, ...]:
         """Return, per group, the longest prefix of at most `limit` full pages that it alone could resume from."""
-        return self.parts.reach(content, limit)
+        return self.parts.tree.reach(content, limit)
 
     def num_pages_of(self, match: Match) -> int:
         """Return how many blocks a sequence that begins with `match` holds."""
-        return self.parts.held_after(cast(PartMatch, match).found) // self.block_bytes
+        return self.parts.held_after(cast(RunMatch, match)) // self.block_bytes
 
     def num_lent_of(self, match: Match) -> int:
         """Return how many blocks of `match` stores hold and no request does."""
-        return self.parts.held_after(cast(PartMatch, match).found, only_lent=True) // self.block_bytes
+        return self.parts.held_after(cast(RunMatch, match), only_lent=True) // self.block_bytes
 
     # Needs of requests ----------------------------------------------------------------------------------------
 
@@ -271,8 +261,7 @@ class GroupPages(Cache):
 
     def open(self, match: Match) -> PartHolding:
         """Hold `match`, for a sequence that begins with it; the cache must not have changed since it was made."""
-        of_parts = cast(PartMatch, match)
-        holding = PartHolding(self.parts.begin(of_parts.content, of_parts.found), match.num_pages)
+        holding = PartHolding(self.parts.begin(match.content, cast(RunMatch, match)), match.num_pages)
         if self.names_decodes:
             self.count()
         return holding
@@ -420,7 +409,7 @@ class GroupPages(Cache):
 
     def held_of(self, found: RunMatch) -> Held:
         """Return the parts that others hold of a match in device and tier together."""
-        return HeldByOthers(self.parts, found)
+        return HeldByOthers(self.parts.tree, found)
 
     def num_held_while_loading(self, found: RunMatch, num_wanted: int) -> int:
         """Return the blocks that `open_offered` holds and promises."""
@@ -446,7 +435,7 @@ class GroupPages(Cache):
 
     def num_front(self, match: Match, num_pages: int) -> int:
         """Return the most blocks of windows that are held while `num_pages` pages after `match` are computed."""
-        pieces = self.parts.tree.pieces(cast(PartMatch, match).found)
+        pieces = self.parts.tree.pieces(cast(RunMatch, match))
         held = [sum(end - start for _, start, end in of_group) for of_group in pieces]
         return self.needs.front(held, num_pages)
 
@@ -455,9 +444,8 @@ class GroupPages(Cache):
 
         It has `num_reserved` blocks until `join_front`: those that it does not hold are promised to it.
         """
-        of_parts = cast(PartMatch, match)
-        holding = PartHolding(self.parts.begin(of_parts.content, of_parts.found), found.num_pages)
-        holding.tail = self.parts.begin_load(of_parts.content, found, front_end)
+        holding = PartHolding(self.parts.begin(match.content, cast(RunMatch, match)), found.num_pages)
+        holding.tail = self.parts.begin_load(match.content, found, front_end)
         holding.num_reserved = num_reserved
         self._promise(holding, max(0, num_reserved - self.num_held(holding)))
         return holding
@@ -504,8 +492,7 @@ class GroupPages(Cache):
 
     def open_to_receive(self, match: Match, num_tokens: int) -> PartHolding:
         """Hold `match`, and take the further parts with which the last of `num_tokens` tokens is computed again."""
-        of_parts = cast(PartMatch, match)
-        parts = self.parts.begin_to_receive(of_parts.content, of_parts.found, num_tokens)
+        parts = self.parts.begin_to_receive(match.content, cast(RunMatch, match), num_tokens)
         self.count()
         return PartHolding(parts, parts.num_taken)
 

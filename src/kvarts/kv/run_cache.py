@@ -58,10 +58,6 @@ class RunCache(RunAccount):
             memory, page_size, self.decodes.look, num_below=num_below, finds_branches=at_branches
         )
         self.match = tree.match
-        self.num_shared = tree.num_shared
-        self.num_idle = tree.num_idle
-        self.num_with_held_copy = tree.num_with_held_copy
-        self.reach = tree.reach
 
     # Holding and releasing --------------------------------------------------------------------------------
 
@@ -91,7 +87,8 @@ class RunCache(RunAccount):
 
     def begin(self, content: Content, match: RunMatch) -> RunHolding:
         """Begin a sequence with `match`; the cache must not have changed since it was made. `extend` may follow."""
-        self.note_begin()
+        if self.note_request is not None:
+            self.note_begin()
         length, tree = match.num_pages, self.tree
         if not length:
             match.root.num_users += 1
@@ -141,6 +138,9 @@ class RunCache(RunAccount):
         num_pages = -(-num_tokens // self.page_size) - holding.num_taken
         if num_pages > 0:
             self.take_next(holding, num_pages)
+        self._take_states(holding)
+
+    def _take_states(self, holding: RunHolding) -> None:
         for index in self._of_states:
             if not holding.num_states[index]:
                 self.take(index, 1)
@@ -336,7 +336,8 @@ class RunCache(RunAccount):
         if num_full_pages > holding.num_named:
             self.publish_to(holding, num_full_pages)
         holding.num_tokens = num_full_pages * self.page_size
-        self.keep_tails(holding, num_full_pages)
+        if self._bounded:
+            self.keep_tails(holding, num_full_pages)
         if holding.swapped_tokens:
             self._keep_state(holding)
         for index, held in enumerate(holding.held):
@@ -363,13 +364,18 @@ class RunCache(RunAccount):
 
     def _grow(self, holding: RunHolding, num_tokens: int, is_end: bool) -> None:
         page_size = self.page_size
-        self.take_for(holding, num_tokens)
+        num_pages = -(-num_tokens // page_size) - holding.num_taken
+        if num_pages > 0:
+            self.take_next(holding, num_pages)
+        if self._of_states:
+            self._take_states(holding)
         holding.num_tokens = num_tokens
         end = num_tokens // page_size
         if end > holding.num_named:
             self.publish_to(holding, end)
         if is_end:
-            self.keep_tails(holding, end)
+            if self._bounded:
+                self.keep_tails(holding, end)
             if self._of_states and not num_tokens % page_size:
                 self._keep_snapshots(holding)
 

@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvarts.content import NOTHING, Content, PageKey
+from kvarts.kv.cache import Match
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import IdPool, PageId
@@ -125,6 +126,8 @@ class PartCounts:
         self.block_bytes = memory.block_bytes
         self.part_blocks = [group.part_bytes // memory.block_bytes for group in groups]
         self._evicted: list[int] | None = None
+        self.emits = False
+        """Whether `emit_gone` has an effect."""
 
     @property
     def free_bytes(self) -> int:
@@ -234,7 +237,8 @@ class PartRun(Listed):
         ids: list[PageId] | None = None,
         list_index: int = -1,
     ) -> None:
-        super().__init__()
+        self.older = self.newer = None  # as of Listed: this runs for every chunk
+        self.stamp = 0
         self.group = group
         self.list_index = group if list_index < 0 else list_index
         self.is_wanted = False
@@ -345,14 +349,16 @@ class PartRun(Listed):
         num_enough = -(-(num_bytes - account.empty_bytes) // part_bytes)
         if num_enough < count:
             count = num_enough
-            account.emit_gone(self, self.end - count, self.end, is_dropped=False)
+            if account.emits:
+                account.emit_gone(self, self.end - count, self.end, is_dropped=False)
             self.end -= count
             if self.ids:
                 at = (self.end - self.start) * account.part_blocks[index]
                 account.give_ids(self.ids[at:])
                 del self.ids[at:]
         else:
-            account.emit_gone(self, self.start, self.end, is_dropped=False)
+            if account.emits:
+                account.emit_gone(self, self.start, self.end, is_dropped=False)
             if self.ids:
                 account.give_ids(self.ids)
                 self.ids = []
@@ -488,18 +494,18 @@ class Span:
             span = span.parent
 
 
-class RunMatch:
+class RunMatch(Match):
     """The first `num_pages` pages that every group can resume from; the last of `spans` may reach beyond.
 
     `branch`: the page at which the content leaves another one, if that is later and the tree looks for it; else 0.
     """
 
-    __slots__ = ("branch", "num_pages", "pieces", "root", "spans")
+    __slots__ = ("branch", "pieces", "root", "spans")
 
-    def __init__(self, root: Span, spans: list[Span], num_pages: int) -> None:
+    def __init__(self, content: Content, root: Span, spans: list[Span], num_pages: int) -> None:
+        super().__init__(content, [], num_pages, 0)
         self.root = root
         self.spans = spans
-        self.num_pages = num_pages
         self.branch = 0
         self.pieces: list[list[tuple[PartRun, int, int]]] | None = None
         """For each group, the parts with which a sequence begins: runs and their pages. Computed on demand."""
@@ -537,6 +543,7 @@ class RunHolding:
         "held",
         "is_decoding",
         "is_open",
+        "is_transfer",
         "last",
         "num_named",
         "num_states",
@@ -571,12 +578,9 @@ class RunHolding:
         self.admission = -1
         self.streams: list[Stream | None] = [None] * num_groups
         self.odd_steps = [-1] * num_groups
-        self.swapped_tokens = 0
-
-    @property
-    def is_transfer(self) -> bool:
+        self.is_transfer = last is NOWHERE
         """Whether it is the holding of a transfer and not of a sequence."""
-        return self.last is NOWHERE
+        self.swapped_tokens = 0
 
 
 class Stream:

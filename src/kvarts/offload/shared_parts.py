@@ -47,6 +47,7 @@ class SharedParts(Shared["PartsView"]):
         tree = self.tree = SpanTree(memory, page_size, _never_moving, num_below=PLACE + 1)
         self.parts = PartTier(STORE, size, memory, tree, place=PLACE)
         self.events = self.parts.events = WritersEvents(self)
+        self.parts.emits = True
         self.pins: dict[RunHolding, None] = {}
         """What transfers and offers of all engines read or write."""
 

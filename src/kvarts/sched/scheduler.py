@@ -673,7 +673,7 @@ class Scheduler:
         """
         running, cache = self.running, self.cache
         first = running.chunked[0]
-        if not cache.settles:
+        if not cache.releases:
             most_tokens = self._prefill.most_tokens
             num_pages = self.wheel.pages_due()
             for request in running.chunked:
@@ -740,6 +740,12 @@ class Scheduler:
         decode releases at its turn. Chunked requests always do.
         """
         cache, wheel = self.cache, self.wheel
+        if not cache.releases:
+            if cache.follows_decodes:
+                cache.end_step()
+                for request in joined:
+                    cache.start_decoding(holding_of(request), request.admission)
+            return
         cache.count()  # others may have taken free pages
         takes_turns = False
         if self._long_prefill:
