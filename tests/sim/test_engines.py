@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
-from kvarts.executor.constants import shipped_constants
 from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.roofline_settings import shipped_constants
 from kvarts.kv.groups import PartGroup
 from kvarts.plan.latency import COST_ERROR, cost_error_of
 from kvarts.sched.plan import Batch

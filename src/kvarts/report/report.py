@@ -21,7 +21,7 @@ from kvarts.kv.transfer import TransferTotals
 from kvarts.report.advice import Trials, advice
 from kvarts.report.distributions import NS_PER_MS, Distribution, distribution_ms, dot, weighted_distribution_ms
 from kvarts.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog
-from kvarts.report.run_values import RunConfig
+from kvarts.report.run_directory import RunConfig
 from kvarts.report.steps import StepLog
 from kvarts.report.words import facts, plus_minus
 from kvarts.traffic.info import working_set_pages
@@ -157,7 +157,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         from kvarts.report.page import table_html
-        from kvarts.report.run_values import RunReport
+        from kvarts.report.run_directory import RunReport
 
         summary = msgspec.convert({**self.summary, "advice": self.advice}, RunReport)
         return table_html(f"Replay of {self.trace_name}", [], [], facts(summary))
