@@ -17,6 +17,7 @@ __all__ = ["MIB", "Process", "Waits", "kvarts_process", "python_process", "waits
 
 MIB = 1 << 20
 START_S = 60.0
+THIS_THREAD = Path("/proc/thread-self")
 
 
 class Process:
@@ -64,6 +65,10 @@ class Process:
         """Begin to look for the peak now."""
         Path(f"/proc/{self.popen.pid}/clear_refs").write_text("5")
 
+    def seconds_without_a_core(self) -> dict[str, float]:
+        """How long each of its threads was ready to run and had no core, since it began."""
+        return {task.name: _without_a_core(task) for task in Path(f"/proc/{self.popen.pid}/task").iterdir()}
+
     def stop(self) -> int:
         """End it as a user does; its exit code."""
         self.popen.send_signal(signal.SIGTERM)
@@ -104,8 +109,19 @@ def python_process(*arguments: str, cwd: Path | None = None) -> Iterator[Process
             stream.close()
 
 
+def _without_a_core(task: Path) -> float:
+    """Seconds that a thread was ready to run and had no core; 0 where Linux does not tell, or if it has ended."""
+    try:
+        return int((task / "schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
 class Waits:
-    """How long the calls of an innocent client took, in seconds."""
+    """How long the calls of an innocent client took, in seconds, less the time that the machine had no core for them.
+
+    Other work on the machine delays a server and its clients alike; an attack delays a server that has a core.
+    """
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -120,19 +136,24 @@ class Waits:
 
 
 @contextmanager
-def waits_of(call: Callable[[], object], *, every_s: float = 0.02) -> Iterator[Waits]:
-    """Call again and again in a thread while the block runs. Fails at its end if a call did."""
+def waits_of(call: Callable[[], object], process: Process, *, every_s: float = 0.02) -> Iterator[Waits]:
+    """Call `process` again and again in a thread while the block runs. Fails at its end if a call did."""
     waits, stop = Waits(), threading.Event()
 
     def run() -> None:
         while not stop.wait(every_s):
-            start = time.perf_counter()
             try:
+                before, own_s = process.seconds_without_a_core(), _without_a_core(THIS_THREAD)
+                start = time.perf_counter()
                 call()
+                elapsed_s = time.perf_counter() - start
+                after = process.seconds_without_a_core()
             except Exception as error:
                 waits.errors.append(error)
                 return
-            waits.seconds.append(time.perf_counter() - start)
+            delay_s = max(after[each] - before.get(each, 0.0) for each in after)
+            delay_s += _without_a_core(THIS_THREAD) - own_s
+            waits.seconds.append(max(0.0, elapsed_s - delay_s))
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -13,7 +13,7 @@ from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.routers.config import QueueOrder, Routing
 from kvarts.sim.replay import replay
@@ -70,6 +70,27 @@ def replayed(case: FleetCase, **changes: Any) -> FleetReport:
     return report
 
 
+PRIORITY_BEHIND_A_FAULT = FleetCase(
+    Case(
+        [
+            Row(arrival_ms, units, num_prompt, num_outputs, None, priority, None)
+            for arrival_ms, units, num_prompt, num_outputs, priority in (
+                (40, [0, 0, 2, 0, 1], 10, 2, 0),
+                (47, [0, 2, 0, 2, 1], 9, 3, 0),
+                (87, [0, 2, 0, 2, 1, 2, 2, 0], 15, 1, 0),
+                (127, [2, 0, 2, 2, 1, 2, 1, 2, 0, 0, 1, 0], 24, 2, 0),
+                (142, [0, 2, 0, 2, 1, 0, 0], 14, 2, 1),
+            )
+        ],
+        2, 2, 66, 64, 8, "default", 1,
+    ),
+    1, 1, 15, 2, 1000.0, 0.0, only_missing=False, faults=(Fault("down", 1, 143_000_000, 144_000_000),),
+    least_remote=20, num_layers=2,
+)  # fmt: skip
+"""A worker fails while a request of a larger priority keeps another from the pages that it needs there."""
+
+
+@example(PRIORITY_BEHIND_A_FAULT)
 @given(st.tuples(st.booleans(), st.booleans()).flatmap(lambda each: fleets(cancels=each[0], faults=each[1])))
 def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -> None:
     """L4, L7, L8; laws L1 to L3 of each worker are checked after each of its steps."""

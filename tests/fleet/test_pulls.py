@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvarts.executor.cost import LinearCost
-from kvarts.executor.prefill import PrefillCost
+from kvarts.executor.cost import LinearCost, PrefillCost
 from kvarts.fleet import replay as fleet_replay
 from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault

@@ -15,7 +15,7 @@ from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import REJECTED
 from kvarts.settings import SettingError

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.content import Content
-from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
-from kvarts.kv.run_loads import holding_of_transfer
+from kvarts.kv.runs import holding_of_transfer
 from kvarts.kv.span_tree import SpanTree
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.peer_parts import PeerParts, PeerPartsView

@@ -12,9 +12,9 @@ from hypothesis.stateful import initialize, precondition, rule
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
+from kvarts.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.kv.run_cache import RunCache
-from kvarts.kv.run_loads import holding_of_transfer
+from kvarts.kv.runs import holding_of_transfer
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.shared_parts import SharedParts
 

@@ -57,7 +57,7 @@ class Server:
         before = self.process.resident_bytes
         self.process.forget_peak()
         began = time.monotonic()
-        with waits_of(ask) as waits:
+        with waits_of(ask, self.process) as waits:
             count = 0
             while count < at_least or time.monotonic() - began < LEAST_S:
                 attack()

@@ -10,7 +10,7 @@ from msgspec import structs
 from kvarts.build import TierSettings, build_engine
 from kvarts.event_log import EventReader
 from kvarts.executor.base import CostModel
-from kvarts.executor.prefill import PrefillCost
+from kvarts.executor.cost import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.fleet.config import TOKEN_BYTES, FleetConfig, FleetWorker, PoolConfig, Role
 from kvarts.fleet.cost import DecodeOnly

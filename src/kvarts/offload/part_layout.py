@@ -12,19 +12,18 @@ from typing import cast
 
 import msgspec
 
-from kvarts.content import Content
+from kvarts.content import NOTHING, Content
 from kvarts.kv.cache import Holding
+from kvarts.kv.eviction import HeldPages
 from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
-from kvarts.kv.node import NOTHING, HeldPages
 from kvarts.kv.pool import PageId
-from kvarts.kv.run_loads import arrive, holding_of_transfer, unhold
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch
+from kvarts.kv.runs import PartRun, RunHolding, RunMatch, holding_of_transfer
 from kvarts.kv.transfer import Coming, Loaded, Offer, Weighed
-from kvarts.offload.backlog import Spill
 from kvarts.offload.layout import ConnectedTier, Layout
 from kvarts.offload.part_policy import PartPolicy
 from kvarts.offload.part_tier import PartTier
-from kvarts.offload.under_way import ALL, Copies, Loading
+from kvarts.offload.store_policy import Spill
+from kvarts.offload.transfers import ALL, Copies, Loading
 from kvarts.offload.weigher import between
 
 __all__ = ["PartLayout"]
@@ -479,7 +478,7 @@ class PartLayout(Layout[PartTier]):
         of_parts = cast(PartLoading, loading)
         assert of_parts.loading is not None
         self._policy.computes(of_parts.loading, loading.start)  # it is there when the step ends
-        arrive(self._parts, of_parts.loading, [ALL] * len(self.tier.groups))
+        self._parts.arrive(of_parts.loading, [ALL] * len(self.tier.groups))
         of_parts.loading = None
 
     # Ends of transfers ------------------------------------------------------------------------------------
@@ -507,7 +506,7 @@ class PartLayout(Layout[PartTier]):
         if target:
             self.tiers[target - 1].unpin(of_parts.pins[target - 1])
         for held in reversed(of_parts.above):
-            unhold(self._parts, held, go_first=is_stored and self._policy.goes_first)
+            self._parts.unhold(held, go_first=is_stored and self._policy.goes_first)
         self._cache.count()
 
     def end_load(self, loading: Loading, num_good: int, tell_ended: Callable[[int], None]) -> Loaded:
@@ -521,7 +520,7 @@ class PartLayout(Layout[PartTier]):
             num_good -= self._num_blocks(pin)
         ends = [min(of_group) for of_group in zip(*ends_by_tier, strict=True)]
         if of_parts.loading is not None:
-            arrive(self._parts, of_parts.loading, ends)
+            self._parts.arrive(of_parts.loading, ends)
         for place, (tier, pin, good_ends) in enumerate(zip(self.tiers, of_parts.pins, ends_by_tier, strict=True)):
             for group, runs in enumerate(pin.held if place else ()):
                 for run in runs:

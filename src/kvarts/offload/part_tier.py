@@ -17,14 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.part_account import Spot
+from kvarts.kv.account import RunAccount, RunEvents
+from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import IdPool, PageId
-from kvarts.kv.run_account import RunAccount
-from kvarts.kv.run_events import RunEvents
-from kvarts.kv.run_loads import holding_of_transfer
+from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, Spot, first_list, holding_of_transfer
 from kvarts.kv.span_tree import SpanTree, find
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span, first_list
 from kvarts.kv.transfer import Coming
 
 __all__ = ["PartTier"]

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from mypy_extensions import mypyc_attr
 
 from kvarts.content import Content
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.run_loads import holding_of_transfer
+from kvarts.kv.groups import GroupMemory
+from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, holding_of_transfer
 from kvarts.kv.span_tree import SpanTree
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.peers import PEERS, Peers
 

@@ -14,7 +14,7 @@ from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.groups import GroupMemory
 from kvarts.kv.transfer import Offer, PrefillTimes
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig

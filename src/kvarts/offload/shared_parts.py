@@ -17,10 +17,10 @@ from mypy_extensions import mypyc_attr
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.run_events import RunEvents
+from kvarts.kv.account import RunEvents
+from kvarts.kv.groups import GroupMemory
+from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, first_list
 from kvarts.kv.span_tree import SpanTree
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span, first_list
 from kvarts.kv.transfer import Coming
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.shared_store import STORE, LinksToStore, Shared, Write
@@ -47,6 +47,7 @@ class SharedParts(Shared["PartsView"]):
         tree = self.tree = SpanTree(memory, page_size, _never_moving, num_below=PLACE + 1)
         self.parts = PartTier(STORE, size, memory, tree, place=PLACE)
         self.events = self.parts.events = WritersEvents(self)
+        self.parts.emits = True
         self.pins: dict[RunHolding, None] = {}
         """What transfers and offers of all engines read or write."""
 

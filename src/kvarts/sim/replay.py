@@ -11,7 +11,7 @@ from msgspec import structs
 from kvarts.build import build_engine
 from kvarts.event_log import EventReader
 from kvarts.executor.base import VirtualExecutor
-from kvarts.executor.prefill import PrefillCost
+from kvarts.executor.cost import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.kv.transfer import PeersGain
 from kvarts.report.report import Report
