@@ -185,6 +185,10 @@ class Worker:
         assert not self.finish(), "a request ended before the end of steps that were alike"
         return False
 
+    def count_leap(self) -> None:
+        """Do the leap under way, if there is one, with what is below the device now."""
+        self._do_leap()
+
     def _do_leap(self) -> None:
         durations_ns, self._durations_ns = self._durations_ns, []
         if durations_ns:
