@@ -231,11 +231,11 @@ def draw_workload(row: str, seed: int) -> Workload:
                 ask.output[-1] = STOP
     if row == "uncached":
         workload.is_async = draw.random() < 0.5
-    if row == "aborts" or (row == "uncached" and not workload.is_async):
+    if row in ("aborts", "groups-aborts") or (row == "uncached" and not workload.is_async):
         for ask in asks:
             if draw.random() < 0.3:
                 ask.gives_up = ask.step + draw.randint(0, 40)
-    has_groups = row in ("groups", "published", "limited", "async-groups")
+    has_groups = row in ("groups", "groups-aborts", "published", "limited", "async-groups")
     if has_groups or row in ("aborts", "uncached", "priority", "async-priority", "async-limited"):
         workload.policy = "priority"
         for ask in asks:
@@ -274,6 +274,7 @@ ROWS = {
     "groups": "several windows and chunks next to a full group, everything kept, three priorities",
     "published": "as before, KV events as they are published",
     "aborts": "three priorities, clients give up 3 of 10 requests",
+    "groups-aborts": "several windows and chunks, three priorities, clients give up 3 of 10 requests",
     "uncached": "without a prefix cache: states, windows and chunks, three priorities, half with async scheduling",
     "ranks": "data-parallel ranks behind a front end",
     "long-prefill": "a threshold of long prefills",

@@ -194,7 +194,6 @@ class Auditor:
                 self._follow(event)
             except LedgerError as error:
                 self._find(str(error))
-        self._look_at_held()
         self._expect_nothing()
         if self._account is not None:
             self.compare(self._account())
@@ -235,11 +234,8 @@ class Auditor:
                 return
             case _:
                 self._expect_nothing()
-        match event:
-            case ChunkPlanned() | DraftJudged() | Finished() | Cancelled() | Preemption() | TransferEnded():
-                pass
-            case _:
-                self._look_at_held()
+        if isinstance(event, StepStarted | StepDone):
+            self._look_at_held()
         request = event.victim if isinstance(event, Preemption) else getattr(event, "request", None)
         if request in self._with_own_pages and not isinstance(event, Arrived):
             if isinstance(event, Finished | Cancelled):

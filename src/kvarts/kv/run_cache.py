@@ -67,8 +67,6 @@ class RunCache(RunAccount):
         self.page_size = page_size
         self.num_published = 0
         """The number of times that parts of known tokens, findable by others, were published since the beginning."""
-        self.has_ended = False
-        """Whether decodes have already made their releases of the end of the current step."""
         self.decodes = Decodes(memory, page_size, self)
         self.promised_bytes = 0
         """Free bytes that are reserved for requests that will take them."""
@@ -594,9 +592,6 @@ class RunCache(RunAccount):
 
     def end_step(self) -> None:
         """Let decodes release the parts that none of their later tokens attends to, in the order of admission."""
-        if self.has_ended:
-            self.has_ended = False
-            return
         decodes = self.decodes
         slot = decodes.step % self.page_size
         odd = decodes.odd_now()
@@ -627,7 +622,6 @@ class RunCache(RunAccount):
 
     def put_off(self, holdings: Sequence[RunHolding]) -> None:
         """End the step; `holdings`, all decodes that would release something, do so when they are settled."""
-        assert not self.has_ended
         decodes = self.decodes
         for holding in holdings:
             decodes.stop_all(holding)

@@ -63,24 +63,22 @@ class RunLeap:
 def leap(cache: RunCache, most_steps: int, wanted_bytes: int) -> RunLeap:
     """Do up to `most_steps` steps; the first fits. The last is under way, and `end_step` must follow.
 
-    It is one after which decodes lack memory before they release any; or, if a request waits for `wanted_bytes`,
-    one after which these are free when decodes have taken their pages, or a page becomes findable that the request may
+    It is one after which decodes lack memory before they release any; or, if a request waits for `wanted_bytes`, one
+    after which these may be free when decodes have taken their pages, or a page becomes findable that the request may
     find.
     """
     assert cache.shared is None, "what other models do between steps is not known"
     decodes = cache.decodes
     done = _do(cache, decodes.steps_to_odd(most_steps), wanted_bytes)
-    while len(done.taken) < most_steps and decodes.is_odd and not (cache.wants is not None and cache.wants.has_work):
+    # A waiting request examines what odd releases free: it ends the leap, and so does one that is given up before them.
+    while len(done.taken) < most_steps and decodes.is_odd and not wanted_bytes:
+        if cache.wants is not None and cache.wants.has_work:
+            break
         slot = (decodes.step + 1) % cache.page_size
-        kept_bytes = cache.promised_bytes + decodes.num_due[slot] * cache.page_bytes
-        if kept_bytes > cache.free_bytes:
+        if cache.promised_bytes + decodes.num_due[slot] * cache.page_bytes > cache.free_bytes:
             break
-        # Odd releases are made now, although the step may be the last one.
         done.end_odd(cache)
-        if wanted_bytes and (wanted_bytes <= cache.free_bytes - kept_bytes or decodes.filling[slot]):
-            cache.has_ended = True
-            break
-        done.add(_do(cache, decodes.steps_to_odd(most_steps - len(done.taken)), wanted_bytes))
+        done.add(_do(cache, decodes.steps_to_odd(most_steps - len(done.taken)), 0))
     return done
 
 

@@ -153,6 +153,10 @@ class Scheduler:
         self._tell = tell
         self._told_blocked: tuple[int, Blocked] | None = None
         self._settles = cache.settles
+        # Else others take and release parts between steps, and may use what decodes release.
+        self._settles_late = pages.is_alone and loads is None and handoffs is None
+        self._to_settle: list[Request] | None = None
+        """The requests that completed their known tokens in the last step, if its decodes are not settled yet."""
         self._keeps_time = cache.keeps_time
         self._joined: list[Request] = []
         """Requests that started to decode after the last step, if there is a lag."""
@@ -318,6 +322,7 @@ class Scheduler:
     def schedule(self, now_ns: int) -> StepPlan:
         """Plan the step that starts at `now_ns` and take its pages. `commit` must follow."""
         wheel, loads, preemptor = self.wheel, self.loads, self.preemptor
+        self.settle()
         preemptions: list[Preemption] = []
         preemptor.preemptions = preemptions
         if gave_way := preemptor.gave_way:
@@ -433,8 +438,9 @@ class Scheduler:
         if finished:
             self.blocked = NOT_BLOCKED
         if self._settles:
-            has = self.wheel.has
-            self._settle([request for request in completing if request.state is DECODING or has(request)])
+            self._to_settle = completing
+            if not self._settles_late:
+                self.settle()
         return finished
 
     # Many steps -------------------------------------------------------------------------------------------
@@ -446,6 +452,7 @@ class Scheduler:
         long as no added request becomes the head of the waiting queue, and until the time that the queue's
         `holds_until_ns` returns.
         """
+        self.settle()
         if self.running.chunked or self.waiting_with_pages or self.running.stalled or self._unsettled:
             return 0
         if self.running.ended:
@@ -476,7 +483,9 @@ class Scheduler:
         """End the last of `num_steps` advanced steps at `end_ns`; return the requests that finished."""
         finished = self.commit_many(num_steps, end_ns)
         if self._settles:
-            self._settle([])
+            self._to_settle = []
+            if not self._settles_late:
+                self.settle()
         return finished
 
     def commit_many(self, num_steps: int, end_ns: int) -> list[Request]:
@@ -733,15 +742,19 @@ class Scheduler:
 
     # Inside: parts that windows and chunks release -------------------------------------------------------------
 
-    def _settle(self, joined: list[Request]) -> None:
-        """End the step: let decodes release the parts that none of their later tokens attends to.
+    def settle(self) -> None:
+        """Begin the next step, if that is not done: let decodes release the parts that no later token attends to.
 
-        `joined`: those that started to decode. All are in the order of admission, and requests that ended have released
-        everything before. As in vLLM, a request can use memory that another releases only if its turn in the next step
-        is later. That makes a difference only if the pages that decodes begin in that step are not free yet; then each
-        decode releases at its turn. Chunked requests always do.
+        All are in the order of admission. Requests that ended, or were given up since, have released everything before.
+        As in vLLM, a request can use memory that another releases only if its turn in the next step is later. That
+        makes a difference only if the pages that decodes begin in that step are not free yet; then each decode releases
+        at its turn. Chunked requests always do.
         """
+        completed, self._to_settle = self._to_settle, None
+        if completed is None:
+            return
         cache, wheel = self.cache, self.wheel
+        joined = [request for request in completed if request.state is DECODING or wheel.has(request)]
         cache.count()  # others may have taken free pages
         takes_turns = False
         if self._long_prefill:
@@ -846,6 +859,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert laws L1, L2 and L3, between steps, and that each request is in the queue that its state requires."""
+        if self._to_settle is not None and self.cache.follows_decodes:
+            return  # the cache has not ended the last step
         if not self.cache.is_check_due(at_rest=not self.has_work):
             return
         for request in (*self.waiting, *self.waiting_with_pages):
