@@ -285,6 +285,9 @@ class Auditor:
                     self._look()
                 self._finish(event.request)
             case Cancelled():
+                if self._plans_ahead:
+                    self._settle()
+                    self._look()
                 self._cancel(event.request)
             case PromptHeld():
                 self._hold(event.request)
@@ -767,6 +770,7 @@ class Auditor:
             known.is_cancelled = True  # a transfer still writes to its pages, or has just ended
             return
         self._completing = [other for other in self._completing if other != request]
+        self._ended = [other for other in self._ended if other != request]
         self._received.discard(request)
         self._copies = {copy: other for copy, other in self._copies.items() if other != request}
         known = self._requests.pop(request)

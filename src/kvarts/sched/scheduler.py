@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
-from kvarts.events import Admitted, Blocked, DecodesStalled, Finished, HeadBlocked, Preemption
+from kvarts.events import Admitted, Blocked, Cancelled, DecodesStalled, Finished, HeadBlocked, Preemption
 from kvarts.kv.cache import Cache, Leap, Mark
 from kvarts.kv.pins import Pins
 from kvarts.limits import MOST_COUNT
@@ -158,6 +158,8 @@ class Scheduler:
         self._to_settle: list[Request] | None = None
         """The requests that completed their known tokens in the last step, if its decodes are not settled yet."""
         self._keeps_time = cache.keeps_time
+        self._given_up: list[Request] = []
+        """Requests to drop when the next step is planned."""
         self._joined: list[Request] = []
         """Requests that started to decode after the last step, if there is a lag."""
         self._unsettled: list[Request] = []
@@ -242,6 +244,11 @@ class Scheduler:
             request.become(RequestState.CANCELLED)
         self._end_below(request)
         self.blocked = NOT_BLOCKED
+
+    def give_up(self, request: Request) -> None:
+        """Drop `request`, which is given up while a step runs, when the next step is planned: that plan knows it."""
+        assert self._plans_ahead, "else nothing is planned, and `cancel` drops it"
+        self._given_up.append(request)
 
     def most_pages_needed(self) -> int:
         """Return the most pages that any of the requests here may need, of those that take pages."""
@@ -369,6 +376,7 @@ class Scheduler:
         self.cache.look(self.mark)
         num_decodes, known_tokens, num_joined = wheel.num_decoding, wheel.known_tokens, 0
         if self._plans_ahead:
+            self._drop_given_up(now_ns)
             if self.running.taken_off:
                 self.running.publish_read()
             self._release_ended()
@@ -432,7 +440,7 @@ class Scheduler:
                 finished += completed
             self._finish_all(completed, end_ns)
         if self.running.ended or self.has_released:
-            self._end_ahead()
+            self._end_ahead(end_ns)
         if self.handoffs is not None and (self.handoffs.late or self.handoffs.resumed):
             self.handoffs.stall(end_ns)
         if finished:
@@ -455,7 +463,7 @@ class Scheduler:
         self.settle()
         if self.running.chunked or self.waiting_with_pages or self.running.stalled or self._unsettled:
             return 0
-        if self.running.ended:
+        if self.running.ended or self._given_up:
             return 0
         if self.loads is not None and (self.loads.fronts or self.loads.has_ended):
             return 0
@@ -493,7 +501,7 @@ class Scheduler:
         finished = self._end_decodes(num_steps, end_ns, NONE)
         self._finish_all(finished, end_ns)
         if self.running.ended:
-            self._end_ahead()
+            self._end_ahead(end_ns)
         return finished
 
     def _end_decodes(self, num_steps: int, end_ns: int, stopped: frozenset[Request]) -> list[Request]:
@@ -828,12 +836,13 @@ class Scheduler:
         if request.num_preemptions:
             self._end_below(request)
 
-    def _end_ahead(self) -> None:
+    def _end_ahead(self, end_ns: int) -> None:
         """End a step after which the next one is planned already: release what ended if that one plans nothing."""
         self.blocked = NOT_BLOCKED
         self.has_released = False
         running = self.running
         if running.num_running == len(running.ended) and not (self._has_others or self.wheel.num_decoding):
+            self._drop_given_up(end_ns)
             self._release_ended()
             self.has_released = False
 
@@ -844,11 +853,54 @@ class Scheduler:
         for request in ended:
             if self._tell is not None:
                 self._tell(Finished(request.index, request.content))
-            if request.holding is not None:  # else it was preempted since
-                took_page = self.wheel.has(request) and request.num_computed % self._page_size == 0
-                self.running.end_again(request)
-                self.running.release(request, num_unused=int(took_page))
+            self._release_one(request)
             self._end_below(request)
+
+    def _release_one(self, request: Request, *, is_read: bool = True) -> None:
+        """Release the place and pages of a request that ended before the step that was just planned.
+
+        `is_read`: its last token is known.
+        """
+        if request.holding is None:
+            return  # it was preempted since
+        has_turn = self.wheel.has(request)
+        took_page = has_turn and request.num_computed % self._page_size == 0
+        self.running.end_again(request)
+        num_unnamed = 0 if has_turn or is_read else self.running.num_unnamed(request)
+        self.running.release(request, int(took_page), num_unnamed)
+
+    def _drop_given_up(self, now_ns: int) -> None:
+        """Drop the requests that were given up before the step that was just planned; it computes their tokens.
+
+        As in vLLM, their pages are free before those of requests that have ended.
+        """
+        given_up, self._given_up = self._given_up, []
+        running, completing = self.running, self._prefill.completing
+        for request in given_up:
+            if self._tell is not None:
+                self._tell(Cancelled(request.index, now_ns))
+            if request.state is FINISHED:
+                running.ended.remove(request)
+                self._release_one(request, is_read=False)
+                request.state = RequestState.CANCELLED
+                self._end_below(request)
+            elif request.state in RUNNING:
+                took_page = False
+                is_on_wheel = self.wheel.has(request)
+                if request in completing:
+                    completing.remove(request)
+                else:
+                    running.leave(request)
+                    took_page = is_on_wheel and request.num_computed % self._page_size == 0
+                # What a decode filled before, it has made findable at its turn.
+                num_unnamed = 0 if is_on_wheel else running.num_unnamed(request)
+                running.release(request, int(took_page), num_unnamed)
+                request.become(RequestState.CANCELLED)
+                self._end_below(request)
+            else:
+                self.cancel(request)
+        if given_up:
+            self.blocked = NOT_BLOCKED
 
     def _end_below(self, request: Request) -> None:
         """Let the tiers drop the pages that only `request`, which has ended, could find."""
