@@ -19,9 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvarts.calibrate.course import Course
+from kvarts.calibrate.course import Course, with_constants
 from kvarts.calibrate.points import Point, load_points
-from kvarts.calibrate.pricing import with_constants
 from kvarts.calibrate.shared import record
 from kvarts.executor.constants import load_constants, shipped_constants
 

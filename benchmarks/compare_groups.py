@@ -21,9 +21,9 @@ from typing import Any
 
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvKind, KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
-from kvarts.kv.spans import RunHolding
+from kvarts.kv.runs import RunHolding
 
 Workload = dict[str, Any]
 

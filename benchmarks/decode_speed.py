@@ -10,10 +10,11 @@ Needs kvarts[torch]. transformers' `generate` and its continuous batching run in
 of kvarts, with the worker of its own benchmark; `--quantization`: this one with fewer bits. With `--busy`, another
 process keeps one CPU busy meanwhile. Every engine is a process that stays; each round asks all of them in turn, so that
 they meet the same machine. Tokens a second while all sequences decode, with their prompts computed before; medians of
-rounds. Ratios are medians of the ratios within a round. What each says first is compared with what kvarts says: the
-same model, the same work. With `--prefill` (and `--without continuous`, which does not tell), prompt tokens a second
-until the first token. The last column is the share of a step of kvarts that is not the model: scheduler, tables,
-commit, and the choice of tokens.
+rounds. Ratios are medians of the ratios within a round. Processor milliseconds per token are those of an engine's
+process and its descendants; above 1, their ratios say that kvarts takes less. What each says first is compared with
+what kvarts says: the same model, the same work. With `--prefill` (and `--without continuous`, which does not tell),
+prompt tokens a second until the first token. The last column is the share of a step of kvarts that is not the model:
+scheduler, tables, commit, and the choice of tokens.
 """
 
 from __future__ import annotations
@@ -146,6 +147,8 @@ def main() -> None:
             atexit.register(busy.kill)
         header = ["prompt", "sequences", *(f"{name} tokens/s" for name in names)]
         header += [f"kvarts / {name}" for name in names[1:]]
+        header += [f"{name} CPU ms/token" for name in names]
+        header += [f"CPU {name} / kvarts" for name in names[1:]]
         print("| " + " | ".join([*header, "same first tokens", "outside the model"]) + " |")
         print("|" + "---:|" * (len(header) + 2))
         for length in args.prompt:
@@ -167,6 +170,12 @@ def row(length: int, count: int, names: list[str], rounds: list[dict[str, dict[s
     cells = [str(length), str(count)]
     cells += [f"{median([one[name]['rate'] for one in rounds]):.1f}" for name in names]
     cells += [f"{median([one['kvarts']['rate'] / one[name]['rate'] for one in rounds]):.2f}" for name in names[1:]]
+    for name in names:
+        spent = [one[name]["cpu_s"] * 1e3 for one in rounds if "cpu_s" in one[name]]
+        cells.append(f"{median(spent):.2f}" if spent else "-")
+    for name in names[1:]:
+        ratios = [one[name]["cpu_s"] / one["kvarts"]["cpu_s"] for one in rounds if "cpu_s" in one[name]]
+        cells.append(f"{median(ratios):.2f}" if ratios else "-")
     mine = rounds[0]["kvarts"]["first"]
     same = [sum(a == b for a, b in zip(mine, rounds[0][name]["first"], strict=True)) for name in names[1:]]
     cells += [", ".join(f"{number}/{count}" for number in same)]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from time import perf_counter, process_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 NUM_THREADS = int(os.environ.get("KVARTS_THREADS", "2"))
 DEVICE = os.environ.get("KVARTS_DEVICE", "cpu")
@@ -44,9 +44,48 @@ class Work(NamedTuple):
 
 CHOICES = {"layers": "KVARTS_LAYERS", "attention": "KVARTS_ATTENTION"}
 Measured = dict[str, Any]
-"""`rate`: tokens a second while all sequences decode, or of prompts. `first`: the first token of each. `outside`: the
-share of a step that is not the model: scheduler, tables, commit, and the choice of tokens."""
+"""`rate`: tokens a second while all sequences decode, or of prompts. `cpu_s`: processor seconds per token, if they are
+known. `first`: the first token of each. `outside`: the share of a step that is not the model: scheduler, tables,
+commit, and the choice of tokens."""
 Engine = Callable[[Work], Measured]
+
+
+class Moment(NamedTuple):
+    """The time that has passed, and the processor time of this process and its descendants."""
+
+    passed_s: float
+    cpu_s: float
+
+    @classmethod
+    def now(cls) -> Self:
+        """Processor time of a descendant has the resolution of Linux's clock ticks, 10 ms."""
+        ticks = sum(_cpu_ticks(pid) for pid in _descendants(os.getpid()))
+        return cls(perf_counter(), process_time() + ticks / os.sysconf("SC_CLK_TCK"))
+
+    def measured(self, end: Moment, num_tokens: int) -> Measured:
+        """`rate` and `cpu_s` of `num_tokens` that were computed from this moment to `end`."""
+        return {
+            "rate": num_tokens / (end.passed_s - self.passed_s),
+            "cpu_s": (end.cpu_s - self.cpu_s) / num_tokens,
+        }
+
+
+def _descendants(pid: int) -> list[int]:
+    children = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children += [int(child) for child in path.read_text().split()]
+        except OSError:  # a thread that has ended
+            continue
+    return children + [one for child in children for one in _descendants(child)]
+
+
+def _cpu_ticks(pid: int) -> int:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
 
 
 def submitted(model: Any, work: Work, **settings: Any) -> tuple[Any, list[Any]]:
@@ -122,13 +161,15 @@ def open_kvarts(directory: Path) -> Engine:
         engine, generations = decoding(model, work, **settings)
         first = [generation.tokens[0] for generation in generations]
         inside, taken_s = 0.0, []
+        begun = Moment.now()
         for _ in range(work.steps):
             start = now_s()
             engine.step()
             taken_s.append(now_s() - start)
-        rate = work.num_sequences * work.steps / sum(taken_s)
+        measured = begun.measured(Moment.now(), work.num_sequences * work.steps)
+        measured["rate"] = work.num_sequences * work.steps / sum(taken_s)
         at_median = work.num_sequences / statistics.median(taken_s)
-        measured = {"rate": rate, "median": at_median, "first": first}
+        measured |= {"median": at_median, "first": first}
         return measured if DEVICE != "cpu" else {**measured, "outside": 1 - inside / sum(taken_s)}
 
     return measure
@@ -137,12 +178,13 @@ def open_kvarts(directory: Path) -> Engine:
 def until_first_token(model: Any, work: Work, settings: dict[str, Any]) -> Measured:
     """Prompt tokens a second, until all have their first token."""
     engine, generations = submitted(model, work, **settings)
-    start = now_s()
+    begun, start = Moment.now(), now_s()
     while any(not generation.tokens for generation in generations):
         engine.step()
     taken_s = now_s() - start
+    measured = begun.measured(Moment.now(), work.num_sequences * work.length)
     first = [generation.tokens[0] for generation in generations]
-    return {"rate": work.num_sequences * work.length / taken_s, "first": first}
+    return measured | {"rate": work.num_sequences * work.length / taken_s, "first": first}
 
 
 def open_generate(directory: Path) -> Engine:
@@ -154,11 +196,11 @@ def open_generate(directory: Path) -> Engine:
 
     def measure(work: Work) -> Measured:
         ids = torch.tensor(work.prompts, device=DEVICE)
-        made_s = [perf_counter()]
+        made = [Moment.now()]
 
         def note(ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
             """Asked after each token whether to stop."""
-            made_s.append(perf_counter())
+            made.append(Moment.now())
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
         with torch.inference_mode():
@@ -173,8 +215,8 @@ def open_generate(directory: Path) -> Engine:
             )
         first: list[int] = out[:, work.length].tolist()
         if not work.steps:
-            return {"rate": work.num_sequences * work.length / (made_s[1] - made_s[0]), "first": first}
-        return {"rate": work.num_sequences * work.steps / (made_s[-1] - made_s[-1 - work.steps]), "first": first}
+            return made[0].measured(made[1], work.num_sequences * work.length) | {"first": first}
+        return made[-1 - work.steps].measured(made[-1], work.num_sequences * work.steps) | {"first": first}
 
     return measure
 
@@ -247,7 +289,7 @@ def open_llama(directory: Path) -> Engine:
         context = ll.llama_init_from_model(model, params)
         sampler = ll.llama_sampler_init_greedy()
         tokens = []
-        start = perf_counter()
+        start = Moment.now()
         for sequence, prompt in enumerate(work.prompts):
             entries = [(token, place, sequence, place == len(prompt) - 1) for place, token in enumerate(prompt)]
             for first_entry in range(0, len(entries), params.n_batch):
@@ -255,10 +297,10 @@ def open_llama(directory: Path) -> Engine:
             tokens.append(ll.llama_sampler_sample(sampler, context, -1))
         first, position = list(tokens), work.length
         if not work.steps:
-            rate = work.num_sequences * work.length / (perf_counter() - start)
+            measured = start.measured(Moment.now(), work.num_sequences * work.length)
             ll.llama_sampler_free(sampler)
             ll.llama_free(context)
-            return {"rate": rate, "first": first}
+            return measured | {"first": first}
 
         def step() -> None:
             nonlocal position, tokens
@@ -267,13 +309,13 @@ def open_llama(directory: Path) -> Engine:
             position += 1
 
         step()
-        start = perf_counter()
+        start = Moment.now()
         for _ in range(work.steps):
             step()
-        taken = perf_counter() - start
+        measured = start.measured(Moment.now(), work.num_sequences * work.steps)
         ll.llama_sampler_free(sampler)
         ll.llama_free(context)
-        return {"rate": work.num_sequences * work.steps / taken, "first": first}
+        return measured | {"first": first}
 
     return measure
 
@@ -304,29 +346,27 @@ def open_vllm(directory: Path) -> Engine:
         num_asked += work.num_sequences
         tokens: dict[str, list[int]] = {}
 
-        def until(each: int) -> float:
-            """Step until all have as many tokens; return the time that passed."""
-            start = perf_counter()
+        def until(each: int) -> None:
+            """Step until all have as many tokens."""
             while len(tokens) < len(names) or min(map(len, tokens.values())) < each:
                 for output in core.step():
                     tokens[output.request_id] = list(output.outputs[0].token_ids)
-            return perf_counter() - start
 
-        start = perf_counter()
+        start = Moment.now()
         for name, prompt in zip(names, work.prompts, strict=True):
             core.add_request(name, {"prompt_token_ids": prompt}, params)
         until(1)
-        rate = work.num_sequences * work.length / (perf_counter() - start)
+        measured = start.measured(Moment.now(), work.num_sequences * work.length)
         if work.steps:
             until(2)
-            before = sum(map(len, tokens.values()))
-            taken = until(2 + work.steps)
-            rate = (sum(map(len, tokens.values())) - before) / taken
+            before, start = sum(map(len, tokens.values())), Moment.now()
+            until(2 + work.steps)
+            measured = start.measured(Moment.now(), sum(map(len, tokens.values())) - before)
         while core.has_unfinished_requests():
             for output in core.step():
                 tokens[output.request_id] = list(output.outputs[0].token_ids)
         by_place = {name.partition("-")[0]: said for name, said in tokens.items()}
-        return {"rate": rate, "first": [by_place[name][0] for name in names]}
+        return measured | {"first": [by_place[name][0] for name in names]}
 
     return measure
 

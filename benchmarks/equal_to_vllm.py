@@ -58,13 +58,12 @@ from kvarts.executor.cost import LinearCost, PolynomialCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.keys import BlockKeys
-from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.request import Request, RequestState
 from kvarts.routers.config import Routing
-from kvarts.serve.kv_events.batches import Batch
+from kvarts.serve.kv_events.batches import Batch, Wire
 from kvarts.serve.kv_events.config import EventGroup
 from kvarts.serve.kv_events.reader import KvEventReader
-from kvarts.serve.kv_events.wire import Wire
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_request import TraceRequest
@@ -287,8 +286,8 @@ ROWS = {
     "async-window": "asynchronous scheduling, a window next to a full group, everything kept",
     "async-chunk": "asynchronous scheduling, chunks next to a full group, everything kept",
     "async-groups": "asynchronous scheduling, several windows and chunks, three priorities, most end with a stop token",
-    "async-aborts": "asynchronous scheduling, several windows and chunks, three priorities, most end with a stop token, "
-    "clients give up 3 of 10 requests",
+    "async-aborts": "asynchronous scheduling, several windows and chunks, three priorities, most end with a stop "
+    "token, clients give up 3 of 10 requests",
     "async-limited": "asynchronous scheduling, a threshold and a watermark, three priorities",
 }
 

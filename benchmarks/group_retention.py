@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 from kvarts.hardware import load_geometry
+from kvarts.hardware.fit import local_kv_groups
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.hardware.sequences import local_kv_groups
-from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
+from kvarts.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.kv.run_cache import RunCache
-from kvarts.kv.spans import RunHolding
+from kvarts.kv.runs import RunHolding
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace
 from kvarts.units import parse_bytes

@@ -16,7 +16,7 @@ from time import process_time
 from typing import Any
 
 from kvarts.config import EngineConfig
-from kvarts.executor.torch.kv_format import KV_DTYPES
+from kvarts.executor.torch.pools import KV_DTYPES
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ("LICENSE", "docs/concepts.md", "docs/security.md")

@@ -24,10 +24,9 @@ from kvarts.config import EngineConfig
 from kvarts.executor.torch.attention import ATTENTION
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams
-from kvarts.session.config import SessionsConfig
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable
-from kvarts.session.values import SessionSettings, Token
+from kvarts.session.values import SessionsConfig, SessionSettings, Token
 
 OWNER = "benchmark"
 SINK, WINDOW = 4, 64

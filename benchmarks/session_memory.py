@@ -19,10 +19,10 @@ import tracemalloc
 from kvarts.clock import VirtualClock
 from kvarts.config import EngineConfig
 from kvarts.sampling import SamplingParams
-from kvarts.session.config import SessionsConfig
 from kvarts.session.opening import mock_host
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable
+from kvarts.session.values import SessionsConfig
 
 OWNER = "somebody"
 

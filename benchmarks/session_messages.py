@@ -27,8 +27,7 @@ import grpc
 from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer, add_RuntimeServiceServicer_to_server
 from kvarts.sampling import SamplingParams
-from kvarts.serve.binding import Binding
-from kvarts.serve.server import SessionServer
+from kvarts.serve.server import Binding, SessionServer
 from kvarts.session.values import Done, SessionSettings, StopReason, Token, Update
 
 aio: Any = grpc.aio  # its stubs know little of it

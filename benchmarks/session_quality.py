@@ -22,14 +22,13 @@ from typing import Any
 from kv_quality import model_path
 from kvarts.config import EngineConfig
 from kvarts.content import Content, pack_units
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.groups import SinkWindow
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
-from kvarts.session.config import SessionsConfig
 from kvarts.session.pages import SessionMemory
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable, keeps_of
-from kvarts.session.values import SessionSettings, Token
+from kvarts.session.values import SessionsConfig, SessionSettings, Token
 
 ROOT = Path(__file__).parent.parent
 PAGE_SIZE = 16

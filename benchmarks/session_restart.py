@@ -24,11 +24,10 @@ from kvarts.config import EngineConfig
 from kvarts.executor.torch.attention import ATTENTION
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams
-from kvarts.session.config import SessionsConfig
 from kvarts.session.keeper import Keeper
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable
-from kvarts.session.values import SessionSettings, Token
+from kvarts.session.values import SessionsConfig, SessionSettings, Token
 from session_depth import OWNER, SINK, WINDOW, make_model
 
 

@@ -1,8 +1,11 @@
 """Processor time of short commands, from the start of Python to the exit; medians of rounds in turns.
 
     python benchmarks/start.py [--rounds N]
+    python benchmarks/start.py --models MODEL [MODEL ...] [--before CHECKOUT]
 
-The last rows are what no command can avoid: Python, and the packages that parse command lines and JSON.
+With `--models`, of one token of each model, directories or GGUF files, and of the import of PyTorch; `--before`: of
+another version of kvarts as well. Otherwise, the last rows are what no command can avoid: Python, and the packages that
+parse command lines and JSON.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ REQUEST = '{"timestamp": 0, "input_length": 1000, "output_length": 10, "hash_ids
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--models", nargs="+", default=[], metavar="MODEL")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="Another version of kvarts.")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "one.jsonl"
@@ -34,6 +39,14 @@ def main() -> None:
             "Python, click and msgspec": [*python, "import click, msgspec"],
             "Python and NumPy": [*python, "import os; os.environ['OPENBLAS_NUM_THREADS'] = '1'; import numpy"],
         }
+        if args.models:
+            commands = {"Python and PyTorch": [*python, "import torch"]}
+        for model in args.models:
+            token = ["generate", "--model", model, "--prompt", "The capital of France is", "--max-tokens", "1"]
+            commands[f"kvarts generate, {Path(model).name}"] = [*kvarts, *token]
+            if args.before:
+                of_before = ["/usr/bin/env", f"PYTHONPATH={args.before.resolve() / 'src'}", *kvarts, *token]
+                commands[f"before, {Path(model).name}"] = of_before
         taken: dict[str, list[float]] = {name: [] for name in commands}
         for number in range(args.rounds + 1):
             for name, command in commands.items():
@@ -41,7 +54,7 @@ def main() -> None:
                 if number:  # the first writes bytecode
                     taken[name].append(cost.cpu_seconds * 1e3)
     for name, times in taken.items():
-        print(f"{name:36}{statistics.median(times):6.1f} ms, least {min(times):.1f}")
+        print(f"{name:52}{statistics.median(times):6.1f} ms, least {min(times):.1f}")
 
 
 if __name__ == "__main__":

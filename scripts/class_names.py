@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BUDGET = 10
+BUDGET = 7
 
 
 def duplicates(package: Path) -> dict[str, list[Path]]:

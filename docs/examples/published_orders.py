@@ -26,9 +26,7 @@ from typing import NamedTuple
 
 from kvarts.hints import Hints
 from kvarts.kv.eviction import BaseOrder, Run
-from kvarts.plan.hinted import TimedOrder
-from kvarts.plan.orders import Rank, RankedOrder, RankedRuns, RunKey, run_key
-from kvarts.plan.queues import QueuesOrder
+from kvarts.plan.orders import QueuesOrder, Rank, RankedOrder, RankedRuns, RunKey, TimedOrder, run_key
 
 __all__ = [
     "LpcOrder",

@@ -11,14 +11,12 @@ from kvarts.engine import Engine
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
-from kvarts.kv.cache import Cache
-from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.cache import Cache, Pins
+from kvarts.kv.eviction import EvictionOrder, LruOrder, TreeWatcher
 from kvarts.kv.page_cache import PageCache
-from kvarts.kv.pins import Pins
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.transfer import PrefillTimes
 from kvarts.kv.tree import PrefixTree
-from kvarts.kv.watcher import TreeWatcher
 from kvarts.rooms import from_room
 from kvarts.sched.drafts import Drafter
 from kvarts.sched.handoffs import Handoffs
@@ -30,9 +28,8 @@ from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy, WaitingQueue
 from kvarts.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:  # only an engine with KV groups pays for them
-    from kvarts.kv.group_memory import GroupMemory
     from kvarts.kv.group_pages import GroupPages
-    from kvarts.kv.part_pages import PartPages
+    from kvarts.kv.groups import GroupMemory
     from kvarts.sched.group_loads import GroupTiers
 
 __all__ = ["PreparedTiers", "TierSettings", "build_engine", "open_group_cache"]
@@ -215,7 +212,7 @@ def build_engine(
         plans_ahead=plans_ahead,
         finds_prefixes=finds_prefixes,
         step_ns=step_ns,
-        settle_places=_settle_places(cast("PartPages", cache).memory, page_size) if cache.settles else (),
+        settle_places=_settle_places(cast("GroupPages", cache).memory, page_size) if cache.settles else (),
     )
     return Engine(config, scheduler, executor, log, audit=audit, moves_pages=moves_pages)
 

@@ -87,7 +87,6 @@ WHOLE = "Leave it out, or set {kv_groups} to off."
 NO_WINDOW = "Leave the window out: then the session keeps all of its history."
 REFUSED = (
     Refusal(("store", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
-    Refusal(("pulls", "kv_groups"), "workers read whole pages from each other", WHOLE),
     Refusal(("pulls", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("pulls", "store"), "what workers have in host memory is in the store as well"),
     Refusal(("layers", "model"), "a real executor copies whole pages", "Leave it out."),
@@ -103,7 +102,11 @@ REFUSED = (
     Refusal(("mocker", "kv_groups"), "Dynamo's mocker knows whole pages only", WHOLE),
     Refusal(("late_events", "kv_groups"), "routers ask such caches what they have", WHOLE),
     Refusal(("late_events", "several"), "routers ask the engines of their model what they have", "Leave it out."),
-    Refusal(("sessions", "fleet"), "it is not modelled", "Leave them out."),
+    Refusal(
+        ("sessions", "fleet"),
+        "their tokens are on one worker, and other workers compute prompts, or take over when it leaves",
+        "Leave them out. Without pools, a session stays with its replica.",
+    ),
     Refusal(("ranks", "fleet"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("tiers", "kv_groups", "several"), "a load would take memory from other models"),
     Refusal(("prices", "kv_groups", "plan"), "only replays count parts of pages", WHOLE),

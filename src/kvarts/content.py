@@ -18,7 +18,7 @@ from typing import Any
 from kvarts.errors import ConfigError
 from kvarts.hints import Hints
 
-__all__ = ["UNIT_BYTES", "Content", "PageKey", "pack_units"]
+__all__ = ["NOTHING", "UNIT_BYTES", "Content", "PageKey", "pack_units"]
 
 PageKey = bytes | int
 """Identifies a page among the pages that may follow one prefix: the bytes of its units, or an owner."""
@@ -167,6 +167,10 @@ class Content:
         differing = int.from_bytes(mine, "little") ^ int.from_bytes(theirs, "little")
         first_differing = first + ((differing & -differing).bit_length() - 1) // (8 * UNIT_BYTES)
         return max(start, first_differing * self.unit_tokens // self.page_size)
+
+
+NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)
+"""The content of a run without pages."""
 
 
 def pack_units(ids: Iterable[int]) -> bytes:

@@ -1,4 +1,4 @@
-"""Reading files, and writing result files completely or not at all.
+"""Reading files, and writing result files and directories completely or not at all.
 
 All commands and rooms read and write through this module, which guarantees:
 
@@ -10,6 +10,8 @@ All commands and rooms read and write through this module, which guarantees:
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import os
 import stat
@@ -17,23 +19,33 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
-from kvarts.errors import ConfigError, InputError, MissingFileError, OutputError
-from kvarts.samples import located
+from kvarts.errors import ConfigError, InputError, MissingFileError, OutputError, did_you_mean
 
 __all__ = [
+    "PREFIX",
+    "SAMPLES",
+    "UNFINISHED",
+    "BundledTrace",
     "append_whole",
     "check_outputs",
     "check_writable",
     "is_replaceable",
     "is_standard_output",
+    "located",
+    "make_private",
+    "new_directory",
+    "open_private",
     "open_stream",
+    "own_directory",
     "read_bytes",
     "read_text",
     "read_toml",
     "reading",
+    "sample_of",
     "shown",
+    "where_samples_are",
     "whole_file",
     "write_all",
     "write_whole",
@@ -44,6 +56,77 @@ STANDARD_OUTPUT = 1
 MOST_LINKS = 40
 DATA_SUFFIXES = (".csv", ".gz", ".json", ".jsonl", ".parquet", ".safetensors", ".toml")
 """Suffixes of the files that are read if a directory is given."""
+PREFIX = "sample:"
+DATA = Path(__file__).parent / "data"
+UNFINISHED = ".kvarts-unfinished"
+"""Subdirectory that collects the contents of a directory being written. A killed process leaves it behind."""
+
+
+class BundledTrace(NamedTuple):
+    """A bundled trace: its file or folder in `data`, a description, and the tokens per hash id if not 512."""
+
+    file: str
+    what: str
+    trace_block_size: int | None = None
+
+
+SAMPLES = {
+    "agents": BundledTrace("coding-agents", "twelve sessions of coding agents from kv-cache-tester (Apache-2.0)"),
+    "mooncake": BundledTrace(
+        "mooncake-conversation-1000.jsonl", "the first 1,000 requests of Mooncake's conversation trace (Apache-2.0)"
+    ),
+    "azure-chat": BundledTrace(
+        "azure-conv-1000.csv", "the first 1,000 requests of Azure's chat trace of 2023 (CC BY 4.0)"
+    ),
+    "azure-code": BundledTrace(
+        "azure-code-1000.csv", "the first 1,000 requests of Azure's code trace of 2023 (CC BY 4.0)"
+    ),
+    "vllm-rtx4090": BundledTrace(
+        "vllm-rtx4090/prompts.jsonl",
+        "the 300 ShareGPT requests of a run of vLLM 0.19.0 on an RTX 4090, from LLMServingSim (MIT)",
+        trace_block_size=16,
+    ),
+}
+"""The bundled traces by name; `sample:NAME/FILE` stands for another file of the sample's folder."""
+
+
+def located(path: Path | str) -> Path:
+    """Return the file that `path` stands for: a bundled one for `sample:NAME`, else `path` itself.
+
+    Raise MissingFileError for an unknown sample.
+    """
+    text = str(path)
+    if not text.startswith(PREFIX):
+        return Path(path)
+    name, _, inner = text.removeprefix(PREFIX).partition("/")
+    sample = SAMPLES.get(name)
+    if sample is None:
+        names = [PREFIX + each for each in SAMPLES]
+        hint = did_you_mean(text, names) or f"Bundled are {', '.join(names)}."
+        raise MissingFileError("is not bundled", path=text, hint=hint)
+    if not inner:
+        return DATA / sample.file
+    folder = DATA / sample.file.partition("/")[0]
+    inside = folder / inner
+    if ".." in inside.parts or not inside.is_file():
+        files = ", ".join(sorted(f"{PREFIX}{name}/{file.name}" for file in folder.iterdir())) if folder.is_dir() else ""
+        raise MissingFileError("is not bundled", path=text, hint=f"Bundled are {files or PREFIX + name}.")
+    return inside
+
+
+def sample_of(path: Path | str) -> BundledTrace | None:
+    """Return the bundled trace that `path` names; None for a user's file."""
+    text = str(path)
+    return SAMPLES.get(text.removeprefix(PREFIX)) if text.startswith(PREFIX) else None
+
+
+def where_samples_are(path: Path | str) -> str:
+    """Return a hint for a trace that does not exist: the sample of that name, or how to list all samples."""
+    name = Path(path).name
+    for known, sample in SAMPLES.items():
+        if name in (sample.file, known):
+            return f"A trace of that name is bundled: {PREFIX}{known}."
+    return "Check the path of the trace; `kvarts trace list` lists the bundled ones."
 
 
 def shown(path: Path | str) -> str:
@@ -342,3 +425,124 @@ def write_all(file: IO[bytes], data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
+
+
+@contextmanager
+def own_directory(path: Path) -> Iterator[None]:
+    """Lock a directory for this process, creating it if needed. Raise OutputError if another process holds it."""
+    with writing(path):
+        path.mkdir(exist_ok=True)
+        number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with writing(path):
+            _lock(number, path)
+        yield
+    finally:
+        os.close(number)
+
+
+@contextmanager
+def new_directory(path: Path, *, last: str) -> Iterator[Path]:
+    """Lock a new or empty directory for this process; yield a folder for its contents.
+
+    On success, the contents are moved to the directory, `last` as the very last. If anything fails, the directory is
+    restored. Raise OutputError if it is not empty, or is held by another process.
+    """
+    with writing(path):
+        is_new = not path.exists()
+        path.mkdir(exist_ok=True)
+        number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = path / UNFINISHED
+    is_taken = False
+    names: set[str] = set()
+    moved: list[str] = []
+    try:
+        with writing(path):
+            _lock(number, path)
+            is_taken = True
+            names = {file.name for file in path.iterdir()}
+            if names - {UNFINISHED}:
+                is_new = False
+                raise OutputError(
+                    "is not empty", path=shown(path), hint="Give a new directory, so that two runs are never mixed."
+                )
+            if names:
+                _remove_tree(folder)
+            folder.mkdir()
+        yield folder
+        with writing(path):
+            for name in sorted((file.name for file in folder.iterdir()), key=lambda name: (name == last, name)):
+                moved.append(name)  # recorded before the rename, since a signal may arrive right after it
+                os.rename(folder / name, path / name)  # noqa: PTH104
+            folder.rmdir()
+    except BaseException:
+        if is_taken:
+            for name in moved:
+                _remove_tree(path / name)
+            if names <= {UNFINISHED}:
+                _remove_tree(folder)
+            if is_new:
+                with suppress(OSError):
+                    path.rmdir()
+        raise
+    finally:
+        os.close(number)
+
+
+def make_private(directory: Path, is_ours: Callable[[str], bool]) -> None:
+    """Create a directory that only this user can read, with its parents. Raise OSError.
+
+    An existing directory loses the permissions of others if this user owns it and `is_ours` holds for every name in it,
+    since then it serves only this purpose. Files in other directories are protected by their own modes.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        found = directory.stat()
+        is_shared = found.st_mode & 0o1077
+        if found.st_uid == os.geteuid() and is_shared and all(is_ours(path.name) for path in directory.iterdir()):
+            directory.chmod(0o700)
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Open a regular file that only this user can read, created if `flags` ask for it; return its descriptor.
+
+    Raise OSError for a symbolic link, a file with several names, or one of another user: someone else could have
+    planted it.
+    """
+    number = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    try:
+        found = os.fstat(number)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid not in (os.geteuid(), 0):
+            raise OSError(errno.EPERM, "not a file of this user alone")
+        if found.st_mode & 0o077:
+            os.fchmod(number, 0o600)
+    except BaseException:
+        os.close(number)
+        raise
+    return number
+
+
+def _lock(number: int, path: Path) -> None:
+    """Lock an open directory until it is closed. File systems without locks are accepted."""
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OutputError("is being written by another process", path=shown(path)) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK):
+            raise
+    if not os.path.samestat(os.fstat(number), os.stat(path)):  # noqa: PTH116
+        raise OutputError("is being written by another process", path=shown(path))
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a file or directory made by this module, as far as possible."""
+    import shutil  # needed only after failures
+
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()

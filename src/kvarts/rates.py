@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import ceil
 
+from kvarts.limits import LATEST_NS, TooLateError
+
 __all__ = ["NEVER_NS", "End", "Job", "SharedRates"]
 
 NEVER_NS = 1 << 62
@@ -67,10 +69,15 @@ class SharedRates:
             self.now_ns = now_ns
 
     def next_ns(self) -> int:
-        """Return when the next transfer ends, if none begins before; NEVER_NS if none is under way."""
-        next_ns = NEVER_NS
-        for job in self.jobs:
-            next_ns = min(next_ns, self.now_ns + max(1, ceil(job.num_left / self._rate(job))))
+        """Return when the next transfer ends, if none begins before; NEVER_NS if none is under way.
+
+        Raise TooLateError if that is beyond LATEST_NS.
+        """
+        if not self.jobs:
+            return NEVER_NS
+        next_ns = self.now_ns + min(max(1, ceil(job.num_left / self._rate(job))) for job in self.jobs)
+        if next_ns > LATEST_NS:
+            raise TooLateError
         return next_ns
 
     def take_ended(self, now_ns: int) -> list[Job]:

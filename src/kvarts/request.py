@@ -12,7 +12,7 @@ from typing import Final
 
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
-from kvarts.kv.sink_window import OwnPages
+from kvarts.kv.groups import OwnPages
 
 __all__ = ["NEXT_STATES", "Request", "RequestState"]
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin
 import msgspec
 
 from kvarts.errors import ConfigError, did_you_mean, parts_of
-from kvarts.samples import PREFIX
+from kvarts.files import PREFIX
 
 __all__ = [
     "AtLeastOne",

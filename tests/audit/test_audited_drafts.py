@@ -15,7 +15,7 @@ from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.event_log import EventLog
 from kvarts.events import DraftJudged, DraftTaken, Event
-from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 
 from builders.case import Case, Row
 from builders.guesser import Guesser, Knowing

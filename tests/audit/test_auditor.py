@@ -11,7 +11,7 @@ from kvarts.audit.auditor import AuditError, Auditor, Finding
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored
-from kvarts.kv.node import walk
+from kvarts.kv.eviction import walk
 from kvarts.kv.page_cache import PageCache
 from kvarts.sim.replica import Replica
 

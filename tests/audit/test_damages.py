@@ -29,7 +29,7 @@ from kvarts.events import (
     StepDone,
 )
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
 from kvarts.sim.replay import replay
 

@@ -15,7 +15,7 @@ import pytest
 from kvarts.events import Event
 from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay

@@ -9,10 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvarts.content import Content
 from kvarts.events import Event
-from kvarts.kv.cache import Holding
-from kvarts.kv.eviction import EvictionOrder, LruOrder
-from kvarts.kv.match import Match
-from kvarts.kv.node import HeldPages
+from kvarts.kv.cache import Holding, Match
+from kvarts.kv.eviction import EvictionOrder, HeldPages, LruOrder
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.tree import PrefixTree

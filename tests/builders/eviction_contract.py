@@ -10,8 +10,7 @@ import pytest
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved
 from kvarts.kv.cache import Holding
-from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.node import HeldPages
+from kvarts.kv.eviction import EvictionOrder, HeldPages
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool
 from kvarts.kv.tree import PrefixTree

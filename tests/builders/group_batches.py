@@ -18,8 +18,8 @@ from kvarts.executor.torch.attention import PagedAttention
 from kvarts.executor.torch.block_cut import BlockCut
 from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams
 from kvarts.executor.torch.pools import KVPools, LayerShape
+from kvarts.kv.groups import PageTable
 from kvarts.kv.pool import PageId
-from kvarts.kv.sink_window import PageTable
 from kvarts.sched.plan import Batch, Chunk, DecodeRows, StepPlan
 
 __all__ = ["GroupSteps"]

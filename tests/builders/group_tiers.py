@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvarts.event_log import EventReader
 from kvarts.executor.cost import LinearCost
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.report import Report
 from kvarts.sim.replay import replay

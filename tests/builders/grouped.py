@@ -11,7 +11,7 @@ from msgspec.structs import astuple
 from kvarts.content import Content
 from kvarts.events import Event
 from kvarts.hardware.kv_groups import KvKind, KvLayer
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.report.report import Report
 from kvarts.report.requests import CANCELLED, REJECTED
 from kvarts.sim.replay import replay

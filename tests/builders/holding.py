@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvarts.kv.match import Match
-from kvarts.kv.node import HeldPages
+from kvarts.kv.cache import Match
+from kvarts.kv.eviction import HeldPages
 from kvarts.kv.page_cache import PageCache
 
 __all__ = ["hold_found"]

@@ -10,10 +10,9 @@ from kvarts.event_log import EventReader
 from kvarts.events import Event
 from kvarts.executor.simulated import SimExecutor
 from kvarts.report.requests import RequestLog
-from kvarts.serve.kv_events.batches import Batch
+from kvarts.serve.kv_events.batches import Batch, Wire
 from kvarts.serve.kv_events.config import Form
 from kvarts.serve.kv_events.reader import KvEventReader
-from kvarts.serve.kv_events.wire import Wire
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
 from kvarts.sim.router import RoundRobin

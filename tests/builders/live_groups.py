@@ -16,7 +16,7 @@ from kvarts.engine import Engine
 from kvarts.event_log import EventReader
 from kvarts.events import StepDone
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.transfer import Direction, Move, TransferReport
 from kvarts.request import Request, RequestState
 from kvarts.sched.drafts import Drafter

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from kvarts.config import EngineConfig
-from kvarts.executor.copier import PageCopier
+from kvarts.executor.page_bytes import PageCopier
 from kvarts.executor.torch.tiny import FAMILIES
 from kvarts.kv.transfer import Direction, Move
 from kvarts.llm.llm import LLM

@@ -11,8 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvarts.serve.binding import Binding
-from kvarts.serve.server import SessionServer
+from kvarts.serve.server import Binding, SessionServer
 
 from builders.fake_runtime import FakeRuntime
 

@@ -11,11 +11,10 @@ from kvarts.config import EngineConfig
 from kvarts.event_log import EventReader
 from kvarts.llm.loop import ModelHost
 from kvarts.sampling import SamplingParams
-from kvarts.session.config import SessionsConfig
 from kvarts.session.opening import MOCK_VOCAB_SIZE, mock_host
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable
-from kvarts.session.values import Done, SessionSettings, Token
+from kvarts.session.values import Done, SessionsConfig, SessionSettings, Token
 
 from builders.rooms import HAS_AUDIT
 

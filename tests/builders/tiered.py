@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 
 from kvarts.offload.config import OffloadConfig
 
 from builders.case import Case, cases
+from oracles.naive import polynomial_ns
 
-__all__ = ["BYTES_PER_TOKEN", "Tiered", "tiered", "tiers_below"]
+__all__ = ["BYTES_PER_TOKEN", "Tiered", "naive_settings", "tiered", "tiers_below"]
 
 BYTES_PER_TOKEN = 1000
 
@@ -56,3 +58,40 @@ def tiers_below(draw: st.DrawFn, *, of_groups: bool = False, with_bus: bool = Tr
         copy_slowdown=draw(st.sampled_from([0.0, 0.0, 0.1, 1.5])),
         preemption_mode="recompute" if of_groups else draw(st.sampled_from(["swap", "swap", "recompute"])),
     )
+
+
+def naive_settings(tiers: Tiered) -> dict[str, Any]:
+    """The settings of a NaiveOffloadEngine."""
+    case, offload = tiers.case, tiers.offload
+    target_free = offload.target_free
+    if target_free is None:
+        step_pages = -(-case.max_num_batched_tokens // case.page_size)
+        num_below = (offload.host_pages or 0) + (offload.disk_pages or 0)
+        target_free = max(2 * step_pages, min(8 * step_pages, num_below // 8))
+    return {
+        "num_pages": case.num_pages,
+        "page_size": case.page_size,
+        "max_num_batched_tokens": case.max_num_batched_tokens,
+        "max_num_seqs": case.max_num_seqs,
+        "profile": case.profile,
+        "cost": polynomial_ns,
+        "tiers": [size for size in (offload.host_pages, offload.disk_pages) if size],
+        "policy": offload.policy,
+        "target_free": target_free,
+        "page_bytes": BYTES_PER_TOKEN * case.page_size,
+        "rates": {name: getattr(offload, name) for name in ("h2d", "d2h", "disk_read", "disk_write")},
+        "latency_ns": {
+            "h2d": round(offload.latency_us * 1000),
+            "d2h": round(offload.latency_us * 1000),
+            "disk_read": round(offload.disk_latency_us * 1000),
+            "disk_write": round(offload.disk_latency_us * 1000),
+        },
+        "full_prompt_hits": offload.full_prompt_hits,
+        "fail_every": offload.fail_every,
+        "store_within_ns": round(offload.store_within_ms * 1e6),
+        "long_prefill_token_threshold": case.long_prefill_token_threshold,
+        "watermark": case.watermark,
+        "swaps": offload.preemption_mode == "swap",
+        "copy_slowdown": offload.copy_slowdown,
+        "num_layers": offload.num_layers if offload.load_overlap == "layers" else 1,
+    }

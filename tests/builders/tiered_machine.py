@@ -12,11 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvKind
-from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
 from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
-from kvarts.kv.part_account import Listed, Spot
-from kvarts.kv.run_leaps import leap
-from kvarts.kv.spans import PartRun, RunHolding
+from kvarts.kv.groups import GroupMemory, PartGroup, Retention
+from kvarts.kv.runs import Listed, PartRun, RunHolding, Spot
 from kvarts.kv.transfer import Direction, TransferReport
 from kvarts.offload.channel import Channel
 from kvarts.offload.layout import ConnectedTier
@@ -264,7 +262,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.model.settle(holder.sequence)
         self.parts.settle(holder.holding, holder.sequence.num_tokens)
         self.num_owners += 1
-        self.parts.start_decoding(holder.holding, self.num_owners)
+        self.parts.decodes.start(holder.holding, self.num_owners)
         self.cache.count()
 
     @precondition(lambda self: self.decoding())
@@ -278,7 +276,7 @@ class TieredMachine(RuleBasedStateMachine):
         due = sum(self.model.missing(holder.sequence, 1) for holder in decoding)
         if due > self.model.free_bytes():
             return
-        done = leap(self.parts, most_steps, 0)
+        done = self.parts.decodes.leap(most_steps, 0)
         for step in range(len(done.taken)):
             has_new = False
             for holder in decoding:
@@ -292,7 +290,7 @@ class TieredMachine(RuleBasedStateMachine):
             assert not has_new or step + 1 == len(done.taken), "it is to be stored in the next step"
             for holder in decoding:
                 self.model.settle(holder.sequence)
-        self.parts.end_step()
+        self.parts.decodes.end_step()
         self.cache.count()
 
     @precondition(lambda self: self.decoding())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
-from kvarts.executor.copier import PageCopier
+from kvarts.executor.page_bytes import PageCopier
 from kvarts.kv.transfer import Direction, Transfer, TransferReport
 from kvarts.offload.config import FilesBelow, OffloadConfig
 from kvarts.offload.pagefiles import PageFiles

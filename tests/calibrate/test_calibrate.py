@@ -14,12 +14,10 @@ import pytest
 
 from kvarts.calibrate import Measured, calibrate, compare, fit_steps, load_measured, load_series
 from kvarts.calibrate.coefficients import uncertainty_of
-from kvarts.calibrate.comparison import latencies_ms
-from kvarts.calibrate.page import render_page
-from kvarts.calibrate.replayed import load_replayed, replayed_of
+from kvarts.calibrate.comparison import latencies_ms, load_replayed, render_page, replayed_of
 from kvarts.calibrate.stepfit import StepRecord, is_step_record, load_steps
 from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
-from kvarts.executor.cost import parse_cost
+from kvarts.executor.cost_spec import parse_cost
 from kvarts.executor.roofline import COEFFICIENTS, RooflineCost
 from kvarts.sched.plan import Batch, Chunk
 from kvarts.sim.config import ReplayConfig
@@ -253,13 +251,21 @@ def test_a_row_that_does_not_add_up_is_named(tmp_path: Path, change: dict[str, A
     assert str(caught.value).endswith(says)
 
 
+def test_a_run_that_took_no_time_is_refused(tmp_path: Path) -> None:
+    """Its errors were infinite, and NumPy warned of them."""
+    rows = [{**ROW, "request_id": name, "scheduled": at, "first_token": at, "last_token": at, "arrival": at}
+            for name, at in (("a", 1.0), ("b", 2.0))]  # fmt: skip
+    with pytest.raises(InputError, match=r"run\.csv: last_token: is when each request arrived: it took no time"):
+        load_measured(write_csv(tmp_path / "run.csv", *rows))
+
+
 def test_a_file_that_is_no_run_is_named(tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     with pytest.raises(MissingFileError):
         load_measured(path)
     for text, says in (
         ("", "holds no request"),
-        ("arrival,first_token\n1,2\n", "run.csv:2: last_token: is missing"),
+        ("arrival,first_token\n1,2\n", "run.csv:2: last_token: is missing. Give --column last_token=NAME; there are"),
         ('{"queued_ts": 1\n', "run.csv:1: is not JSON"),
         ("arrival,first_token\n1\n", "run.csv:2: has another number of columns"),
     ):

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from kvarts.calibrate.coefficients import at_limit
-from kvarts.calibrate.iteration_log import is_iteration_log, load_iterations
-from kvarts.calibrate.stepfit import StepRecord, fit_steps
+from kvarts.calibrate.stepfit import StepRecord, fit_steps, is_iteration_log, load_iterations
 from kvarts.errors import InputError
 from kvarts.executor.roofline import RooflineCost
 from kvarts.sched.plan import Batch, Chunk

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from kvarts.calibrate.course import Course, course_of
+from kvarts.calibrate.course import Course, course_of, with_constants
 from kvarts.calibrate.points import Point, load_points
-from kvarts.calibrate.pricing import with_constants
 from kvarts.calibrate.shared import Errors, fit_points, halves_of, record, test_halves
 from kvarts.cli.main import cli
 from kvarts.errors import ConfigError, InputError, KvartsError
@@ -141,7 +140,7 @@ def test_a_table_is_read(tmp_path: Path) -> None:
     rows = [
         "mine,vllm,llama-3.1-8b,h100,2,,fp8,1024,512,0.8,closed,16,64,,80,9.5",
         "",
-        "x,,a.json,h200,,,,8,9,,open,2.5",
+        "x,,a.json,h200,,,,8,9,,open,2.5,,,9",
     ]
     path.write_text("\n".join([HEADER, *rows]) + "\n")
     first, second = load_points(path)
@@ -161,6 +160,8 @@ def test_a_table_is_read(tmp_path: Path) -> None:
         ("s,,m,g,1,,,8,9,,open,", "csv:2: Object missing required field `level`"),
         ("s,,m,g,1,,,8,9,1.5,open,1", "csv:2: ratio"),
         ("s,,m,g,1,,,8,9,,open,1,,,,-4", "csv:2: tpot_ms"),
+        ("s,,m,g,1,,,8,9,,open,1", "csv:2: has nothing measured. Give one of tok_s_gpu"),
+        ("s,,m,g,1,,,8,9,,open,1,,,80,9,1,2", "csv:2: has more columns than the header"),
     ],
 )
 def test_a_bad_point_is_named(tmp_path: Path, row: str, says: str) -> None:
@@ -175,6 +176,9 @@ def test_columns_that_are_none_are_named(tmp_path: Path) -> None:
     path = tmp_path / "points.csv"
     path.write_text("model,gpu,cheese\n")
     with pytest.raises(InputError, match="'cheese' is not a column"):
+        load_points(path)
+    path.write_text("model,gpu,model\n")
+    with pytest.raises(InputError, match="'model' is a column twice"):
         load_points(path)
     path.write_text(HEADER + "\n")
     with pytest.raises(InputError, match="holds no point"):

@@ -14,17 +14,15 @@ import pytest
 from click.testing import CliRunner
 
 from kvarts.calibrate import CalibrationRun, Measured, calibrate_runs, compare, fitting, load_measured, load_series
-from kvarts.calibrate.coefficients import names_of
+from kvarts.calibrate.coefficients import cost_toml, names_of
+from kvarts.calibrate.comparison import load_replayed, replayed_of
 from kvarts.calibrate.design import CANDIDATES, design
-from kvarts.calibrate.replayed import load_replayed, replayed_of
 from kvarts.calibrate.run import FittedRun
-from kvarts.calibrate.writing import cost_toml
 from kvarts.cli.main import cli
 from kvarts.errors import InputError, KvartsError
-from kvarts.executor.constants import shipped_constants
-from kvarts.executor.cost import parse_cost
+from kvarts.executor.constants import FAR, NEAR, OWN, MeasuredOn, Uncertainty, shipped_constants
+from kvarts.executor.cost_spec import parse_cost
 from kvarts.executor.roofline import RooflineCost
-from kvarts.executor.uncertainty import FAR, NEAR, OWN, MeasuredOn, Uncertainty
 from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.sim.replay import replay
 

@@ -284,3 +284,12 @@ def test_the_same_bytes_in_any_process(tmp_path: Path) -> None:
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, check=True)
         outs.add(done.stdout)
     assert len(outs) == 1
+
+
+def test_an_error_is_one_printable_line_whatever_a_file_is_named_or_has(kvarts: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a\n\x1b[31mred"
+    path.write_bytes("requests\0\x1b]0;title\x07\n".encode("utf-16"))
+    ran = kvarts("replay", path)
+    told, end = ran.err[:-1], ran.err[-1]
+    assert ran.code == 4 and told.isprintable() and end == "\n"
+    assert "a\\n\\x1b[31mred" in told and "\\x00" in told

@@ -15,7 +15,7 @@ pytest.importorskip("grpc", reason="needs kvarts[grpc]")
 pytest.importorskip("zmq", reason="needs kvarts[serve]")
 
 from kvarts.calibrate.design import MOST_STEPS
-from kvarts.connect.sockets import Stream
+from kvarts.connect.sockets import EngineStream
 from kvarts.errors import ConfigError
 from kvarts.plan.sweep import MOST_POINTS
 from kvarts.session.soak.record import load_record
@@ -101,4 +101,4 @@ def test_a_stream_refuses_what_the_command_does() -> None:
     ]
     for settings in wrong:
         with pytest.raises(ConfigError):
-            Stream(**settings)
+            EngineStream(**settings)

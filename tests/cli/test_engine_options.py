@@ -6,7 +6,7 @@ import click
 import pytest
 from msgspec import structs
 
-from kvarts.cli.engine_options import engine_options, engine_options_of, kv_groups_option, snapshots_option
+from kvarts.cli.llm import engine_options, engine_options_of, kv_groups_option, snapshots_option
 from kvarts.config import EngineOptions
 
 GIVEN = {

@@ -19,8 +19,8 @@ pytest.importorskip("grpc", reason="needs kvarts[grpc]")
 from kvarts.cli.chat import ByteText
 from kvarts.client import Sessions
 from kvarts.config import EngineOptions
-from kvarts.serve.binding import Binding
 from kvarts.serve.owners import Owners
+from kvarts.serve.server import Binding
 from kvarts.session.values import SessionSettings
 
 from builders.certificates import make_certificate

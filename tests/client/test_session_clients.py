@@ -27,8 +27,8 @@ from kvarts.client import (
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
-from kvarts.serve.binding import Binding
 from kvarts.serve.owners import Owners
+from kvarts.serve.server import Binding
 from kvarts.session.values import (
     Done,
     SessionBusyError,

@@ -14,9 +14,8 @@ from kvarts.connect.journal import StreamJournal
 from kvarts.connect.watched import Watched
 from kvarts.explain.reading import Journal, load_journal
 from kvarts.journal import AnyLine, RemovedBelowLine, RemovedLine, StoredBelowLine, StoredLine
-from kvarts.serve.kv_events.batches import Batch
+from kvarts.serve.kv_events.batches import Batch, Wire
 from kvarts.serve.kv_events.reader import KvEventReader
-from kvarts.serve.kv_events.wire import Wire
 
 from builders.kv_events import run_consumed
 from builders.streams import CLEARED, removed, stored

@@ -16,11 +16,10 @@ import pytest
 
 from kvarts import load_trace, replay
 from kvarts.calibrate import compare, load_measured
-from kvarts.calibrate.comparison import Comparison
-from kvarts.calibrate.replayed import replayed_of
+from kvarts.calibrate.comparison import Comparison, replayed_of
 from kvarts.cli.replay import all_sections
 from kvarts.executor.constants import shipped_constants
-from kvarts.samples import SAMPLES
+from kvarts.files import SAMPLES
 from kvarts.sim.config import make_config
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvarts.content import Content
-from kvarts.kv.streams import Stream, Turns
+from kvarts.kv.runs import Stream, Turns
 from kvarts.request import Request
 from kvarts.sched.wheel import DecodeWheel
 

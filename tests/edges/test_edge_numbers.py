@@ -25,9 +25,8 @@ from kvarts import (
 )
 from kvarts.cli.options import role_of
 from kvarts.limits import LATEST_NS, TooLateError, brief, check_number, check_whole
-from kvarts.session.config import SessionsConfig
 from kvarts.session.soak.record import SoakPlan
-from kvarts.session.values import SessionSettings
+from kvarts.session.values import SessionsConfig, SessionSettings
 from kvarts.sim.hardware import DeviceSettings
 from kvarts.traffic.workload import FixedLength, LogNormalLength, UniformLength
 from kvarts.units import parse_bytes, parse_duration_s, parse_rate
@@ -115,6 +114,29 @@ def test_no_value_is_answered_by_a_traceback(name: str, here: Path, call: Run) -
 def test_what_is_out_of_its_limits_is_named_as_it_was_typed(arguments: str, says: str, here: Path, call: Run) -> None:
     code, out, err = call("replay", "trace.jsonl", *arguments.split())
     assert (code, out, says in err) == (2, b"", True), err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--replicas 2 --store-pages 500 --store-rate 1B/s",
+        "--replicas 2 --store-pages 500 --store-worker-rate 1B/s",
+        "--host-pages 500 --d2h 1B/s",
+        "--host-pages 500 --bus 1",
+        "--prefill-replicas 1 --decode-replicas 1 --transfer-rate 1B/s --transfer-sharing worker",
+    ],
+)
+def test_transfers_that_last_longer_than_virtual_time_are_refused(arguments: str, here: Path, call: Run) -> None:
+    """Where transfers share a rate, they were never ended."""
+    if missing_room("--host-pages") is not None or missing_room("--prefill-replicas") is not None:
+        pytest.skip("needs kvarts.offload and kvarts.fleet")
+    rows = [
+        f'{{"timestamp": {row}, "input_length": 512, "output_length": 2, "hash_ids": [{row}]}}' for row in range(60)
+    ]
+    (here / "trace.jsonl").write_text("\n".join(rows))
+    bytes_per_token = "--transfer-token-bytes" if "--transfer-rate" in arguments else "--kv-bytes-per-token"
+    code, _, err = call("replay", "trace.jsonl", *arguments.split(), bytes_per_token, 1 << 30)
+    assert (code, "the replay lasts longer than 73 years" in err) == (2, True), err
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvarts.cli import progress
-from kvarts.cli.progress import Progress
+from kvarts.cli import process
+from kvarts.cli.process import Progress
 
 from builders.calls import CALLS, present
 
@@ -50,7 +50,7 @@ def test_a_command_says_what_it_is_at(
 ) -> None:
     if not CALLS[name].needs:
         pytest.skip("needs what is not installed")
-    monkeypatch.setattr(progress, "SILENT_S", 0.0)
+    monkeypatch.setattr(process, "SILENT_S", 0.0)
     code, _, said = call(*name.split(), *arguments)
     assert code == CALLS[name].code
     assert any(line.startswith("kvarts: ") and (": 0 " in line or ": 1 " in line) for line in said.splitlines()), said
@@ -59,8 +59,8 @@ def test_a_command_says_what_it_is_at(
 def test_a_unit_may_take_as_long_as_it_takes(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "SILENT_S", 0.01)
-    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    monkeypatch.setattr(process, "SILENT_S", 0.01)
+    monkeypatch.setattr(process, "EVERY_S", 0.01)
     said = ""
     with Progress("sweeping", 3, "points") as bar:
         while said.count("\n") < 2:

@@ -9,9 +9,9 @@ import pytest
 
 from kvarts.executor.base import CostModel, Executor, VirtualExecutor
 from kvarts.executor.cost import CallableCost, LinearCost, PolynomialCost
-from kvarts.executor.recorder import RecordingExecutor
 from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.simulated import SimExecutor
+from kvarts.executor.wrappers import RecordingExecutor
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 
 from builders.executor_contract import CONFIG, ExecutorContract, VirtualExecutorContract

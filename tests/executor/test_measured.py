@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.executor.cost import LinearCost
-from kvarts.executor.measured import MeasuredCost
+from kvarts.executor.wrappers import MeasuredCost
 from kvarts.sched.plan import Batch, Chunk
 
 pytestmark = pytest.mark.laws

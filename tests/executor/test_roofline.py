@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError, KvartsError
-from kvarts.executor.cost import parse_cost
+from kvarts.executor.cost_spec import parse_cost
 from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.step_arrays import StepArrays
 from kvarts.hardware.geometry import Geometry

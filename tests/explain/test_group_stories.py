@@ -16,7 +16,7 @@ from kvarts.explain.reading import Journal, load_journal
 from kvarts.explain.story import story_of_block, story_of_request
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.journal import AdmittedLine, GivenBackLine, RemovedLine, StoredLine
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 
 from builders.case import Case, Row, cases
 from builders.grouped import FULL, WINDOW, part_groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -13,7 +13,7 @@ from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.routers.config import QueueOrder, Routing
 from kvarts.sim.replay import replay
@@ -70,6 +70,27 @@ def replayed(case: FleetCase, **changes: Any) -> FleetReport:
     return report
 
 
+PRIORITY_BEHIND_A_FAULT = FleetCase(
+    Case(
+        [
+            Row(arrival_ms, units, num_prompt, num_outputs, None, priority, None)
+            for arrival_ms, units, num_prompt, num_outputs, priority in (
+                (40, [0, 0, 2, 0, 1], 10, 2, 0),
+                (47, [0, 2, 0, 2, 1], 9, 3, 0),
+                (87, [0, 2, 0, 2, 1, 2, 2, 0], 15, 1, 0),
+                (127, [2, 0, 2, 2, 1, 2, 1, 2, 0, 0, 1, 0], 24, 2, 0),
+                (142, [0, 2, 0, 2, 1, 0, 0], 14, 2, 1),
+            )
+        ],
+        2, 2, 66, 64, 8, "default", 1,
+    ),
+    1, 1, 15, 2, 1000.0, 0.0, only_missing=False, faults=(Fault("down", 1, 143_000_000, 144_000_000),),
+    least_remote=20, num_layers=2,
+)  # fmt: skip
+"""A worker fails while a request of a larger priority keeps another from the pages that it needs there."""
+
+
+@example(PRIORITY_BEHIND_A_FAULT)
 @given(st.tuples(st.booleans(), st.booleans()).flatmap(lambda each: fleets(cancels=each[0], faults=each[1])))
 def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -> None:
     """L4, L7, L8; laws L1 to L3 of each worker are checked after each of its steps."""
@@ -223,19 +244,22 @@ def test_nothing_starves_and_nothing_deadlocks_by_default(
 
 
 @given(
-    cases(max_requests=40, cancels=True), st.sampled_from([None, 0.01, 0.2]), st.integers(0, 2), memories(), queues()
+    cases(max_requests=40, cancels=True),
+    st.sampled_from([None, 0.01, 0.2]),
+    st.integers(0, 2),
+    memories(),
+    queues(),
+    st.integers(1, 3),
 )
 def test_a_pool_of_mixed_workers_is_replicas(
-    case: Case, timeout_s: float | None, retries: int, memory: dict[str, Any], queue: dict[str, Any]
+    case: Case, timeout_s: float | None, retries: int, memory: dict[str, Any], queue: dict[str, Any], replicas: int
 ) -> None:
     """A fleet without handoffs is the replay of as many replicas, to the byte."""
     retries = 0 if timeout_s is None else retries
-    if timeout_s is not None or any(row.cancel_after_ms is not None for row in case.rows):
-        queue = {}  # which of several requests given up at one time leaves a queue first is not the same in both
     if "groups" in memory:
         case.profile = "default"
     config = case.config(
-        replicas=2 if queue else 1, client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **memory, **queue
+        replicas=replicas, client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **memory, **queue
     )
     fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
     mine, plain = replay(case.trace(), fleet), replay(case.trace(), config)
@@ -246,6 +270,38 @@ def test_a_pool_of_mixed_workers_is_replicas(
     assert {name: list(column) for name, column in mine.steps.items()} == {
         name: list(column) for name, column in plain.steps.items()
     }
+
+
+def test_requests_end_before_others_are_dropped_at_the_same_time() -> None:
+    """In a fleet and in replicas: a router, and clients that try again, hear of them in this order."""
+    lengths = [(400, [1, 1, 2, 1], 26), (400, [1, 1, 2, 0], 26), (407, [2, 2, 2, 1, 0, 2, 0, 0, 2, 2, 1, 1], 96)]
+    lengths += [(407, [2, 2, 2, 1, 0, 2, 0, 0, 2, 2, 1, 1, 2, 3], 105), (408, [2], 8)]
+    rows = [
+        Row(at_ms, units, num_prompt, 1, None, 0, None, cancel_after_ms=7 if index == 2 else None)
+        for index, (at_ms, units, num_prompt) in enumerate(lengths)
+    ]
+    case = Case(rows, 8, 4, 77, 4, 4, "mocker", 1)
+    assert_pool_is_replicas(
+        case, replicas=3, client_timeout_s=0.01, retries=2, retry_after_s=0.01, router="prefix",
+        routing=Routing(queue_threshold=0.0),
+    )  # fmt: skip
+
+
+def test_the_router_before_one_replica_knows_its_pages() -> None:
+    """It does not hold a request behind one whose prompt is cached; the last one is dropped in the engine."""
+    prompt = [1, 2, 0, 2, 1, 2, 2, 0]
+    rows = [Row(240, [*prompt, 3], 18, 1, None, 0, None), Row(440, [*prompt, 3, 1, 1, 0], 23, 1, None, 0, None)]
+    rows.append(Row(441, [*prompt, 1], 17, 1, None, 0, None, cancel_after_ms=5))
+    case = Case(rows, 2, 3, 8, 64, 2, "default", 1)
+    assert_pool_is_replicas(case, router="dynamo-kv", routing=Routing(queue_threshold=0.1))
+
+
+def assert_pool_is_replicas(case: Case, **settings: Any) -> None:
+    config = case.config(**settings)
+    fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
+    mine, plain = replay(case.trace(), fleet), replay(case.trace(), config)
+    for name in ("first_admitted_ms", "last_token_ms", "replica"):
+        assert list(map(str, mine.requests[name])) == list(map(str, plain.requests[name])), name
 
 
 def test_a_store_ends_before_a_request_that_was_given_up_leaves() -> None:

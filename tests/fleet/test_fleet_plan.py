@@ -16,8 +16,7 @@ from kvarts import load_trace
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
 from kvarts.fleet.config import FleetConfig
-from kvarts.plan.fleet_kinds import FleetKinds
-from kvarts.plan.fleet_search import FleetSearch
+from kvarts.plan.fleet_search import FleetKinds, FleetSearch
 from kvarts.plan.fleets import FleetsPlan, plan_fleets
 from kvarts.settings import Given, given_by_keywords
 from kvarts.sim.replay import replay

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvarts.executor.cost import LinearCost
+from kvarts.executor.cost import LinearCost, PrefillCost
+from kvarts.fleet import replay as fleet_replay
 from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
+from kvarts.fleet.links import PeerLinks
 from kvarts.fleet.report import FleetReport
 from kvarts.offload.config import OffloadConfig
+from kvarts.offload.peers import PeerMemory
+from kvarts.routers.exact import EventIndex
+from kvarts.routers.policies import PrefixAware
+from kvarts.routers.view import Asked, View
 from kvarts.settings import SettingError
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
 from builders.fleet import ENDS, SCALERS, FleetCase, fleets, replayed_with
-from builders.tiered import tiers_below
-from oracles.naive_peers import NaivePeers
+from builders.laws import assert_steps_as_in_naive
+from builders.tiered import Tiered, naive_settings, tiered, tiers_below
+from oracles.naive import run_naive
+from oracles.naive_peers import NaivePeerEngine, NaivePeers
 
 MS = 1_000_000
 TOKEN_BYTES = 1000
@@ -30,12 +38,14 @@ RATE = TOKEN_BYTES * 10 * 1000
 """At this rate a page of ten tokens takes a millisecond, and ten to compute."""
 
 
-def fleet_of(case: Case, *, num_workers: int = 2, host_pages: int = 1000, **settings: Any) -> FleetConfig:
+def fleet_of(
+    case: Case, *, num_workers: int = 2, host_pages: int = 1000, router: str = "round-robin", **settings: Any
+) -> FleetConfig:
     offload = OffloadConfig(
         host_pages=host_pages, kv_bytes_per_token=TOKEN_BYTES, h2d=10**15, d2h=10**15, latency_us=0.0
     )
     cost = LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)
-    each = case.config(cost=cost, audit=True, offload=offload, replicas=num_workers)
+    each = case.config(cost=cost, audit=True, offload=offload, replicas=num_workers, router=router)
     pool = PoolConfig(role="mixed", each=each)
     return FleetConfig(pools=(pool,), **{"pulls": True, "bytes_per_s": RATE, "token_bytes": TOKEN_BYTES, **settings})
 
@@ -137,6 +147,79 @@ def test_what_does_not_go_with_it_is_refused(settings: dict[str, Any], said: str
         replayed([(0, A)], **settings)
 
 
+BUSY = [9] * 101
+"""Its ten pages keep a worker busy."""
+
+
+@pytest.mark.parametrize(("settings", "chosen"), [({}, 1), ({"pulls": False}, 0), ({"bytes_per_s": RATE / 100}, 0)])
+def test_a_router_counts_what_reading_saves(settings: dict[str, Any], chosen: int) -> None:
+    """Forty pages are on the first worker, which has ten more to compute. On the other one, reading saves 36 pages."""
+    report = replayed([(0, A), (1000, BUSY), (1001, A)], router="prefix", **settings)
+    assert [int(each) for each in report.requests["replica"]] == [0, 0, chosen]
+    assert first_tokens(report)[2] == 1001 + 41 if chosen else True
+
+
+class Looking:
+    """The prefix router, which compares what it knows of other workers' pages with these."""
+
+    memory: ClassVar[PeerMemory]
+    needs = PrefixAware.needs
+
+    def choose(self, asked: Asked, view: View) -> int:
+        limit = (asked.num_tokens - 1) // view.page_size
+        index = view.directory
+        assert isinstance(index, EventIndex)
+        starts = range(limit + 1)
+        there = [tier.find for tier in self.memory.tiers.values()]
+        expected = {start: max([find(asked.content, start, limit) for find in there], default=0) for start in starts}
+        assert index.elsewhere(asked.content, starts, limit, "host") == expected
+        return PrefixAware().choose(asked, view)
+
+
+@pytest.mark.laws
+@given(fleets(max_requests=40, cancels=True, faults=True, profile="default"), tiers_below(with_bus=False))
+def test_a_router_knows_what_workers_could_read(case: FleetCase, offload: OffloadConfig) -> None:
+    """By events without lag, as a router that looks; workers fail meanwhile. All workers are behind it."""
+    case.num_layers, case.rate, case.queue = 0, case.rate or 1e6, None
+    offload = structs.replace(offload, copy_slowdown=0.0)
+    each = case.case.config(replicas=3, offload=offload, router=Looking)
+    down = tuple(fault for fault in case.faults if fault.worker < 3)
+    fleet = FleetConfig(
+        pools=(PoolConfig(role="mixed", each=each),), bytes_per_s=case.rate, token_bytes=1, pulls=True, faults=down
+    )
+    opened = fleet_replay.open_peers
+
+    def open_and_look(config: FleetConfig, links: PeerLinks) -> Any:
+        Looking.memory = memory = opened(config, links)  # type: ignore[assignment]
+        return memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet_replay, "open_peers", open_and_look)
+        report = replay(case.case.trace(), fleet)
+    assert report.summary["num_requests"] == len(case.case.rows)
+
+
+@given(
+    st.integers(0, 5), st.integers(1, 12), st.integers(1, 20), st.sampled_from([0, 1, 7, 40, 1000]),
+    st.sampled_from([0.1, 1.0, 3.0, 9.0, 12.0, 40.0]),
+)  # fmt: skip
+def test_what_reading_saves_is_what_is_computed_later_without_it(
+    start: int, num_pages: int, num_rest: int, latency_ms: int, page_ms: float
+) -> None:
+    """As the naive workers have it: a page takes ten milliseconds to compute, and nothing is saved by waiting."""
+    naive = NaivePeers(2, 10, Fraction(page_ms) * MS, latency_ms * MS, MS)
+    tokens = [1] * ((start + num_pages) * 10 + num_rest)
+    naive.devices[0] = {naive.name(tokens, count) for count in range(1, start + 1)}
+    naive.hosts[1] = {naive.name(tokens, count) for count in range(1, start + num_pages + 1)}
+    times, _ = naive.ask(0, tokens, set())
+    memory = PeerMemory(1000, Any, latency_ms=float(latency_ms), bytes_per_s=1000 / page_ms * 1000)  # type: ignore[arg-type]
+    cost = LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)
+    gain = memory.gain(PrefillCost(cost, token_budget=8192, pool_tokens=1000), 10)
+    saved_ns = gain.saved_pages(start, num_pages, len(tokens)) * 10 * MS
+    assert saved_ns >= max(0, times[0] - times[num_pages]) - 1000
+    assert any(abs(times[0] - took_ns - saved_ns) < 1000 for took_ns in times)
+
+
 @pytest.mark.laws
 @given(
     fleets(max_requests=40, cancels=True, faults=True, profile="default"),
@@ -161,6 +244,60 @@ def test_fast_forward_equals_step_by_step(
             case.case.rows
         )
     assert told[0] == told[1]
+
+
+@pytest.mark.laws
+@given(
+    tiered(max_requests=14, with_bus=False),
+    st.integers(2, 3),
+    st.sampled_from([2_000.0, 1e6, 1e9]),
+    st.sampled_from([0.0, 0.0, 3.0]),
+)
+def test_workers_and_their_tiers_are_as_the_naive_ones(
+    tiers: Tiered, num_workers: int, rate: float, latency_ms: float
+) -> None:
+    """L1 to L4, L7, L8: requests, steps, evictions, and the contents of host memory, which others read."""
+    case, offload = tiers.case, structs.replace(tiers.offload, copy_slowdown=0.0)
+    tiers.offload, case.profile, case.replicas = offload, "default", num_workers
+    requests = case.naive_requests()
+    naive = [
+        NaivePeerEngine(
+            index=index, rate=rate, link_ns=round(latency_ms * MS), link_page_bytes=case.page_size * 10,
+            **naive_settings(tiers),
+        )
+        for index in range(num_workers)
+    ]  # fmt: skip
+    for engine in naive:
+        engine.engines, engine.all_names = naive, naive[0].all_names
+    run_naive(requests, naive)
+
+    pool = PoolConfig(role="mixed", each=case.config(audit=True, offload=offload, replicas=num_workers))
+    links: dict[str, Any] = {"pulls": True, "bytes_per_s": rate, "latency_ms": latency_ms, "token_bytes": 10}
+    report: FleetReport = replay(case.trace(), FleetConfig(pools=(pool,), **links))
+    rows = report.request_columns
+    for index, request in enumerate(requests):
+        if request.rejected:
+            continue
+        mine = {name: int(column[index]) for name, column in rows.items()}
+        assert mine["replica"] == request.replica
+        assert mine["first_admitted_ns"] == request.first_admitted_ns
+        assert mine["first_token_ns"] == request.first_token_ns
+        assert mine["last_token_ns"] == request.last_token_ns
+        assert mine["cached_tokens"] == request.others_hit_tokens
+        assert mine["preemptions"] == request.preemptions
+        assert request.replica is not None
+        names = ("host", "disk", "peers") if offload.disk_pages else ("host", "peers")
+        below = naive[request.replica].below_tokens.get(request.seq, [0] * len(names))
+        assert [mine[f"{name}_tokens"] for name in names] == below
+    for index, engine in enumerate(naive):
+        assert_steps_as_in_naive(report.step_logs[index], engine)
+        steps = report.step_logs[index].columns
+        assert steps["host_used"].tolist() == [count[0][0] for count in engine.counts]
+        assert steps["host_cached"].tolist() == [count[0][1] for count in engine.counts]
+    pulled = {(row["reader"], row["source"]): row["pages"] for row in report.summary["fleet"]["pulls"]["pulled"]}
+    assert pulled == {
+        (engine.index_of_engine, source): num_pages for engine in naive for source, num_pages in engine.pulled.items()
+    }
 
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(

@@ -14,7 +14,7 @@ from kvarts.executor.cost import LinearCost
 from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, StoreSettings
 from kvarts.fleet.report import FleetReport
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.report.requests import REJECTED
 from kvarts.settings import SettingError
 from kvarts.sim.replay import replay

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
 from kvarts.hardware import Geometry, KvLayer, fit_memory, load_device, load_geometry
+from kvarts.hardware.fit import fit_sequences, local_kv_groups, sequence_bytes
 from kvarts.hardware.kv_groups import KvKind, grouped
-from kvarts.hardware.sequences import fit_sequences, local_kv_groups, sequence_bytes
 
 from oracles.naive_kv_groups import kept_bits, kept_pages, kept_tokens
 

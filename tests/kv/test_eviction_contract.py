@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvarts.kv.eviction import LruOrder
-from kvarts.kv.node import NOTHING, Node
+from kvarts.content import NOTHING
+from kvarts.kv.eviction import LruOrder, Node
 from kvarts.kv.tree import PrefixTree
 
 from builders.eviction_contract import EvictionOrderContract

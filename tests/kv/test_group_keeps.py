@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_keeps import GroupKeeps, most_blocks, retained_by_group
-from kvarts.kv.group_memory import GroupMemory, PartGroup
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.groups import GroupKeeps, GroupMemory, PartGroup, SinkWindow, most_blocks, retained_by_group
 
 from oracles.naive_kv_groups import kept_for, seen_by_both
 

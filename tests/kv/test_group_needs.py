@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.group_pages import GroupPages
+from kvarts.kv.groups import GroupMemory, PartGroup
 
 from builders.grouped import FULL
 

@@ -14,11 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
+from kvarts.kv.cache import PageReserve, Pins
 from kvarts.kv.group_pages import GroupPages, PartHolding
-from kvarts.kv.pins import Pins
+from kvarts.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.kv.pool import PageError
-from kvarts.kv.reserve import PageReserve
 
 from builders.grouped import FULL, part_groups
 from oracles.naive_grouped import NaiveGroups, NaivePart, NaiveSequence

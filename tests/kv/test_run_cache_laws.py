@@ -13,16 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvarts.content import Content
 from kvarts.events import CopiesRemoved, Event, PagesRemoved, PagesStored, PartsGivenBack
 from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.account import RunEvents
 from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.kv.group_pages import HeldByOthers
+from kvarts.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.kv.pool import IdPool, PageError
 from kvarts.kv.run_cache import RunCache
-from kvarts.kv.run_events import RunEvents
-from kvarts.kv.run_leaps import leap
-from kvarts.kv.run_loads import begin_to_receive, receive
-from kvarts.kv.spans import RunHolding
+from kvarts.kv.runs import RunHolding
 
 from builders.grouped import FULL, WINDOW, part_groups
 from builders.guide_policies import LeastHits
@@ -96,14 +94,14 @@ class RunMachine(RuleBasedStateMachine):
         for index, group in enumerate(pages.groups):
             held = {page for page, part in found[index].items() if part.refs}
             if group.is_state:
-                assert runs.num_idle(by_run, index) == len(found[index]) - len(held)
+                assert runs.tree.num_idle(by_run, index) == len(found[index]) - len(held)
                 continue
             num_sink = -(-group.layer.sink // pages.page_size)
             for first in range(
                 group.layer.first_seen(by_page.num_pages * pages.page_size) // pages.page_size, limit + 1
             ):
                 num_shared = sum(page >= first or page < num_sink for page in held)
-                assert runs.num_shared(by_run, index, first) == num_shared
+                assert runs.tree.num_shared(by_run, index, first) == num_shared
         start = by_page.num_pages * pages.page_size
         num_new = min(num_new, num_tokens - start)
         held_by_page = pages.open(content, by_page, num_new, is_end=is_end)
@@ -128,13 +126,13 @@ class RunMachine(RuleBasedStateMachine):
         memory = GroupMemory(pages.groups)
         needs = GroupNeeds(memory, page_size=pages.page_size, most_new=1)
         start = by_run.num_pages * pages.page_size
-        num_bytes = needs.to_receive(start, len(tokens), HeldByOthers(runs, by_run)) * memory.block_bytes
+        num_bytes = needs.to_receive(start, len(tokens), HeldByOthers(runs.tree, by_run)) * memory.block_bytes
         assert num_bytes == pages.to_receive(by_page, len(tokens))
         if num_bytes > pages.room_bytes:
             return
         num_used = runs.used_bytes
         held_by_page = pages.open_to_receive(content, by_page, len(tokens))
-        held_by_run = begin_to_receive(runs, content, by_run, len(tokens))
+        held_by_run = runs.begin_to_receive(content, by_run, len(tokens))
         assert runs.used_bytes - num_used == num_bytes
         self.holders.append(Both(content, held_by_page, held_by_run, num_hit=by_run.num_pages))
 
@@ -144,7 +142,7 @@ class RunMachine(RuleBasedStateMachine):
         both = data.draw(st.sampled_from([both for both in self.holders if both.num_hit >= 0]))
         both.num_hit = -1
         self.pages.receive(both.by_page)
-        receive(self.runs, both.by_run)
+        self.runs.receive(both.by_run)
 
     @precondition(lambda self: self.computing())
     @rule(data=st.data(), num_new=st.integers(1, 8), is_end=st.booleans())
@@ -173,7 +171,7 @@ class RunMachine(RuleBasedStateMachine):
         self.runs.settle(both.by_run, num_tokens)
         self.num_admitted += 1
         both.admission = self.num_admitted
-        self.runs.start_decoding(both.by_run, both.admission)
+        self.runs.decodes.start(both.by_run, both.admission)
 
     @precondition(lambda self: self.decoding() and not self.memories)
     @rule(most_steps=st.integers(1, 24), num_wanted=st.integers(0, 30))
@@ -192,7 +190,7 @@ class RunMachine(RuleBasedStateMachine):
         ):
             return  # what waits may find it, so this step is scheduled
         before = list(pages.num_evicted)
-        done = leap(self.runs, most_steps, num_wanted)
+        done = self.runs.decodes.leap(most_steps, num_wanted)
         bounded = [index for index, group in enumerate(pages.groups) if group.is_bounded]
         num_steps = len(done.taken)
         assert 0 < num_steps <= most_steps
@@ -220,7 +218,7 @@ class RunMachine(RuleBasedStateMachine):
         for index, count in zip(done.evicted[::2], done.evicted[1::2], strict=True):
             evicted[index] += count
         assert evicted == [now - then for now, then in zip(pages.num_evicted, before, strict=True)]
-        self.runs.end_step()
+        self.runs.decodes.end_step()
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
@@ -324,7 +322,7 @@ class NamedMachine(RunMachine):
             return
         for page in range(first, first + num_pages):
             self.pages.take_page(both.by_page, page)
-            self.runs.take_page(both.by_run)
+            self.runs.take_next(both.by_run, 1)
         self.pages.drop_pages(both.by_page, first)
         self.runs.drop_pages(both.by_run, first)
 
@@ -332,7 +330,7 @@ class NamedMachine(RunMachine):
     def reach(self, tokens: list[int]) -> None:
         content = Content.from_tokens(tokens, page_size=self.pages.page_size, owner=0)
         limit = len(tokens) // self.pages.page_size
-        assert self.runs.reach(content, limit) == self.pages.reach(content, limit)
+        assert self.runs.tree.reach(content, limit) == self.pages.reach(content, limit)
 
     @invariant()
     def tells_the_same(self) -> None:

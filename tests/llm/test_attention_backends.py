@@ -32,7 +32,7 @@ from kvarts.executor.torch.numba_backend import NumbaBackend
 from kvarts.executor.torch.pools import KVPools, LayerShape
 from kvarts.executor.torch.sdpa import GROUP_TOKENS, SdpaBackend
 from kvarts.executor.torch.triton_backend import TritonBackend
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.groups import SinkWindow
 
 from builders.flash_standin import flash_module
 from builders.triton_interpreted import TRITON, interpret

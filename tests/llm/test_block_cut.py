@@ -22,10 +22,10 @@ from kvarts.errors import ConfigError
 from kvarts.executor.page_tables import PageTables
 from kvarts.executor.torch.block_cut import cut_blocks
 from kvarts.executor.torch.pools import KVPools, LayerShape, page_bytes_of
+from kvarts.hardware.fit import local_kv_groups
 from kvarts.hardware.model_config import load_geometry
-from kvarts.hardware.sequences import local_kv_groups
+from kvarts.kv.groups import PageTable
 from kvarts.kv.pool import PageId
-from kvarts.kv.sink_window import PageTable
 from kvarts.sched.plan import Batch, Chunk, StepPlan
 
 from builders.windowed_models import FAMILIES, config_of

@@ -26,8 +26,7 @@ from kvarts.executor.torch.recorded_calls import Packed
 from kvarts.llm.check import check_model
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams
-from kvarts.session.config import SessionsConfig
-from kvarts.session.values import SessionSettings
+from kvarts.session.values import SessionsConfig, SessionSettings
 
 from builders.gguf_files import small_model, write_gguf
 from builders.sessions import OWNER, say, sessions_on

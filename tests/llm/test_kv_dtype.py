@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.executor.torch.attention import AttentionCall, attending
-from kvarts.executor.torch.kv_format import decode, encode
+from kvarts.executor.torch.pools import decode, encode
 from kvarts.executor.torch.probe import examine
 from kvarts.executor.torch.recorded_calls import Packed
 from kvarts.llm.llm import LLM

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="real models need kvarts[torch]")
 
 from kvarts.config import EngineConfig
 from kvarts.executor.base import Executor
-from kvarts.executor.measured import MeasuredCost
+from kvarts.executor.wrappers import MeasuredCost
 from kvarts.llm import llm as llm_module
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams

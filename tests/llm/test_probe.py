@@ -17,8 +17,8 @@ import torch
 
 import model_families
 from kvarts.errors import ConfigError
-from kvarts.executor.torch.masks import AskedMasks
 from kvarts.executor.torch.probe import examine
+from kvarts.executor.torch.recorded_calls import AskedMasks
 from kvarts.llm.check import check_model
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams

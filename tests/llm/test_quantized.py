@@ -118,14 +118,18 @@ def test_4_bits_are_16_even_steps_for_32_weights_and_no_worse_than_their_whole_r
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_a_quantized_model_runs_in_pages_as_it_runs_by_itself(tiny: Tiny, family: str, scheme: str) -> None:
     model = load_model(tiny(family), quantization=scheme)
-    check = check_model(model, num_prompts=4)
+    reference = load_model(tiny(family), quantization=scheme, model_impl="transformers")
+    check = check_model(model, reference, num_prompts=4)
     assert check.num_alike == check.num_tokens == 64
     assert check.quantization is not None and check.quantization.scheme == scheme
 
 
 @pytest.mark.parametrize("layers", ["compiled", "model"])
 def test_whatever_computes_its_layers(tiny: Tiny, layers: str) -> None:
-    check = check_model(load_model(tiny("llama"), quantization="int4"), layers=layers, num_prompts=4)
+    model, reference = (
+        load_model(tiny("llama"), quantization="int4", model_impl=name) for name in ("auto", "transformers")
+    )
+    check = check_model(model, reference, layers=layers, num_prompts=4)
     assert (check.layers, check.num_alike) == (layers, check.num_tokens)
 
 

@@ -26,8 +26,7 @@ from kvarts.executor.torch.gguf_model import read_model
 from kvarts.llm.llm import LLM
 from kvarts.offload.config import OffloadConfig
 from kvarts.sampling import SamplingParams
-from kvarts.session.config import SessionsConfig
-from kvarts.session.values import SessionSettings
+from kvarts.session.values import SessionsConfig, SessionSettings
 
 from builders.sessions import OWNER, say, sessions_on
 from oracles.masked_forward import masked_choices

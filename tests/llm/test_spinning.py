@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvarts.executor.torch.spinning import NUM_SPINS
+from kvarts.executor.torch import NUM_SPINS
 
 NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 TELL = f"import os; print([os.environ.get(name) for name in {NAMES}])"

@@ -18,10 +18,9 @@ pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 import torch
 
 from kvarts.errors import ConfigError
-from kvarts.executor.state_tables import StateBatch, StateTables
+from kvarts.executor.page_tables import StateBatch, StateTables
 from kvarts.executor.torch.probe import examine
-from kvarts.executor.torch.state_memory import StateMemory
-from kvarts.executor.torch.states import StateShape, StateTensor
+from kvarts.executor.torch.states import StateMemory, StateShape, StateTensor
 from kvarts.hardware import load_geometry
 from kvarts.llm.llm import LLM
 from kvarts.llm.room import KVRoom

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvarts.content import Content
-from kvarts.offload import backlog
-from kvarts.offload.backlog import Backlog, Spill
+from kvarts.offload import store_policy
+from kvarts.offload.store_policy import Backlog, Spill
 
 
 def content_of(*tokens: int) -> Content:
@@ -43,7 +43,7 @@ def test_a_way_that_is_behind_spills_nothing_before_a_transfer_has_ended() -> No
 
 
 def test_runs_that_were_evicted_are_removed_from_a_long_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backlog, "PRUNE_AT", 2)
+    monkeypatch.setattr(store_policy, "PRUNE_AT", 2)
     gone: list[Spill] = []
     waiting = Backlog(2, lambda place, spill: spill not in gone)
     contents = [content_of(token) for token in range(4)]

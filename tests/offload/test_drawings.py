@@ -9,10 +9,9 @@ from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.offload.config import OffloadConfig
-from kvarts.offload.index import TierIndex
+from kvarts.offload.index import NodeState, TierIndex
 from kvarts.offload.opening import open_offloader
 from kvarts.offload.safe_first import Below, SafeFirst
-from kvarts.offload.tier_run import NodeState
 
 NS_PER_MS = 1_000_000
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kvarts.content import Content, pack_units
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
-from kvarts.kv.run_loads import holding_of_transfer, unhold
+from kvarts.kv.runs import holding_of_transfer
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.part_policy import LazyParts
 from kvarts.offload.part_tier import PartTier
@@ -100,7 +100,7 @@ def test_what_a_store_alone_held_and_nothing_keeps_is_empty_after_it() -> None:
     cache.hold(holding.held[0][0], store)
     cache.extend(holding, 3)
     cache.settle(holding, 3)
-    unhold(cache, store, go_first=True)
+    cache.unhold(store, go_first=True)
     cache.check([holding])
     assert not list(cache.entries())
 

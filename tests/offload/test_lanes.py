@@ -22,9 +22,8 @@ from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool
 from kvarts.kv.transfer import TransferReport
 from kvarts.kv.tree import PrefixTree
-from kvarts.offload.channel import Channel
+from kvarts.offload.channel import Channel, MeasuredChannel, MeasuredPrefill
 from kvarts.offload.config import FilesBelow, OffloadConfig
-from kvarts.offload.measured import MeasuredChannel, MeasuredPrefill
 from kvarts.offload.opening import open_offloader
 from kvarts.report.advice import advice
 from kvarts.sched.plan import StepPlan, StepResult

@@ -10,7 +10,7 @@ import pytest
 from kvarts.audit.finding import AuditError
 from kvarts.config import EngineConfig
 from kvarts.events import Admitted, ChunkComputed, Event, LoadStarted, LoadUsed, StepDone, TransferEnded
-from kvarts.executor.prefill import PrefillCost
+from kvarts.executor.cost import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.offload.config import OffloadConfig
 from kvarts.sched.plan import Batch

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvarts.build import TierSettings
 from kvarts.config import EngineConfig
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.request import RequestState
 

@@ -15,52 +15,18 @@ from builders.case import Case, Row
 from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once
 from builders.outcome import run_kvarts
 from builders.rooms import HAS_AUDIT, ROUTERS, timelines_json
-from builders.tiered import BYTES_PER_TOKEN, Tiered, tiered
+from builders.tiered import BYTES_PER_TOKEN, Tiered, naive_settings, tiered
 from builders.tiers import offloader_of
-from oracles.naive import NaiveRequest, polynomial_ns, run_naive
+from oracles.naive import NaiveRequest, run_naive
 from oracles.naive_offload import NaiveOffloadEngine
 
 pytestmark = pytest.mark.laws
 
 
 def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffloadEngine]]:
-    case, offload = tiers.case, tiers.offload
+    case = tiers.case
     requests = case.naive_requests()
-    target_free = offload.target_free
-    if target_free is None:
-        step_pages = -(-case.max_num_batched_tokens // case.page_size)
-        num_below = (offload.host_pages or 0) + (offload.disk_pages or 0)
-        target_free = max(2 * step_pages, min(8 * step_pages, num_below // 8))
-    engines = [
-        NaiveOffloadEngine(
-            num_pages=case.num_pages,
-            page_size=case.page_size,
-            max_num_batched_tokens=case.max_num_batched_tokens,
-            max_num_seqs=case.max_num_seqs,
-            profile=case.profile,
-            cost=polynomial_ns,
-            tiers=[size for size in (offload.host_pages, offload.disk_pages) if size],
-            policy=offload.policy,
-            target_free=target_free,
-            page_bytes=BYTES_PER_TOKEN * case.page_size,
-            rates={name: getattr(offload, name) for name in ("h2d", "d2h", "disk_read", "disk_write")},
-            latency_ns={
-                "h2d": round(offload.latency_us * 1000),
-                "d2h": round(offload.latency_us * 1000),
-                "disk_read": round(offload.disk_latency_us * 1000),
-                "disk_write": round(offload.disk_latency_us * 1000),
-            },
-            full_prompt_hits=offload.full_prompt_hits,
-            fail_every=offload.fail_every,
-            store_within_ns=round(offload.store_within_ms * 1e6),
-            long_prefill_token_threshold=case.long_prefill_token_threshold,
-            watermark=case.watermark,
-            swaps=offload.preemption_mode == "swap",
-            copy_slowdown=offload.copy_slowdown,
-            num_layers=offload.num_layers if offload.load_overlap == "layers" else 1,
-        )
-        for _ in range(case.replicas)
-    ]
+    engines = [NaiveOffloadEngine(**naive_settings(tiers)) for _ in range(case.replicas)]
     run_naive(requests, engines)
     return requests, engines
 

@@ -6,9 +6,9 @@ import pytest
 
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.group_pages import GroupPages
-from kvarts.offload import backlog
+from kvarts.kv.groups import GroupMemory, PartGroup
+from kvarts.offload import store_policy
 from kvarts.offload.channel import Channel
 from kvarts.offload.layout import ConnectedTier
 from kvarts.offload.offloader import Offloader
@@ -91,7 +91,7 @@ def test_what_a_step_loads_is_copied_to_a_faster_tier_when_that_has_ended() -> N
 
 
 def test_what_has_just_arrived_is_not_removed_from_a_long_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backlog, "PRUNE_AT", 0)
+    monkeypatch.setattr(store_policy, "PRUNE_AT", 0)
     device = Device()
     content = device.serve([0, 1, 2, 3])
     device.cache.parts.clear()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_never_hurts import RATES, WORSE, config_of, longest_step_ms
 
 from kvarts.events import LoadStarted, PagesRemoved, PagesStored
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import CANCELLED
 from kvarts.sim.replay import replay

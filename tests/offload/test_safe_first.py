@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from kvarts.content import Content
-from kvarts.kv.eviction import EvictionOrder, LruOrder
-from kvarts.kv.match import Match
-from kvarts.kv.node import HeldPages
+from kvarts.kv.cache import Match
+from kvarts.kv.eviction import EvictionOrder, HeldPages, LruOrder
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree

@@ -12,9 +12,9 @@ from hypothesis.stateful import initialize, precondition, rule
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
+from kvarts.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.kv.run_cache import RunCache
-from kvarts.kv.run_loads import holding_of_transfer
+from kvarts.kv.runs import holding_of_transfer
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.shared_parts import SharedParts
 
@@ -96,7 +96,7 @@ class StoreMachine(TieredMachine):
         return len(self.tiers) > 1
 
     def account_of(self, tier: PartTier) -> PartTier:
-        return tier if tier.elsewhere is None else self.shared.parts
+        return self.shared.parts if tier.is_elsewhere else tier
 
     @rule(engine=st.integers(0, NUM_ENGINES - 1))
     def switch(self, engine: int) -> None:

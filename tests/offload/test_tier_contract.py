@@ -8,7 +8,7 @@ import pytest
 
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
 from kvarts.offload.filetier import FileTier
 from kvarts.offload.part_files import PartFiles

@@ -16,7 +16,7 @@ import pytest
 from kvarts.errors import OutputError
 from kvarts.openai_api.access_log import FLUSH_S, AccessLog
 from kvarts.openai_api.running import RunningServer
-from kvarts.owners.keys import Owner
+from kvarts.owners import Owner
 
 from builders.full_disk import full_disk
 from builders.http_client import OpenStream, call

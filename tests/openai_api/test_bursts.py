@@ -13,9 +13,9 @@ import pytest
 import uvloop
 
 from kvarts.clock import PutOffClock, VirtualClock
-from kvarts.executor.waiting import WaitingExecutor
-from kvarts.llm import outbox as outboxes
-from kvarts.llm.outbox import Outbox
+from kvarts.executor.wrappers import WaitingExecutor
+from kvarts.llm import listener as outboxes
+from kvarts.llm.listener import Outbox
 from kvarts.openai_api.answer import Answer
 from kvarts.openai_api.running import RunningServer
 

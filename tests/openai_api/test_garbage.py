@@ -19,7 +19,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvarts.openai_api.running import RunningServer
-from kvarts.owners.keys import Owner
+from kvarts.owners import Owner
 
 from builders.http_client import call
 

@@ -11,8 +11,8 @@ import pytest
 
 from kvarts.hints import Hints, RetainedRange
 from kvarts.openai_api.running import RunningServer
-from kvarts.owners.keys import Owner
-from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder
+from kvarts.owners import Owner
+from kvarts.plan.orders import HintedOrder, SoonestReturnOrder
 from kvarts.traffic.recorded import load_recorded
 
 from builders.http_client import call

@@ -16,11 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.openai_api.buckets import BucketCounts
 from kvarts.openai_api.live import MOST_HOLDERS, middle_and_tail_ms
-from kvarts.openai_api.meter import FINE_S, FIRST_TOKEN_S
+from kvarts.openai_api.meter import FINE_S, FIRST_TOKEN_S, BucketCounts
 from kvarts.openai_api.running import RunningServer
-from kvarts.owners.keys import Owner
+from kvarts.owners import Owner
 from kvarts.report.live import MOST_ROWS, LiveEngine, LiveHistory, LiveRow
 
 from builders.http_client import OpenStream, call

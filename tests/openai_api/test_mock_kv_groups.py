@@ -19,7 +19,7 @@ from kvarts.clock import VirtualClock
 from kvarts.config import EngineConfig
 from kvarts.executor.cost import LinearCost
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.openai_api.mock import mock_model
 
 from builders.grouped import FULL, WINDOW
@@ -110,8 +110,7 @@ def test_sessions_say_what_those_of_whole_pages_say(kept: dict[str, Any], groups
     """L6 and L12, with host memory below; at rest nothing is in use."""
     opening = pytest.importorskip("kvarts.session.opening")
     offload = pytest.importorskip("kvarts.offload.config").OffloadConfig
-    from kvarts.session.config import SessionsConfig
-    from kvarts.session.values import SessionSettings
+    from kvarts.session.values import SessionsConfig, SessionSettings
 
     from builders.sessions import OWNER, check_at_rest, say
 

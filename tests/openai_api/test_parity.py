@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvarts.events import StepDone
 from kvarts.executor.cost import LinearCost
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.openai_api.opening import Door, open_mock
 from kvarts.openai_api.served import Ask, Limits

@@ -23,10 +23,9 @@ from kvarts.llm.llm import LLM
 from kvarts.openai_api.opening import Door, open_model
 from kvarts.openai_api.server import Address, OpenAIServer
 from kvarts.sampling import SamplingParams
-from kvarts.session.config import SessionsConfig
 from kvarts.session.opening import sessions_on
 from kvarts.session.sessions import Sessions
-from kvarts.session.values import SessionSettings, Token
+from kvarts.session.values import SessionsConfig, SessionSettings, Token
 
 from builders.guessing import untimed
 from builders.http_client import call, events_of
@@ -51,9 +50,9 @@ def url(directory: str) -> Iterator[str]:
 
 
 @contextmanager
-def served(directory: str, **settings: Any) -> Iterator[str]:
+def served(directory: str, config: EngineConfig = CONFIG, **settings: Any) -> Iterator[str]:
     """The address of a server of the model."""
-    opened = open_model(directory, Door(names=("tiny",)), config=CONFIG, audit=HAS_AUDIT, **settings)
+    opened = open_model(directory, Door(names=("tiny",)), config=config, audit=HAS_AUDIT, **settings)
     started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
@@ -484,7 +483,7 @@ def test_tools_are_told_and_calls_come_back_to_the_template(with_tools: str, url
 @pytest.mark.parametrize(("given", "num_hit"), [({}, 224), ({"cache_control": {"type": "ephemeral"}}, 396)])
 def test_a_hint_keeps_a_prompt_of_a_real_model(directory: str, given: dict[str, Any], num_hit: int) -> None:
     """The third prompt of 100 pages pushes 44 pages of the first out of 256, or of the second if the first is kept."""
-    order = pytest.importorskip("kvarts.plan.hinted").HintedOrder
+    order = pytest.importorskip("kvarts.plan.orders").HintedOrder
     with served(directory, eviction=order) as address:
         for first, more in ((1, given), (2, {}), (3, {}), (1, {})):
             prompt = [first, *(10 + place % 200 for place in range(399))]

@@ -13,8 +13,8 @@ import pytest
 from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.events import Admitted, CacheCleared, PagesRemoved, PagesStored, StepEnded, StepStarted
-from kvarts.openai_api.metrics import Metrics
-from kvarts.openai_api.residency import RESIDENCY_S, Residency
+from kvarts.openai_api.meter import RESIDENCY_S, Residency
+from kvarts.openai_api.metrics import ServerMetrics
 from kvarts.openai_api.running import RunningServer
 
 from builders.http_client import call
@@ -73,7 +73,7 @@ def counted(values: Sequence[float]) -> list[int]:
 
 
 def exposed(server: RunningServer, name: str) -> tuple[list[int], float]:
-    text = Metrics(server.opened.models).exposition()[0].decode()
+    text = ServerMetrics(server.opened.models).exposition()[0].decode()
     buckets = re.findall(rf"^vllm:kv_block_{name}_seconds_bucket{{.*}} (\S+)$", text, re.M)
     (total,) = re.findall(rf"^vllm:kv_block_{name}_seconds_sum{{.*}} (\S+)$", text, re.M)
     return [round(float(bucket)) for bucket in buckets], float(total)
@@ -127,7 +127,7 @@ def test_times_are_those_of_a_clock_on_the_wall() -> None:
 def test_without_the_option_there_are_neither_series_nor_events_of_pages() -> None:
     with RunningServer(pages=40) as server:
         serve(server, 3)
-        assert b"kv_block" not in Metrics(server.opened.models).exposition()[0]
+        assert b"kv_block" not in ServerMetrics(server.opened.models).exposition()[0]
         assert server.opened.served.host.core.log.tell_details is None
 
 

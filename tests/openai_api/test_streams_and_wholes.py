@@ -13,7 +13,7 @@ from kvarts.openai_api.answer import TokenLogprob
 from kvarts.openai_api.forms import ChatForm, Form, Whole
 from kvarts.openai_api.prompts import WordText
 from kvarts.openai_api.running import RunningServer
-from kvarts.openai_api.shapes import Plain, Segment, Segments, Shape
+from kvarts.openai_api.shapes import Plain, Segments, Shape, TextSegment
 from kvarts.openai_api.tool_calls import NamedCall, RequiredCalls, ToolCallsInText
 
 from builders.http_client import call, events_of
@@ -131,7 +131,9 @@ def test_a_stream_says_what_the_whole_answer_says(server: RunningServer, of: tup
         assert [one["completion_tokens"] for one in usages] == sorted(one["completion_tokens"] for one in usages)
 
 
-TOLD = Segments([[Segment("reasoning", "{sea"), Segment("content", "<tool_call>"), Segment("arguments", "  ", "f")]])
+TOLD = Segments(
+    [[TextSegment("reasoning", "{sea"), TextSegment("content", "<tool_call>"), TextSegment("arguments", "  ", "f")]]
+)
 SHAPED: list[Shape | None] = [None, Plain(), TOLD, NamedCall("weather"), RequiredCalls(), ToolCallsInText()]
 
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from kvarts.content import Content
-from kvarts.kv.group_memory import PartGroup, Retention
+from kvarts.kv.groups import PartGroup, Retention
 from kvarts.kv.pool import PageError, PageId
 from kvarts.limits import check_whole
 

@@ -403,13 +403,10 @@ class NaiveFleet:
             return False
         happened = False
         while True:
-            for worker in self.prefills:
-                self.notes += [each.seq for each in worker.prefilled]
-                worker.prefilled = []
-            notes, self.notes = self.notes, []
+            self.hear_of_prompts()
             released: list[tuple[NaiveHandoff, NaiveWorker]] = []
-            for seq in notes:
-                self.to_compute.pop(seq, None)
+            while self.notes:
+                self.to_compute.pop(self.notes.pop(0), None)
                 while self.in_router and not self.all_busy():
                     self.in_router.sort(key=lambda each: each[:2])
                     handoff = self.in_router.pop(0)[2]
@@ -429,7 +426,14 @@ class NaiveFleet:
                 loads[id(worker)] += num_tokens
         return all(load > self.queue_tokens for load in loads.values())
 
+    def hear_of_prompts(self) -> None:
+        for worker in self.prefills:
+            self.notes += [each.seq for each in worker.prefilled]
+            worker.prefilled = []
+
     def place(self, handoff: NaiveHandoff) -> NaiveWorker:
+        self.hear_of_prompts()
+        self.notes = [-1 if seq == handoff.request.seq else seq for seq in self.notes]  # of the worker that it left
         worker = self.choose(True)
         assert worker is not None
         self.to_compute[handoff.request.seq] = worker, len(handoff.request.tokens)
@@ -532,6 +536,9 @@ class NaiveFleet:
                 due = [each for each in self.deadlines() if each[0] <= now]
                 if due:
                     self.give_up(self.handoffs[min(due)[1]], now)
+                    if self.queue_tokens is not None:  # what waits in the router takes its place at once
+                        self.act(now)
+                        self.take_placed(now)
             elif coming and coming[0].arrival_ns <= now:
                 self.actions.append(("send", self.handoff_of(coming.pop(0))))
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.groups import SinkWindow
 
 __all__ = ["kept_bits", "kept_for", "kept_pages", "kept_tokens", "seen_by", "seen_by_both"]
 

@@ -712,6 +712,25 @@ class NaiveOffloadEngine(NaiveEngine):
 
     # Loads ------------------------------------------------------------------------------------------------
 
+    def num_sources(self) -> int:
+        return len(self.tiers)
+
+    def place_of(self, tier: NaiveTier) -> int:
+        return [each is tier for each in self.tiers].index(True)
+
+    def lane_of(self, tier: NaiveTier) -> str:
+        return "h2d" if tier is self.tiers[0] else "disk_read"
+
+    # What an engine that reads from others does besides.
+
+    def is_open_end(self, lane: str) -> bool:
+        """Whether nobody knows when a transfer will end, as others may delay it."""
+        return False
+
+    def pull_ns(self, num_pages: int) -> int:
+        """How long pages take from another engine."""
+        raise NotImplementedError
+
     def offers(self, head: NaiveRequest, position: int) -> list[tuple[NaiveTier, int, int]]:
         limit = (head.known if self.full_prompt_hits else head.known - 1) // self.page_size
         names = self.names(head, limit)
@@ -756,9 +775,13 @@ class NaiveOffloadEngine(NaiveEngine):
             step_ns = self.prefill_ns(begin, min(head.known, begin + self.max_num_batched_tokens))
             hidden_ns = step_ns * (self.num_layers - 1) // self.num_layers
             most_ns = 0
-            for tier, start, end in offers:
-                lane = "h2d" if tier is self.tiers[0] else "disk_read"
-                if (num_pages := min(end, last) - max(start, first)) > 0:
+            parts = [(self.lane_of(tier), min(end, last) - max(start, first)) for tier, start, end in offers]
+            if any(num_pages > 0 and self.is_open_end(lane) for lane, num_pages in parts):
+                hidden_ns = 0
+            for lane, num_pages in parts:
+                if num_pages > 0 and self.is_open_end(lane):
+                    most_ns = max(most_ns, self.pull_ns(num_pages))
+                elif num_pages > 0:
                     begins_ns = max(0, self.lane_free_ns[lane] - self.now_ns) + self.latency_ns[lane]
                     num_bytes = num_pages * self.page_bytes
                     a_layer_ns = -(-ceil(num_bytes / self.num_layers) * 10**9 // self.rates[lane])
@@ -797,6 +820,8 @@ class NaiveOffloadEngine(NaiveEngine):
             if common > furthest:
                 leader, furthest = transfer.request, common
                 leader_ends_ns = max(transfer.end_ns, transfer.front_ends_ns)
+                if any(self.is_open_end(self.lane_of(tier)) for tier, *_ in transfer.loads):
+                    leader_ends_ns = 1 << 62  # nobody knows
         if leader is not None and worth_ns(furthest) - (leader_ends_ns - self.now_ns) >= most_ns:
             self.following.append((head, leader))
             return True
@@ -818,11 +843,14 @@ class NaiveOffloadEngine(NaiveEngine):
         ends_ns = []
         lanes = []
         for tier, _, start, end in offers:
-            lane = "h2d" if tier is self.tiers[0] else "disk_read"
+            lane = self.lane_of(tier)
+            if self.is_open_end(lane):
+                ends_ns.append(self.now_ns + self.pull_ns(end - start))
+                continue
             lanes.append((lane, max(self.now_ns, self.lane_free_ns[lane]), (end - start) * self.page_bytes))
             ends_ns.append(self.lane(lane, end - start))
         transfer = NaiveTransfer(-1, max(ends_ns), "load", request=head, loads=offers, lanes=lanes)
-        transfer.early_ns = self.now_ns + wait_ns
+        transfer.early_ns = self.now_ns + wait_ns if len(lanes) == len(offers) else transfer.end_ns
         head.computed = len(hits) * self.page_size
         transfer.front = head.computed, front * self.page_size
         if front > len(hits):
@@ -859,13 +887,13 @@ class NaiveOffloadEngine(NaiveEngine):
         assert request is not None
         self.num_loads += 1
         self.num_good_loads += is_good
-        by_tier = [0] * len(self.tiers)
+        by_tier = [0] * self.num_sources()
         good_end = transfer.loads[0][2]
         for tier, entries, start, end in transfer.loads:
             if is_good:
-                by_tier[self.tiers.index(tier)] = end - start
+                by_tier[self.place_of(tier)] = end - start
                 good_end = end
-            elif entries[start].name in tier.entries:
+            elif entries[start].name in tier.entries and tier in self.tiers:
                 tier.drop(entries[start].name)
             tier.touch(entries)
             tier.unpin(entries)
@@ -882,13 +910,14 @@ class NaiveOffloadEngine(NaiveEngine):
                 # Its first layer is there, and the step ends after its load.
                 transfer = self.early.pop(0)
                 self.used.append(transfer)
-                by_tier = [sum(end - start for tier, _, start, end in transfer.loads if tier is one)
-                           for one in self.tiers]  # fmt: skip
+                by_tier = [0] * self.num_sources()
+                for tier, _, start, end in transfer.loads:
+                    by_tier[self.place_of(tier)] += end - start
                 self.arrive(transfer, transfer.loads[-1][3], by_tier)
             request, num_pages, by_tier = self.ready[0]
             hit_tokens = min(num_pages * self.page_size, request.known - 1)
             seen = request.furthest
-            tokens = self.below_tokens.setdefault(request.seq, [0] * len(self.tiers))
+            tokens = self.below_tokens.setdefault(request.seq, [0] * self.num_sources())
             position = (num_pages - sum(by_tier)) * self.page_size
             for index, count in enumerate(by_tier):
                 for _ in range(count * self.page_size):

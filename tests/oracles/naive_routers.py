@@ -48,6 +48,16 @@ class NaiveIndex:
                 found[worker] = tuple(counts)
         return found
 
+    def elsewhere(self, pages: Pages, start: int, limit: int, tier: str) -> int:
+        """How many consecutive pages from `start` on the worker that has most of them has in `tier`."""
+        most = 0
+        for worker in {worker for worker, _, _ in self.pages}:
+            end = start
+            while end < min(limit, len(pages)) and self.has(worker, tier, pages[: end + 1]):
+                end += 1
+            most = max(most, end - start)
+        return most
+
 
 class NaivePlacements:
     """Blocks that were placed on workers, each with the number and the time of its last placement."""

@@ -14,9 +14,8 @@ from typing import get_args
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.group_memory import PartGroup, Retention
-from kvarts.kv.pool import IdPool, PageId
-from kvarts.kv.shared_memory import SharedMemory
+from kvarts.kv.groups import PartGroup, Retention
+from kvarts.kv.pool import IdPool, PageId, SharedMemory
 from kvarts.limits import MOST_BYTES, MOST_PAGE_TOKENS, check_whole
 
 from oracles.part_events import PartEvents

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
-from kvarts.owners.keys import Keys, Owner, read_keys
+from kvarts.owners import Keys, Owner, read_keys
 
 
 @pytest.mark.parametrize("key", ["", " ", "a b", "schlüssel", "a\n"])

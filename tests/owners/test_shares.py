@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
-from kvarts.owners.shares import KEPT, PARTED, Shares
+from kvarts.owners import KEPT, PARTED, Shares
 
 OWNERS = ("a", "b", "c", "stranger")
 

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvarts.errors import ConfigError
 from kvarts.plan.cache import Breakdown, CachePlan
-from kvarts.plan.curve import concave_hull, find_knees, lru_curve, stack_distances
+from kvarts.plan.curve import SampledCurve, concave_hull, find_knees, lru_curve, stack_distances
 from kvarts.plan.reuse import find_reuse
-from kvarts.plan.sampled import SampledCurve
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace, TraceRequest
 
@@ -102,6 +103,15 @@ def test_a_sample_is_as_far_off_as_it_says() -> None:
         off = abs(estimate.hit_ratio(num_pages) - exact.hit_ratio(num_pages))
         assert off <= 3 * estimate.error(num_pages) + 0.002
         assert estimate.error(num_pages) < 0.05
+
+
+def test_a_sample_of_which_nothing_can_be_said_is_refused() -> None:
+    """Nothing was found in an empty sample, and its error was 0."""
+    units = np.arange(512, dtype=np.uint64)
+    trace = Trace([TraceRequest(row, row, units.tobytes(), 512, 1) for row in range(9)], unit_tokens=1)
+    assert SampledCurve(trace, 4, 1.0).hit_ratio(128) == pytest.approx(8 / 9, abs=0.01)
+    with pytest.raises(ConfigError, match="1e-06 of 999 pages after the first 16 of every prompt is too few"):
+        SampledCurve(trace, 4, 1e-6)
 
 
 def test_sizes_are_answered_as_shares_of_prompt_tokens(

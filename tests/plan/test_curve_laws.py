@@ -14,8 +14,7 @@ from kvarts.kv.eviction import LruOrder
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
-from kvarts.plan.curve import lru_curve, stack_distances
-from kvarts.plan.optimum import Optimum
+from kvarts.plan.curve import Optimum, lru_curve, stack_distances
 from kvarts.plan.reuse import find_reuse
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvarts.executor.cost import LinearCost
 from kvarts.kv.eviction import LruOrder
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.league import GroupHits
 from kvarts.sim.config import ReplayConfig

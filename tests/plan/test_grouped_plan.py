@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvarts.executor.cost import LinearCost
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.replays import Replays
 from kvarts.sim.config import ReplayConfig

@@ -19,9 +19,9 @@ from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.offload.safe_first import SafeFirst
 from kvarts.plan.cache import CachePlan
-from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder
 from kvarts.plan.league import serial_hits
-from kvarts.sharing.ages import AgedOrder, ReleaseClock
+from kvarts.plan.orders import HintedOrder, SoonestReturnOrder
+from kvarts.sharing.memory import AgedOrder, ReleaseClock
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.plan_traces import small_traces

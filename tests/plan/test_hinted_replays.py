@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.hints import Hints, RetainedRange
-from kvarts.kv.group_memory import PartGroup
-from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder
+from kvarts.kv.groups import PartGroup
+from kvarts.plan.orders import HintedOrder, SoonestReturnOrder
 
 from builders.case import Case, Row, cases
 from builders.grouped import FULL, WINDOW, assert_same_outcome, part_groups, told_by

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
 from kvarts.kv.eviction import EvictionOrder, LruOrder
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.plan.league import ALL_POLICIES, find_policy
 
 from builders.case import Case, Row, cases

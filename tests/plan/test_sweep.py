@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.directories import own_directory
 from kvarts.errors import InputError
+from kvarts.files import own_directory
+from kvarts.plan.series import distinct_points
 from kvarts.plan.sweep import fronts, load_of, pareto, points_of, run_sweep
-from kvarts.plan.sweep_page import distinct_points
 
 from builders.browser import as_phone, commands, scrolls_sideways
 

@@ -19,13 +19,13 @@ from builders.case import Case, cases
 from builders.rooms import HAS_OFFLOAD, ROUTERS
 
 ASKING = (
-    "executor.manysteps",
+    "executor.base",
     "report.distributions",
     "report.report",
     "report.requests",
     "report.steps",
     "traffic.trace",
-    "traffic.working_set",
+    "traffic.info",
 )
 """Modules that ask whether NumPy pays."""
 
@@ -48,7 +48,7 @@ def without_arrays(case: Case, **changes: object) -> bytes:
 @pytest.mark.laws
 @given(cases(), st.sampled_from(["linear:step_ms=3,context_token_ms=0.01", "polynomial"]))
 def test_few_numbers_have_the_summary_of_arrays(case: Case, cost: str) -> None:
-    from kvarts.executor.cost import parse_cost
+    from kvarts.executor.cost_spec import parse_cost
 
     assert without_arrays(case, cost=parse_cost(cost)) == summary(case, cost=parse_cost(cost))
 

@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 
 from kvarts import ReplayConfig, Report, Slo, Trace, load_mooncake, replay
-from kvarts.report.page_data import page_data
-from kvarts.report.render import SPARKS, render_html, sparkline
 from kvarts.report.run_directory import RunDirectory
+from kvarts.report.run_page import SPARKS, page_data, render_html, sparkline
 
 from builders.browser import as_phone, inks, ready, scrolls_sideways
 from builders.run_directory import timeline_rows, write_run_directory, write_timeline
@@ -252,7 +251,7 @@ def test_a_page_has_every_change_of_a_run_and_no_other_row(report: Report, run_d
 def test_a_run_with_millions_of_changes_keeps_its_highs(
     report: Report, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int, most_rows: int
 ) -> None:
-    monkeypatch.setattr("kvarts.report.page_data.MOST_ROWS", most_rows)
+    monkeypatch.setattr("kvarts.report.run_page.MOST_ROWS", most_rows)
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
     rng = np.random.default_rng(0)

@@ -32,7 +32,7 @@ def assert_sound(tree: IndexTree) -> None:
         assert all(child.start == span.end and child.parent is span for child in span.children.values())
 
 
-@given(st.data(), st.sampled_from([("device",), ("device", "host")]))
+@given(st.data(), st.sampled_from([("device",), ("device", "host"), ("device", "host", "disk")]))
 def test_the_index_by_events_is_a_set_of_pages(data: st.DataObject, tiers: tuple[str, ...]) -> None:
     index, naive = EventIndex(tiers), NaiveIndex(tiers)
     asked = data.draw(st.lists(prompts, min_size=1, max_size=4))
@@ -55,6 +55,9 @@ def test_the_index_by_events_is_a_set_of_pages(data: st.DataObject, tiers: tuple
         for each in asked:
             for limit in (len(each), len(each) - 1):
                 assert index.matches(content_of(each), limit) == naive.matches(each, limit)
+                for tier in tiers[1:]:
+                    runs = index.elsewhere(content_of(each), range(limit + 1), limit, tier)
+                    assert runs == {start: naive.elsewhere(each, start, limit, tier) for start in range(limit + 1)}
     index.forget(1)
     naive.pages = {page for page in naive.pages if page[0] != 1}
     assert_sound(index)

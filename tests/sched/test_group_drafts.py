@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.config import EngineConfig
-from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.group_pages import PartHolding
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.request import Request, RequestState
 from kvarts.sched.drafts import Drafts
 

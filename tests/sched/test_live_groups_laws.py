@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.pool import IdPool
 from kvarts.request import RequestState
 

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored
-from kvarts.kv.group_memory import PartGroup
-from kvarts.serve.kv_events.batches import Batch
+from kvarts.kv.groups import PartGroup
+from kvarts.serve.kv_events.batches import Batch, Wire
 from kvarts.serve.kv_events.config import EventGroup
 from kvarts.serve.kv_events.reader import MEDIA, KvEventReader
-from kvarts.serve.kv_events.wire import Wire
 from kvarts.sim.replay import replay
 
 from builders.case import Case, cases

@@ -13,9 +13,8 @@ from kvarts.content import Content
 from kvarts.event_log import EventReader
 from kvarts.events import Event, PagesRemoved, PagesStored
 from kvarts.keys import BlockKey, BlockKeys
-from kvarts.serve.kv_events.batches import Batch, BlocksCleared, BlocksRemoved, BlocksStored
+from kvarts.serve.kv_events.batches import Batch, BlocksCleared, BlocksRemoved, BlocksStored, Wire
 from kvarts.serve.kv_events.reader import KvEventReader
-from kvarts.serve.kv_events.wire import Wire
 
 from builders.case import Case, cases
 from builders.kv_events import run_consumed

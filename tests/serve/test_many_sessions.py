@@ -16,12 +16,11 @@ from kvarts.executor.cost import LinearCost
 from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
-from kvarts.serve.binding import Binding
-from kvarts.serve.server import SessionServer
-from kvarts.session.config import SessionsConfig
+from kvarts.serve.server import Binding, SessionServer
 from kvarts.session.opening import mock_host
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable
+from kvarts.session.values import SessionsConfig
 
 from builders.session_server import ANY_PORT, aio
 from builders.sessions import check_at_rest

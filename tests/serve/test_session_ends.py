@@ -15,8 +15,7 @@ import grpc
 from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
-from kvarts.serve.binding import Binding
-from kvarts.serve.server import SessionServer
+from kvarts.serve.server import Binding, SessionServer
 
 from builders.fake_runtime import FakeRuntime
 from builders.session_server import ANY_PORT, aio, serving, status_of, updates_of, with_server

@@ -17,9 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
-from kvarts.serve.binding import Binding
 from kvarts.serve.owners import Owners, read_owners
-from kvarts.serve.server import SessionServer
+from kvarts.serve.server import Binding, SessionServer
 
 from builders.certificates import make_certificate
 from builders.fake_runtime import FakeRuntime

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.content import Content
+from kvarts.kv.cache import PageReserve
 from kvarts.kv.eviction import LruOrder
+from kvarts.kv.groups import SinkWindow
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool
-from kvarts.kv.reserve import PageReserve
-from kvarts.kv.sink_window import SinkWindow
 from kvarts.kv.tree import PrefixTree
 from kvarts.request import Request
 from kvarts.sched.wheel import DecodeWheel

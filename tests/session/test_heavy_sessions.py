@@ -15,8 +15,7 @@ pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.llm.llm import LLM
-from kvarts.session.config import SessionsConfig
-from kvarts.session.values import SessionNotReadyError, SessionSettings
+from kvarts.session.values import SessionNotReadyError, SessionsConfig, SessionSettings
 
 from builders.rooms import HAS_AUDIT
 from builders.sessions import OWNER, mock_sessions, say, sessions_on

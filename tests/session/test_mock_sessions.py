@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from kvarts.llm.loop import ModelHost
 from kvarts.report.steps import StepLog
-from kvarts.session.config import SessionsConfig
 from kvarts.session.sessions import Sessions
-from kvarts.session.values import Done, SessionNotReadyError, SessionSettings, StopReason, Token, Truncated
+from kvarts.session.values import (
+    Done,
+    SessionNotReadyError,
+    SessionsConfig,
+    SessionSettings,
+    StopReason,
+    Token,
+    Truncated,
+)
 
 from builders.session_timeline import check_timeline
 from builders.sessions import OWNER, check_at_rest, greedy, mock_says, mock_sessions

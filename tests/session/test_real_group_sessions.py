@@ -26,14 +26,13 @@ import kvarts
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.groups import SinkWindow
 from kvarts.llm.llm import LLM
-from kvarts.session.config import SessionsConfig
 from kvarts.session.keeper import Keeper
 from kvarts.session.opening import open_sessions
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable
-from kvarts.session.values import SessionInfo, SessionSettings, Token
+from kvarts.session.values import SessionInfo, SessionsConfig, SessionSettings, Token
 
 from builders.real_models import undisturbed
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, HAS_RECORD

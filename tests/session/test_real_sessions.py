@@ -20,9 +20,8 @@ import kvarts
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.llm.llm import LLM
-from kvarts.session.config import SessionsConfig
 from kvarts.session.sessions import Sessions
-from kvarts.session.values import SessionSettings, Token
+from kvarts.session.values import SessionsConfig, SessionSettings, Token
 
 from builders.guessing import untimed
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD

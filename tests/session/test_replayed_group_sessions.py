@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import kvarts
 from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.report.report import Report
-from kvarts.session.replayed.config import SessionReplay
+from kvarts.session.replay_settings import SessionReplay
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest

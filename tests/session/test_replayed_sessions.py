@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import kvarts
 from kvarts.errors import ConfigError
-from kvarts.session.replayed.config import SessionReplay
+from kvarts.session.replay_settings import SessionReplay
 from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.config import EngineConfig
-from kvarts.session.config import SessionsConfig
 from kvarts.session.opening import mock_host
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable
 from kvarts.session.values import (
     MAX_ENDS,
     MAX_LABEL_CHARS,
+    SessionsConfig,
     SessionSettings,
     SessionsExhaustedError,
     UnknownSessionError,

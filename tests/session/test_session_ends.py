@@ -14,14 +14,14 @@ from kvarts.errors import ConfigError
 from kvarts.llm.listener import EngineDeadError, RequestFailedError
 from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
-from kvarts.session.config import SessionsConfig
 from kvarts.session.opening import open_sessions
-from kvarts.session.session import Session
 from kvarts.session.sessions import Sessions
+from kvarts.session.table import Session
 from kvarts.session.values import (
     Done,
     SessionBusyError,
     SessionGoneError,
+    SessionsConfig,
     SessionSettings,
     SessionsExhaustedError,
     StopReason,

@@ -11,11 +11,10 @@ import pytest
 from kvarts.clock import VirtualClock
 from kvarts.content import Content
 from kvarts.events import Blocked
-from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.text import DetokenizingExecutor
 from kvarts.request import Request
 from kvarts.sampling import Logprobs, SamplingParams
-from kvarts.session.config import SessionsConfig
 from kvarts.session.opening import MOCK_TOKEN_BYTES
 from kvarts.session.sessions import Sessions
 from kvarts.session.values import (
@@ -23,6 +22,7 @@ from kvarts.session.values import (
     SessionBusyError,
     SessionGoneError,
     SessionNotReadyError,
+    SessionsConfig,
     SessionSettings,
     SessionsExhaustedError,
     SessionValueError,

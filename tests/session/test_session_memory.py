@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from kvarts.session.config import SessionsConfig
+from kvarts.session.values import SessionsConfig
 
 from builders.sessions import OWNER, check_at_rest, mock_sessions, say
 

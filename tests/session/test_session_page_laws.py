@@ -21,15 +21,12 @@ from hypothesis.stateful import (
 )
 
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.cache import Cache
+from kvarts.kv.cache import Cache, PageReserve
 from kvarts.kv.eviction import LruOrder
-from kvarts.kv.group_keeps import most_blocks, retained_by_group
-from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.group_pages import GroupPages
+from kvarts.kv.groups import GroupMemory, PartGroup, SinkWindow, most_blocks, retained_by_group
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool, PageId
-from kvarts.kv.reserve import PageReserve
-from kvarts.kv.sink_window import SinkWindow
 from kvarts.kv.tree import PrefixTree
 from kvarts.session.pages import ChunkRoom, SessionPages, SessionPageTable
 

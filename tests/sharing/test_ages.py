@@ -9,8 +9,7 @@ from hypothesis import settings
 
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.tree import PrefixTree
-from kvarts.sharing.ages import AgedOrder, ReleaseClock
-from kvarts.sharing.memory import DeviceMemory, DevicePart, open_part
+from kvarts.sharing.memory import AgedOrder, DeviceMemory, DevicePart, ReleaseClock, open_part
 
 from builders.cache_machine import CacheMachine
 from builders.engines import whole_pages

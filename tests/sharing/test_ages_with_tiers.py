@@ -11,8 +11,7 @@ from kvarts.kv.tree import PrefixTree
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.opening import open_offloader
 from kvarts.offload.safe_first import SafeFirst
-from kvarts.sharing.ages import AgedOrder, ReleaseClock
-from kvarts.sharing.memory import DeviceMemory, open_part
+from kvarts.sharing.memory import AgedOrder, DeviceMemory, ReleaseClock, open_part
 
 from builders.engines import whole_pages
 from builders.eviction_contract import EvictionOrderContract, leave

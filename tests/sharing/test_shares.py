@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
-from kvarts.sharing.shares import shares_of
+from kvarts.sharing.config import shares_of
 
 from oracles.naive_shared import shares_of as naive_shares_of
 

@@ -15,9 +15,7 @@ from kvarts.errors import ConfigError
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
-from kvarts.sharing.device import SharedDevice
-from kvarts.sharing.donors import Victims, cheapest
-from kvarts.sharing.loans import Loan, debts
+from kvarts.sharing.device import Loan, SharedDevice, Victims, cheapest, debts
 
 from builders.engines import make_scheduler
 

@@ -13,8 +13,8 @@ from kvarts import ConfigError, ModelShare, ReplayConfig, SharingConfig, replay
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
 from kvarts.kv.group_pages import GroupPages
+from kvarts.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sharing.device import SharedDevice

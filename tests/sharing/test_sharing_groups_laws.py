@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvarts import replay
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.report.requests import REJECTED
 from kvarts.sharing.config import ModelShare, SharingConfig
 from kvarts.sharing.report import SharedReport

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvarts import replay
 from kvarts.report.requests import REJECTED
 from kvarts.sharing.config import ModelShare, SharingConfig
-from kvarts.sharing.loans import debts
+from kvarts.sharing.device import debts
 from kvarts.sharing.report import SharedReport
 from kvarts.sim.config import ReplayConfig
 

@@ -115,7 +115,7 @@ def test_what_several_models_do_not_combine_with_is_refused(values: dict[str, An
 
 def test_sessions_of_several_models_are_refused() -> None:
     """A window changed nothing, and nothing was said of it."""
-    sessions = pytest.importorskip("kvarts.session.replayed.config").SessionReplay(window=100)
+    sessions = pytest.importorskip("kvarts.session.replay_settings").SessionReplay(window=100)
     models = {"a": ModelShare(cost="polynomial", kv_bytes_per_token=8)}
     with pytest.raises(ConfigError, match="sessions: does not go with several models on a device"):
         SharingConfig(models=models, kv_memory="1MiB", each=ReplayConfig(sessions=sessions))

@@ -10,7 +10,7 @@ import pytest
 
 from kvarts.cli.sharing import parse_share
 from kvarts.errors import ConfigError, InputError
-from kvarts.sharing.health import parse_health
+from kvarts.sharing.config import parse_health
 from kvarts.sharing.report import jain_index
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.tables import load_azure

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvarts.errors import ConfigError
 from kvarts.executor.constants import shipped_constants
 from kvarts.executor.roofline import RooflineCost
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.plan.latency import COST_ERROR, cost_error_of
 from kvarts.sched.plan import Batch
 from kvarts.sim.config import ReplayConfig, make_config

@@ -12,7 +12,7 @@ import pytest
 
 from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.report.advice import advice
 from kvarts.report.report import Report
 from kvarts.sim.config import SECTIONS, ReplayConfig, make_config, optional_sections

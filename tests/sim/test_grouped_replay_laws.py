@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.group_needs import GroupNeeds
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, branching_cases, cases

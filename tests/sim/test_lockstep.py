@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvarts import ReplayConfig, RooflineCost, replay
 from kvarts.errors import ConfigError
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.sched.plan import Batch
 from kvarts.sim.config import make_config
 from kvarts.traffic.trace import Trace, TraceRequest
@@ -174,7 +174,7 @@ def test_sessions_of_ranks_fast_forward_equals_step_by_step(
     talk: Talk, settings: dict[str, Any], kept: dict[str, Any], groups: tuple[PartGroup, ...]
 ) -> None:
     """L5, and at rest only what sessions keep is in use."""
-    session_replay = pytest.importorskip("kvarts.session.replayed.config").SessionReplay
+    session_replay = pytest.importorskip("kvarts.session.replay_settings").SessionReplay
     if groups:
         settings |= {"kv_groups": "all", "groups": groups}
     fast, slow = (

@@ -10,8 +10,8 @@ import pytest
 
 from kvarts.build import build_engine
 from kvarts.event_log import EventReader
-from kvarts.executor.recorder import RecordingExecutor
 from kvarts.executor.simulated import SimExecutor
+from kvarts.executor.wrappers import RecordingExecutor
 from kvarts.sim import replay as replaying
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replica import Replica

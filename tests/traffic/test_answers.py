@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
-from kvarts.traffic.answers import with_implied_answers
 from kvarts.traffic.formats import load_trace
+from kvarts.traffic.implied import with_implied_answers
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace
 

@@ -16,8 +16,8 @@ import pytest
 from kvarts.errors import ConfigError, InputError
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
-from kvarts.traffic.formats import load_trace
-from kvarts.traffic.forms import FORMS, TraceForm
+from kvarts.traffic.formats import FORMS, TraceForm, load_trace
+from kvarts.traffic.mooncake import MooncakeReader
 from kvarts.traffic.trace import Trace, spell
 
 from oracles.naive_forms import naive_hits, naive_requests
@@ -87,11 +87,23 @@ def test_records_may_be_an_array_or_many_lines_each(form: TraceForm, tmp_path: P
     path.write_text(form.example)
     expected = requests_of(load_trace(path))
     value = json.loads(form.example)
-    path.write_text(json.dumps([value], indent=1))
-    if form.name != "mooncake":  # read line by line, as it may be large
+    for text in (json.dumps([value], indent=1), json.dumps([value]), json.dumps(value, indent=1), json.dumps(value)):
+        path.write_text(text)
         assert requests_of(load_trace(path)) == expected
-    path.write_text(json.dumps([value]) if form.name != "mooncake" else json.dumps(value))
-    assert requests_of(load_trace(path)) == expected
+
+
+def test_an_array_of_mooncakes_rows_is_read_as_its_lines_are(tmp_path: Path) -> None:
+    rows = [{"timestamp": row, "input_length": 600, "output_length": 2, "hash_ids": [0, row]} for row in range(50)]
+    lines, array = tmp_path / "lines", tmp_path / "array"
+    lines.write_text("\n".join(map(json.dumps, rows)))
+    array.write_text(json.dumps(rows, indent=2))
+    assert requests_of(load_trace(array)) == requests_of(load_trace(lines))
+    rows[6]["input_length"] = -1
+    array.write_text(json.dumps(rows))
+    with pytest.raises(InputError, match="array:7: input_length: must be at least 1"):
+        load_trace(array)
+    assert load_trace(array, skip_bad_lines=True).num_skipped_lines == 1
+    assert len(list(MooncakeReader(array, skip_bad_lines=True))) == 49  # as `kvarts plan --sample` reads
 
 
 @pytest.mark.parametrize("name", NAIVE)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvarts.errors import InputError
 from kvarts.traffic.formats import load_trace
+from kvarts.traffic.info import working_set_pages
 from kvarts.traffic.trace import Trace
-from kvarts.traffic.working_set import working_set_pages
 
 FORMS = Path(__file__).parent / "forms"
 ROWS = {"mooncake": 3, "bailian": 4, "dynamo": 2, "aiperf": 2, "openai": 3, "burstgpt": 4, "azure": 3}

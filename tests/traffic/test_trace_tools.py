@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kvarts.errors import ConfigError, InputError
 from kvarts.traffic.editing import anonymized, merged, mooncake_lines, repeated, scaled, sliced, spread
 from kvarts.traffic.formats import load_trace
+from kvarts.traffic.info import working_set_pages
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace, spell
-from kvarts.traffic.working_set import working_set_pages
 
 DATA = Path(str(files("kvarts") / "data"))
 SAMPLE = DATA / "mooncake-conversation-1000.jsonl"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvarts.traffic.info import working_set_pages
 from kvarts.traffic.trace import Trace, TraceRequest
-from kvarts.traffic.working_set import working_set_pages
 
 
 @pytest.mark.parametrize("lengths", [[2, 1, 2], [1, 2, 2], [2, 2, 1]])

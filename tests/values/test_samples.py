@@ -10,8 +10,7 @@ from kvarts import load_mooncake, load_trace
 from kvarts.calibrate.measured import load_measured
 from kvarts.cli.replay import OneRun, all_sections, read_settings
 from kvarts.errors import MissingFileError
-from kvarts.files import read_bytes
-from kvarts.samples import SAMPLES, located, where_samples_are
+from kvarts.files import SAMPLES, located, read_bytes, where_samples_are
 
 
 @pytest.mark.parametrize("name", SAMPLES)

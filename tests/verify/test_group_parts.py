@@ -113,7 +113,7 @@ def test_every_form_that_kvarts_writes_is_judged(tmp_path: Path, suffix: str) ->
     pytest.importorskip("kvarts.record", reason="needs kvarts.record")
     if suffix == ".parquet":
         pytest.importorskip("pyarrow")
-    from kvarts.kv.group_memory import PartGroup
+    from kvarts.kv.groups import PartGroup
     from kvarts.sim.replay import replay
 
     from builders.case import Case, Row

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from kvarts.audit.comparison import Account, find_different_pages, find_different_private
-from kvarts.audit.digests import PageDigests
 from kvarts.audit.finding import AuditError, Finding, Findings
 from kvarts.audit.ledger import LOST, Happened, Keep, Ledger, LedgerError, LedgerGroup, LedgerPart
-from kvarts.audit.request_parts import KnownRequest, RequestParts
+from kvarts.audit.request_parts import KnownRequest, PageDigests, RequestParts
 from kvarts.audit.tiers import EvictionsTold, PartsBelow, TierBooks
 from kvarts.content import Content
 from kvarts.events import (

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from kvarts.audit.digests import PageDigests
 from kvarts.audit.ledger import Ledger
-from kvarts.audit.request_parts import KnownRequest
+from kvarts.audit.request_parts import KnownRequest, PageDigests
 from kvarts.content import Content
 
 __all__ = ["Account", "find_different_pages", "find_different_private"]

@@ -11,10 +11,9 @@ from itertools import chain
 
 import msgspec
 
-from kvarts.audit.digests import PageDigests
 from kvarts.audit.finding import Findings
 from kvarts.audit.ledger import Ledger, LedgerPart
-from kvarts.audit.request_parts import KnownRequest, RequestParts
+from kvarts.audit.request_parts import KnownRequest, PageDigests, RequestParts
 from kvarts.events import LoadStarted, PagesRemoved, PagesStored, StoreStarted, TransferEnded
 
 __all__ = ["EvictionsTold", "PartsBelow", "TierBooks"]

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvarts.calibrate.comparison import Comparison, compare
 from kvarts.calibrate.fitting import Calibration, calibrate_runs
-from kvarts.calibrate.measured import Measured, load_measured
+from kvarts.calibrate.measured import Measured, Series, load_measured, load_series
 from kvarts.calibrate.run import CalibrationRun
-from kvarts.calibrate.series import Series, load_series
 from kvarts.calibrate.stepfit import StepFit, fit_steps
 from kvarts.rooms import CallableRoom
 

@@ -8,19 +8,16 @@ from typing import overload
 
 from msgspec.structs import replace
 
+from kvarts.calibrate.course import with_constants
 from kvarts.calibrate.fitting import Calibration, calibrate_runs
-from kvarts.calibrate.iteration_log import is_iteration_log, load_iterations
-from kvarts.calibrate.loading import RunOptions, load_runs
-from kvarts.calibrate.measured import Measured, load_measured
-from kvarts.calibrate.pricing import with_constants
-from kvarts.calibrate.run import CalibrationRun
-from kvarts.calibrate.series import Series, load_series
-from kvarts.calibrate.stepfit import StepFit, fit_steps, is_step_record, load_steps
+from kvarts.calibrate.measured import Measured, Series, load_measured, load_series
+from kvarts.calibrate.run import CalibrationRun, RunOptions, load_runs
+from kvarts.calibrate.stepfit import StepFit, fit_steps, is_iteration_log, is_step_record, load_iterations, load_steps
 from kvarts.errors import ConfigError
 from kvarts.executor.constants import Constants, load_constants
 from kvarts.executor.roofline import RooflineCost
+from kvarts.files import located
 from kvarts.limits import MOST_COUNT, check_whole
-from kvarts.samples import located
 from kvarts.settings import Given
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import Traffic

@@ -1,4 +1,4 @@
-"""Compares a replay with a measurement.
+"""Compares a replay with a measurement: the replay in the same form, the differences, and their page of HTML.
 
 TTFT and E2E count from arrival. TPOT is the time from the first to the last token divided by the number of tokens after
 the first, for requests with more than one. Percentiles are interpolated linearly between observed values, on both
@@ -7,19 +7,35 @@ sides.
 
 from __future__ import annotations
 
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.calibrate.measured import Measured
-from kvarts.calibrate.replayed import Replayed
-from kvarts.calibrate.series import Series
+from kvarts.calibrate.measured import Measured, Series
 from kvarts.errors import InputError
+from kvarts.files import read_bytes, reading
 from kvarts.limits import brief
+from kvarts.report.page import fill_page
+from kvarts.report.report import Report
+from kvarts.report.run_directory import RunDirectory
+from kvarts.verify.reader import open_recording
 
-__all__ = ["METRICS", "STATISTICS", "Comparison", "compare", "latencies_ms", "statistics"]
+__all__ = [
+    "METRICS",
+    "STATISTICS",
+    "Comparison",
+    "Replayed",
+    "compare",
+    "latencies_ms",
+    "load_replayed",
+    "render_page",
+    "replayed_of",
+    "statistics",
+]
 
 METRICS = ("ttft", "tpot", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p99")
@@ -28,6 +44,118 @@ AS_MEASURED = 0.01
 """A replay is too slow or too fast if all its errors have the same sign and exceed this."""
 
 Values = npt.NDArray[np.float64]
+MAX_POINTS = 2000
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """Requests in order of arrival. Times are in ms; arrays have shape [n].
+
+    `curve`, if known: per step, its start in seconds, running and waiting requests, and KV use in per cent.
+    `request_ids`: None if unknown; the order is then that of the measurement.
+    """
+
+    arrival_ms: Values
+    first_token_ms: Values
+    last_token_ms: Values
+    output_tokens: npt.NDArray[np.int64]
+    num_preemptions: int
+    curve: Series | None = None
+    request_ids: list[str] | None = None
+
+    def ordered(self, order: npt.NDArray[np.int64]) -> Replayed:
+        """Return the same replay with its requests in `order`."""
+        return Replayed(
+            self.arrival_ms[order],
+            self.first_token_ms[order],
+            self.last_token_ms[order],
+            self.output_tokens[order],
+            self.num_preemptions,
+            self.curve,
+            None if self.request_ids is None else [self.request_ids[place] for place in order.tolist()],
+        )
+
+
+def replayed_of(report: Report) -> Replayed:
+    """Return the replay of `report`, with its curve if it has a single engine."""
+    rows, steps = report.requests, report.steps
+    curve = None
+    if report.config.replicas == 1:
+        curve = Series(
+            time_s=np.asarray(steps["start_ms"]) / 1e3,
+            running=np.asarray(steps["running"], np.float64),
+            waiting=np.asarray(steps["waiting"], np.float64),
+            kv_pct=np.asarray(steps["used_pages"]) * (100.0 / report.config.num_pages),
+        )
+    return Replayed(
+        np.asarray(rows["arrival_ms"]),
+        np.asarray(rows["first_token_ms"]),
+        np.asarray(rows["last_token_ms"]),
+        np.asarray(rows["output_tokens"], np.int64),
+        int(np.asarray(rows["preemptions"]).sum()),
+        curve,
+        [str(name) for name in rows["request_id"]],
+    )
+
+
+class _Row(msgspec.Struct):
+    arrival_ms: float
+    first_token_ms: float | None
+    last_token_ms: float | None
+    output_tokens: int
+    preemptions: int
+    replica: int
+    status: str
+    request_id: str | int | None = None
+
+
+def load_replayed(path: Path | str) -> Replayed:
+    """Read a run directory, or a file written by `kvarts replay --requests`.
+
+    Raise MissingFileError; InputError for a file that is not a replay or has unfinished requests.
+    """
+    path = Path(path)
+    rows_path, curve = path, None
+    with reading(path):
+        is_run = path.is_dir()
+    if is_run:
+        run = RunDirectory(path)
+        rows_path = path / "requests.jsonl"
+        timelines = run.timelines()
+        if len(timelines) == 1:
+            curve = _curve(timelines[0][1])
+    data = read_bytes(rows_path, hint="Write it with `kvarts replay --requests`.")
+    try:
+        rows = msgspec.json.Decoder(_Row).decode_lines(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"is not a list of replayed requests: {error}", path=rows_path) from error
+    except RecursionError:
+        raise InputError("is not a list of replayed requests: it is nested too deeply", path=rows_path) from None
+    for line, row in enumerate(rows, 1):
+        if row.first_token_ms is None or row.last_token_ms is None:
+            raise InputError(f"was {row.status}, and never ended", path=rows_path, line=line, field="last_token_ms")
+
+    def column(name: str) -> Values:
+        return np.array([getattr(row, name) for row in rows], np.float64)
+
+    return Replayed(
+        column("arrival_ms"),
+        column("first_token_ms"),
+        column("last_token_ms"),
+        np.array([row.output_tokens for row in rows], np.int64),
+        sum(row.preemptions for row in rows),
+        curve,
+        None if any(row.request_id is None for row in rows) else [str(row.request_id) for row in rows],
+    )
+
+
+def _curve(path: Path) -> Series | None:
+    chunks = list(open_recording(path).chunks())
+    columns: dict[str, Any] = {}
+    for name in ("t_ms", "used_pct", "active_seqs", "waiting"):
+        if not chunks or name not in chunks[0].columns:
+            return None
+        columns[name] = np.concatenate([chunk.columns[name] for chunk in chunks]).astype(np.float64)
+    return Series(columns["t_ms"] / 1e3, columns["active_seqs"], columns["waiting"], columns["used_pct"] * 100)
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -180,3 +308,67 @@ def _joined(measured: Measured, replayed: Replayed) -> Replayed:
             hint=hint,
         )
     return replayed
+
+
+def render_page(
+    measured: Measured, replayed: Replayed, series: Series | None, comparison: Comparison, *, name: str = "a replay"
+) -> bytes:
+    """Return the page: the table of errors, the distributions, and the curves if both sides have them.
+
+    `name`: name of the replay.
+    """
+    theirs, ours = latencies_ms(measured), latencies_ms(replayed)
+    data: dict[str, Any] = {
+        "title": f"{name} compared with {Path(measured.name).name}",
+        "subtitle": f"{comparison.num_requests:,} requests, replayed and measured",
+        "verdict": comparison.verdict,
+        "rows": [row for metric in METRICS for row in _rows(metric, comparison)],
+        "more": _more(comparison),
+        "distributions": {
+            metric: [_thinned(np.sort(values)) for values in (theirs[metric], ours[metric])] for metric in METRICS
+        },
+        "curves": None,
+    }
+    if series is not None and replayed.curve is not None:
+        ours_thin = slice(None, None, max(1, len(replayed.curve.time_s) // MAX_POINTS))
+        data["curves"] = [
+            {
+                "t": curve.time_s[thin].tolist(),
+                "kv": None if curve.kv_pct is None else curve.kv_pct[thin].tolist(),
+                "waiting": curve.waiting[thin].tolist(),
+            }
+            for curve, thin in ((series, slice(None)), (replayed.curve, ours_thin))
+        ]
+    assets = files("kvarts.calibrate") / "assets"
+    template = (assets / "compare.html").read_text(encoding="utf-8")
+    return fill_page(template, {"compare.js": (assets / "compare.js").read_text(encoding="utf-8")}, data)
+
+
+def _rows(metric: str, comparison: Comparison) -> list[list[str]]:
+    """Return one table row per statistic: name, measured, replayed, and error."""
+    out = []
+    for name, row in comparison.to_builtins()[metric].items():
+        pair = row["measured_ms"], row["replayed_ms"]
+        if not np.isfinite(pair).all():
+            continue
+        out.append([f"{metric.upper()} {name}", *(f"{ms:,.1f} ms" for ms in pair), f"{100 * row['error']:+.2f} %"])
+    return out
+
+
+def _more(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return the comparisons other than latencies."""
+    out = []
+    if comparison.kv_error_points is not None:
+        out.append(("KV use", f"off by {comparison.kv_error_points:.2f} points on average"))
+    if comparison.peak_waiting is not None:
+        measured, replayed = comparison.peak_waiting
+        out.append(("peak waiting", f"{measured:,.0f} measured, {replayed:,.0f} replayed"))
+    if comparison.num_preemptions is not None:
+        out.append(("preemptions", f"{comparison.num_preemptions:,} replayed"))
+    return out
+
+
+def _thinned(ordered: Values) -> list[tuple[float, float]]:
+    """Return at most MAX_POINTS of the sorted values, each with its cumulative percentage."""
+    at = np.unique(np.linspace(0, len(ordered) - 1, min(MAX_POINTS, len(ordered))).round().astype(np.int64))
+    return [(float(ordered[place]), 100 * (place + 1) / len(ordered)) for place in at.tolist()]

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.calibrate.coefficients import logs_of, names_of, widths_of
+from kvarts.calibrate.comparison import replayed_of
 from kvarts.calibrate.fitting import KNOWN, Search, covariance_of
 from kvarts.calibrate.measured import Measured
-from kvarts.calibrate.replayed import replayed_of
 from kvarts.calibrate.run import CalibrationRun, FittedRun
 from kvarts.errors import ConfigError
 from kvarts.executor.roofline import RooflineCost

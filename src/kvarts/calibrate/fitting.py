@@ -20,7 +20,11 @@ import numpy.typing as npt
 from kvarts.calibrate.coefficients import (
     at_limit,
     beyond_transfer,
+    coefficients_text,
     cost_of,
+    cost_toml,
+    cost_values,
+    finite,
     log_bounds,
     logs_of,
     names_of,
@@ -29,11 +33,9 @@ from kvarts.calibrate.coefficients import (
 )
 from kvarts.calibrate.comparison import Comparison
 from kvarts.calibrate.run import CalibrationRun, FittedRun
-from kvarts.calibrate.writing import coefficients_text, cost_toml, cost_values, finite
 from kvarts.errors import ConfigError
-from kvarts.executor.constants import Constants
+from kvarts.executor.constants import Constants, Uncertainty
 from kvarts.executor.roofline import RooflineCost
-from kvarts.executor.uncertainty import Uncertainty
 
 __all__ = ["KNOWN", "Calibration", "OfRun", "Search", "calibrate_runs", "covariance_of", "most_replays"]
 

@@ -2,6 +2,8 @@
 
 Three forms are read: JSON lines with vLLM's per-request timings, CSV with named columns, and result files of load
 generators. Rows are never skipped silently: an inconsistent row is an error with its line and field.
+
+A series has samples of a running engine over time: running and waiting requests, and KV use.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from kvarts.traffic.results import RESULT_FIELDS, read_results
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import TraceFile
 
-__all__ = ["FIELDS", "Measured", "load_measured"]
+__all__ = ["FIELDS", "Measured", "Series", "load_measured", "load_series"]
 
 TIMES = ("arrival", "scheduled", "first_token", "last_token")
 COUNTS = ("prompt_tokens", "output_tokens")
@@ -44,6 +46,10 @@ VLLM_COLUMNS = {
 }
 
 Times = npt.NDArray[np.int64]
+KV = "kv_cache_pct"
+COLUMNS = {"t": "time_s", "running": "running", "waiting": "waiting", "kv_cache_pct": "kv_pct"}
+
+Values = npt.NDArray[np.float64]
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -133,7 +139,7 @@ def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None,
                 path=path,
                 line=rows[0][0],
                 field=name,
-                hint=f"Say what the column of {field} is called; there are {_names(rows[0][1])}.",
+                hint=f"Give --column {field}=NAME; there are {_names(rows[0][1])}.",
             )
     return _measured(path, rows, names, UNITS_NS[time_unit])
 
@@ -225,6 +231,13 @@ def _measured(path: Path, rows: list[tuple[int, dict[str, Any]]], names: dict[st
         raise InputError(
             "has times more than 73 years apart", path=path, field=names["arrival"], hint="Check --time-unit."
         )
+    if values["arrival"] == values["last_token"]:
+        raise InputError(
+            f"is when {'each request' if len(rows) > 1 else 'the request'} arrived: it took no time",
+            path=path,
+            field=names["last_token"],
+            hint="Check the columns.",
+        )
     order = sorted(range(len(rows)), key=lambda index: (values["arrival"][index], index))
     start = values["arrival"][order[0]]
 
@@ -256,3 +269,80 @@ def _number(path: Path, line: int, field: str, value: object) -> float:
     if not isfinite(number):
         raise InputError(f"{brief(value)} is not a number", path=path, line=line, field=field)
     return number
+
+
+class Series(msgspec.Struct, frozen=True):
+    """Samples in order of time; all arrays have shape [n]. `time_s`: since the first arrival.
+
+    `kv_pct`: in per cent; None if it was not recorded, for the reason in `left_out`.
+    """
+
+    time_s: Values
+    running: Values
+    waiting: Values
+    kv_pct: Values | None
+    left_out: str | None = None
+
+    def until(self, time_s: float) -> Series | None:
+        """Return the samples up to `time_s`; None without any."""
+        last = int(np.searchsorted(self.time_s, time_s, side="right"))
+        if not last:
+            return None
+        kv_pct = None if self.kv_pct is None else self.kv_pct[:last]
+        return Series(self.time_s[:last], self.running[:last], self.waiting[:last], kv_pct, self.left_out)
+
+    def kv_distance(self, other: Series) -> float | None:
+        """Return the mean absolute difference between the KV use of `other` and this one, in percentage points.
+
+        It is taken at the samples of this one. None if either was not recorded.
+        """
+        if self.kv_pct is None or other.kv_pct is None:
+            return None
+        at = np.searchsorted(other.time_s, self.time_s, side="right") - 1
+        theirs = np.where(at >= 0, other.kv_pct[np.maximum(at, 0)], 0.0)
+        return float(np.abs(theirs - self.kv_pct).mean())
+
+
+def load_series(path: Path | str) -> Series:
+    """Read CSV with the columns `t` (seconds), `running`, `waiting` and `kv_cache_pct`; other columns are ignored.
+
+    KV use counts as not recorded, and is left out, if it is missing or is 0 although requests run. Raise
+    MissingFileError; InputError, with line and field, for a value that is missing, not a number, or back in time.
+    """
+    path = Path(path)
+    text = read_text(path, hint="Check the path of the series.")
+    reader = csv.DictReader(text.splitlines())
+    values: dict[str, list[float]] = {name: [] for name in COLUMNS}
+    try:
+        rows = [(reader.line_num, row) for row in reader]
+        names = reader.fieldnames or ()
+    except csv.Error as error:
+        raise InputError(f"is not a CSV file: {error}", path=path, line=reader.line_num) from error
+    has_kv = KV in names
+    if not has_kv:
+        del values[KV]
+    for name in values:
+        if name not in names:
+            raise InputError("is missing", path=path, line=1, field=name)
+    for line, row in rows:
+        for name, column in values.items():
+            try:
+                number = float(row[name])
+            except (TypeError, ValueError):
+                raise InputError(f"{brief(row[name])} is not a number", path=path, line=line, field=name) from None
+            if not isfinite(number) or number < 0:
+                raise InputError(f"{brief(row[name])} is out of range", path=path, line=line, field=name)
+            column.append(number)
+        if len(values["t"]) > 1 and values["t"][-1] <= values["t"][-2]:
+            raise InputError("the clock runs backwards", path=path, line=line, field="t")
+    if not values["t"]:
+        raise InputError("holds no samples", path=path)
+    arrays: dict[str, Values | None] = {COLUMNS[name]: np.array(column) for name, column in values.items()}
+    left_out = None
+    if not has_kv:
+        left_out = f"{path.name} has no column {KV}: KV use is left out"
+    elif not any(values[KV]) and any(values["running"]):
+        left_out = f"{KV} of {path.name} is 0 in all {len(values[KV])} samples: KV use is left out"
+    if left_out is not None:
+        arrays["kv_pct"] = None
+    return Series(**arrays, left_out=left_out)  # type: ignore[arg-type]

@@ -166,19 +166,25 @@ def load_points(path: Path | str, *, keep: Callable[[Point], bool] | None = None
 
 def _check_header(names: Sequence[str], path: Path) -> None:
     fields = Point.__struct_fields__
-    for name in names:
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise InputError(f"{brief(name)} is a column twice", path=path, line=1, field="header")
         if name not in fields:
             hint = f"Use {', '.join(fields)}."
             raise InputError(f"{brief(name)} is not a column", path=path, line=1, field="header", hint=hint)
 
 
 def _point_of(row: dict[str, str | None], path: Path, line: int) -> Point:
+    if None in row:
+        raise InputError("has more columns than the header", path=path, line=line)
     values = {name: text.strip() for name, text in row.items() if text is not None and text.strip()}
     try:
         point = msgspec.convert(values, Point, strict=False)
     except msgspec.ValidationError as error:
         what, field = parts_of(error)
         raise InputError(what, path=path, line=line, field=field) from error
+    if not point.measured:
+        raise InputError("has nothing measured", path=path, line=line, hint=f"Give one of {', '.join(METRICS)}.")
     return msgspec.structs.replace(point, model=_model_of(point.model, path.parent))
 
 

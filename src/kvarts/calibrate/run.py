@@ -1,27 +1,34 @@
-"""A measured run during a fit: the measurement, its engine, and the residuals of a replay under a given cost."""
+"""A measured run during a fit: the measurement, its engine, and the residuals of a replay under a given cost.
+
+Runs are loaded from files of measurements, or from .toml files that also give the engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.calibrate.comparison import METRICS, Comparison, compare, latencies_ms
-from kvarts.calibrate.measured import Measured
-from kvarts.calibrate.replayed import Replayed, replayed_of
-from kvarts.calibrate.series import Series
-from kvarts.errors import ConfigError
+from kvarts.calibrate.comparison import METRICS, Comparison, Replayed, compare, latencies_ms, replayed_of
+from kvarts.calibrate.measured import Measured, Series, load_measured, load_series
+from kvarts.errors import ConfigError, InputError
 from kvarts.executor.roofline import RooflineCost
-from kvarts.sim.config import ReplayConfig
+from kvarts.files import PREFIX, read_toml
+from kvarts.settings import Given, given_in
+from kvarts.sim.config import SECTIONS, ReplayConfig, resolve_replay
 from kvarts.sim.replay import replay
+from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace
+
+__all__ = ["CalibrationRun", "FittedRun", "RunOptions", "load_runs"]
 
 BANDS = ((0.4, 0.6), (0.85, 0.95), (0.97, 1.0))
 """Ranges of rank, as shares. The mean of a range is used instead of a percentile, since a single request is noisy."""
 
-__all__ = ["CalibrationRun", "FittedRun"]
 
 Values = npt.NDArray[np.float64]
 
@@ -36,6 +43,9 @@ PART_SCALE = 0.25
 """A part with a mean below this share of the overall mean is compared relative to that share."""
 CURVE_SIGMA_POINTS = 5.0
 """The same for the mean difference of the curves of KV use, which stays large, as curves are sampled once a second."""
+FILES = ("measured", "prompts", "series")
+OF_RUN = (*FILES, "trace_block_size", "time_unit", "columns", "fit_on")
+"""Keys of a run's .toml other than the settings of a replay."""
 
 
 class CalibrationRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,3 +142,78 @@ def _levels(latencies: dict[str, Values]) -> Values:
             first = min(int(low * count), count - 1)
             levels.append(float(values[first : max(first + 1, int(np.ceil(high * count)))].mean()))
     return np.array(levels)
+
+
+class RunOptions(NamedTuple):
+    """How to read the files of a run: the arguments of `kvarts.calibrate`."""
+
+    prompts: Path | None
+    trace_block_size: int
+    series: Path | None
+    columns: Mapping[str, str] | None
+    time_unit: str
+    fit_on: int | None
+
+
+def load_runs(paths: Sequence[Path], given: Given, options: RunOptions) -> list[CalibrationRun]:
+    """Load the runs at `paths`. `given` and `options` apply where a run's .toml sets nothing.
+
+    Raise ConfigError if the model or the device is missing, or if prompts or a series are given for several runs;
+    MissingFileError and InputError for files.
+    """
+    if len(paths) > 1:
+        for field, value in (("prompts", options.prompts), ("series", options.series), ("fit_on", options.fit_on)):
+            if value is not None:
+                raise ConfigError("is of one run, and there are several", field=field, hint="Give it in a RUN.toml.")
+    return [_load(path, given, options) for path in paths]
+
+
+def _load(path: Path, given: Given, options: RunOptions) -> CalibrationRun:
+    measured_path = path
+    if path.suffix == ".toml":
+        measured_path, given, options = _described(path, given, options)
+    config = resolve_replay(given, counts_groups=False)
+    if not isinstance(config.cost, RooflineCost):
+        raise ConfigError(
+            "model and device are missing",
+            path=path if path.suffix == ".toml" else None,
+            hint="Name the measured model and device: --model NAME --device NAME, or these keys in a RUN.toml.",
+        )
+    measured = load_measured(measured_path, columns=options.columns, time_unit=options.time_unit)
+    block = options.trace_block_size
+    return CalibrationRun(
+        measured=measured,
+        config=config,
+        prompts=None if options.prompts is None else load_mooncake(options.prompts, trace_block_size=block),
+        series=None if options.series is None else load_series(options.series),
+        fit_on=options.fit_on,
+        name=path.name,
+    )
+
+
+def _described(path: Path, given: Given, options: RunOptions) -> tuple[Path, Given, RunOptions]:
+    """Return the settings of a run: the .toml's where present, else those of the command line."""
+    values = read_toml(path, hint="Check the path of the run.")
+    own = {name: values.pop(name) for name in OF_RUN if name in values}
+    if "measured" not in own:
+        raise InputError("is missing", path=path, field="measured", hint="It is the file with the measured requests.")
+    kinds: dict[str, type] = dict.fromkeys(("trace_block_size", "fit_on"), int)
+    kinds["columns"] = dict
+    for name, value in own.items():
+        kind = kinds.get(name, str)
+        is_low = isinstance(value, int) and value < 1
+        if not isinstance(value, kind) or isinstance(value, bool) or value == "" or is_low:
+            raise InputError(f"{value!r} is no {name}", path=path, field=name)
+    files: dict[str, Any] = {name: _beside(path, own.pop(name)) for name in FILES if name in own}
+    measured = files.pop("measured")
+    if columns := own.get("columns"):
+        for name, value in columns.items():
+            if not isinstance(value, str):
+                raise InputError(f"{value!r} is not a name", path=path, field=f"columns.{name}")
+    of_run = given_in(values, SECTIONS, path)
+    return measured, of_run.over(given), options._replace(**files, **own)
+
+
+def _beside(path: Path, file: str) -> Path:
+    """Return the path of a file named in `path`: relative to it, unless it is a sample's name."""
+    return Path(file) if file.startswith(PREFIX) else path.parent / file

@@ -1,7 +1,7 @@
-"""Fits the constants that all rooflines share to a table of points, and tests them on held-out points.
+"""Fits the constants that all rooflines share to a table of points, tests them on held-out points, and writes them.
 
 Each point is replayed once; the same batches (`course.py`) are then priced under other constants, all points at once
-(`pricing.py`), so that a fit of hundreds of points takes seconds. The residuals are logarithms of predicted over
+(`course.py`), so that a fit of hundreds of points takes seconds. The residuals are logarithms of predicted over
 measured times, with a loss that limits the weight of outliers (soft L1), because the conditions of published
 measurements are never stated in full. Points of one version of an engine with one model on one device share an unknown
 factor: a sweep that is slow as a whole says less about the constants than how its times grow with the load. The
@@ -14,19 +14,31 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvarts.calibrate.coefficients import BOUNDS, needs_scipy
-from kvarts.calibrate.course import Course, course_of
-from kvarts.calibrate.points import METRICS, Point
-from kvarts.calibrate.pricing import Pricing, with_constants
+from kvarts.calibrate.course import Course, Pricing, course_of, with_constants
+from kvarts.calibrate.points import METRICS, Point, load_points
 from kvarts.errors import ConfigError
-from kvarts.executor.constants import COEFFICIENTS, Constants, HeldOut
+from kvarts.executor.constants import COEFFICIENTS, Constants, HeldOut, shipped_constants
 
-__all__ = ["HALVES", "Errors", "PointsFit", "Worth", "errors_of", "fit_points", "record", "test_halves"]
+__all__ = [
+    "HALVES",
+    "Errors",
+    "PointsFit",
+    "TableFit",
+    "Worth",
+    "errors_of",
+    "fit_points",
+    "fit_table",
+    "record",
+    "test_halves",
+]
 
 Values = npt.NDArray[np.float64]
 
@@ -48,6 +60,7 @@ HALVES: Mapping[str, Callable[[Point], str]] = {
     "model": lambda point: point.model,
 }
 """Fields by which a table is halved: each value is in one half, and each half has about half of the points."""
+UNITS = {"tpot_ms": "TPOT", "ttft_ms": "TTFT", "e2e_ms": "E2E", "tok_s_gpu": "tokens/s"}
 
 
 class Errors(msgspec.Struct, frozen=True):
@@ -329,3 +342,86 @@ def held_out_of(found: Sequence[Mapping[str, Sequence[tuple[Course, float]]]]) -
                     )
                 )
     return rows
+
+
+class TableFit(msgspec.Struct, frozen=True):
+    """Result of a fit to the `num_points` points of the table `name`. `held_out`: errors by field and metric."""
+
+    name: str
+    num_points: int
+    found: PointsFit
+    held_out: Mapping[str, Mapping[str, Errors]]
+    constants: Constants
+
+    def to_text(self) -> str:
+        """Return the text that `kvarts calibrate --points` prints, with a line end."""
+        lines = [f"{self.num_points:,} points", f"  {'':<24}{'prior':>9}{'fitted':>9}{'+-':>7}   worth, in nats"]
+        lines += [
+            f"  {each.name:<24}{each.prior:>9.4g}{each.value:>9.4g}{each.deviation:>7.0%}{each.gain:>10,.1f}"
+            for each in self.found.worth
+        ]
+        lines.append("  error                      median     p90    bias  points")
+        lines += _errors_text("before", self.found.before)
+        lines += _errors_text("after", self.found.after)
+        for by, errors in self.held_out.items():
+            lines += _errors_text(f"held out by {by}", errors)
+        return "\n".join(lines) + "\n"
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Return the fit, JSON-able."""
+        return {
+            "num_points": self.num_points,
+            "constants": msgspec.to_builtins(self.found.worth),
+            "before": msgspec.to_builtins(self.found.before),
+            "after": msgspec.to_builtins(self.found.after),
+            "held_out": {by: msgspec.to_builtins(errors) for by, errors in self.held_out.items()},
+        }
+
+    def to_toml(self) -> str:
+        """Return the constants in the format of load_constants, to four digits."""
+        lines = [f"# Fitted by kvarts calibrate --points to {self.num_points:,} points of {self.name}."]
+        for title in ("values", "deviations"):
+            values = getattr(self.constants, title)
+            lines += ["", f"[{title}]", *(f"{key} = {value:.4g}" for key, value in values.items())]
+        for row in self.constants.held_out:
+            lines += ["", "[[held_out]]"]
+            values = msgspec.to_builtins(row)
+            lines += [f"{key} = {msgspec.json.encode(value).decode()}" for key, value in values.items()]
+        return "\n".join(lines) + "\n"
+
+
+def fit_table(
+    path: Path | str,
+    *,
+    prior: Constants | None = None,
+    hold_out: Sequence[str] = (),
+    on_progress: Callable[[int], object] | None = None,
+) -> TableFit:
+    """Fit to the points at `path`, starting from `prior`; default: the built-in constants.
+
+    `hold_out`: fields by which the points are also halved; each half is predicted from a fit to the other.
+    `on_progress` receives the number of points replayed. Raise ConfigError without SciPy, for an unknown field, and for
+    a point that cannot be replayed; MissingFileError and InputError for files.
+    """
+    for name in hold_out:
+        if name not in HALVES:
+            raise ConfigError(f"{name!r} is not one of {', '.join(HALVES)}", field="hold_out")
+    path = Path(path)
+    prior = prior or shipped_constants()
+    points = load_points(path)
+    courses = record(points, prior, on_progress)
+    found = fit_points(courses, prior)
+    halves: dict[str, dict[str, Errors]] = {}
+    held_out = []
+    for by in hold_out:
+        halves[by], each = test_halves(courses, prior, by)
+        held_out.append(each)
+    constants = msgspec.structs.replace(found.constants, held_out=held_out_of(held_out) if held_out else [])
+    return TableFit(path.name, len(points), found, halves, constants)
+
+
+def _errors_text(when: str, errors: Mapping[str, Errors]) -> list[str]:
+    return [
+        f"  {when:<18}{UNITS[metric]:<8}{each.median:>7.1%}{each.p90:>8.1%}{each.bias:>+8.1%}{each.num_points:>8,}"
+        for metric, each in errors.items()
+    ]

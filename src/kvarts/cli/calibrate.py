@@ -9,9 +9,8 @@ import click
 import msgspec
 
 from kvarts.cli.options import INPUT, OUTPUT, Command, given_by_flags, options_of
-from kvarts.cli.pages import check_opening, open_option, open_page
-from kvarts.cli.process import print_json
-from kvarts.cli.progress import Progress
+from kvarts.cli.outputs import check_opening, open_option, open_page
+from kvarts.cli.process import Progress, print_json
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.limits import MOST_COUNT, check_whole
@@ -20,7 +19,7 @@ from kvarts.sim.config import SECTIONS, resolve_replay
 
 if TYPE_CHECKING:
     from kvarts.calibrate.run import CalibrationRun
-    from kvarts.calibrate.tables import TableFit
+    from kvarts.calibrate.shared import TableFit
 
 __all__ = ["calibrate_command", "compare_command"]
 
@@ -129,7 +128,7 @@ def calibrate_command(
         _refuse("is for a run of requests, and RUN is one of steps", of_requests)
         found = _fit_steps(runs[0], given)
     else:
-        from kvarts.calibrate.loading import RunOptions, load_runs
+        from kvarts.calibrate.run import RunOptions, load_runs
 
         check_whole(seed, "seed", least=0, most=MOST_COUNT)
         if fit_on is not None:
@@ -168,7 +167,7 @@ def _refuse(why: str, values: dict[str, Any]) -> None:
 
 
 def _fit_points(points: Path, prior: Path | None, hold_out: str | None, out: Path | None) -> TableFit:
-    from kvarts.calibrate.tables import fit_table
+    from kvarts.calibrate.shared import fit_table
     from kvarts.executor.constants import load_constants
 
     if out is not None:
@@ -277,8 +276,7 @@ def compare_command(
     by their ids, or by their rows if the trace is without ids.
     """
     from kvarts.calibrate import compare, load_measured, load_series
-    from kvarts.calibrate.page import render_page
-    from kvarts.calibrate.replayed import load_replayed
+    from kvarts.calibrate.comparison import load_replayed, render_page
 
     if html_file is not None:
         check_writable(html_file)

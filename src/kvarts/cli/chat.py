@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.chat_server import ServerChat, is_http, mock_server
-from kvarts.cli.engine_options import SAMPLING
+from kvarts.cli.llm import SAMPLING
 from kvarts.cli.options import INPUT, Command
 from kvarts.cli.sessions import WINDOW, need_grpc
 from kvarts.errors import ConfigError, InputError, MissingFileError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvarts.cli.options import INPUT, Command
-from kvarts.cli.progress import Progress
+from kvarts.cli.process import Progress
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.files import reading
 

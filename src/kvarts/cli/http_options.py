@@ -17,7 +17,7 @@ from kvarts.cli.options import INPUT, OUTPUT, GroupedOption
 from kvarts.cli.process import give_back_memory
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_replaceable
-from kvarts.owners.keys import check_key
+from kvarts.owners import check_key
 from kvarts.reach import is_loopback
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvarts.openai_api.access_log import AccessLog
     from kvarts.openai_api.opening import Opened
     from kvarts.openai_api.server import HttpDoors, Lifecycle
-    from kvarts.owners.keys import Keys
+    from kvarts.owners import Keys
 
 __all__ = [
     "DoorsBehind",
@@ -208,7 +208,7 @@ def failure_options() -> list[click.Option]:
 
 def keys_of(values: dict[str, Any]) -> Keys | None:
     """Return the API keys; None without any. Raise ConfigError, MissingFileError or InputError."""
-    from kvarts.owners.keys import Keys, read_keys
+    from kvarts.owners import Keys, read_keys
 
     keys: dict[str, list[str]] = {}
     named = {}
@@ -266,7 +266,7 @@ def _residency_share(values: dict[str, Any]) -> float:
         if share is not None:
             raise ConfigError("needs --kv-cache-metrics", field="kv_cache_metrics_sample")
         return 0.0
-    from kvarts.openai_api.residency import DEFAULT_SHARE, Residency
+    from kvarts.openai_api.meter import DEFAULT_SHARE, Residency
 
     return Residency(DEFAULT_SHARE if share is None else share).share
 

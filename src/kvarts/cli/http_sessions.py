@@ -18,7 +18,7 @@ from kvarts.units import parse_bytes
 
 if TYPE_CHECKING:
     from kvarts.openai_api.opening import Opened
-    from kvarts.owners.keys import Keys
+    from kvarts.owners import Keys
 
 __all__ = ["beside", "check_options_beside", "open_sessions_of", "server_options"]
 
@@ -95,8 +95,7 @@ def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) 
 
     def open_now() -> Any:
         from kvarts.openai_api.sessions.opening import open_own
-        from kvarts.session.config import SessionsConfig
-        from kvarts.session.values import SessionSettings
+        from kvarts.session.values import SessionsConfig, SessionSettings
 
         memory, window, sink = (values[f"session_{name}"] for name in ("memory", "window", "sink"))
         config = SessionsConfig(

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from kvarts.cli.engine_options import kv_groups_option
-from kvarts.cli.llm import need_torch
+from kvarts.cli.llm import kv_groups_option, need_torch
 from kvarts.cli.options import DIRECTORY, Command
 from kvarts.cli.process import print_json
-from kvarts.directories import new_directory
-from kvarts.files import writing
+from kvarts.files import new_directory, writing
 from kvarts.limits import MOST_SEED, check_whole
 
 if TYPE_CHECKING:

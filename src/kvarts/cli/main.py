@@ -41,17 +41,17 @@ COMMANDS = {
     "calibrate": "calibrate",
     "chat": "chat",
     "compare": "calibrate",
-    "generate": "llm_generate",
+    "generate": "llm_prompts",
     "mock": "mock",
     "model": "model",
     "plan": "plan",
-    "profile": "llm_profile",
+    "profile": "llm_prompts",
     "replay": "replay",
     "report": "report",
     "serve": "serve",
     "soak": "soak",
     "story": "explain",
-    "sweep": "plan_sweep",
+    "sweep": "plan",
     "trace": "trace",
     "verify": "verify",
     "watch": "watch",
@@ -119,7 +119,7 @@ def _code_of(error: Exception) -> int:
         case ReaderGoneError():
             return error.exit_code  # nothing is left to print
         case KvartsError():
-            return _failed(str(error), error.exit_code)
+            return _failed(str(error).replace("\n", "\\n"), error.exit_code)
         case click.ClickException():
             error.show()
             return error.exit_code
@@ -137,7 +137,9 @@ def _code_of(error: Exception) -> int:
 
 
 def _failed(what: str, code: int) -> int:
-    click.echo(f"kvarts: {what}", err=True)
+    # Names in files may have escapes of terminals, or NUL; the audit's findings are lines.
+    told = "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in what)
+    click.echo(f"kvarts: {told}", err=True)
     return code
 
 

@@ -18,8 +18,8 @@ from kvarts.units import as_memory
 
 if TYPE_CHECKING:
     from kvarts.hardware import Geometry, MemoryFit
+    from kvarts.hardware.fit import LocalGroup, SequenceFit
     from kvarts.hardware.kv_groups import KvLayer
-    from kvarts.hardware.sequences import LocalGroup, SequenceFit
 
 __all__ = ["group_values", "layers_text", "model_command", "numbers_text", "sequence_rows"]
 
@@ -175,8 +175,7 @@ def show_command(model: str, sequence_tokens: int | None, as_json: bool, **setti
     one.
     """
     from kvarts.hardware import fit_memory, load_device, load_geometry
-    from kvarts.hardware.fit import local_kv_bytes_per_token
-    from kvarts.hardware.sequences import fit_sequences, local_kv_groups
+    from kvarts.hardware.fit import fit_sequences, local_kv_bytes_per_token, local_kv_groups
 
     given = given_by_flags(settings, SECTIONS)
     formats, on, engine = given.build(ModelSettings), given.build(DeviceSettings), given.build(EngineConfig)

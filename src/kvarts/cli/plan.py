@@ -1,8 +1,10 @@
-"""`kvarts plan`."""
+"""`kvarts plan` and `kvarts sweep`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,26 +12,23 @@ import click
 from click.core import ParameterSource
 
 from kvarts.cli.effects import NO_REPLAY, check_effects
-from kvarts.cli.options import INPUT, OUTPUT, Command, given_by_flags, grouped, options_of
-from kvarts.cli.pages import check_opening, open_option, open_page
+from kvarts.cli.options import DIRECTORY, INPUT, OUTPUT, Command, given_by_flags, grouped, options_of
+from kvarts.cli.outputs import check_opening, open_option, open_page
 from kvarts.cli.parts import load_parts
-from kvarts.cli.plan_options import TIER_NAMES, PlanOptions, fleet_kinds
-from kvarts.cli.plan_shares import Share, ShareType, divided
-from kvarts.cli.process import print_bytes, print_json, tell_whole_pages
-from kvarts.cli.progress import Progress
+from kvarts.cli.plan_options import TIER_NAMES, PlanOptions, Share, ShareType, divided, fleet_kinds
+from kvarts.cli.process import Progress, print_bytes, print_json, tell_whole_pages
 from kvarts.cli.replay import all_sections, load_traffic, over_sample_settings, paths_in, read_settings, set_by
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.files import check_outputs, check_writable, is_standard_output, write_whole
+from kvarts.files import check_outputs, check_writable, is_standard_output, sample_of, write_whole
 from kvarts.limits import MOST_PAGES, brief
 from kvarts.plan.policy import check_policy, with_policy
-from kvarts.samples import sample_of
 from kvarts.sim.config import resolve_replay
 
 if TYPE_CHECKING:
     from kvarts.settings import Given
 
-__all__ = ["Pictures", "plan_command"]
+__all__ = ["Pictures", "plan_command", "sweep_command"]
 
 MOST_USERS = 100_000
 OWN = ("sizes", "policies", "league", "prices", "slo_share", "cost_error", "curves_only")
@@ -41,6 +40,7 @@ latencies = grouped("Latencies")
 fleets = grouped("Fleets")
 more = grouped("Next to the curve")
 results = grouped("Results")
+PICTURES = ("png", "svg")
 
 
 class Pictures:
@@ -263,7 +263,7 @@ def plan_command(
     else on standard error.
     """
     from kvarts.plan import tables
-    from kvarts.plan.fleet_kinds import given_of_fleets
+    from kvarts.plan.fleet_search import given_of_fleets
     from kvarts.plan.tables import render_fleets
 
     sections = all_sections()
@@ -379,8 +379,8 @@ def _sampled(
     given: Given, trace: Path | None, sizes: list[int] | None, rate: float, count_outputs: bool
 ) -> dict[str, Any]:
     """Return an estimate from a sample. Mooncake traces without sessions are streamed; other forms are read whole."""
-    from kvarts.plan.sampled import SampledCurve
-    from kvarts.traffic.forms import is_stream
+    from kvarts.plan.curve import SampledCurve
+    from kvarts.traffic.formats import is_stream
     from kvarts.traffic.mooncake import MooncakeReader
     from kvarts.traffic.settings import reading_of
     from kvarts.traffic.trace import Trace
@@ -409,3 +409,52 @@ def _print(plan: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]
         print_json(plan)
     else:
         print_bytes(render(plan).encode())
+
+
+@click.command("sweep", cls=Command)
+@click.argument("config_file", metavar="CONFIG", type=INPUT)
+@click.option("-o", "--output", "directory", metavar="DIR", type=DIRECTORY, required=True,
+              help="Directory of the results, where an interrupted sweep also resumes.")  # fmt: skip
+@click.option("--workers", metavar="N", type=click.IntRange(min=1), help="Processes. [as many as there are cores]")
+@click.option("--ray", "ray_address", metavar="ADDRESS",
+              help="Run points on the Ray cluster at ADDRESS, or auto, instead. Needs kvarts[ray]; the trace must be "
+              "at the same path on its nodes.")  # fmt: skip
+@click.option("--plot", "with_pictures", is_flag=True,
+              help="Write the charts of the page as points.png and points.svg too. Needs kvarts[plan].")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print all rows as JSON instead of the Pareto front.")
+def sweep_command(
+    config_file: Path,
+    directory: Path,
+    workers: int | None,
+    ray_address: str | None,
+    with_pictures: bool,
+    as_json: bool,
+) -> None:
+    """Replay every point of a grid.
+
+    CONFIG is a file of `kvarts replay --config` with a table [grid] of lists, whose combinations are the points, or
+    with tables [[points]]. DIR gets points.json, and points.parquet if pyarrow is installed: one row per point; and
+    points.html, a page with charts. The Pareto front of KV memory, TTFT and throughput is printed on standard output.
+    """
+    from kvarts.files import write_whole
+    from kvarts.plan.sweeping import sweep
+    from kvarts.report.pictures import check_installed
+
+    if with_pictures:
+        check_installed("--plot")
+    with Progress("sweeping", None, "points") as progress:
+        found = sweep(
+            config_file,
+            directory,
+            workers=workers or os.cpu_count() or 1,
+            ray_address=ray_address,
+            on_done=progress.reach,
+        )
+        for form in PICTURES if with_pictures else ():
+            write_whole(directory / f"points.{form}", found.picture(form))
+    if find_spec("pyarrow") is None:
+        click.echo("kvarts: no points.parquet without pyarrow: pip install 'kvarts[parquet]'", err=True)
+    if as_json:
+        print_json(found.rows)
+    else:
+        print_bytes(found.to_text().encode())

@@ -11,13 +11,11 @@ import click
 
 from kvarts.cli.effects import check_effects
 from kvarts.cli.options import DERIVED, DIRECTORY, INPUT, Command, given_by_flags, grouped, options_of
-from kvarts.cli.pages import check_opening, open_option, write_run_page
+from kvarts.cli.outputs import check_opening, open_option, write_run_page
 from kvarts.cli.parts import CommandPart, Outputs, ReplayRun, concern_parts, load_parts
-from kvarts.cli.process import tell_whole_pages
-from kvarts.cli.progress import Progress
-from kvarts.files import check_outputs
+from kvarts.cli.process import Progress, tell_whole_pages
+from kvarts.files import PREFIX, SAMPLES, check_outputs
 from kvarts.report.run_directory import REPORT
-from kvarts.samples import PREFIX, SAMPLES
 from kvarts.settings import Flags, Given, Section, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 from kvarts.traffic.settings import SECTION as TRAFFIC
@@ -202,7 +200,7 @@ def replay_command(
 
 
 def _new_directory(run_dir: Path) -> AbstractContextManager[Path]:
-    from kvarts.directories import new_directory
+    from kvarts.files import new_directory
 
     return new_directory(run_dir, last=REPORT)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from kvarts.cli.options import INPUT, OUTPUT, Command
-from kvarts.cli.pages import check_opening, open_option, write_run_page
-from kvarts.cli.progress import Progress
+from kvarts.cli.outputs import check_opening, open_option, write_run_page
+from kvarts.cli.process import Progress
 from kvarts.files import check_writable, is_standard_output
 
 __all__ = ["report_command"]
@@ -25,8 +25,8 @@ def report_command(run_dir: Path, html_file: Path | None, opens: bool) -> None:
 
     RUN_DIR is written by `kvarts replay --run-dir`. With several models, each is shown.
     """
-    from kvarts.report.render import render_text
     from kvarts.report.run_directory import RunDirectory
+    from kvarts.report.run_page import render_text
 
     if html_file is not None:
         check_writable(html_file)

@@ -10,16 +10,16 @@ import click
 from kvarts.cli import (
     http_sessions,
 )
-from kvarts.cli.engine_options import (
+from kvarts.cli.http_options import address_of, door_settings, http_options, keys_of, need_http, serve_http
+from kvarts.cli.llm import (
     MODEL_HELP,
     engine_options,
     engine_options_of,
     kv_groups_option,
+    need_torch,
     snapshots_option,
     speculation_option,
 )
-from kvarts.cli.http_options import address_of, door_settings, http_options, keys_of, need_http, serve_http
-from kvarts.cli.llm import need_torch
 from kvarts.cli.options import Command, GroupedOption
 from kvarts.errors import ConfigError
 from kvarts.rooms import from_room

@@ -13,10 +13,9 @@ from kvarts.cli import (
     http_sessions,
     record,
 )
-from kvarts.cli.engine_options import MODEL_HELP, engine_options, engine_options_of, kv_groups_option
-from kvarts.cli.narrating import narrate
+from kvarts.cli.llm import MODEL_HELP, engine_options, engine_options_of, kv_groups_option
 from kvarts.cli.options import DIRECTORY, INPUT, Command, GroupedOption, grouped
-from kvarts.cli.process import give_back_memory
+from kvarts.cli.process import give_back_memory, narrate
 from kvarts.cli.sessions import WINDOW, Door, need_grpc
 from kvarts.errors import ConfigError
 from kvarts.rooms import from_room
@@ -84,8 +83,8 @@ def sessions_command(**values: Any) -> None:
     settings = _engine_settings(values)
     need_grpc()
     narrate()
-    from kvarts.serve.binding import Binding
     from kvarts.serve.owners import read_owners
+    from kvarts.serve.server import Binding
 
     owners = None if values["token_file"] is None else read_owners(values["token_file"])
     binding = Binding(

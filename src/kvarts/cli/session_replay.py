@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvarts.cli.parts import CommandPart
-from kvarts.session.replayed.config import SessionReplay
+from kvarts.session.replay_settings import SessionReplay
 from kvarts.settings import Flags, Given, Section
 
 __all__ = ["PART"]

@@ -82,9 +82,8 @@ def soak_command(
     The exit code is 0 for bounded, 5 for violated and 6 for inconclusive: constant zero, missing or too few samples, or
     too much noise to decide. SIGTERM and SIGINT end the run; the part that has run is then judged.
     """
-    from kvarts.session.soak.page import render_soak_page
     from kvarts.session.soak.record import load_record, write_record
-    from kvarts.session.soak.rules import judge_soak
+    from kvarts.session.soak.rules import judge_soak, render_soak_page
 
     timeline = values.get("kv_timeline")
     if timeline is not None and not virtual:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.options import INPUT, OUTPUT, Command, Group
-from kvarts.cli.process import print_bytes, print_json
-from kvarts.cli.progress import Progress
+from kvarts.cli.process import Progress, print_bytes, print_json
 from kvarts.errors import ConfigError
-from kvarts.samples import PREFIX, SAMPLES
+from kvarts.files import PREFIX, SAMPLES
 from kvarts.units import parse_duration_s
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def info_command(trace: Path, as_json: bool, **reading: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def forms_command(as_json: bool) -> None:
     """List the forms of traces that are read, with an example of each."""
-    from kvarts.traffic.forms import FORMS
+    from kvarts.traffic.formats import FORMS
 
     if as_json:
         print_json([{"name": form.name, "title": form.title, "example": form.example,

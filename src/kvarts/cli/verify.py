@@ -10,8 +10,7 @@ import click
 import msgspec
 
 from kvarts.cli.options import INPUT, Command
-from kvarts.cli.process import print_json
-from kvarts.cli.progress import Progress
+from kvarts.cli.process import Progress, print_json
 from kvarts.errors import ConfigError, KvartsError
 from kvarts.units import parse_bytes
 

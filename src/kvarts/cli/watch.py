@@ -124,13 +124,13 @@ def watch_command(endpoint: str, **values: Any) -> int:
 def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any, notes: list[str]) -> Watch:
     """Watch until the end, and add other observations to `notes`."""
     from kvarts.connect.decoding import MAX_BATCH_BYTES
+    from kvarts.connect.journal import WatchedTimeline
     from kvarts.connect.metrics import Scraper
-    from kvarts.connect.sockets import Stream
-    from kvarts.connect.timeline import WatchedTimeline
+    from kvarts.connect.sockets import EngineStream
     from kvarts.connect.watch import Watch
 
     stop = stack.enter_context(_signals())
-    stream = Stream(endpoint, values["replay"], topic=values["topic"], binds=values["binds"])
+    stream = EngineStream(endpoint, values["replay"], topic=values["topic"], binds=values["binds"])
     stack.callback(stream.close)
     scraper = None if values["metrics"] is None else Scraper(values["metrics"])
     if scraper is not None:

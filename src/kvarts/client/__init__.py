@@ -12,7 +12,7 @@ It requires grpcio and protobuf (`pip install 'kvarts[grpc]'`), and imports noth
 
 from kvarts.client.aio import AsyncSession, AsyncSessions
 from kvarts.client.blocking import Session, Sessions
-from kvarts.client.errors import CallCancelledError, NotAuthenticatedError, ServerError, ServerUnreachableError
+from kvarts.client.messages import CallCancelledError, NotAuthenticatedError, ServerError, ServerUnreachableError
 
 __all__ = [
     "AsyncSession",

@@ -9,13 +9,13 @@ from typing import Any, Self, Unpack
 
 import grpc
 
-from kvarts.client.errors import error_of
 from kvarts.client.messages import (
     Sampling,
     Settings,
     append_request,
     create_request,
     credentials_of,
+    error_of,
     generate_request,
     info_of,
     metadata_of,

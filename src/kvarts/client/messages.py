@@ -1,4 +1,7 @@
-"""Conversion of values to messages and back, for both clients."""
+"""Conversion of values to messages and back, and of failed calls to errors, for both clients.
+
+A failed call becomes the error raised by the server if that has a name, otherwise one for the status.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from typing import Any, TypedDict, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from kvarts.errors import ConfigError, KvartsError
 from kvarts.files import read_bytes
+from kvarts.proto import ERROR_KEY
 from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.sampling import SamplingParams
@@ -18,21 +23,31 @@ from kvarts.session.values import (
     Keep,
     Positions,
     Retention,
+    SessionBusyError,
+    SessionGoneError,
     SessionInfo,
+    SessionNotReadyError,
     SessionSettings,
+    SessionsExhaustedError,
     SessionValueError,
     StopReason,
     Token,
     Truncated,
+    UnknownSessionError,
     Update,
 )
 
 __all__ = [
+    "CallCancelledError",
+    "NotAuthenticatedError",
     "Sampling",
+    "ServerError",
+    "ServerUnreachableError",
     "Settings",
     "append_request",
     "create_request",
     "credentials_of",
+    "error_of",
     "generate_request",
     "info_of",
     "metadata_of",
@@ -188,3 +203,56 @@ def credentials_of(tls: bool, tls_ca: Path | str | None) -> grpc.ChannelCredenti
 def metadata_of(token: str | None) -> tuple[tuple[str, str], ...]:
     """Return the metadata of each call."""
     return () if token is None else (("authorization", f"Bearer {token}"),)
+
+
+class ServerError(KvartsError):
+    """A call without a proper answer; the text begins with its status."""
+
+
+class ServerUnreachableError(ServerError):
+    """No server answers at the address, the server is stopping, or its certificate is not trusted."""
+
+
+class NotAuthenticatedError(ServerError):
+    """The server requires a token, and the call's was unknown or missing."""
+
+
+class CallCancelledError(ServerError):
+    """The call was cancelled: the operation ended at a token boundary, and the session is kept."""
+
+
+NAMED: dict[str, type[KvartsError]] = {
+    kind.__name__: kind
+    for kind in (
+        ConfigError,
+        SessionBusyError,
+        SessionGoneError,
+        SessionNotReadyError,
+        SessionValueError,
+        SessionsExhaustedError,
+        UnknownSessionError,
+    )
+}
+BY_STATUS: dict[grpc.StatusCode, type[KvartsError]] = {
+    grpc.StatusCode.NOT_FOUND: UnknownSessionError,
+    grpc.StatusCode.INVALID_ARGUMENT: SessionValueError,
+    grpc.StatusCode.FAILED_PRECONDITION: SessionNotReadyError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: SessionsExhaustedError,
+    grpc.StatusCode.ABORTED: SessionBusyError,
+    grpc.StatusCode.UNAUTHENTICATED: NotAuthenticatedError,
+    grpc.StatusCode.CANCELLED: CallCancelledError,
+    grpc.StatusCode.UNAVAILABLE: ServerUnreachableError,
+}
+
+
+def error_of(failure: Any, address: str) -> KvartsError:
+    """Return the error of a failed call to the server at `address`."""
+    status: grpc.StatusCode = failure.code()
+    details: str = failure.details() or ""
+    named = NAMED.get(str(dict(failure.trailing_metadata() or ()).get(ERROR_KEY, "")))
+    kind = named or BY_STATUS.get(status, ServerError)
+    if kind is ServerUnreachableError:
+        return kind(f"{address} cannot be reached: {details}", hint="Is `kvarts serve sessions` running there?")
+    if issubclass(kind, ServerError):
+        return kind(f"{address}: {status.name}: {details}")
+    return kind(details)

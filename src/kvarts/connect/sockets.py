@@ -15,7 +15,7 @@ from kvarts.connect.follower import Numbered
 from kvarts.errors import ConfigError
 from kvarts.reach import check_endpoint
 
-__all__ = ["Stream"]
+__all__ = ["EngineStream"]
 
 END = b"\xff" * 8
 MAX_AT_ONCE = 1000
@@ -29,7 +29,7 @@ FRAME_BYTES = 100
 """Overhead counted per message, in addition to its frames."""
 
 
-class Stream:
+class EngineStream:
     """Owner of the sockets: a SUB to `endpoint`, bound if `binds`, and a DEALER to `replay_endpoint`, if given.
 
     `num_strange`: messages that are not batches, such as those with another number of frames. Raises ConfigError for an

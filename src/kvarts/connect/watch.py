@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvarts.connect.follower import Follower
+from kvarts.connect.journal import WatchedTimeline
 from kvarts.connect.metrics import EngineSample
-from kvarts.connect.sockets import Stream
-from kvarts.connect.timeline import WatchedTimeline
+from kvarts.connect.sockets import EngineStream
 from kvarts.connect.watched import Watched
 
 __all__ = ["Looks", "Watch"]
@@ -32,7 +32,7 @@ class Watch:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: EngineStream,
         watched: Watched,
         *,
         looks: Looks | None = None,

@@ -1,12 +1,21 @@
-"""The executor as an engine sees it, and the cost model as an executor does."""
+"""The executor as an engine sees it, the cost model as an executor does, and what several of either need."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from kvarts.few import arrays_pay
+from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 
-__all__ = ["CostModel", "Executor", "VirtualExecutor"]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = ["CostModel", "Executor", "LateRotation", "NoRotation", "VirtualExecutor", "are_many", "whole_ns"]
+
+FEW_STEPS = 30
+"""Below this many steps a Python loop is faster than NumPy's calls."""
 
 
 class Executor(Protocol):
@@ -45,3 +54,35 @@ class CostModel(Protocol):
 
         In the first step the decodes know `known_tokens` tokens in total; each later step adds `num_decodes`.
         """
+
+
+def are_many(num_steps: int) -> bool:
+    """Return whether NumPy is faster than a loop for `num_steps` steps."""
+    return num_steps >= FEW_STEPS and arrays_pay(num_steps)
+
+
+def whole_ns(ns: npt.NDArray[np.floating]) -> list[int]:
+    """Return `ns` rounded half to even, as `round` does. Overwrites `ns`, which must be monotone.
+
+    Raise TooLateError if a step is longer than virtual time.
+    """
+    import numpy as np
+
+    if len(ns) and not (ns[0] <= LATEST_NS and ns[-1] <= LATEST_NS):
+        raise TooLateError
+    durations: list[int] = np.rint(ns, out=ns).astype(np.int64).tolist()
+    return durations
+
+
+class LateRotation(Protocol):
+    """Rotation of queries and keys in attention, instead of before it."""
+
+    def enable(self) -> None:
+        """Rotate late the sequences that ask for it. Raise ConfigError if the model does not support it."""
+
+
+class NoRotation:
+    """The LateRotation of an executor that computes no keys."""
+
+    def enable(self) -> None:
+        """Do nothing."""

@@ -3,30 +3,43 @@
 A cost model gives the duration of one step (`step_ns`), and of k consecutive steps of decodes (`decode_ns`), where
 every sequence grows by one token per step. Both round each step separately, so that sums do not depend on how the steps
 were queried.
+
+Here are those that know no model and no device; `roofline.py` derives one from both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
-from kvarts.errors import ConfigError, InputError, parts_of
-from kvarts.executor.manysteps import are_many, whole_ns
-from kvarts.executor.polynomial import PolynomialCost
-from kvarts.executor.roofline import RooflineCost
-from kvarts.executor.uncertainty import Uncertainty
-from kvarts.files import read_toml
-from kvarts.limits import MOST_MS, brief, check_number
-from kvarts.sched.plan import Batch
+from kvarts.errors import ConfigError
+from kvarts.executor.base import CostModel, are_many, whole_ns
+from kvarts.executor.mocker_formula import mocker_decode_ns, mocker_step_ns
+from kvarts.limits import LATEST_NS, MOST_MS, TooLateError, check_number
+from kvarts.sched.plan import Batch, Chunk
 
-__all__ = ["CallableCost", "CostSpec", "LinearCost", "PolynomialCost", "parse_cost"]
+__all__ = ["CallableCost", "LinearCost", "PolynomialCost", "PrefillCost", "ScaledCost"]
 
 
-LINEAR_HINT = "'linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token_ms=0',"
+class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polynomial"):
+    """The cost model of NVIDIA Dynamo 1.6's mocker.
+
+    Prefill, over the n chunks with prompt tokens: with I and P the mean prompt tokens after and before the step,
+    rounded down, and t = n (I - P): 4.209989e-7 t^2 + 1.518344e-2 t + 16.50142 ms. Decode: with u = the decodes' known
+    tokens over the pool's tokens, at most 1: max(1, -25.74 u^2 + 54.01 u + 5.74) ms. A sequence that ends its recompute
+    in the step also counts as a decode.
+    """
+
+    def step_ns(self, batch: Batch) -> int:
+        """Return the duration of a step."""
+        return mocker_step_ns(batch)
+
+    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
+        """Return the durations of `num_steps` steps of decodes."""
+        return mocker_decode_ns(num_decodes, known_tokens, pool_tokens, num_steps)
 
 
 class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", tag="linear"):
@@ -87,66 +100,59 @@ class CallableCost:
         return f"CallableCost({getattr(self._step_ms, '__qualname__', self._step_ms)})"
 
 
-CostSpec = PolynomialCost | LinearCost | RooflineCost
-"""The cost models that a file or a command line can name."""
+class ScaledCost:
+    """`cost` times `factor`. Rounds each step separately, so that sums do not depend on how the steps were queried."""
+
+    def __init__(self, cost: CostModel, factor: float) -> None:
+        self._cost = cost
+        self._factor = factor
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of engines in lock step, as in the wrapped cost model."""
+        return int(getattr(self._cost, "num_ranks", 1))
+
+    def together_ns(self, batches: Sequence[Batch]) -> int:
+        """Return the duration of a step of ranks in lock step. Raise TooLateError."""
+        return self._scaled(cast("Any", self._cost).together_ns(batches))
+
+    def decodes_together_ns(self, decodes: Sequence[tuple[int, int]], num_steps: int) -> list[int]:
+        """Return the durations of steps of decodes of ranks in lock step. Raise TooLateError."""
+        durations = cast("Any", self._cost).decodes_together_ns(decodes, num_steps)
+        return [self._scaled(duration) for duration in durations]
+
+    def step_ns(self, batch: Batch) -> int:
+        """Return the duration of a step. Raise TooLateError if it is longer than virtual time."""
+        return self._scaled(self._cost.step_ns(batch))
+
+    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
+        """Return the durations of steps of decodes. Raise TooLateError."""
+        durations = self._cost.decode_ns(num_decodes, known_tokens, pool_tokens, num_steps)
+        return [self._scaled(duration) for duration in durations]
+
+    def _scaled(self, duration_ns: int) -> int:
+        scaled = duration_ns * self._factor
+        if scaled > LATEST_NS:
+            raise TooLateError
+        return round(scaled)
+
+    def __repr__(self) -> str:
+        return f"{self._cost!r} times {self._factor:g}"
 
 
-def parse_cost(text: str) -> CostSpec:
-    """Return the cost model that `text` names: `polynomial`, `linear:step_ms=5,decode_ms=0.1`, or a TOML file.
+class PrefillCost:
+    """PrefillTimes by `cost`, for steps of `token_budget` tokens with no other work."""
 
-    The file must have a table `[cost]`. For a roofline, a table `[posterior]` gives its uncertainty.
+    def __init__(self, cost: CostModel, *, token_budget: int, pool_tokens: int) -> None:
+        self._step_ns = cost.step_ns
+        self._token_budget = token_budget
+        self._pool_tokens = pool_tokens
 
-    Raise ConfigError for any other text; MissingFileError or InputError for the file.
-    """
-    if text.endswith(".toml"):
-        return _load_cost(Path(text))
-    name, _, rest = text.partition(":")
-    fields: dict[str, object] = {"model": name}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = (text.strip() for text in part.partition("="))
-        try:
-            number = float(value)
-        except ValueError:
-            raise ConfigError(f"{brief(part)} is not NAME=NUMBER", field="cost") from None
-        assert equals or not value
-        if key in fields:
-            raise ConfigError(f"says {key} twice", field="cost", hint="Keep one of them.")
-        fields[key] = number
-    if fields == {"model": "linear"}:
-        raise ConfigError(
-            "says nothing: every step would take no time", field="cost", hint=f"Write {LINEAR_HINT} or some of it."
-        )
-    try:
-        cost: CostSpec = msgspec.convert(fields, CostSpec)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{brief(text)}: {error}",
-            field="cost",
-            hint=f"Use 'polynomial', {LINEAR_HINT} or the file that a calibration wrote.",
-        ) from error
-    return cost
-
-
-def _load_cost(path: Path) -> CostSpec:
-    values = read_toml(path, hint="Check the path of the cost model.")
-    if "cost" not in values:
-        raise InputError("is missing", path=path, field="cost", hint="The file must have a table [cost].")
-    if values["cost"] == {"model": "linear"}:
-        raise InputError("says nothing: every step would take no time", path=path, field="cost")
-    try:
-        cost: CostSpec = msgspec.convert(values["cost"], CostSpec)
-    except msgspec.ValidationError as error:
-        what, field = parts_of(error)
-        raise InputError(what, path=path, field=f"cost.{field}" if field else "cost") from error
-    except ConfigError as error:
-        raise ConfigError(error.what, path=path, field=error.field, hint=error.hint) from error
-    if "posterior" not in values or not isinstance(cost, RooflineCost):
-        return cost
-    try:
-        return msgspec.structs.replace(cost, uncertainty=msgspec.convert(values["posterior"], Uncertainty))
-    except msgspec.ValidationError as error:
-        what, field = parts_of(error)
-        raise InputError(what, path=path, field=f"posterior.{field}" if field else "posterior") from error
-    except ConfigError as error:
-        field = (error.field or "").replace("uncertainty.", "posterior.")
-        raise ConfigError(error.what, path=path, field=field, hint=error.hint) from error
+    def prefill_ns(self, start: int, end: int) -> int:
+        """Return the total duration of the steps that compute tokens [start, end) of a sequence."""
+        duration_ns = 0
+        while start < end:
+            num_tokens = min(self._token_budget, end - start)
+            duration_ns += self._step_ns(Batch((Chunk(start, num_tokens, end, end),), 0, 0, self._pool_tokens))
+            start += num_tokens
+        return duration_ns

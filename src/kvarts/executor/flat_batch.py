@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.groups import SinkWindow
 
 __all__ = ["ALL", "ChunkMetadata", "DecodeMetadata", "FlatBatch", "Ints", "Observed", "TableBatch"]
 

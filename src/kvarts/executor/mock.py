@@ -16,12 +16,11 @@ import numpy.typing as npt
 from kvarts.clock import Clock
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.executor.base import CostModel
+from kvarts.executor.base import CostModel, NoRotation
 from kvarts.executor.flat_batch import FlatBatch
-from kvarts.executor.page_slots import PageSlots
+from kvarts.executor.page_bytes import PageSlots
 from kvarts.executor.page_tables import PageTables
-from kvarts.executor.rotation import NoRotation
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.groups import GroupMemory
 from kvarts.sampling import Logprobs, SamplingParams, TopLogprobs
 from kvarts.sched.plan import StepPlan, StepResult
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from mypy_extensions import i64
 
-from kvarts.executor.manysteps import are_many, whole_ns
+from kvarts.executor.base import are_many, whole_ns
 from kvarts.sched.plan import Batch
 
 __all__ = ["mocker_decode_ns", "mocker_step_ns"]

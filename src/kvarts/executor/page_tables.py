@@ -1,9 +1,11 @@
-"""The page tables of an executor's rows, and the tokens of a step that are placed by them.
+"""The page tables of an executor's rows, and the tokens and states of a step that are placed by them.
 
 A page of tokens is one block; for a model with KV groups it can be several. A sequence has one table per block of a
 page, with an entry for every page, so the *place* of a token in it is its position minus the tokens of dropped pages,
 its *gap*. Entries of pages that a window has passed remain, and those before a cached prefix are 0: nothing reads
 either.
+
+The states of a step have the blocks that each sequence starts from, and those that its states are written to.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.executor.flat_batch import ALL, ChunkMetadata, DecodeMetadata, FlatBatch, Ints, Observed, TableBatch
-from kvarts.kv.sink_window import PageTable, SinkWindow
-from kvarts.sched.plan import Chunk, DecodeRows, DraftRows, StepPlan
+from kvarts.kv.groups import PageTable, SinkWindow
+from kvarts.sched.plan import Chunk, DecodeRows, DraftRows, Snapshot, StepPlan
 
-__all__ = ["WHOLE_PAGES", "LayerTable", "PageTables"]
+__all__ = ["WHOLE_PAGES", "LayerTable", "PageTables", "StateBatch", "StateChunk", "StateTables"]
 
 
 class LayerTable(msgspec.Struct, frozen=True):
@@ -288,3 +290,57 @@ def _with_drafts(rows: list[int], drafts: DraftRows) -> tuple[list[list[int]], l
     for place, row in enumerate(rows):
         sampled_at += (place, *places_of.get(row, ()))
     return [tokens_of.get(row, []) for row in rows], sampled_at
+
+
+class StateChunk(msgspec.Struct, frozen=True):
+    """Tokens [first, last) of the batch, all of one sequence.
+
+    `begins_from`: the blocks of the state before them, None at the start of the sequence. `leaves`: the points at which
+    the state is written, in order: the batch index up to which it covers tokens, and its blocks. The last is the
+    sequence's state at `last`; those before it are snapshots.
+    """
+
+    first: int
+    last: int
+    begins_from: Ints | None
+    leaves: tuple[tuple[int, Ints], ...]
+
+
+class StateBatch(msgspec.Struct, frozen=True):
+    """The states of a step: decodes, with the `blocks` [decodes, blocks per state], then chunks.
+
+    Chunks are in order: one may begin from a state that an earlier one leaves.
+    """
+
+    blocks: Ints
+    chunks: tuple[StateChunk, ...]
+
+
+class StateTables:
+    """Owner of the blocks of the state of each row."""
+
+    def __init__(self, max_num_seqs: int, num_blocks: int) -> None:
+        self._blocks = np.zeros((max_num_seqs, num_blocks), np.int64)
+
+    def batch(self, plan: StepPlan) -> StateBatch:
+        """Record the plan's changes, and return the states of the step."""
+        rows = np.zeros(0, np.int64) if plan.decodes is None else plan.decodes.rows
+        decodes = self._blocks[rows]
+        num_tokens = len(rows)
+        snapshots: dict[int, list[Snapshot]] = {}
+        for snapshot in plan.snapshots:
+            snapshots.setdefault(snapshot.row, []).append(snapshot)
+        chunks: list[StateChunk] = []
+        for chunk in plan.batch.chunks:
+            state = np.array(chunk.state, np.int64)
+            self._blocks[chunk.row] = state
+            last = num_tokens + chunk.num_tokens
+            leaves = [
+                (num_tokens + snapshot.num_tokens - chunk.start, np.array(snapshot.blocks, np.int64))
+                for snapshot in snapshots.get(chunk.row, ())
+            ]
+            leaves.append((last, state))
+            begins_from = np.array(chunk.begins_from, np.int64) if chunk.begins_from else None
+            chunks.append(StateChunk(num_tokens, last, begins_from, tuple(leaves)))
+            num_tokens = last
+        return StateBatch(decodes, tuple(chunks))

@@ -10,8 +10,7 @@ import msgspec
 
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
-from kvarts.executor.constants import COEFFICIENTS, shipped_constants
-from kvarts.executor.uncertainty import MeasuredOn, Uncertainty
+from kvarts.executor.constants import COEFFICIENTS, MeasuredOn, Uncertainty, shipped_constants
 from kvarts.limits import MOST_COUNT, MOST_DRAFTED, MOST_MS, MOST_REPLICAS, check_number, check_whole
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvarts.executor.manysteps import are_many, whole_ns
+from kvarts.executor.base import are_many, whole_ns
 from kvarts.sched.plan import Batch
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class StepParts:
     """The constants of a RooflineCost, in milliseconds, and the durations of the parts of a step."""
 
     def __init__(self, cost: RooflineSettings) -> None:
-        from kvarts.hardware.dtypes import dtype_bits, flops_dtype, has_block_scales
         from kvarts.hardware.fit import local_layer_bytes_per_token
+        from kvarts.hardware.geometry import dtype_bits, flops_dtype, has_block_scales
 
         geometry, device, ways = cost.geometry, cost.hardware, cost.tensor_parallel
         of_weights, of_experts = _reached(cost, geometry.weight_dtype), _reached(cost, geometry.expert_dtype)
@@ -469,7 +469,7 @@ class Reached(NamedTuple):
 
 def format_of(dtype: str) -> str:
     """Return the prefix of a number format's coefficients: fp8 for 8 to 15 bits, fp4 for fewer, "" from 16 bits."""
-    from kvarts.hardware.dtypes import dtype_bits
+    from kvarts.hardware.geometry import dtype_bits
 
     bits = dtype_bits(dtype, field="dtype")
     return "" if bits >= 16 else "fp8" if bits >= 8 else "fp4"

@@ -613,9 +613,6 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         if len({pool.each.profile for pool in self.pools}) > 1:
             raise SettingError("pools have different profiles", "pool")
         for pool in self.pools:
-            if pool.each.sessions is not None:
-                what = "sessions that engines keep are not modelled in a fleet yet"
-                raise SettingError(what, "sessions", hint="Leave them out.")
             of_fleet = {"fleet": "pools"} if self.store is None else {"fleet": "pools", "store": "store.pages"}
             of_fleet |= {"pulls": "transfer.pull"} if self.pulls else {}
             check_combination({**pool.each.features, **of_fleet})
@@ -641,6 +638,9 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise SettingError("needs workers with host memory", "transfer.pull", hint=hint)
         if len({_stored_token_bytes(pool.each) for pool in self.pools}) > 1:
             raise SettingError("is among pools with different models", "transfer.pull", hint="KV is of one model.")
+        if len({_parts_of(pool.each) for pool in self.pools}) > 1:
+            what = "is among pools that divide pages into different parts"
+            raise SettingError(what, "transfer.pull", hint="Give them the same {kv_groups}, or set it to off.")
 
     @property
     def num_host_pages(self) -> int:

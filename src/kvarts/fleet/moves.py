@@ -703,6 +703,7 @@ class Moves:
             elif handoff.at_source and handoff.source == worker.index:
                 self._lose_source(handoff, worker, now_ns)
         worker.lose_memory()
+        worker.refused_at = -1  # what was before the refused request is gone, whether or not it had pages
 
     def _lose_pulls(self, worker: Worker, now_ns: int) -> None:
         """Fail all reads from a worker that fails or was removed."""

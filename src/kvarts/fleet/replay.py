@@ -10,6 +10,7 @@ from msgspec import structs
 from kvarts.build import TierSettings, build_engine
 from kvarts.event_log import EventReader
 from kvarts.executor.base import CostModel
+from kvarts.executor.cost import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.fleet.config import TOKEN_BYTES, FleetConfig, FleetWorker, PoolConfig, Role
 from kvarts.fleet.cost import DecodeOnly
@@ -22,6 +23,7 @@ from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByAge, ByReservation
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.worker import Worker
+from kvarts.kv.transfer import PeersGain
 from kvarts.limits import MOST_REPLICAS
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
@@ -150,7 +152,8 @@ class BuiltFleet:
                 most_tiers = max(behind, key=lambda each: len(each.tiers))
                 of_all = structs.replace(behind[0], replicas=num_workers, offload=most_tiers.offload)
                 replicas: list[Replica] = []
-                router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off")
+                peers_gain = None if self.peers is None else self.peers.gain(prefill_cost(of_all), config.page_size)
+                router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off", peers=peers_gain)
                 fronts[is_second] = Front(router, replicas)
         startup_ns = round(config.startup_s * 1e9)
         for each in config.pools:
@@ -252,26 +255,41 @@ def open_store(config: FleetConfig) -> tuple[WorkersStore | None, StoreLinks | N
 class PeersOfWorkers(ReadMemory, BelowTiers, Protocol):
     """The host memory of workers, from which others read."""
 
+    unit: str
+    """Its unit: "pages", or with KV groups "blocks"."""
+
     @property
     def views(self) -> Mapping[int, ViewOfStore]:
         """The reads of each worker."""
 
+    def gain(self, prefill: PrefillCost, page_size: int) -> PeersGain | None:
+        """Return what a worker saves that reads pages, instead of computing them in the time of `prefill`.
+
+        None: routers do not know that.
+        """
+
 
 def open_peers(config: FleetConfig, links: PeerLinks) -> PeersOfWorkers:
     """Return the host memory from which workers read. Raise ConfigError if its room is missing."""
+    assert config.bytes_per_s is not None
+    unit_bytes = config.token_bytes * config.page_size
     make = from_room("offload.peers", "PeerMemory", field="transfer.pull")
-    opened: PeersOfWorkers = make(config.token_bytes * config.page_size, links)
+    if config.first.kv_groups != "off":
+        unit_bytes = config.stored_unit_bytes
+        make = from_room("offload.peer_parts", "PeerParts", field="transfer.pull")
+    opened: PeersOfWorkers = make(unit_bytes, links, latency_ms=config.latency_ms, bytes_per_s=config.bytes_per_s)
     return opened
 
 
 def pulls_report(memory: PeersOfWorkers) -> dict[str, Any]:
     """Return what workers read from the host memory of others, as a part of the report."""
+    unit = memory.unit
     pulled = [
-        {"reader": reader, "source": source, "pages": num_pages}
+        {"reader": reader, "source": source, unit: num_loaded}
         for reader, view in sorted(memory.views.items())
-        for source, num_pages in sorted(view.num_loaded_from.items())
+        for source, num_loaded in sorted(view.num_loaded_from.items())
     ]
-    return {"num_pulled_pages": sum(row["pages"] for row in pulled), "pulled": pulled}
+    return {f"num_pulled_{unit}": sum(row[unit] for row in pulled), "pulled": pulled}
 
 
 def store_report(store: WorkersStore, links: StoreLinks, end_ns: int) -> dict[str, Any]:

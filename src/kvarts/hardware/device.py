@@ -22,7 +22,7 @@ import msgspec
 
 from kvarts.errors import ConfigError, InputError, did_you_mean, parts_of
 from kvarts.files import read_toml
-from kvarts.hardware.dtypes import dtype_bits, flops_dtype
+from kvarts.hardware.geometry import dtype_bits, flops_dtype
 from kvarts.limits import MOST_COUNT
 from kvarts.units import parse_bytes, parse_rate
 

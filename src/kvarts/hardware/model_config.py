@@ -9,8 +9,9 @@ import msgspec
 
 from kvarts.errors import ConfigError, InputError, MissingFileError, did_you_mean, parts_of
 from kvarts.files import read_bytes, reading
-from kvarts.hardware.config_fields import FAMILIES, ConfigFields
 from kvarts.hardware.config_layers import (
+    FAMILIES,
+    ConfigFields,
     block_types,
     num_layers_of,
     read_extra,
@@ -19,8 +20,7 @@ from kvarts.hardware.config_layers import (
     read_state,
     take_global_heads,
 )
-from kvarts.hardware.dtypes import dtype_bits
-from kvarts.hardware.geometry import Experts, Geometry, Latent
+from kvarts.hardware.geometry import Experts, Geometry, Latent, dtype_bits
 
 __all__ = ["load_geometry", "preset_names"]
 

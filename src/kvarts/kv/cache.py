@@ -1,4 +1,4 @@
-"""The cache of one model, as the scheduler, sharing, sessions and tiers see it.
+"""The cache of one model, as the scheduler, sharing, sessions and tiers see it, and pages kept out of its traffic.
 
 Memory is counted in *blocks*. Where every layer keeps every token a block is a page; a model with KV groups has blocks
 of the largest size that divides the parts of all groups. Sequences are counted in tokens, and the content of a sequence
@@ -9,7 +9,10 @@ is in its holding, so no caller needs to know the layout of a page:
     extend     take blocks for tokens, publish full pages    settle     release parts that no later token attends to
     take_due   take the next page of many decodes            leap       do many steps of all decodes at once
 
-`PageCache` is the cache of one group that keeps every token, `PartPages` that of any other model.
+`PageCache` is the cache of one group that keeps every token, `GroupPages` that of any other model.
+
+A `PageReserve` takes pages out permanently: no request gets them until they are returned. `Pins` keep cached pages in
+use for later, as long as no request needs their memory.
 """
 
 from __future__ import annotations
@@ -18,12 +21,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from kvarts.content import Content
-from kvarts.events import PartsMoved
-from kvarts.kv.match import Match
-from kvarts.kv.node import HeldPages, Path
+from kvarts.event_log import Tell
+from kvarts.events import PagesPinned, PagesReserved, PagesUnpinned, PartsMoved
+from kvarts.kv.eviction import HeldPages, Path
 from kvarts.kv.pool import PageError, PageId, Pool
 
-__all__ = ["Cache", "Holding", "Leap", "Lender", "Mark", "PageError"]
+__all__ = ["Cache", "Holding", "Leap", "Lender", "Mark", "Match", "PageError", "PageReserve", "Pins"]
+
+
+class Match:
+    """The longest resident prefix of `content`. Valid until the tree changes.
+
+    `num_pages`: its length. `num_shared`: how many of these pages are in use. `nodes`: the runs; the last one may reach
+    beyond `num_pages`.
+    """
+
+    __slots__ = ("content", "nodes", "num_pages", "num_shared")
+
+    def __init__(self, content: Content, nodes: Path, num_pages: int, num_shared: int) -> None:
+        self.content = content
+        self.nodes = nodes
+        self.num_pages = num_pages
+        self.num_shared = num_shared
 
 
 class Holding:
@@ -100,6 +119,7 @@ class Cache:
         "page_blocks",
         "pool",
         "publishes_all",
+        "releases",
         "settles",
         "take_pages",
     )
@@ -129,7 +149,9 @@ class Cache:
         self.num_published = 0
         """The number of times that parts of known tokens became findable since the beginning."""
         self.settles = False
-        """Whether running requests release parts that none of their later tokens attends to, by `settle`."""
+        """Whether `settle` must be called: blocks are of parts of pages, in KV groups."""
+        self.releases = False
+        """Whether running requests release parts that none of their later tokens attends to: some group keeps less."""
         self.keeps_time = False
         """Whether `set_time` has an effect: its eviction order uses times and the hints of requests."""
         self.follows_decodes = False
@@ -420,3 +442,137 @@ class Cache:
     def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
         """Assert laws L1, L2 and L3, given all holdings with their numbers of pages, and the pages of transfers."""
         raise NotImplementedError
+
+
+class PageReserve:
+    """Owner of pages that were taken from `cache`, and of the number of sequences that share each."""
+
+    def __init__(self, cache: Cache, tell: Tell | None = None) -> None:
+        self._cache = cache
+        self._tell = tell
+        self.num_pages = 0
+        self.has_page_ids = cache.has_page_ids
+        self._num_numbered = 0
+        """The count of page numbers handed out; where pages are only counted, the reserve numbers its pages itself."""
+        self._free_ids: list[PageId] = []
+        self._num_sharing: dict[PageId, int] = {}
+        """The number of sharers of each taken page."""
+
+    @property
+    def num_taken(self) -> int:
+        """Pages that are taken."""
+        return len(self._num_sharing)
+
+    def extend(self, num_pages: int) -> None:
+        """Take `num_pages` from the cache. Raise PageError for more than are free."""
+        if num_pages > self._cache.num_free:
+            raise PageError(f"{num_pages} pages asked for, {self._cache.num_free} free")
+        self._say(num_pages)  # before the evictions for it
+        page_ids = self._cache.take(num_pages)
+        if page_ids is None:
+            page_ids = [PageId(self._num_numbered + index) for index in range(num_pages)]
+            self._num_numbered += num_pages
+        self._free_ids += page_ids
+
+    def shrink(self, num_pages: int) -> None:
+        """Return `num_pages` pages that are not taken to the cache."""
+        assert num_pages <= len(self._free_ids), f"{num_pages} pages to give back, {len(self._free_ids)} are free"
+        at = len(self._free_ids) - num_pages
+        page_ids = self._free_ids[at:]
+        del self._free_ids[at:]
+        self._cache.give(num_pages, page_ids if self.has_page_ids else None)
+        self._say(-num_pages)
+
+    def _say(self, num_pages: int) -> None:
+        self.num_pages += num_pages
+        self._cache.num_reserved += num_pages
+        if self._tell is not None:
+            self._tell(PagesReserved(self.num_pages))
+
+    def take(self) -> PageId:
+        """Take a page. One is available: a taker has reserved the most pages that it takes."""
+        page_id = self._free_ids.pop()
+        self._num_sharing[page_id] = 1
+        return page_id
+
+    def share(self, page_id: PageId) -> None:
+        """Add a sharer of a page."""
+        self._num_sharing[page_id] += 1
+
+    def is_shared(self, page_id: PageId) -> bool:
+        """Return whether a page has more than one sharer."""
+        return self._num_sharing[page_id] > 1
+
+    def release(self, page_id: PageId) -> None:
+        """Remove a sharer of a page; a page without sharers is no longer taken."""
+        num_sharing = self._num_sharing[page_id] - 1
+        if num_sharing:
+            self._num_sharing[page_id] = num_sharing
+        else:
+            del self._num_sharing[page_id]
+            self._free_ids.append(page_id)
+
+    def holding(self) -> Holding | None:
+        """Return a holding of all pages; None without pages."""
+        if not self.num_pages:
+            return None
+        page_ids = [*self._free_ids, *self._num_sharing] if self.has_page_ids else None
+        assert page_ids is None or len(page_ids) == self.num_pages, "L1: the reserve has lost a page"
+        return self._cache.reserved(self.num_pages, page_ids)
+
+
+class Pins:
+    """Owner of pins: each keeps the first pages of a content in use. The oldest pin is given up first."""
+
+    def __init__(self, cache: Cache, tell: Tell | None = None) -> None:
+        self._cache = cache
+        self._tell = tell
+        self._pins: dict[int, tuple[Holding, Content]] = {}
+        self._num_made = 0
+        self.num_pins = 0
+        self.num_given_up = 0
+        """Pins that were given up for requests."""
+
+    def holdings(self) -> list[Holding]:
+        """Return the holdings of all pins."""
+        return [holding for holding, _ in self._pins.values()]
+
+    def add(self, content: Content, num_pages: int) -> int:
+        """Pin the resident ones of the first `num_pages` pages of `content`; return the number of the pin."""
+        cache = self._cache
+        match = cache.match(content, num_pages)
+        pin = self._num_made
+        self._num_made += 1
+        holding = cache.open(match)
+        self._pins[pin] = holding, content
+        self.num_pins += 1
+        cache.num_reserved += cache.keep(holding)
+        if self._tell is not None:
+            self._tell(PagesPinned(pin, content, match.num_pages))
+        return pin
+
+    def remove(self, pin: int) -> None:
+        """Stop keeping the pages of a pin in use; does nothing for a pin that was given up."""
+        pinned = self._pins.pop(pin, None)
+        if pinned is not None:
+            holding, _ = pinned
+            self.num_pins -= 1
+            self._cache.num_reserved -= self._cache.unkeep(holding)
+            self._cache.close(holding, holding.num_pages, holding.num_pages)
+            if self._tell is not None:
+                self._tell(PagesUnpinned(pin))
+
+    def give_up(self, num_pages: int) -> bool:
+        """Remove pins until `num_pages` pages are free; return whether they are."""
+        while num_pages > self._cache.num_free:
+            if not self.give_up_oldest():
+                return False
+        return True
+
+    def give_up_oldest(self) -> bool:
+        """Remove the oldest pin; return whether there was one."""
+        if not self._pins:
+            return False
+        self.num_given_up += 1
+        self.remove(next(iter(self._pins)))
+        return True

@@ -14,23 +14,61 @@ first that does not attend to page 0:
 
 The first release is odd: in step 0 the window is not full until more than a page of steps later. From then on it is a
 stream in slot 2, and the releases of any number of steps are sums over `num_listed` and `num_emptied` by slot.
+
+So many steps are done at once, in a *leap*: the sums determine how far the memory reaches. Parts are listed in the
+order of release, and evicted in the order of the list: step by step or at once, the same parts are evicted. The same
+decode, alone in a memory of three pages, does 13 steps at once:
+
+    step        0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12
+    taken       1         1         1           1
+    released                  1         1
+    free after  2         1   2     1   2       1      empty, or listed and not evicted yet
+
+Only the fourth page, in step 12, finds no empty memory: page 0, listed after step 6, is evicted for it, as it would be
+step by step. No step lacks memory, so the leap is not cut. Had nothing been released, three pages would last
+for 12 steps, and the leap would end there. Only the order of the list says which part is evicted, so it is enough to
+evict the sum at the end.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import TypeVar
 
-from kvarts.kv.first_seen import FirstSeen
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.part_account import PartAccount
-from kvarts.kv.spans import PartRun, RunHolding, Span
-from kvarts.kv.streams import Stream
+from kvarts.kv.account import RunAccount
+from kvarts.kv.group_needs import FirstSeen
+from kvarts.kv.groups import GroupMemory
+from kvarts.kv.runs import PartRun, RunHolding, Span, Stream, Turns
 
-__all__ = ["Decodes", "turned"]
+__all__ = ["Decodes", "RunLeap"]
 
 T = TypeVar("T")
+
+
+class RunLeap:
+    """The outcome of steps. `taken`: pages taken, per step.
+
+    For each group with windows or chunks, and each step: `listed` parts are released at its end and can be found,
+    `emptied` parts become empty; `emptied` is empty if all released parts can be found. `evicted`: a group and a number
+    of parts, repeated, in the order of the list.
+    """
+
+    __slots__ = ("emptied", "evicted", "listed", "taken")
+
+    def __init__(self, taken: list[int], listed: list[list[int]], emptied: list[list[int]], evicted: list[int]) -> None:
+        self.taken = taken
+        self.listed = listed
+        self.emptied = emptied
+        self.evicted = evicted
+
+    def add(self, other: RunLeap) -> None:
+        """Add the steps of `other`, which follow."""
+        self.taken += other.taken
+        for mine, others in zip(self.listed + self.emptied, other.listed + other.emptied, strict=True):
+            mine.extend(others)
+        self.evicted += other.evicted
 
 
 class Decodes:
@@ -42,7 +80,7 @@ class Decodes:
     streams.
     """
 
-    def __init__(self, memory: GroupMemory, page_size: int, account: PartAccount) -> None:
+    def __init__(self, memory: GroupMemory, page_size: int, account: RunAccount) -> None:
         groups = memory.groups
         self.page_size = page_size
         self.step = 0
@@ -55,6 +93,7 @@ class Decodes:
         self.filling: list[list[RunHolding]] = [[] for _ in range(page_size)]
         self.num_filling = 0
         self._account = account
+        self._last_turns = Turns()
         self.keeps_all = memory.keeps == "all"
         """Whether all released parts are listed."""
         self.bounded = [index for index, group in enumerate(groups) if group.is_bounded]
@@ -66,8 +105,12 @@ class Decodes:
         self._odd_steps: list[int] = []
         """The keys of `_odd`, as a heap."""
 
-    def join(self, holding: RunHolding, admission: int) -> None:
-        """Add a holding that computes one token per step from now on. `begin` must follow when it is settled."""
+    def start(self, holding: RunHolding, admission: int, *, is_settled: bool = True) -> None:
+        """Let a sequence compute one token per step from now on, in the order of `admission`.
+
+        Its pages are taken by `take_pages`, and parts that no later token attends to are released at the ends of steps,
+        once the sequence is settled.
+        """
         page_size, base = self.page_size, holding.num_tokens - self.step
         holding.is_decoding = True
         holding.base = base
@@ -77,6 +120,8 @@ class Decodes:
         if holding.content.num_known_pages > holding.num_named:
             self.num_filling += 1
             insort(self.filling[(-1 - base) % page_size], holding, key=_admission)
+        if is_settled:
+            self.begin(holding)
 
     def leave(self, holding: RunHolding) -> None:
         """Remove a holding that ended or is preempted, and bring its releases before this step up to date."""
@@ -221,6 +266,186 @@ class Decodes:
             found.sort(key=_place)
         return found
 
+    def fill_pages(self) -> None:
+        """Make the pages findable that decodes fill in this step and that others may find."""
+        for holding in self.filling[self.step % self.page_size]:
+            self._account.publish_to(holding, (holding.base + self.step + 1) // self.page_size)
+
+    def end_step(self) -> None:
+        """Let decodes release the parts that none of their later tokens attends to, in the order of admission."""
+        if not self.bounded:
+            self.step += 1
+            return
+        slot = self.step % self.page_size
+        odd = self.odd_now()
+        listing = self.listing[slot]
+        if not odd:
+            if listing:
+                self._turns().streams += listing
+        else:
+            place = 0
+            for admission, index, holding in odd:
+                start = place
+                while place < len(listing) and (listing[place].admission, listing[place].group) < (admission, index):
+                    place += 1
+                if place > start:
+                    self._turns().streams += listing[start:place]
+                self._account.settle_group(holding, index, holding.base + self.step + 1)
+            if place < len(listing):
+                self._turns().streams += listing[place:]
+        if self.given_bytes[slot]:
+            for index in self.bounded:
+                if count := self.num_listed[index][slot]:
+                    self._account.note_cached(index, count)
+                if count := self.num_emptied[index][slot]:
+                    self._account.note_empty(index, count)
+        self.step += 1
+        for _, index, holding in odd:
+            self.begin_group(holding, index)
+
+    def put_off(self, holdings: Sequence[RunHolding]) -> None:
+        """End the step; `holdings`, all decodes that would release something, do so when they are settled."""
+        for holding in holdings:
+            self.stop_all(holding)
+        self.odd_now()  # drops the expected odd releases of `holdings`
+        self.step += 1
+
+    def pass_steps(self, num_steps: int) -> None:
+        """List the releases of decodes in steps without odd releases; the caller counts them."""
+        given: list[Stream] = []
+        for listing in _turned(self.listing, self.step % self.page_size, num_steps):
+            given += listing
+        if given:
+            self._turns().streams += given
+        self.step += num_steps
+
+    def _turns(self) -> Turns:
+        """Return the youngest entry of the list; turns can be added to it."""
+        turns = self._last_turns
+        if turns is not self._account.youngest or self._account.shared is not None:
+            turns = self._last_turns = Turns()
+            self._account.append(turns)
+        return turns
+
+    # Leaps ---------------------------------------------------------------------------------------------------
+
+    def leap(self, most_steps: int, wanted_bytes: int) -> RunLeap:
+        """Do up to `most_steps` steps; the first fits. The last is under way, and `end_step` must follow.
+
+        It is one after which decodes lack memory before they release any; or, if a request waits for `wanted_bytes`,
+        one after which these may be free when decodes have taken their pages, or a page becomes findable that the
+        request may find.
+        """
+        account = self._account
+        assert account.shared is None, "what other models do between steps is not known"
+        done = self._do(self.steps_to_odd(most_steps), wanted_bytes)
+        # A waiting request examines what odd releases free: it ends the leap, and may be given up before they happen.
+        while len(done.taken) < most_steps and self.is_odd and not wanted_bytes:
+            if account.wants is not None and account.wants.has_work:
+                break
+            slot = (self.step + 1) % self.page_size
+            if account.promised_bytes + self.num_due[slot] * account.page_bytes > account.free_bytes:
+                break
+            self._end_odd(done)
+            done.add(self._do(self.steps_to_odd(most_steps - len(done.taken)), 0))
+        return done
+
+    def _end_odd(self, done: RunLeap) -> None:
+        """End the last step of `done`, which is odd."""
+        account = self._account
+        before = [(account.num_used[index], account.num_cached[index]) for index in self.bounded]
+        self.end_step()
+        for place, index in enumerate(self.bounded):
+            num_used, num_cached = before[place]
+            num_listed = account.num_cached[index] - num_cached
+            done.listed[place][-1] = num_listed
+            if done.emptied:
+                done.emptied[place][-1] = num_used - account.num_used[index] - num_listed
+
+    def _do(self, most_steps: int, wanted_bytes: int) -> RunLeap:
+        """Do the same in steps before an odd one, or up to it; its odd releases are left to the caller."""
+        account, page_size = self._account, self.page_size
+        slot = self.step % page_size
+        num_steps = self._num_certain(slot, most_steps, wanted_bytes)
+        taken = _turned(self.num_due, slot, num_steps)
+        bounded = self.bounded
+        listed = [_turned(self.num_listed[index], slot, num_steps) for index in bounded]
+        emptied: list[list[int]] = []
+        if not self.keeps_all:
+            emptied = [_turned(self.num_emptied[index], slot, num_steps) for index in bounded]
+        num_ended = num_steps - 1
+        if self.num_filling:
+            self._pass_and_fill(num_steps)
+        else:
+            self.pass_steps(num_ended)
+        missing_bytes = self._missing_bytes(taken, emptied)
+        for place, index in enumerate(bounded):
+            if count := sum(listed[place]) - listed[place][num_ended]:
+                account.note_cached(index, count)
+        evicted: list[int] = []
+        if missing_bytes > 0:
+            account.evict_to(account.empty_bytes + missing_bytes, evicted)
+        account.note_pages_taken(sum(taken))
+        for index, of_group in zip(bounded, emptied, strict=False):
+            if count := sum(of_group) - of_group[num_ended]:
+                account.note_empty(index, count)
+        return RunLeap(taken, listed, emptied, evicted)
+
+    def _pass_and_fill(self, num_steps: int) -> None:
+        """Let all but the last of `num_steps` steps pass, and publish the pages that decodes fill in each."""
+        while num_steps:
+            num_before = self.steps_to_filling(num_steps)
+            if num_before < 0:
+                break
+            self.pass_steps(num_before)
+            self.fill_pages()
+            num_steps -= num_before
+            if num_steps == 1:
+                return
+            self.pass_steps(1)
+            num_steps -= 1
+        self.pass_steps(num_steps - 1)
+
+    def _num_certain(self, slot: int, num_steps: int, wanted_bytes: int) -> int:
+        """Return after how many of the next `num_steps` steps the leap ends."""
+        account, page_size, page_bytes = self._account, self.page_size, self._account.page_bytes
+        if self.num_filling and (wanted_bytes or account.wants is not None):
+            num_filled = self.steps_to_filling(num_steps)
+            if num_filled >= 0:
+                # The waiting request may find a filled page; and the page is stored below in the step after that.
+                num_steps = num_filled if wanted_bytes else num_filled + 1
+        num_due, given_bytes = self.num_due, self.given_bytes
+        left_bytes = account.free_bytes - account.promised_bytes - num_due[slot] * page_bytes
+        if not wanted_bytes and (num_steps // page_size + 1) * self.num_decoding * page_bytes <= left_bytes:
+            return num_steps
+        for step in range(1, num_steps):
+            back_bytes = given_bytes[slot]
+            slot += 1
+            if slot == page_size:
+                slot = 0
+            left_bytes -= num_due[slot] * page_bytes
+            if left_bytes < 0:
+                return step
+            left_bytes += back_bytes
+            if wanted_bytes and wanted_bytes <= left_bytes:
+                return step
+        return num_steps
+
+    def _missing_bytes(self, taken: list[int], emptied: list[list[int]]) -> int:
+        """Return the bytes to evict: the most by which bytes taken up to a step exceed those empty before."""
+        account, page_bytes = self._account, self._account.page_bytes
+        missing_bytes = sum(taken) * page_bytes - account.empty_bytes
+        if missing_bytes <= 0 or not any(map(any, emptied)):
+            return missing_bytes
+        sizes = [account.part_bytes[index] for index in self.bounded]
+        most = missing_bytes = -account.empty_bytes
+        for step, num_pages in enumerate(taken):
+            missing_bytes += num_pages * page_bytes
+            most = max(most, missing_bytes)
+            for of_group, num_bytes in zip(emptied, sizes, strict=True):
+                missing_bytes -= of_group[step] * num_bytes
+        return most
+
     # Catching up --------------------------------------------------------------------------------------------
 
     def catch_up(self, stream: Stream) -> None:
@@ -297,16 +522,13 @@ class Decodes:
                         span.is_moving = True
                 stream = run.stream
                 if stream is not None and not stream.trim(run):
-                    stream.runs.remove(run)
-                    run.stream = None
-                    run.forget()
-                    stream.set_gate()
+                    stream.drop(run)
             for run in span.parts[index]:
                 if run.stream is not None:
                     span.is_moving = True
 
 
-def turned(by_slot: list[T], slot: int, num_steps: int) -> list[T]:
+def _turned(by_slot: list[T], slot: int, num_steps: int) -> list[T]:
     """Return the entries of `by_slot` for `num_steps` steps, starting with slot `slot`."""
     size = len(by_slot)
     last = slot + num_steps

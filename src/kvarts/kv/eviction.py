@@ -1,4 +1,4 @@
-"""The choice of the next run to evict: the interface that caches call, and the default order.
+"""Runs of whole pages, and the choice of the next run to evict: the interface that caches call, and the default order.
 
 A cache owns runs, references, and the sequence of runs. An order owns only the choice of the next run: it lists the
 runs that nothing references. A run is listed by `released` and unlisted by `pinned` or `removed`.
@@ -7,15 +7,127 @@ runs that nothing references. A run is listed by `released` and unlisted by `pin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from mypy_extensions import mypyc_attr
 
-from kvarts.content import Content, PageKey
+from kvarts.content import NOTHING, Content, PageKey
 from kvarts.hints import Hints
-from kvarts.kv.node import NOTHING, Node
+from kvarts.kv.pool import PageId
 
-__all__ = ["BaseOrder", "EvictionOrder", "LruOrder", "NoteRequest", "Run", "noter_of", "ranges_read_by"]
+__all__ = [
+    "BaseOrder",
+    "EvictionOrder",
+    "HeldPages",
+    "LruOrder",
+    "Node",
+    "NoteRequest",
+    "Path",
+    "Run",
+    "TreeWatcher",
+    "noter_of",
+    "ranges_read_by",
+    "walk",
+]
+
+
+class Node:
+    """Pages [start, end) of `content`, counted from the first token.
+
+    Written by PrefixTree, except for `place`, `older`, `newer` and `notes`.
+
+    `key` names its first page among its siblings. `refs`: how many paths hold the run; at 0 it is listed for eviction.
+    `holds`: how many transfers do; with both at 0 the run is cached. `pins`: how many of the paths keep it for later.
+    `is_orphan`: it has left the tree, and a transfer still holds it. `children` is by their keys, and one dict for all
+    twins. `page_ids` is None where pages are only counted. A root has neither content nor key.
+
+    `place` belongs to the eviction order: its state of the run, whether the run is referenced or not. It is None for a
+    new run, and only such a run grows; the parts of a split run share it. `older` and `newer` are links for an order
+    that keeps runs in lists; they are set while it lists the run. `notes` belongs to the tree's watcher: one object for
+    all twins.
+    """
+
+    __slots__ = (
+        "children",
+        "content",
+        "end",
+        "holds",
+        "is_orphan",
+        "key",
+        "newer",
+        "notes",
+        "older",
+        "page_ids",
+        "parent",
+        "pins",
+        "place",
+        "refs",
+        "start",
+        "twins",
+    )
+
+    older: Node
+    newer: Node
+
+    def __init__(
+        self,
+        content: Content,
+        key: PageKey,
+        start: int,
+        end: int,
+        refs: int,
+        parent: Node | None,
+        children: dict[PageKey, Node] | None = None,
+    ) -> None:
+        self.content = content
+        self.key = key
+        self.start = start
+        self.end = end
+        self.refs = refs
+        self.parent = parent
+        self.children = children
+        self.twins: list[Node] | None = None
+        self.page_ids: list[PageId] | None = None
+        self.holds = 0
+        self.pins = 0
+        self.place: Any = None
+        self.notes: Any = None
+        self.is_orphan = False
+
+    @property
+    def group(self) -> int:
+        """Its KV group: whole pages are one."""
+        return 0
+
+    def __repr__(self) -> str:
+        return f"Node(pages {self.start}..{self.end}, refs {self.refs}, twins {len(self.twins or ())})"
+
+
+Path = list[Node]
+"""Consecutive runs from the first page on."""
+
+
+class HeldPages:
+    """Consecutive runs from page `start` on that a transfer holds."""
+
+    __slots__ = ("runs", "start")
+
+    def __init__(self, runs: Path, start: int) -> None:
+        self.runs: Final = runs
+        self.start: Final = start
+
+
+def walk(path: Path, start: int = 0) -> Iterator[Node]:
+    """Yield the runs that `path` holds, deepest first; `start`: its first page."""
+    for index in range(len(path) - 1, -1, -1):
+        node = path[index]
+        floor = path[index - 1].end if index else start
+        yield node
+        while node.start > floor:
+            assert node.parent is not None
+            node = node.parent
+            yield node
+
 
 NoteRequest = Callable[[Hints | None, int], object]
 
@@ -241,3 +353,35 @@ class LruOrder:
         node.newer = newer
         older.newer = node
         newer.older = node
+
+
+class TreeWatcher(Protocol):
+    """Is notified of all runs, referenced or not.
+
+    Promises: it changes no field of a node except `notes`, and only `extended` splits runs. `notes` belongs to the
+    watcher and is the same object for all copies of a run; a root has none before its first child is born.
+    """
+
+    def born(self, node: Node) -> None:
+        """Record `node`, the first copy of its pages."""
+
+    def may_grow(self, node: Node) -> bool:
+        """Return whether `node`, a leaf with one holder, may be extended by the pages that follow it."""
+
+    def extended(self, node: Node, start: int) -> None:
+        """Record that a holder made pages findable, up to the end of `node`; those from `start` on are new.
+
+        Called when the tree has finished its work; may cause splits.
+        """
+
+    def divided(self, heads: Sequence[Node], tails: Sequence[Node]) -> None:
+        """Give `heads` separate notes: all copies of a run were split, and heads and tails have the same notes."""
+
+    def cut(self, node: Node, num_pages: int) -> None:
+        """Record that the last `num_pages` of `node`, which is the only copy, were evicted."""
+
+    def first_copy_gone(self, node: Node) -> None:
+        """Record that `node`, the first of several copies, was evicted; the next is now first of `twins`."""
+
+    def died(self, node: Node) -> None:
+        """Record that `node`, the last copy of its pages, was evicted."""

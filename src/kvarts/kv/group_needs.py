@@ -1,4 +1,4 @@
-"""The memory that a request with KV groups needs to begin, and the most that it holds at one time."""
+"""The pages to which a token attends in a layer, and the memory that a request with KV groups needs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,31 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 
-__all__ = ["GroupNeeds", "Held"]
+__all__ = ["FirstSeen", "GroupNeeds", "Held"]
+
+FAR = 1 << 40
+"""A position after any window."""
+
+
+class FirstSeen:
+    """Attended positions of `layer`, in pages of `page_size` tokens."""
+
+    __slots__ = ("_lag", "_layer", "_page_size")
+
+    def __init__(self, layer: KvLayer, page_size: int) -> None:
+        self._layer = layer
+        self._page_size = page_size
+        # The reach of a window is the same at every position; in other layers it is not.
+        self._lag = FAR - layer.first_seen(FAR) if layer.kind == "window" else -1
+
+    def page(self, position: int) -> int:
+        """Return the page of the first token after the sink that the token at `position` attends to."""
+        lag = self._lag
+        if lag < 0:
+            return self._layer.first_seen(position) // self._page_size
+        return (position - lag) // self._page_size if position > lag else 0
 
 
 class Held(Protocol):
@@ -38,6 +60,7 @@ class GroupNeeds:
         self.most_new = most_new
         self._groups = [(group, group.part_bytes // memory.block_bytes) for group in memory.groups]
         self._whole_blocks = sum(blocks for group, blocks in self._groups if group.layer.kind in ("full", "latent"))
+        self._keeps_all = [not (group.is_state or group.is_bounded) for group, _ in self._groups]
         bounded = [(group.layer, blocks) for group, blocks in self._groups if group.is_bounded]
         self._caps = [(self._cap(layer), blocks) for layer, blocks in bounded]
         # Chunks that begin inside a page may reach into one page more, which vLLM's cap does not count.
@@ -108,7 +131,10 @@ class GroupNeeds:
         if most <= enough:
             return most
         in_all, in_step = self._beside_found(start, num_known, end)
-        return max(in_all, in_step) + self._idle(start, found, of_whole=True) + self._idle(start, found, of_whole=False)
+        most = max(in_all, in_step)
+        if start:
+            most += self._idle(start, found, of_whole=True) + self._idle(start, found, of_whole=False)
+        return most
 
     def front(self, held: Sequence[int], num_pages: int) -> int:
         """Return the most blocks of windows and chunks that a request holds which computes `num_pages` pages.
@@ -181,7 +207,10 @@ class GroupNeeds:
         """Return the blocks of a match that are not held, in groups that keep all tokens or in the others."""
         blocks = 0
         for index, (group, part_blocks) in enumerate(self._groups if start else ()):
-            if of_whole is (group.is_state or group.is_bounded):
+            if of_whole is not self._keeps_all[index]:
+                continue
+            if of_whole:
+                blocks += part_blocks * (start // self._page_size - found.num_shared(index, 0))
                 continue
             if group.is_state:
                 blocks += part_blocks * found.num_idle(index)

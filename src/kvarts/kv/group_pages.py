@@ -1,4 +1,7 @@
-"""A cache with KV groups behind the interface of schedulers, routers and reports: parts of pages, held in runs.
+"""The cache of a model with KV groups, behind the seam in `kv/cache.py`: requests hold parts of pages, in runs.
+
+Memory is counted in blocks, the largest size that divides the parts of all groups (GroupMemory); so every count is an
+integer, and counts of pages in the interface are counts of blocks.
 
 In a replay parts are counted. If a real model or a mock computes, or a reader receives page events, a part consists of
 blocks with ids: keys and values of a page of tokens, in as many layers as divide the layers of every group, so that any
@@ -10,33 +13,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
-from kvarts.content import Content
+from kvarts.content import NOTHING, Content
 from kvarts.event_log import Tell
 from kvarts.events import PartsMoved
-from kvarts.kv.cache import Holding, Leap
-from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.match import Match
-from kvarts.kv.node import NOTHING, HeldPages
-from kvarts.kv.part_pages import Held, PartPages
+from kvarts.kv.account import RunEvents
+from kvarts.kv.cache import Cache, Holding, Leap, Mark, Match
+from kvarts.kv.eviction import EvictionOrder, HeldPages
+from kvarts.kv.group_needs import GroupNeeds, Held
+from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import CountPool, IdPool, PageError, PageId
 from kvarts.kv.run_cache import RunCache
-from kvarts.kv.run_events import RunEvents
-from kvarts.kv.run_leaps import leap
-from kvarts.kv.run_loads import begin_load, begin_to_receive, join_front, receive
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
+from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span
+from kvarts.kv.span_tree import SpanTree
 
-__all__ = ["GroupPages", "HeldByOthers", "HeldParts", "PartHolding", "PartMatch"]
+__all__ = ["GroupPages", "Held", "HeldByOthers", "HeldParts", "PartHolding"]
 
-
-class PartMatch(Match):
-    """A match of `content` in a cache with KV groups. `found`: the pages that every group can resume from."""
-
-    __slots__ = ("found",)
-
-    def __init__(self, content: Content, found: RunMatch) -> None:
-        super().__init__(content, [], found.num_pages, 0)
-        self.found = found
+MOST_UNCHECKED = 16
+"""One part in this many may have moved before `check` examines all of them."""
 
 
 class PartHolding(Holding):
@@ -74,27 +67,30 @@ class HeldParts(HeldPages):
 class HeldByOthers:
     """The parts of a match that running requests hold: a `Held`."""
 
-    __slots__ = ("_cache", "_found")
+    __slots__ = ("_found", "_tree")
 
-    def __init__(self, cache: RunCache, found: RunMatch) -> None:
-        self._cache = cache
+    def __init__(self, tree: SpanTree, found: RunMatch) -> None:
+        self._tree = tree
         self._found = found
 
     def num_shared(self, group: int, first_page: int) -> int:
         """Return how many of a group's parts in the sink and in pages from `first_page` on they hold."""
-        return self._cache.num_shared(self._found, group, first_page)
+        return self._tree.num_shared(self._found, group, first_page)
 
     def num_idle(self, group: int) -> int:
         """Return how many snapshots of a group they do not hold."""
-        return self._cache.num_idle(self._found, group)
+        return self._tree.num_idle(self._found, group)
 
     def num_with_held_copy(self, group: int) -> int:
         """Return how many parts of a group they do not hold, but a copy of them."""
-        return self._cache.num_with_held_copy(self._found, group)
+        return self._tree.num_with_held_copy(self._found, group)
 
 
-class GroupPages(PartPages):
-    """PartPages of `num_blocks` blocks, held in runs by a RunCache.
+class GroupPages(Cache):
+    """The parts of `memory` in `num_blocks` blocks, held in runs by a RunCache.
+
+    `most_new_tokens`: the most tokens of a request that a step may compute, which bounds the parts that a window holds
+    during a step.
 
     `with_ids`: blocks have ids. `tell` receives events of parts. With either, every page of a decode is findable as
     soon as it is full. Otherwise the cache follows decodes itself: it knows the steps in which they take and release
@@ -105,7 +101,7 @@ class GroupPages(PartPages):
     later, so it follows none.
     """
 
-    __slots__ = ("_num_given", "num_promised", "parts")
+    __slots__ = ("_num_given", "_num_moved", "block_bytes", "memory", "needs", "num_promised", "page_size", "parts")
 
     def __init__(
         self,
@@ -124,7 +120,16 @@ class GroupPages(PartPages):
     ) -> None:
         ids = IdPool(num_blocks) if with_ids else None
         pool = CountPool(num_blocks) if ids is None else ids
-        super().__init__(pool, memory, page_size=page_size, most_new_tokens=most_new_tokens, lag=int(plans_ahead))
+        most_kept = 2 * most_new_tokens if plans_ahead else most_new_tokens
+        self.needs = GroupNeeds(memory, page_size=page_size, most_new=most_new_tokens, most_kept=most_kept)
+        super().__init__(pool, page_blocks=self.needs.page_blocks)
+        self.memory = memory
+        self.block_bytes = memory.block_bytes
+        self.page_size = page_size
+        self.settles = True
+        self.releases = any(group.is_bounded or group.is_state for group in memory.groups)
+        self._num_moved = 0
+        """Blocks that had been taken, released and evicted when `check` last examined every part."""
         self.parts = RunCache(
             memory,
             page_size=page_size,
@@ -135,6 +140,7 @@ class GroupPages(PartPages):
             eviction_order=eviction_order,
             at_branches=at_branches,
         )
+        self.match = self.parts.match
         self.num_promised = 0
         """Free blocks that are reserved for requests that will take them."""
         self._num_given = 0
@@ -174,33 +180,88 @@ class GroupPages(PartPages):
         counts[::2], counts[1::2] = parts.num_used, parts.num_cached
         return tuple(counts)
 
+    def look(self, mark: Mark) -> None:
+        """Set `mark` to the current counts if more blocks are in use than at the mark so far."""
+        parts, block_bytes = self.parts, self.block_bytes
+        num_used = (parts.total_bytes - parts.empty_bytes - parts.cached_bytes) // block_bytes  # this runs each step
+        if num_used > mark.used:
+            mark.used, mark.cached, mark.released = num_used, parts.cached_bytes // block_bytes, self.num_released
+            mark.parts = self.counts()
+
     def num_evicted_parts(self) -> tuple[int, ...]:
         """Return the number of evicted parts of each group."""
         return tuple(self.parts.num_evicted)
 
-    def _match(self, content: Content, limit: int) -> PartMatch:
-        return PartMatch(content, self.parts.match(content, limit))
-
     def held_by_others(self, match: Match) -> Held:
         """Return the parts of `match` that others hold."""
-        return HeldByOthers(self.parts, cast(PartMatch, match).found)
+        return HeldByOthers(self.parts.tree, cast(RunMatch, match))
 
     def reach(self, content: Content, limit: int) -> tuple[int, ...]:
         """Return, per group, the longest prefix of at most `limit` full pages that it alone could resume from."""
-        return self.parts.reach(content, limit)
+        return self.parts.tree.reach(content, limit)
 
     def num_pages_of(self, match: Match) -> int:
         """Return how many blocks a sequence that begins with `match` holds."""
-        return self.parts.held_after(cast(PartMatch, match).found) // self.block_bytes
+        return self.parts.held_after(cast(RunMatch, match)) // self.block_bytes
 
     def num_lent_of(self, match: Match) -> int:
         """Return how many blocks of `match` stores hold and no request does."""
-        return self.parts.lent_after(cast(PartMatch, match).found) // self.block_bytes
+        return self.parts.held_after(cast(RunMatch, match), only_lent=True) // self.block_bytes
+
+    # Needs of requests ----------------------------------------------------------------------------------------
+
+    def num_to_admit(self, match: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
+        """Return the blocks that must be free for a request that begins with `match`, by GroupNeeds.to_admit."""
+        # Blocks that the request may take whatever it needs; none are certain if other models take part.
+        num_certain = -1 if self.is_shared else self.num_free - num_kept
+        start = match.num_pages * self.page_size
+        end = min(num_known, start + budget)
+        return num_kept + self.needs.to_admit(start, num_known, end, self.held_by_others(match), num_certain)
+
+    def least_to_admit(self, match: Match, num_known: int, budget: int) -> int:
+        """Return a lower bound of `num_to_admit` that stays valid if parts of `match` are evicted."""
+        start = match.num_pages * self.page_size
+        end = min(num_known, start + budget)
+        return self.needs.least_to_admit(start, num_known, end, self.held_by_others(match))
+
+    def num_to_finish(self, holding: Holding, num_tokens: int) -> int:
+        """Return the most blocks that `holding` takes at one time, beyond its own, until it has `num_tokens`."""
+        return max(0, self.needs.to_compute(num_tokens) - self.num_held(holding))
+
+    def num_to_compute(self, num_known: int, page_size: int) -> int:
+        """Return the most blocks that `num_known` tokens need at one time, wherever their chunks begin and end."""
+        return self.needs.to_compute(num_known)
+
+    def num_at_most(self, num_tokens: int, page_size: int) -> int:
+        """Return the same for a request that runs alone, and may begin from snapshots."""
+        return self.needs.at_most(num_tokens)
+
+    def num_beyond(self, num_tokens: int, page_size: int, num_most: int) -> int:
+        """Return the same if it is more than `num_most`, else 0."""
+        if self.needs.at_most_whole(num_tokens) <= num_most:
+            return 0
+        num_blocks = self.needs.at_most(num_tokens)
+        return num_blocks if num_blocks > num_most else 0
+
+    def most_tokens(self, limit: int, page_size: int) -> int:
+        """Return the longest sequence, of up to `limit` tokens, that can run in this memory; 0 if none can."""
+        return self.needs.most_tokens(limit, self.pool.total)
+
+    def need_words(self, num_blocks: int, page_size: int, asked: str) -> str:
+        """Return the clause that a request with the tokens `asked` needs `num_blocks`."""
+        most_new = self.needs.most_new
+        return f"needs {num_blocks} blocks of {self.block_bytes:,} bytes for {asked}, with {most_new} tokens a step"
+
+    @property
+    def room_words(self) -> str:
+        """The memory, as the subject of a sentence on the number of its blocks."""
+        return "the memory has"
+
+    # Sequences ------------------------------------------------------------------------------------------
 
     def open(self, match: Match) -> PartHolding:
         """Hold `match`, for a sequence that begins with it; the cache must not have changed since it was made."""
-        of_parts = cast(PartMatch, match)
-        holding = PartHolding(self.parts.begin(of_parts.content, of_parts.found), match.num_pages)
+        holding = PartHolding(self.parts.begin(match.content, cast(RunMatch, match)), match.num_pages)
         if self.names_decodes:
             self.count()
         return holding
@@ -229,7 +290,7 @@ class GroupPages(PartPages):
         """
         self.parts.settle(cast(PartHolding, holding).parts, num_tokens, num_in_flight)
 
-    # Decodes that are counted and not identified: RunCache.start_decoding describes them.
+    # Decodes that are counted and not identified: Decodes describes them.
 
     def take_for(self, holding: Holding, num_tokens: int) -> None:
         """Take the blocks of tokens up to `num_tokens`, as far as `holding` does not have them."""
@@ -239,7 +300,7 @@ class GroupPages(PartPages):
     def take_page(self, holding: Holding, page: int) -> None:
         """Take the parts of `page`, the next page of a decode; without ids, they are only counted."""
         if self.names_decodes:
-            self.parts.take_page(cast(PartHolding, holding).parts)
+            self.parts.take_next(cast(PartHolding, holding).parts, 1)
         else:
             self.parts.take_pages(1)
         self.count()
@@ -247,7 +308,7 @@ class GroupPages(PartPages):
     def take_due(self, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
         """Take the next pages of decodes."""
         for holding in holdings:
-            self.parts.take_page(cast(PartHolding, holding).parts)
+            self.parts.take_next(cast(PartHolding, holding).parts, 1)
         self.count()
 
     def publish(self, holding: Holding, num_tokens: int) -> None:
@@ -267,7 +328,7 @@ class GroupPages(PartPages):
 
     def start_decoding(self, holding: Holding, admission: int, *, is_settled: bool = True) -> None:
         """Let a sequence compute one token per step from the next on."""
-        self.parts.start_decoding(cast(PartHolding, holding).parts, admission, is_settled=is_settled)
+        self.parts.decodes.start(cast(PartHolding, holding).parts, admission, is_settled=is_settled)
 
     def stop_decoding(self, holding: Holding, num_pages: int) -> None:
         """Stop following a decode, if the cache does."""
@@ -279,7 +340,7 @@ class GroupPages(PartPages):
 
     def publish_due(self) -> None:
         """Make the pages findable that decodes fill in this step and that others may find."""
-        self.parts.fill_pages()
+        self.parts.decodes.fill_pages()
         self.num_published = self.parts.num_published
 
     def fills_known_page(self) -> bool:
@@ -289,15 +350,15 @@ class GroupPages(PartPages):
 
     def end_step(self) -> None:
         """Let decodes release the parts that none of their later tokens attends to. `count` must follow."""
-        self.parts.end_step()
+        self.parts.decodes.end_step()
 
     def put_off(self, holdings: Sequence[Holding]) -> None:
         """End the step, but postpone the releases of `holdings` until `settle` is called for each."""
-        self.parts.put_off([cast(PartHolding, holding).parts for holding in holdings])
+        self.parts.decodes.put_off([cast(PartHolding, holding).parts for holding in holdings])
 
     def leap(self, most_steps: int, num_wanted: int) -> Leap:
-        """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, by `run_leaps.leap`."""
-        done = leap(self.parts, most_steps, num_wanted * self.block_bytes)
+        """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, by Decodes.leap."""
+        done = self.parts.decodes.leap(most_steps, num_wanted * self.block_bytes)
         self.count()
         return Leap(done.taken, PartsMoved(done.listed, done.emptied, done.evicted))
 
@@ -338,17 +399,17 @@ class GroupPages(PartPages):
 
     def keep(self, holding: Holding) -> int:
         """Record that `holding` stays when no request runs; return how many of its blocks no other `keep` covers."""
-        return self.parts.keep(cast(PartHolding, holding).parts) // self.block_bytes
+        return self.parts.keep(cast(PartHolding, holding).parts, 1) // self.block_bytes
 
     def unkeep(self, holding: Holding) -> int:
         """Undo a `keep`; return how many blocks are not kept any more."""
-        return self.parts.unkeep(cast(PartHolding, holding).parts) // self.block_bytes
+        return self.parts.keep(cast(PartHolding, holding).parts, -1) // self.block_bytes
 
     # Loads -------------------------------------------------------------------------------------------------
 
     def held_of(self, found: RunMatch) -> Held:
         """Return the parts that others hold of a match in device and tier together."""
-        return HeldByOthers(self.parts, found)
+        return HeldByOthers(self.parts.tree, found)
 
     def num_held_while_loading(self, found: RunMatch, num_wanted: int) -> int:
         """Return the blocks that `open_offered` holds and promises."""
@@ -367,14 +428,14 @@ class GroupPages(PartPages):
         That many blocks must be free.
         """
         num_free = self.num_free
-        holding = PartHolding(begin_load(self.parts, content, found), found.num_pages)
+        holding = PartHolding(self.parts.begin_load(content, found), found.num_pages)
         self.count()
         self._promise(holding, max(0, num_wanted - (num_free - self.num_free)))
         return holding
 
     def num_front(self, match: Match, num_pages: int) -> int:
         """Return the most blocks of windows that are held while `num_pages` pages after `match` are computed."""
-        pieces = self.parts.tree.pieces(cast(PartMatch, match).found)
+        pieces = self.parts.tree.pieces(cast(RunMatch, match))
         held = [sum(end - start for _, start, end in of_group) for of_group in pieces]
         return self.needs.front(held, num_pages)
 
@@ -383,9 +444,8 @@ class GroupPages(PartPages):
 
         It has `num_reserved` blocks until `join_front`: those that it does not hold are promised to it.
         """
-        of_parts = cast(PartMatch, match)
-        holding = PartHolding(self.parts.begin(of_parts.content, of_parts.found), found.num_pages)
-        holding.tail = begin_load(self.parts, of_parts.content, found, front_end)
+        holding = PartHolding(self.parts.begin(match.content, cast(RunMatch, match)), found.num_pages)
+        holding.tail = self.parts.begin_load(match.content, found, front_end)
         holding.num_reserved = num_reserved
         self._promise(holding, max(0, num_reserved - self.num_held(holding)))
         return holding
@@ -406,7 +466,7 @@ class GroupPages(PartPages):
         """Go on after the loaded pages: those before are computed, or given up."""
         of_parts = cast(PartHolding, holding)
         if of_parts.tail is not None:
-            join_front(self.parts, of_parts.parts, of_parts.tail)
+            self.parts.join_front(of_parts.parts, of_parts.tail)
             of_parts.parts, of_parts.tail = of_parts.tail, None
             self.count()
 
@@ -432,14 +492,13 @@ class GroupPages(PartPages):
 
     def open_to_receive(self, match: Match, num_tokens: int) -> PartHolding:
         """Hold `match`, and take the further parts with which the last of `num_tokens` tokens is computed again."""
-        of_parts = cast(PartMatch, match)
-        parts = begin_to_receive(self.parts, of_parts.content, of_parts.found, num_tokens)
+        parts = self.parts.begin_to_receive(match.content, cast(RunMatch, match), num_tokens)
         self.count()
         return PartHolding(parts, parts.num_taken)
 
     def receive(self, holding: Holding, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable."""
-        receive(self.parts, cast(PartHolding, holding).parts)
+        self.parts.receive(cast(PartHolding, holding).parts)
         self.count()
 
     # Blocks for a plan ---------------------------------------------------------------------------------------
@@ -522,6 +581,14 @@ class GroupPages(PartPages):
     def runs(self) -> Iterator[tuple[int, Content, int, int, int]]:
         """Return findable parts and their copies."""
         return self.parts.runs()
+
+    def is_check_due(self, *, at_rest: bool) -> bool:
+        """Return whether a sixteenth of all parts has moved since every part was last examined, or nothing runs."""
+        num_moved = self.num_used + 2 * self.num_released + self.num_evicted
+        if at_rest or num_moved - self._num_moved >= (self.num_used + self.num_cached) // MOST_UNCHECKED:
+            self._num_moved = num_moved
+            return True
+        return False
 
     def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
         """Assert laws L1 and L2 for every part, and that every block has one owner."""

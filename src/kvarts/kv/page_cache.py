@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvarts.content import Content
+from kvarts.content import NOTHING, Content
 from kvarts.hints import Hints
-from kvarts.kv.cache import Cache, Holding, Mark
-from kvarts.kv.eviction import noter_of, ranges_read_by
-from kvarts.kv.match import Match
-from kvarts.kv.node import NOTHING, HeldPages, walk
+from kvarts.kv.cache import Cache, Holding, Mark, Match
+from kvarts.kv.eviction import HeldPages, noter_of, ranges_read_by, walk
 from kvarts.kv.pool import PageError, PageId, Pool
 from kvarts.kv.tree import Node, Path, PrefixTree
 

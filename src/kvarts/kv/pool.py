@@ -1,4 +1,4 @@
-"""The empty pages of one memory.
+"""The empty pages of one memory, and the memory that several caches share.
 
 Two pools with one contract: `CountPool` where it does not matter which page is taken (virtual time), `IdPool` where an
 executor writes into them. A taken page belongs to the taker until it is returned; the pool does not know its use.
@@ -12,7 +12,7 @@ from typing import Any, NewType, Protocol, cast
 from kvarts.errors import KvartsError
 from kvarts.limits import MOST_COUNT, MOST_PAGES, check_whole
 
-__all__ = ["CountPool", "IdPool", "PageError", "PageId", "Pool"]
+__all__ = ["CountPool", "IdPool", "PageError", "PageId", "Pool", "SharedMemory"]
 
 PageId = NewType("PageId", int)
 
@@ -159,3 +159,20 @@ class IdPool:
         """Assert law L1 for the one taker of this pool."""
         assert num_free == self.num_empty + num_cached, "L1: free"
         assert self.num_empty + self.num_taken == self.total, "L1: total"
+
+
+class SharedMemory(Protocol):
+    """The memory of several caches, as one of them sees it. Empty bytes of a cache are returned to it in between."""
+
+    def make_room(self, num_bytes: int) -> None:
+        """Evict, there or from others, until `num_bytes` bytes, which must be free, are empty in the cache."""
+
+    def take_back(self) -> None:
+        """Take back the empty bytes of the cache."""
+
+    @property
+    def num_free_bytes(self) -> int:
+        """Bytes that the cache could take now: empty or cached, there or elsewhere."""
+
+    def tick(self) -> int:
+        """Return the stamp of a release that happens now: earlier releases, in any of the caches, have smaller ones."""

@@ -9,39 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Protocol, cast
+from typing import cast
 
 from kvarts.content import Content
-from kvarts.kv.decodes import Decodes, turned
+from kvarts.kv.account import RunAccount, RunEvents
+from kvarts.kv.decodes import Decodes
 from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.part_account import Listed, Spot
+from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import IdPool, PageError, PageId
-from kvarts.kv.run_account import RunAccount
-from kvarts.kv.run_events import RunEvents
+from kvarts.kv.runs import Listed, PartRun, RunHolding, RunMatch, Span, Spot
 from kvarts.kv.span_tree import SpanTree
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
-from kvarts.kv.streams import Stream, Turns
 
-__all__ = ["RunCache", "Wants"]
-
-
-class Wants(Protocol):
-    """Collects the parts to store in the tier below; it is notified of those that are worth storing."""
-
-    def complete(self, content: Content, group: int, start: int, end: int) -> None:
-        """Record that pages [start, end) of `content` are complete when the step ends.
-
-        Called only for parts from which other sequences may continue: for groups that keep all tokens every full page,
-        for windows and chunks the pages to which the token after a prompt or an end attends, and snapshots.
-        """
-
-    def computes(self, owner: RunHolding | PartRun, start: int) -> None:
-        """Record that the current step computes the pages of `owner` from `start` on: a sequence, or a snapshot."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether parts must be stored now, whatever happens on the device."""
+__all__ = ["RunCache"]
 
 
 class RunCache(RunAccount):
@@ -68,10 +47,6 @@ class RunCache(RunAccount):
         self.num_published = 0
         """The number of times that parts of known tokens, findable by others, were published since the beginning."""
         self.decodes = Decodes(memory, page_size, self)
-        self.promised_bytes = 0
-        """Free bytes that are reserved for requests that will take them."""
-        self.wants: Wants | None = None
-        self._last_turns = Turns()
         self._keeps_all = memory.keeps == "all"
         self._is_state = [group.is_state for group in groups]
         self._kept = [self._keeps_all or not group.is_bounded for group in groups]
@@ -83,10 +58,6 @@ class RunCache(RunAccount):
             memory, page_size, self.decodes.look, num_below=num_below, finds_branches=at_branches
         )
         self.match = tree.match
-        self.num_shared = tree.num_shared
-        self.num_idle = tree.num_idle
-        self.num_with_held_copy = tree.num_with_held_copy
-        self.reach = tree.reach
 
     # Holding and releasing --------------------------------------------------------------------------------
 
@@ -108,7 +79,7 @@ class RunCache(RunAccount):
         """
         if not run.is_kept or run.is_passed or run.spot is not None or self.eviction_order is not None:
             return
-        if all(holder.is_transfer for holder in run.holders):
+        if run.is_lent:
             run.spot = Spot()
             self.append(run.spot)
 
@@ -116,7 +87,8 @@ class RunCache(RunAccount):
 
     def begin(self, content: Content, match: RunMatch) -> RunHolding:
         """Begin a sequence with `match`; the cache must not have changed since it was made. `extend` may follow."""
-        self.note_begin()
+        if self.note_request is not None:
+            self.note_begin()
         length, tree = match.num_pages, self.tree
         if not length:
             match.root.num_users += 1
@@ -165,19 +137,18 @@ class RunCache(RunAccount):
         """Take the parts of tokens up to `num_tokens`, as far as `holding` does not have them."""
         num_pages = -(-num_tokens // self.page_size) - holding.num_taken
         if num_pages > 0:
-            self._take_open(holding, num_pages)
+            self.take_next(holding, num_pages)
+        self._take_states(holding)
+
+    def _take_states(self, holding: RunHolding) -> None:
         for index in self._of_states:
             if not holding.num_states[index]:
                 self.take(index, 1)
                 holding.num_states[index] = 1
                 holding.state_ids[index] = self.take_ids(index, 1)
 
-    def take_page(self, holding: RunHolding) -> None:
-        """Take the parts of the next page; none of its tokens is computed yet."""
-        self._take_open(holding, 1)
-
-    def _take_open(self, holding: RunHolding, num_pages: int) -> None:
-        """Take the parts of the next `num_pages` pages, which cannot be found yet."""
+    def take_next(self, holding: RunHolding, num_pages: int) -> None:
+        """Take the parts of the next `num_pages` pages, which cannot be found yet; none of their tokens is computed."""
         self.take_pages(num_pages)
         holding.num_taken += num_pages
         if self.blocks is not None:
@@ -185,7 +156,7 @@ class RunCache(RunAccount):
                 holding.open_ids[index] += self.take_ids(index, num_pages)
 
     def drop_pages(self, holding: RunHolding, num_pages: int) -> None:
-        """Undo `take_page` for all but the first `num_pages` pages of `holding`."""
+        """Undo `take_next` for all but the first `num_pages` pages of `holding`."""
         assert num_pages >= holding.num_named, "a page that can be found has no token"
         count = holding.num_taken - num_pages
         if count <= 0:
@@ -200,9 +171,9 @@ class RunCache(RunAccount):
                 del ids[at:]
 
     def fill_page(self, holding: RunHolding, num_tokens: int) -> None:
-        """Make the page that ends with `num_tokens` tokens findable; `take_page` took it."""
+        """Make the page that ends with `num_tokens` tokens findable; `take_next` took it."""
         holding.num_tokens = num_tokens
-        self._name(holding, num_tokens // self.page_size)
+        self.publish_to(holding, num_tokens // self.page_size)
 
     def settle(self, holding: RunHolding, num_tokens: int, num_in_flight: int = 0) -> None:
         """Release the parts that no token from `num_tokens` on attends to; all tokens before are computed.
@@ -283,40 +254,27 @@ class RunCache(RunAccount):
         else:
             self.note_empty(index, first - start)
 
-    def held_after(self, match: RunMatch) -> int:
-        """Return the bytes that a sequence that begins with `match` holds."""
-        return sum(
-            self.part_bytes[index] * (end - start)
-            for index, pieces in enumerate(self.tree.pieces(match))
-            for _, start, end in pieces
-        )
-
-    def lent_after(self, match: RunMatch) -> int:
-        """Return the bytes of parts of `match` that only stores hold."""
-        return sum(
-            self.part_bytes[index] * (end - start)
-            for index, pieces in enumerate(self.tree.pieces(match))
-            for run, start, end in pieces
-            if run.list_index == index and run.holders and all(holder.is_transfer for holder in run.holders)
-        )
-
-    def keep(self, holding: RunHolding) -> int:
-        """Record that `holding` is kept for later; return the bytes of its parts that no other `keep` covers."""
+    def held_after(self, match: RunMatch, *, only_lent: bool = False) -> int:
+        """Return the bytes that a sequence that begins with `match` holds; `only_lent`: those that only stores hold."""
         num_bytes = 0
-        for index, runs in enumerate(holding.held):
-            for run in runs:
-                num_bytes += 0 if run.keeps else (run.end - run.start) * self.part_bytes[index]
-                run.keeps += 1
+        for index, pieces in enumerate(self.tree.pieces(match)):
+            for run, start, end in pieces:
+                if not only_lent or (run.list_index == index and run.is_lent):
+                    num_bytes += (end - start) * self.part_bytes[index]
         return num_bytes
 
-    def unkeep(self, holding: RunHolding) -> int:
-        """Undo a `keep`; return the bytes of parts that are not kept any more."""
+    def keep(self, holding: RunHolding, change: int) -> int:
+        """Record that `holding` is kept for later once more (1) or less (-1).
+
+        Return the bytes of its parts that nothing kept before, or that nothing keeps any more.
+        """
         num_bytes = 0
         for index, runs in enumerate(holding.held):
             for run in runs:
-                run.keeps -= 1
-                assert run.keeps >= 0, "a part was kept less often"
-                num_bytes += 0 if run.keeps else (run.end - run.start) * self.part_bytes[index]
+                least = min(run.keeps, run.keeps + change)
+                assert least >= 0, "a part was kept less often"
+                num_bytes += 0 if least else (run.end - run.start) * self.part_bytes[index]
+                run.keeps += change
         return num_bytes
 
     def missing_bytes(self, holding: RunHolding, num_new: int) -> int:
@@ -376,9 +334,10 @@ class RunCache(RunAccount):
             assert num_taken is not None
             holding.num_taken = num_taken
         if num_full_pages > holding.num_named:
-            self._name(holding, num_full_pages)
+            self.publish_to(holding, num_full_pages)
         holding.num_tokens = num_full_pages * self.page_size
-        self.keep_tails(holding, num_full_pages)
+        if self._bounded:
+            self.keep_tails(holding, num_full_pages)
         if holding.swapped_tokens:
             self._keep_state(holding)
         for index, held in enumerate(holding.held):
@@ -405,17 +364,22 @@ class RunCache(RunAccount):
 
     def _grow(self, holding: RunHolding, num_tokens: int, is_end: bool) -> None:
         page_size = self.page_size
-        self.take_for(holding, num_tokens)
+        num_pages = -(-num_tokens // page_size) - holding.num_taken
+        if num_pages > 0:
+            self.take_next(holding, num_pages)
+        if self._of_states:
+            self._take_states(holding)
         holding.num_tokens = num_tokens
         end = num_tokens // page_size
         if end > holding.num_named:
-            self._name(holding, end)
+            self.publish_to(holding, end)
         if is_end:
-            self.keep_tails(holding, end)
+            if self._bounded:
+                self.keep_tails(holding, end)
             if self._of_states and not num_tokens % page_size:
                 self._keep_snapshots(holding)
 
-    def _name(self, holding: RunHolding, end: int) -> None:
+    def publish_to(self, holding: RunHolding, end: int) -> None:
         """Make parts of full pages up to `end` findable, both held and released ones."""
         start = holding.num_named
         if start < holding.content.num_known_pages:
@@ -424,7 +388,8 @@ class RunCache(RunAccount):
             self.wants.computes(holding, start)
         spans = self.tree.extend(holding, end)
         if holding.given:
-            self._place(holding.given, spans)
+            for given in holding.given:
+                self._place(given, spans, holding.content)
             holding.given = []
         events, has_ids, sinks = self.events, self.blocks is not None, self.tree.sinks
         ids: list[PageId] | None = None
@@ -464,27 +429,28 @@ class RunCache(RunAccount):
             for index in self._whole:
                 self.wants.complete(holding.content, index, start, known_end)
 
-    def _place(self, runs: list[PartRun], spans: Sequence[tuple[Span, int, int]]) -> None:
-        """Make `runs` findable; `spans` now cover their pages."""
-        for run in runs:
-            stream = run.stream
-            if stream is not None and not stream.trim(run):
-                stream.runs.remove(run)
-                run.stream = None
-                run.forget()
-                stream.set_gate()
-            if run.start >= run.end:
+    def _place(self, run: PartRun, spans: Sequence[tuple[Span, int, int]], content: Content) -> None:
+        """Make `run` of a sequence with `content` findable; `spans` cover its pages, each those up to its last number.
+
+        Pages that its stream has evicted are left out.
+        """
+        stream = run.stream
+        if stream is not None and not stream.trim(run):
+            stream.drop(run)
+        if run.start >= run.end:
+            return
+        for span, _, end in spans:
+            if run.start >= end:
                 continue
-            for span, _, end in spans:
-                if run.start >= end:
-                    continue
-                piece = run if run.end <= end else run.split(end)
-                piece.span = span
-                span.parts[run.group].append(piece)
-                if stream is not None:
-                    span.is_moving = True
-                if piece is run:
-                    break
+            piece = run if run.end <= end else run.split(end)
+            if self.events is not None:
+                self.events.came(content, run.group, span, piece.start, piece.end)
+            piece.span = span
+            span.parts[run.group].append(piece)
+            if stream is not None:
+                span.is_moving = True
+            if piece is run:
+                break
 
     def keep_tails(self, holding: RunHolding, num_pages: int) -> None:
         """Mark the parts that the token after the last full page attends to."""
@@ -514,11 +480,7 @@ class RunCache(RunAccount):
         self.num_published += 1
         for index in missing:
             self.take(index, 1)
-            run = PartRun(index, span, page - 1, page, [holding], is_kept=True, ids=self.take_ids(index, 1))
-            if self.events is not None:
-                self.events.came(holding.content, index, span, page - 1, page)
-                self.events.told()
-            span.parts[index].append(run)
+            run = self._add_snapshot(holding, index, span, self.take_ids(index, 1))
             if self.blocks is not None:
                 holding.snapshots.append((holding.num_tokens, run))
             if self.wants is not None:
@@ -526,6 +488,16 @@ class RunCache(RunAccount):
                 if page <= holding.content.num_known_pages:
                     self.wants.complete(holding.content, index, page - 1, page)
             self.release(index, (run,), holding)  # a copy that nothing holds
+
+    def _add_snapshot(self, holding: RunHolding, index: int, span: Span, ids: list[PageId]) -> PartRun:
+        """Return a snapshot of `holding` after its last full page, which is in `span`."""
+        page = holding.num_named
+        run = PartRun(index, span, page - 1, page, [holding], is_kept=True, ids=ids)
+        if self.events is not None:
+            self.events.came(holding.content, index, span, page - 1, page)
+            self.events.told()
+        span.parts[index].append(run)
+        return run
 
     def _keep_state(self, holding: RunHolding) -> None:
         """Make the states of a sequence that is about to be closed findable after its last full page.
@@ -542,12 +514,8 @@ class RunCache(RunAccount):
             return
         holding.content.swapped_tokens = holding.swapped_tokens
         for index in self._of_states:
-            run = PartRun(index, span, page - 1, page, [holding], is_kept=True, ids=holding.state_ids[index])
+            run = self._add_snapshot(holding, index, span, holding.state_ids[index])
             holding.num_states[index], holding.state_ids[index] = 0, []
-            if self.events is not None:
-                self.events.came(holding.content, index, span, page - 1, page)
-                self.events.told()
-            span.parts[index].append(run)
             holding.held[index].append(run)
 
     def drop_state(self, content: Content, page: int) -> None:
@@ -572,103 +540,148 @@ class RunCache(RunAccount):
                 run.ids = []
                 run.forget()
 
-    # Steps of decodes -------------------------------------------------------------------------------------
+    # Loads and stores ----------------------------------------------------------------------------------------
 
-    def start_decoding(self, holding: RunHolding, admission: int, *, is_settled: bool = True) -> None:
-        """Let a sequence compute one token per step from the next on, in the order of `admission`.
+    def begin_load(self, content: Content, match: RunMatch, first: int = 0) -> RunHolding:
+        """Begin a sequence after `match`: hold the device's parts, and take parts for the rest, which a load fills.
 
-        Its pages are taken by `take_pages`, and parts that no later token attends to are released by `end_step` once
-        the sequence is settled.
+        The parts must fit. They cannot be found before `arrive`. Parts before page `first` are left out: `join_front`
+        adds them later.
         """
-        self.decodes.join(holding, admission)
-        if is_settled:
-            self.decodes.begin(holding)
+        self.note_begin()
+        last = match.spans[-1] if match.spans else match.root
+        holding = RunHolding(content, last, match.num_pages, self.page_size, len(self.groups))
+        last.num_users += 1
+        assert match.pieces is not None
+        from_first = match.pieces
+        if first:
+            from_first = [
+                [(run, max(start, first), end) for run, start, end in pieces if end > first] for pieces in match.pieces
+            ]
+        resident: list[list[PartRun]] = []
+        for index, pieces in enumerate(from_first):
+            self.hold_path([run.cut(start, end) for run, start, end in pieces if run.list_index == index], holding)
+            resident.append(holding.held[index])
+        if not match.spans:  # pages that only a shared tier has
+            holding.num_named = 0
+            self.tree.extend(holding, match.num_pages)
+        for index, pieces in enumerate(from_first):
+            num_missing = sum(end - start for run, start, end in pieces if run.list_index != index)
+            if not num_missing:
+                continue
+            self.take(index, num_missing)
+            ids = self.take_ids(index, num_missing)
+            held: list[PartRun] = []
+            of_device = iter(resident[index])
+            for run, start, end in pieces:
+                if run.list_index == index:
+                    held.append(next(of_device))
+                    continue
+                at = (end - start) * self.part_blocks[index] if ids else 0
+                before = held[-1] if held else None
+                if before is not None and before.span is None and before.end == start:
+                    before.end = end
+                    before.ids += ids[:at]
+                else:
+                    held.append(PartRun(index, None, start, end, [holding], is_kept=False, ids=ids[:at]))
+                del ids[:at]
+            holding.held[index] = held
+        return holding
 
-    def fill_pages(self) -> None:
-        """Make the pages findable that decodes fill in this step and that others may find."""
-        decodes = self.decodes
-        for holding in decodes.filling[decodes.step % self.page_size]:
-            self._name(holding, (holding.base + decodes.step + 1) // self.page_size)
+    def join_front(self, front: RunHolding, loaded: RunHolding) -> None:
+        """Move the full pages of `front`, a sequence of the pages before, to `loaded`; its other parts become empty."""
+        self.drop_pages(front, front.num_named)
+        for index, held in enumerate(front.held):
+            for run in held:
+                run.holders[run.holders.index(front)] = loaded
+            loaded.held[index] = held + loaded.held[index]
+            front.held[index] = []
+        front.last.num_users -= 1
+        if not front.last.num_users:
+            front.last.prune()
+        front.is_open = False
 
-    def end_step(self) -> None:
-        """Let decodes release the parts that none of their later tokens attends to, in the order of admission."""
-        decodes = self.decodes
-        slot = decodes.step % self.page_size
-        odd = decodes.odd_now()
-        listing = decodes.listing[slot]
-        if not odd:
-            if listing:
-                self._turns().streams += listing
-        else:
-            place = 0
-            for admission, index, holding in odd:
-                start = place
-                while place < len(listing) and (listing[place].admission, listing[place].group) < (admission, index):
-                    place += 1
-                if place > start:
-                    self._turns().streams += listing[start:place]
-                self.settle_group(holding, index, holding.base + decodes.step + 1)
-            if place < len(listing):
-                self._turns().streams += listing[place:]
-        if decodes.given_bytes[slot]:
-            for index in self._bounded:
-                if count := decodes.num_listed[index][slot]:
-                    self.note_cached(index, count)
-                if count := decodes.num_emptied[index][slot]:
-                    self.note_empty(index, count)
-        decodes.step += 1
-        for _, index, holding in odd:
-            decodes.begin_group(holding, index)
+    def arrive(self, holding: RunHolding, ends: Sequence[int]) -> None:
+        """Make the parts of `holding` findable that a load has filled: by group, those before page `ends[index]`."""
+        spans: list[tuple[Span, int, int]] = []
+        span: Span | None = self.tree.last_of(holding)
+        while span is not None:
+            spans.append((span, span.start, span.end))
+            span = span.parent
+        spans.reverse()
+        for index, held in enumerate(holding.held):
+            for run in tuple(held):
+                if run.span is not None or run.start >= ends[index]:
+                    continue
+                if run.end > ends[index]:
+                    run = run.split(ends[index])  # noqa: PLW2901
+                self.num_published += 1
+                run.is_kept = True
+                self._place(run, spans, holding.content)
+        if self.events is not None:
+            self.events.told()
 
-    def put_off(self, holdings: Sequence[RunHolding]) -> None:
-        """End the step; `holdings`, all decodes that would release something, do so when they are settled."""
-        decodes = self.decodes
-        for holding in holdings:
-            decodes.stop_all(holding)
-        decodes.odd_now()  # drops the expected odd releases of `holdings`
-        decodes.step += 1
+    def begin_to_receive(self, content: Content, match: RunMatch, num_tokens: int) -> RunHolding:
+        """Begin a sequence whose first `num_tokens` tokens are computed elsewhere: hold `match`, and take other parts.
 
-    def pass_steps(self, num_steps: int) -> None:
-        """List the releases of decodes in steps without odd releases; the caller counts them."""
-        decodes = self.decodes
-        given: list[Stream] = []
-        for listing in turned(decodes.listing, decodes.step % self.page_size, num_steps):
-            given += listing
-        if given:
-            self._turns().streams += given
-        decodes.step += num_steps
+        They are those with which the last token is computed again, and must fit. They cannot be found before `receive`.
+        """
+        holding = self.begin(content, match)
+        start, num_pages = match.num_pages, -(-num_tokens // self.page_size)
+        seen: list[tuple[int, int]] = []
+        for index, group in enumerate(self.groups):
+            sink, first = self.tree.needed(index, num_tokens - 1)
+            seen.append((sink, first))
+            if not group.is_state:
+                holding.first_open[index] = max(start, first)  # nothing is taken of pages in between
+            if group.is_state or group.is_bounded:
+                self.settle_group(holding, index, num_tokens - 1)
+        for index, group in enumerate(self.groups):
+            if group.is_state:
+                self.take(index, 1)
+                holding.num_states[index] = 1
+                holding.state_ids[index] = self.take_ids(index, 1)
+                continue
+            sink, first = seen[index]
+            if start < sink:
+                self.take(index, sink - start)
+                ids = self.take_ids(index, sink - start)
+                holding.held[index].append(PartRun(index, None, start, sink, [holding], is_kept=False, ids=ids))
+            num_open = num_pages - holding.first_open[index]
+            self.take(index, num_open)
+            holding.open_ids[index] = self.take_ids(index, num_open)
+        holding.num_taken = num_pages
+        holding.num_tokens = num_tokens
+        return holding
 
-    def _turns(self) -> Turns:
-        """Return the youngest entry of the list; turns can be added to it."""
-        turns = self._last_turns
-        if turns is not self.youngest or self.shared is not None:
-            turns = self._last_turns = Turns()
-            self.append(turns)
-        return turns
+    def receive(self, holding: RunHolding) -> None:
+        """Make the full pages of `holding` findable: all of its tokens have arrived."""
+        num_full = holding.num_tokens // self.page_size
+        if num_full > holding.num_named:
+            self.fill_page(holding, holding.num_tokens)
+            self.arrive(holding, [num_full] * len(self.groups))
+        self.keep_tails(holding, num_full)
+
+    def unhold(self, holding: RunHolding, *, go_first: bool) -> None:
+        """End the hold of a store on one run: unused parts are evicted last, or next with `go_first`.
+
+        The last page is evicted before the others.
+        """
+        if not go_first:
+            self.release_all(holding, range(len(self.groups)))
+            return
+        for index, held in enumerate(holding.held):
+            holding.held[index] = []
+            for run in held:
+                self.release(index, (run,), holding)
+                if run.is_listed:  # else others hold it, or nothing keeps it, and it is empty
+                    self.move_first(run)
 
     # Laws -------------------------------------------------------------------------------------------------
 
-    def listed_pages(self) -> list[tuple[int, int]]:
-        """Return the group and page of each listed part, in order; for a snapshot the page before it."""
-        pages: list[tuple[int, int]] = []
-        low: dict[int, int] = {}
-        for entry in self.entries():
-            if isinstance(entry, PartRun):
-                pages += [(entry.group, page) for page in range(entry.end - 1, entry.start - 1, -1)]
-            elif isinstance(entry, Turns):
-                for stream in entry.streams[entry.at :]:
-                    page = low.get(id(stream), stream.low)
-                    low[id(stream)] = page + 1
-                    if not stream.is_hole(page):
-                        pages.append((stream.group, page))
-        return pages
-
     def runs(self) -> Iterator[tuple[int, Content, int, int, int]]:
         """Yield findable parts and their copies: group, content, first page, page after the last, number of holders."""
-        todo = list(self.tree.roots.values())
-        while todo:
-            span = todo.pop()
-            todo += span.children.values()
+        for span in self.tree.every():
             for index, runs in enumerate(span.parts[: len(self.groups)]):
                 for run in runs:
                     yield index, span.content, run.start, run.end, len(run.holders)
@@ -693,18 +706,15 @@ class RunCache(RunAccount):
                         used[index] += run.end - run.start
                     assert holding in run.holders, "L2: a part is held, and does not say so"
                     assert run.span is None or run in run.span.parts[index], "L1: a part in use cannot be found"
-        todo = list(self.tree.roots.values())
-        while todo:
-            span = todo.pop()
-            todo += span.children.values()
-            for child in span.children.values():
-                assert child.parent is span and child.start == span.end, "L3: a span does not follow the one before"
+        for span in self.tree.every():
+            assert span.parent is not None and span.parent.end == span.start, (
+                "L3: a span does not follow the one before"
+            )
             for runs in span.parts[: len(groups)]:
                 for run in runs:
                     assert run.span is span and len(run.holders) == held.get(id(run), 0), "L2: a part is held by others"
                     assert run.is_listed == (not run.holders), "L2: a part is listed, and held"
-                    is_of_stores = bool(run.holders) and all(holder.is_transfer for holder in run.holders)
-                    assert run.spot is None or is_of_stores, "L2: a part that is in use has a place in the list"
+                    assert run.spot is None or run.is_lent, "L2: a part that is in use has a place in the list"
                     assert span.start <= run.start <= run.end <= span.end, "L1: a part is not of its span"
         assert used == self.num_used, f"L1: {used} parts used, counted {self.num_used}"
         assert cached == self.num_cached, f"L1: {cached} parts cached, counted {self.num_cached}"
@@ -719,10 +729,7 @@ class RunCache(RunAccount):
         """Assert that every block has one owner, and that every part has its number of blocks."""
         assert self.blocks is not None
         ids = [*self.blocks.empty_ids, *taken_ids]
-        todo = list(self.tree.roots.values())
-        while todo:
-            span = todo.pop()
-            todo += span.children.values()
+        for span in self.tree.every():
             for index, runs in enumerate(span.parts[: len(self.groups)]):
                 for run in runs:
                     num_ids = (run.end - run.start) * self.part_blocks[index]

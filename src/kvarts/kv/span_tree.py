@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from itertools import pairwise
 from math import gcd
 
-from kvarts.content import Content
-from kvarts.kv.first_seen import FirstSeen
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.node import NOTHING
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span, first_list
+from kvarts.content import NOTHING, Content
+from kvarts.kv.group_needs import FirstSeen
+from kvarts.kv.groups import GroupMemory
+from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, first_list
 
 __all__ = ["SpanTree", "find"]
 
@@ -38,7 +37,10 @@ class SpanTree:
         self._look = look
         self._whole = [index for index, group in enumerate(groups) if group.layer.kind in ("full", "latent")]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
+        self._is_state = [group.is_state for group in groups]
         self._states = [index for index, group in enumerate(groups) if group.is_state]
+        self._has_less = len(self._whole) < len(groups)
+        """Whether some group keeps less than all tokens."""
         self._finds_branches = finds_branches and bool(self._states) and bool(self._whole)
         self._first_seen = [FirstSeen(group.layer, page_size) for group in groups]
         self._chunks = [group.layer.kind == "chunk" for group in groups]
@@ -49,9 +51,11 @@ class SpanTree:
 
     def needed(self, index: int, num_tokens: int) -> tuple[int, int]:
         """Return (s, f): later tokens need the first s pages of `num_tokens` tokens, and those from page f on."""
-        if self.groups[index].is_state:
+        if self._is_state[index]:
             is_page_end = num_tokens and not num_tokens % self.page_size
             return 0, num_tokens // self.page_size - 1 if is_page_end else -(-num_tokens // self.page_size)
+        if index in self._whole:
+            return 0, 0
         first = self._first_seen[index].page(num_tokens)
         sink = self.sinks[index]
         return (sink if sink < first else first), first
@@ -90,10 +94,10 @@ class SpanTree:
         branch = 0
         if self._finds_branches and 0 < page < limit:
             branch = self._branch_of(span if child is None or child.start >= page else child, content, page)
-        length = self._longest(found, page) if page else 0
+        length = self._longest(found, page) if page and self._has_less else page
         while spans and spans[-1].start >= length:
             spans.pop()
-        match = RunMatch(root, spans, length)
+        match = RunMatch(content, root, spans, length)
         if branch > length:
             match.branch = branch
         if depth:
@@ -139,7 +143,7 @@ class SpanTree:
                 break
         length = self._longest(found, page) if page else 0
         spans = [span for span in own if span.start < length] if length <= known else []
-        match = RunMatch(self.root(content.salt), spans, length)
+        match = RunMatch(content, self.root(content.salt), spans, length)
         match.pieces = self._pieces(found, length)
         return match
 
@@ -417,11 +421,20 @@ class SpanTree:
 
     def extend(self, holding: RunHolding, end: int) -> list[tuple[Span, int, int]]:
         """Create the missing spans of the pages of `holding` up to `end`; return the spans with the pages of each."""
-        content, last, page = holding.content, self.last_of(holding), holding.num_named
+        content, last, page = holding.content, holding.last, holding.num_named
+        if last.start >= page and last.parent is not None:
+            last = self.last_of(holding)
         holding.num_named = end
-        if last.content is content and last.num_users == 1 and not last.children and last.end == page:
-            last.end = end
-            return [(last, page, end)]
+        if last.end == page and page < end:
+            if last.content is content and last.num_users == 1 and not last.children:
+                last.end = end
+                return [(last, page, end)]
+            key = content.key(page)
+            if key not in last.children:
+                child = holding.last = last.children[key] = Span(content, key, page, end, last, self._num_lists)
+                child.num_users = 1
+                last.num_users -= 1
+                return [(child, page, end)]
         before = last
         spans: list[tuple[Span, int, int]] = []
         while page < end:

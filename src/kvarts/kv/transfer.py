@@ -16,6 +16,7 @@ __all__ = [
     "Loaded",
     "Move",
     "Offer",
+    "PeersGain",
     "PrefillTimes",
     "Transfer",
     "TransferReport",
@@ -29,6 +30,15 @@ class PrefillTimes(Protocol):
 
     def prefill_ns(self, start: int, end: int) -> int | None:
         """Return how long tokens [start, end) of a sequence take alone; None if that is not known yet."""
+
+
+class PeersGain(Protocol):
+    """What workers save that read pages from the memory of other workers. `tier`: the name of that memory."""
+
+    tier: str
+
+    def saved_pages(self, start: int, num_pages: int, num_tokens: int) -> float:
+        """Return how many of `num_pages` pages from `start` on a prompt of `num_tokens` saves, in time to compute."""
 
 
 class Direction(StrEnum):

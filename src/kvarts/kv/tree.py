@@ -24,14 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvarts.content import Content
+from kvarts.content import NOTHING, Content
 from kvarts.event_log import Tell
 from kvarts.events import CopiesRemoved, PagesRemoved, PagesStored
-from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.match import Match
-from kvarts.kv.node import NOTHING, HeldPages, Node, Path, walk
+from kvarts.kv.cache import Match
+from kvarts.kv.eviction import EvictionOrder, HeldPages, Node, Path, TreeWatcher, walk
 from kvarts.kv.pool import PageId
-from kvarts.kv.watcher import TreeWatcher
 
 __all__ = ["Node", "Path", "PrefixTree"]
 

@@ -16,21 +16,20 @@ from kvarts.config import EngineConfig, EngineOptions
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
 from kvarts.executor.base import Executor
-from kvarts.executor.copier import PageStore
-from kvarts.executor.measured import MeasuredCost, MeasuringExecutor
+from kvarts.executor.page_bytes import PageStore
 from kvarts.executor.torch.executor import TorchExecutor
 from kvarts.executor.torch.grammars import Grammars
 from kvarts.executor.torch.loading import load_model, load_tokenizer
 from kvarts.executor.torch.sampling import BatchSampler, processors_of
+from kvarts.executor.wrappers import MeasuredCost, MeasuringExecutor
 from kvarts.kv.eviction import EvictionOrder, LruOrder
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.groups import GroupMemory
 from kvarts.kv.transfer import TransferTotals
-from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop, ModelHost
 from kvarts.llm.room import KVRoom, latent_token_bytes, open_room, token_bytes
 from kvarts.llm.speculation import CarefulDrafter, NgramDrafter, SpeculativeConfig, TimesByTokens
-from kvarts.llm.text import Completion, Generation
+from kvarts.llm.text import Completion, DetokenizingExecutor, Generation
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 from kvarts.sched.drafts import DraftTotals

@@ -23,13 +23,11 @@ from kvarts.clock import Clock
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.errors import KvartsError
-from kvarts.executor.page_bytes import PageBytes
-from kvarts.executor.page_slots import PageSlots
-from kvarts.executor.rotation import LateRotation
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.llm.listener import EngineDeadError, Gone, Listener, RequestFailedError
+from kvarts.executor.base import LateRotation
+from kvarts.executor.page_bytes import PageBytes, PageSlots
+from kvarts.kv.groups import GroupMemory
+from kvarts.llm.listener import EngineDeadError, Gone, Listener, Outbox, RequestFailedError
 from kvarts.llm.llm_engine import LLMEngine
-from kvarts.llm.outbox import Outbox
 from kvarts.llm.text import Completion, Generation
 from kvarts.sampling import SamplingParams
 

@@ -12,11 +12,10 @@ import torch
 
 from kvarts.errors import ConfigError
 from kvarts.executor.torch.block_cut import BlockCut, cut_blocks
-from kvarts.executor.torch.kv_format import stored_as
 from kvarts.executor.torch.latent import find_latent
-from kvarts.executor.torch.pools import page_bytes_of
+from kvarts.executor.torch.pools import page_bytes_of, stored_as
 from kvarts.executor.torch.probe import examine, layer_shapes
-from kvarts.kv.group_memory import Retention
+from kvarts.kv.groups import Retention
 from kvarts.units import meant_size, parse_bytes
 
 __all__ = ["KV_GROUPS", "KVRoom", "latent_token_bytes", "open_room", "token_bytes"]

@@ -12,14 +12,14 @@ from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.limits import MOST_BYTES, MOST_BYTES_PER_TOKEN, MOST_LAYERS, MOST_MS, MOST_PAGES, check_number, check_whole
-from kvarts.offload.spec import ChannelSpec, TierSpec
+from kvarts.offload.channel import ChannelSpec, TierSpec
 from kvarts.settings import SettingError, setting
 from kvarts.units import meant_size, parse_bytes, parse_rate
 
 if TYPE_CHECKING:
     from kvarts.config import EngineConfig
     from kvarts.kv.eviction import EvictionOrder
-    from kvarts.kv.group_memory import GroupMemory
+    from kvarts.kv.groups import GroupMemory
     from kvarts.offload.opening import TiersToOpen
     from kvarts.offload.pagefiles import PageFiles
 
@@ -348,8 +348,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         `memory`: the KV groups of a device that has any. Raise OutputError for a directory that cannot hold them.
         """
-        from kvarts.offload.file_names import PAGE_KEY_BYTES, PART_KEY_BYTES
-        from kvarts.offload.pagefiles import PageFiles, file_bytes
+        from kvarts.offload.pagefiles import PAGE_KEY_BYTES, PART_KEY_BYTES, PageFiles, file_bytes
 
         if memory is None:
             num_bytes = self.num_disk_pages(page_size) * file_bytes(PAGE_KEY_BYTES, self.kv_bytes_per_token * page_size)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from kvarts.content import Content
-from kvarts.offload.file_names import FileNames
+from kvarts.offload.index import ALL, Segment
+from kvarts.offload.pagefiles import FileNames
 from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, TierLoad, TierStore
-from kvarts.offload.tier_run import ALL, Segment
 
 __all__ = ["FileTier"]
 

@@ -21,18 +21,78 @@ C has the pages c0 c1, and the device stores only c1. All room is taken, so a2 i
 `find(C, 0, 2)` is 0, `find(C, 1, 2)` is 1: c1 can be loaded as long as the device has c0, or computes it.
 
 Longer than other files: pins, placements and recency concern one tree, and all its operations keep the same laws, which
-`index_laws.py` states.
+`check_index` states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 
-from kvarts.content import Content
+import msgspec
+
+from kvarts.content import NOTHING, Content, PageKey
 from kvarts.kv.pool import CountPool, IdPool, PageId, Pool
-from kvarts.offload.tier_run import ALL, NOTHING, NodeState, Placement, Segment, TierRun
 
-__all__ = ["TierIndex"]
+__all__ = ["ALL", "NodeState", "Placement", "Segment", "TierIndex", "TierRun", "check_index"]
+
+ALL = 1 << 62
+
+
+class NodeState(IntEnum):
+    """The state of the pages of a run."""
+
+    HOLE = 0
+    COMING = 1
+    STORED = 2
+    DOOMED = 3
+
+
+class TierRun(msgspec.Struct, eq=False):
+    """Pages [start, end) of `content`. Written by TierIndex only.
+
+    `slots`: ids of the tier's pages; None if they are only counted, or in a hole. `placement`: the placement that a
+    coming run belongs to. `writer`: the number of the engine that stored it, where several share the tier. `older` and
+    `newer`: neighbours in the order of recency, for stored runs.
+    """
+
+    content: Content
+    key: PageKey
+    start: int
+    end: int
+    parent: TierRun | None
+    state: NodeState
+    pins: int = 0
+    children: dict[PageKey, TierRun] | None = None
+    slots: list[PageId] | None = None
+    writer: int = 0
+    placement: Placement | None = None
+    older: TierRun = None  # type: ignore[assignment]
+    newer: TierRun = None  # type: ignore[assignment]
+
+    @property
+    def num_pages(self) -> int:
+        """The number of pages of the run."""
+        return self.end - self.start
+
+    def __repr__(self) -> str:
+        return f"TierRun(pages {self.start}..{self.end}, {self.state.name}, pins {self.pins})"
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Pages [start, end) of a sequence, and the tier's pages that they are copied to or from, if these have ids."""
+
+    start: int
+    end: int
+    slots: tuple[PageId | bytes, ...] | None
+
+
+class Placement(msgspec.Struct, eq=False):
+    """Pages that are coming: `num_pages` in `segments`, in order of position. `run` is the deepest; it is pinned."""
+
+    run: TierRun
+    segments: tuple[Segment, ...]
+    num_pages: int
 
 
 class TierIndex:
@@ -583,3 +643,43 @@ def _unlist(run: TierRun) -> None:
     run.older.newer = run.newer
     run.newer.older = run.older
     run.older = run.newer = None  # type: ignore[assignment]
+
+
+def check_index(index: TierIndex, is_above: Callable[[Content, int], bool]) -> None:
+    """Assert laws L1 to L3 of `index`. `is_above`: whether a faster tier has the first n pages of a content."""
+    num_cached = num_pinned = 0
+    slots: list[PageId] = []
+    listed = {id(run): place for place, run in enumerate(index.recency())}
+    useful: set[int] = set()
+    for run in index.runs():
+        assert run.start < run.end, f"L1: {run} has no pages"
+        assert run.parent is not None
+        assert run.parent.parent is None or run.parent.end == run.start, f"L3: {run} does not follow its parent"
+        assert run.pins >= sum(child.pins for child in (run.children or {}).values()), f"L2: pins of {run}"
+        assert (run.state is NodeState.STORED) == (id(run) in listed), f"L2: {run} is in the wrong list"
+        assert run.state is not NodeState.DOOMED, f"L3: {run} can be found"
+        assert run.state is not NodeState.HOLE or run.children or run.pins, f"L1: {run} is of no use"
+        assert run.state is not NodeState.COMING or run.pins, f"L2: {run} is coming, and nothing pins it"
+        if run.state is NodeState.STORED and not run.pins:
+            num_cached += run.num_pages
+        elif run.state is not NodeState.HOLE:
+            num_pinned += run.num_pages
+        slots += run.slots or ()
+        if run.state is NodeState.STORED:
+            node = run.parent
+            while node.parent is not None:
+                useful.add(id(node))
+                assert node.pins or id(node) not in listed or listed[id(node)] > listed[id(run)], (
+                    f"L3: {node} would go before {run}"
+                )
+                node = node.parent
+    num_holes = sum(run.state is NodeState.HOLE for run in index.runs())
+    assert num_holes == index.num_holes, f"L1: {num_holes} holes, counted as {index.num_holes}"
+    for run in index.runs():
+        if run.state is NodeState.HOLE and id(run) in useful:
+            assert is_above(run.content, run.end), f"L3: what follows {run} cannot be reached"
+    assert num_cached == index.num_cached, f"L1: {num_cached} pages cached, counted as {index.num_cached}"
+    assert index.num_used >= num_pinned, f"L1: {num_pinned} pages pinned or coming, {index.num_used} in use"
+    if index.pool.has_ids:
+        slots += index.pool.empty_ids
+        assert len(set(slots)) == len(slots), "L1: a page of the tier has two owners"

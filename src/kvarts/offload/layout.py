@@ -15,12 +15,11 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
-from kvarts.kv.node import HeldPages
+from kvarts.kv.eviction import HeldPages
 from kvarts.kv.transfer import Coming, Loaded, Offer, Weighed
-from kvarts.offload.backlog import Backlog, Spill
 from kvarts.offload.channel import Channel
-from kvarts.offload.store_policy import StorePolicy
-from kvarts.offload.under_way import Copies, Loading
+from kvarts.offload.store_policy import Backlog, Spill, StorePolicy
+from kvarts.offload.transfers import Copies, Loading
 
 __all__ = ["ConnectedTier", "Layout", "Tier"]
 

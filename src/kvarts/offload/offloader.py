@@ -29,13 +29,12 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import StoreStarted, TransferEnded
 from kvarts.kv.cache import Cache, Holding
-from kvarts.kv.node import HeldPages
+from kvarts.kv.eviction import HeldPages
 from kvarts.kv.transfer import Awaited, Coming, Direction, Move, Offer, PrefillTimes, TransferTotals, Weighed
 from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.layout import Layout, Tier
-from kvarts.offload.transfers import NEVER_NS, Transfers
-from kvarts.offload.under_way import ALL, Copies, Loading, UnderWay
+from kvarts.offload.transfers import ALL, NEVER_NS, Copies, Loading, Transfers, UnderWay
 from kvarts.offload.weigher import Weigher
 
 __all__ = ["Offloader"]

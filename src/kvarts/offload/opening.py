@@ -9,18 +9,16 @@ from uuid import uuid4
 from kvarts.config import EngineConfig
 from kvarts.event_log import Tell
 from kvarts.kv.cache import Cache
-from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.eviction import EvictionOrder, TreeWatcher
 from kvarts.kv.group_pages import GroupPages
+from kvarts.kv.groups import GroupMemory
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.transfer import PrefillTimes
-from kvarts.kv.watcher import TreeWatcher
 from kvarts.offload.bus import Bus
-from kvarts.offload.channel import Channel
+from kvarts.offload.channel import Channel, MakeChannel, MeasuredChannel, TierSpec
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.filetier import FileTier
 from kvarts.offload.layout import ConnectedTier, Layout
-from kvarts.offload.measured import MeasuredChannel
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.page_layout import PageLayout
 from kvarts.offload.part_files import PartFiles
@@ -28,7 +26,6 @@ from kvarts.offload.part_layout import PartLayout
 from kvarts.offload.part_policy import EagerParts, LazyParts, PartPolicy
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.safe_first import SafeFirst
-from kvarts.offload.spec import MakeChannel, TierSpec
 from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, PagePolicy
 from kvarts.offload.tier import MemoryTier, PageTier
 

@@ -9,12 +9,11 @@ from collections.abc import Iterable
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import PageId
-from kvarts.kv.run_loads import holding_of_transfer
+from kvarts.kv.runs import PartRun, Span, holding_of_transfer
 from kvarts.kv.span_tree import SpanTree
-from kvarts.kv.spans import PartRun, Span
-from kvarts.offload.file_names import FileNames
+from kvarts.offload.pagefiles import FileNames
 from kvarts.offload.part_tier import PartTier
 
 __all__ = ["PartFiles"]

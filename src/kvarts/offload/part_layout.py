@@ -12,19 +12,18 @@ from typing import cast
 
 import msgspec
 
-from kvarts.content import Content
+from kvarts.content import NOTHING, Content
 from kvarts.kv.cache import Holding
+from kvarts.kv.eviction import HeldPages
 from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
-from kvarts.kv.node import NOTHING, HeldPages
 from kvarts.kv.pool import PageId
-from kvarts.kv.run_loads import arrive, holding_of_transfer, unhold
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch
+from kvarts.kv.runs import PartRun, RunHolding, RunMatch, holding_of_transfer
 from kvarts.kv.transfer import Coming, Loaded, Offer, Weighed
-from kvarts.offload.backlog import Spill
 from kvarts.offload.layout import ConnectedTier, Layout
 from kvarts.offload.part_policy import PartPolicy
 from kvarts.offload.part_tier import PartTier
-from kvarts.offload.under_way import ALL, Copies, Loading
+from kvarts.offload.store_policy import Spill
+from kvarts.offload.transfers import ALL, Copies, Loading
 from kvarts.offload.weigher import between
 
 __all__ = ["PartLayout"]
@@ -118,7 +117,7 @@ class PartLayout(Layout[PartTier]):
         self._newest = -1
         """The request of the last offer."""
         self._no_pages = (0,) * len(connected)
-        self._num_own = len(connected) - (self.tiers[-1].elsewhere is not None)
+        self._num_own = len(connected) - self.tiers[-1].is_elsewhere
         """The number of tiers whose parts are in the tree of the device."""
         self._least_idle = max(*tier.part_blocks, cache.pool.total // MOST_IDLE)
         self._num_idle = 0
@@ -245,7 +244,7 @@ class PartLayout(Layout[PartTier]):
                     return False
             num_fit = tier.free_bytes // tier.part_bytes[index]
             if not num_fit:
-                is_passing = len(self.tiers) > 1 and (store.num_blocks > 0 or is_moving())
+                is_passing = len(self.own) > 1 and (store.num_blocks > 0 or is_moving())
                 if is_passing and tier.part_bytes[index] <= tier.total_bytes:
                     self.backlog.is_behind[0] = True  # there may be room when that has ended
                     return False
@@ -368,17 +367,17 @@ class PartLayout(Layout[PartTier]):
     def _match(self, content: Content, limit: int, depth: int) -> RunMatch:
         """Return how far every group can resume with the parts of the device and of the first `depth` tiers."""
         last, tree = self.tiers[-1], self._parts.tree
-        if last.elsewhere is None or depth < len(self.tiers):
-            return tree.match(content, limit, depth=depth)
-        return tree.match_across(content, limit, last.elsewhere, last.lists, depth=self._num_own)
+        if last.is_elsewhere and depth == len(self.tiers):
+            return last.match(tree, content, limit, self._num_own)
+        return tree.match(content, limit, depth=depth)
 
     def _runs_of(self, match: RunMatch) -> tuple[tuple[int, int, int, int], ...]:
         """Return the runs of `match` to load, see Offer."""
         assert match.pieces is not None
-        count, part_bytes, last = len(self.tier.groups), self.tier.part_bytes, len(self.tiers) - 1
+        part_bytes, tiers = self.tier.part_bytes, self.tiers
         return tuple(
             [
-                (min(last, (run.list_index // count - 1) // 2), begin, end, part_bytes[index])
+                (next(place for place, tier in enumerate(tiers) if tier.has(run)), begin, end, part_bytes[index])
                 for index, pieces in enumerate(match.pieces)
                 for run, begin, end in pieces
                 if run.list_index != index
@@ -419,9 +418,9 @@ class PartLayout(Layout[PartTier]):
     def coming(self, content: Content, start: int, limit: int, now_ns: int) -> Coming | None:
         """Return how far every group can resume with what other engines are storing in the last tier as well."""
         last = self.tiers[-1]
-        if last.elsewhere is None or not last.is_awaited:
+        if not last.is_awaited:
             return None
-        match = self._parts.tree.match_across(content, limit, last.elsewhere, last.lists_to_come, depth=self._num_own)
+        match = last.match_coming(self._parts.tree, content, limit, self._num_own)
         return last.coming(match, start, now_ns) if match.num_pages > start else None
 
     def await_write(self, write: int) -> None:
@@ -479,7 +478,7 @@ class PartLayout(Layout[PartTier]):
         of_parts = cast(PartLoading, loading)
         assert of_parts.loading is not None
         self._policy.computes(of_parts.loading, loading.start)  # it is there when the step ends
-        arrive(self._parts, of_parts.loading, [ALL] * len(self.tier.groups))
+        self._parts.arrive(of_parts.loading, [ALL] * len(self.tier.groups))
         of_parts.loading = None
 
     # Ends of transfers ------------------------------------------------------------------------------------
@@ -507,7 +506,7 @@ class PartLayout(Layout[PartTier]):
         if target:
             self.tiers[target - 1].unpin(of_parts.pins[target - 1])
         for held in reversed(of_parts.above):
-            unhold(self._parts, held, go_first=is_stored and self._policy.goes_first)
+            self._parts.unhold(held, go_first=is_stored and self._policy.goes_first)
         self._cache.count()
 
     def end_load(self, loading: Loading, num_good: int, tell_ended: Callable[[int], None]) -> Loaded:
@@ -521,7 +520,7 @@ class PartLayout(Layout[PartTier]):
             num_good -= self._num_blocks(pin)
         ends = [min(of_group) for of_group in zip(*ends_by_tier, strict=True)]
         if of_parts.loading is not None:
-            arrive(self._parts, of_parts.loading, ends)
+            self._parts.arrive(of_parts.loading, ends)
         for place, (tier, pin, good_ends) in enumerate(zip(self.tiers, of_parts.pins, ends_by_tier, strict=True)):
             for group, runs in enumerate(pin.held if place else ()):
                 for run in runs:
@@ -532,9 +531,7 @@ class PartLayout(Layout[PartTier]):
         last = loading.start + sum(loading.by_tier)
         spans, _ = self._parts.tree.walk(of_parts.content, last)
         for tier, pin in zip(self.tiers, of_parts.pins, strict=True):
-            tier.unpin(pin)
-            if spans:
-                tier.touch(spans[-1], last)
+            tier.end_load(pin, spans[-1] if spans else None, last)
         self._cache.count()
         return (
             Loaded(loading.request, last, loading.by_tier) if is_whole else Loaded(loading.request, 0, self._no_pages)
@@ -575,7 +572,8 @@ class PartLayout(Layout[PartTier]):
         if not under_way:
             assert not self._offered, "L2: an offer is pinned at rest"
             for tier in self.tiers:
-                assert not tier.used_bytes, f"L2: {tier.num_used_blocks} blocks of {tier.name} held at rest"
+                num_used = tier.num_used_blocks
+                assert tier.guests or not num_used, f"L2: {num_used} blocks of {tier.name} held at rest"
 
 
 def _above(copies: Copies) -> Sequence[RunHolding]:

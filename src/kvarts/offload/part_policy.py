@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvarts.content import Content
-from kvarts.kv.run_cache import RunCache, Wants
+from kvarts.kv.account import Wants
+from kvarts.kv.run_cache import RunCache
+from kvarts.kv.runs import PartRun, RunHolding
 from kvarts.kv.span_tree import find
-from kvarts.kv.spans import PartRun, RunHolding
 from kvarts.offload.store_policy import StorePolicy
 
 __all__ = ["EagerParts", "LazyParts", "PartPolicy"]

@@ -17,14 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.part_account import Spot
+from kvarts.kv.account import RunAccount, RunEvents
+from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import IdPool, PageId
-from kvarts.kv.run_account import RunAccount
-from kvarts.kv.run_events import RunEvents
-from kvarts.kv.run_loads import holding_of_transfer
+from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, Spot, first_list, holding_of_transfer
 from kvarts.kv.span_tree import SpanTree, find
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span, first_list
 from kvarts.kv.transfer import Coming
 
 __all__ = ["PartTier"]
@@ -60,10 +57,14 @@ class PartTier(RunAccount):
         self.name = name
         self.num_refused = 0
         """Parts that were to be stored and found no room."""
-        self.elsewhere: SpanTree | None = None
-        """The tree of its parts, if that is not the tree of the cache above."""
+        self.is_elsewhere = False
+        """Whether the tree of its parts is not the tree of the cache above."""
+        self.owner = -1
+        """The number of the engine that has it, if others read from it."""
+        self.guests: dict[RunHolding, None] = {}
+        """Pins of other engines, which read parts from here."""
         self.num_blocks = num_blocks
-        self._tree = tree
+        self.tree = self._tree = tree
         self._here, self._coming = first, first + count
         """The first list of a span for stored runs, and for runs that are coming."""
         self.lists, self.lists_to_come = (first,), (first, first + count)
@@ -113,6 +114,7 @@ class PartTier(RunAccount):
         self.take(index, end - start)
         ids = self._ids_for(span, index, start, end)
         run = PartRun(index, span, start, end, [pin], is_kept=True, ids=ids, list_index=self._coming + index)
+        run.writer = self.owner
         span.parts[run.list_index].append(run)
         pin.held[index].append(run)
         return run
@@ -235,17 +237,41 @@ class PartTier(RunAccount):
         find(span.parts[self._here + index], max(start, span.start), min(end, span.end), found)
         return found
 
+    def match(self, tree: SpanTree, content: Content, limit: int, depth: int) -> RunMatch:
+        """Return how far every group can resume with parts of a device, of its first `depth` tiers, and from here.
+
+        `tree`: that of the device. The tier is below these, and its parts are in another tree.
+        """
+        raise NotImplementedError
+
+    def match_coming(self, tree: SpanTree, content: Content, limit: int, depth: int) -> RunMatch:
+        """Return the same match if parts that other engines are storing were here."""
+        raise NotImplementedError
+
+    def has(self, run: PartRun) -> bool:
+        """Return whether a run, which a match has found, is here."""
+        return run.list_index == self._here + run.group and (self.owner < 0 or run.writer == self.owner)
+
     def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunHolding:
         """Pin the tier's runs in `pieces`, see RunMatch; they keep their places in the list. `unpin` must follow."""
         pin = holding_of_transfer(len(self.groups))
-        for index, of_group in enumerate(pieces):
+        for of_group in pieces:
             for run, start, end in of_group:
-                if run.list_index == self._here + index:
+                if self.has(run):
                     self.hold_in_place(run.cut(start, end), pin)
         return pin
 
     def begin_load(self, pin: RunHolding) -> None:
         """Note that the runs of `pin` are being loaded."""
+
+    def end_load(self, pin: RunHolding, last: Span | None, num_pages: int) -> None:
+        """End the pin of a load, which is a use of all parts of its sequence here, of `num_pages` pages up to `last`.
+
+        `last`: None if no page of it can be found any more.
+        """
+        self.unpin(pin)
+        if last is not None:
+            self.touch(last, num_pages)
 
     @property
     def is_awaited(self) -> bool:
@@ -285,7 +311,8 @@ class PartTier(RunAccount):
         end = num_pages if known is None else known
         for index in self.order:
             sink, first = self._tree.needed(index, num_pages * self._tree.page_size)
-            self._touch(last, index, first, end)
+            if first < end:
+                self._touch(last, index, first, end)
             if sink:
                 self._touch(last, index, 0, min(sink, end))
 
@@ -321,11 +348,11 @@ class PartTier(RunAccount):
                 yield entry
 
     def check(self, pins: Sequence[RunHolding]) -> None:
-        """Assert laws L1 and L2. `pins`: the holdings of transfers and offers."""
+        """Assert laws L1 and L2. `pins`: the holdings of transfers and offers of the engine that has it."""
         held: dict[int, int] = {}
         used, cached = [0] * len(self.groups), self._num_unlisted.copy()
         ids = [] if self.blocks is None else [*self.blocks.empty_ids, *self._unlisted_ids()]
-        for pin in pins:
+        for pin in (*pins, *self.guests):
             for runs in pin.held:
                 for run in runs:
                     held[id(run)] = held.get(id(run), 0) + 1

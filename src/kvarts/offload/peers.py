@@ -1,27 +1,31 @@
 """Pages in the host memory of other engines: a tier that is read, and that nothing is stored in.
 
 A request finds there what another engine has in the first tier below its device, after its own tiers. The pages are
-pinned there while they are read, and stay there. A load is from one engine: the one that has most pages.
+pinned there while they are read, and stay there. A load is from one engine: the one that has most pages. `Peers` is
+what whole pages and parts in KV groups (`peer_parts.py`) have in common.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.groups import GroupMemory
+from kvarts.kv.transfer import Offer, PrefillTimes
+from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.layout import ConnectedTier
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.opening import TiersToOpen
 from kvarts.offload.shared_store import SharedChannel
 from kvarts.offload.tier import MemoryTier, Pin, TierLoad
+from kvarts.offload.weigher import Weigher
 
-__all__ = ["PEERS", "PeerMemory", "PeerView"]
+__all__ = ["PEERS", "PeerMemory", "PeerView", "Peers"]
 
 PEERS = "peers"
 
@@ -39,29 +43,115 @@ class LinksToPeers(Protocol):
         """Return how long one more transfer would take if no other began or ended."""
 
 
-class PeerMemory:
-    """The host memory of all engines. `links`: carry the pages, of `page_bytes` bytes each."""
+class Read(Protocol):
+    """A load from the memory of engine `source`."""
 
-    def __init__(self, page_bytes: int, links: LinksToPeers) -> None:
-        self.page_bytes = page_bytes
+    source: int
+
+
+class ReadingView(Protocol):
+    """The memory of the others as a tier of engine `worker`.
+
+    `asked`: the engine that has the most of the last lookup. `unsent`: loads that no transfer carries yet.
+    """
+
+    worker: int
+    asked: int
+
+    @property
+    def unsent(self) -> list[Any]:
+        """Each is a Read."""
+
+
+HostT = TypeVar("HostT")
+ViewT = TypeVar("ViewT", bound=ReadingView)
+
+
+class Peers(Generic[HostT, ViewT]):
+    """The host memory of all engines. `links`: carry it, in pages, or blocks of parts, of `unit_bytes` bytes each.
+
+    Alone, a transfer takes `latency_ms` and has `bytes_per_s`.
+    """
+
+    def __init__(self, unit_bytes: int, links: LinksToPeers, *, latency_ms: float, bytes_per_s: float) -> None:
+        self.unit_bytes = unit_bytes
         self.links = links
-        self.tiers: dict[int, MemoryTier] = {}
+        self._latency_ms = latency_ms
+        self._bytes_per_s = bytes_per_s
+        self.tiers: dict[int, HostT] = {}
         """The host memory of each engine that has any."""
-        self.views: dict[int, PeerView] = {}
+        self.views: dict[int, ViewT] = {}
 
-    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> TiersWithPeers:
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int) -> ViewT:
+        """Return the memory of the others as a tier of `worker`. `memory`: the KV groups of its device."""
+        raise NotImplementedError
+
+    def connect(self, worker: int, host: HostT) -> None:
+        """Let others read from the host memory of `worker`."""
+        self.tiers[worker] = host
+
+    def gain(self, prefill: PrefillTimes, page_size: int) -> PullGain | None:
+        """Return what a worker saves that reads over idle links, instead of computing as in `prefill`.
+
+        None: routers do not know what workers could read.
+        """
+        return None
+
+    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> TiersWithPeers[ViewT]:
         """Return the settings of the tiers of `worker`: those of `offload`, and the host memory of others below them.
 
         `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` has them.
         """
         if offload is None:
             offload = OffloadConfig(kv_bytes_per_token=kv_bytes_per_token)
-        view = self.views[worker] = PeerView(self, worker)
-        return TiersWithPeers(offload, view, self)
+        return TiersWithPeers(offload, self, worker)
 
     def leave(self, worker: int) -> bool:
         """Stop reading from `worker`, which was removed; return whether it was still registered."""
         return self.tiers.pop(worker, None) is not None
+
+    def reached_from(self, worker: int) -> list[tuple[int, HostT]]:
+        """Return the memory that `worker` can read from now, with the numbers of its engines."""
+        reaches = self.links.reaches
+        return [each for each in self.tiers.items() if each[0] != worker and reaches(each[0], worker)]
+
+
+class PeerMemory(Peers[MemoryTier, "PeerView"]):
+    """The host memory of all engines, in whole pages."""
+
+    unit = "pages"
+    """The unit of counts."""
+
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int) -> PeerView:
+        """Return the memory of the others as a tier of `worker`."""
+        return PeerView(self, worker)
+
+    def gain(self, prefill: PrefillTimes, page_size: int) -> PullGain:
+        """Return what a worker saves that reads pages over idle links, instead of computing them as in `prefill`."""
+        alone = Channel("peers", latency_us=self._latency_ms * 1e3, bytes_per_s=max(1, round(self._bytes_per_s)))
+        return PullGain(Weigher([alone], self.unit_bytes, prefill, splits=True), page_size)
+
+
+class PullGain:
+    """What a worker saves that reads pages from others, as its tiers weigh it if nothing else is under way.
+
+    `tier`: the name of the memory that is read.
+    """
+
+    tier = "host"
+
+    def __init__(self, weigher: Weigher, page_size: int) -> None:
+        self._weigher = weigher
+        self._page_size = page_size
+
+    def saved_pages(self, start: int, num_pages: int, num_tokens: int) -> float:
+        """Return how many of `num_pages` pages from `start` on a prompt of `num_tokens` saves, in time to compute."""
+        offer = Offer(num_pages, (num_pages,))
+        weighed = self._weigher.weigh(0, offer, start, self._page_size, num_tokens, num_behind=0, awaited=None)
+        if not weighed.num_pages or not weighed.worth_ns:
+            return 0.0
+        took_ns = max(weighed.front_ns, weighed.wait_ns or 0)
+        return num_pages * (weighed.worth_ns - took_ns) / weighed.worth_ns
 
 
 class PinnedRead(Pin, eq=False, kw_only=True):
@@ -94,10 +184,8 @@ class PeerView(MemoryTier):
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
         """Find the engine with most consecutive pages from `start` on, and pin them there for `holder`."""
         self.forget(holder)
-        memory, most, found = self._memory, 0, None
-        for source, tier in memory.tiers.items():
-            if source == self.worker or not memory.links.reaches(source, self.worker):
-                continue
+        most, found = 0, None
+        for source, tier in self._memory.reached_from(self.worker):
             num_pages = tier.find(content, start, limit)
             if num_pages > most or (num_pages == most > 0 and source < self.asked):
                 most, found, self.asked = num_pages, tier, source
@@ -147,32 +235,33 @@ def _source_of(pin: object) -> PinnedRead:
 
 
 class PeerChannel(SharedChannel):
-    """A Channel from the memory of others."""
+    """A Channel from the memory of others. `view` must be set before its first use."""
 
-    __slots__ = ("_memory", "_view")
+    __slots__ = ("_links", "view")
 
-    def __init__(self, name: str, memory: PeerMemory, view: PeerView) -> None:
-        super().__init__(name, memory.page_bytes)
-        self._memory = memory
-        self._view = view
+    def __init__(self, name: str, links: LinksToPeers, unit_bytes: int) -> None:
+        super().__init__(name, unit_bytes)
+        self._links = links
+        self.view: ReadingView
 
     def wait_ns(self, now_ns: int) -> int:
         """Return 0: a transfer waits for no other, and shares the links with them."""
         return 0
 
     def within_ns(self, now_ns: int, num_bytes: int) -> int:
-        """Return how long a load of the pages of the last lookup would take if no other transfer began or ended."""
-        view = self._view
+        """Return how long a load of what was last looked up would take if no other transfer began or ended."""
+        view = self.view
         if view.asked < 0:
             return 0
-        return self._memory.links.within_ns(view.asked, view.worker, self.bytes_there(num_bytes))
+        return self._links.within_ns(view.asked, view.worker, self.bytes_there(num_bytes))
 
     def submit(self, now_ns: int, num_bytes: int) -> int:
         """Begin the next transfer of `tiers`; return NEVER_NS: when it ends is not known."""
-        (read,) = self._view.unsent
-        self._view.unsent.clear()
+        view = self.view
+        (read,) = view.unsent
+        view.unsent.clear()
         number, bytes_there = self.tiers.num_transfers, self.bytes_there(num_bytes)
-        self._memory.links.begin_pull(read.source, self._view.worker, number, bytes_there, now_ns)
+        self._links.begin_pull(read.source, view.worker, number, bytes_there, now_ns)
         return super().submit(now_ns, num_bytes)
 
     def withdraw(self, now_ns: int, num_bytes: int) -> None:
@@ -183,31 +272,29 @@ class PeerChannel(SharedChannel):
         """Do nothing: nothing waits for it."""
 
 
-class TiersWithPeers:
+class TiersWithPeers(Generic[ViewT]):
     """Settings of tiers below a device, see TierSettings: those of `offload`, and below them the memory of others."""
 
-    def __init__(self, offload: OffloadConfig, view: PeerView, memory: PeerMemory) -> None:
+    def __init__(self, offload: OffloadConfig, peers: Peers[Any, ViewT], worker: int) -> None:
         self._offload = offload
-        self._view = view
-        self._memory = memory
-        self._read = PeerChannel("peers_read", memory, view)
+        self._peers = peers
+        self._worker = worker
 
     def prepare(
         self, config: EngineConfig, make_order: Callable[[], EvictionOrder], memory: GroupMemory | None = None
     ) -> TiersToOpen | None:
-        """Prepare the tiers below an engine of `config`: none with KV groups, as whole pages are read."""
-        if memory is not None:
-            return None
-        offload = self._offload
+        """Prepare the tiers below an engine of `config`."""
+        peers, worker = self._peers, self._worker
+        read = PeerChannel("peers_read", peers.links, peers.unit_bytes)
 
         def open_peers(tell: Tell | None) -> ConnectedTier[Any]:
-            return ConnectedTier(self._view, self._read, self._read, is_read_only=True)
+            view = read.view = peers.views[worker] = peers.open_view(worker, memory, config.page_size)
+            return ConnectedTier(cast(Any, view), read, read, is_read_only=True)
 
-        specs = offload.specs(config.page_size, None)
-        return TiersToOpen(offload, specs, config, make_order, more=[open_peers], on_opened=self._connect)
+        def connect(opened: Offloader[Any]) -> None:
+            read.tiers = opened
+            if len(opened.layout.own):
+                peers.connect(worker, opened.layout.own[0])
 
-    def _connect(self, opened: Offloader[Any]) -> None:
-        self._read.tiers = opened
-        host = opened.layout.tiers[0]
-        if host is not self._view:
-            self._memory.tiers[self._view.worker] = host
+        specs = self._offload.specs(config.page_size, memory)
+        return TiersToOpen(self._offload, specs, config, make_order, memory, more=[open_peers], on_opened=connect)

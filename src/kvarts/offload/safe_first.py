@@ -28,8 +28,7 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.hints import Hints
-from kvarts.kv.eviction import EvictionOrder, LruOrder, NoteRequest, noter_of, ranges_read_by
-from kvarts.kv.node import Node, Path
+from kvarts.kv.eviction import EvictionOrder, LruOrder, Node, NoteRequest, Path, noter_of, ranges_read_by
 
 __all__ = ["Below", "SafeFirst"]
 

@@ -17,10 +17,10 @@ from mypy_extensions import mypyc_attr
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.run_events import RunEvents
+from kvarts.kv.account import RunEvents
+from kvarts.kv.groups import GroupMemory
+from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, first_list
 from kvarts.kv.span_tree import SpanTree
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span, first_list
 from kvarts.kv.transfer import Coming
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.shared_store import STORE, LinksToStore, Shared, Write
@@ -47,6 +47,7 @@ class SharedParts(Shared["PartsView"]):
         tree = self.tree = SpanTree(memory, page_size, _never_moving, num_below=PLACE + 1)
         self.parts = PartTier(STORE, size, memory, tree, place=PLACE)
         self.events = self.parts.events = WritersEvents(self)
+        self.parts.emits = True
         self.pins: dict[RunHolding, None] = {}
         """What transfers and offers of all engines read or write."""
 
@@ -116,7 +117,7 @@ class PartsView(PartTier):
 
     def __init__(self, store: SharedParts, worker: int, memory: GroupMemory, tell: Tell | None) -> None:
         super().__init__(STORE, store.size, memory, store.tree, place=PLACE)
-        self.elsewhere = store.tree
+        self.is_elsewhere = True
         self.worker = worker
         self.num_loaded_from: dict[int, int] = {}
         """Blocks that were loaded, by the engine that had stored them."""
@@ -188,6 +189,16 @@ class PartsView(PartTier):
         self._store.events.writer = self.worker
         self._parts.settle(pin, is_stored=is_stored)
         self._store.end_write(pin, is_stored=is_stored)
+
+    # Matching ---------------------------------------------------------------------------------------------
+
+    def match(self, tree: SpanTree, content: Content, limit: int, depth: int) -> RunMatch:
+        """Return how far every group can resume with parts of a device, its first `depth` tiers, and the store."""
+        return tree.match_across(content, limit, self._tree, self.lists, depth=depth)
+
+    def match_coming(self, tree: SpanTree, content: Content, limit: int, depth: int) -> RunMatch:
+        """Return the same match if parts that other engines are storing were in the store."""
+        return tree.match_across(content, limit, self._tree, self.lists_to_come, depth=depth)
 
     @property
     def is_awaited(self) -> bool:

@@ -15,17 +15,15 @@ from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.groups import GroupMemory
 from kvarts.kv.transfer import Coming
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
-from kvarts.offload.index import TierIndex
-from kvarts.offload.index_laws import check_index
+from kvarts.offload.index import ALL, TierIndex, TierRun, check_index
 from kvarts.offload.layout import ConnectedTier
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.opening import TiersToOpen
 from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, TierLoad, TierStore
-from kvarts.offload.tier_run import ALL, TierRun
 from kvarts.offload.transfers import NEVER_NS
 
 __all__ = ["STORE", "Shared", "SharedChannel", "SharedStore", "StoreView", "Write"]

@@ -13,10 +13,8 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.kv.transfer import Coming
-from kvarts.offload.index import TierIndex
-from kvarts.offload.index_laws import check_index
+from kvarts.offload.index import ALL, NodeState, Placement, Segment, TierIndex, TierRun, check_index
 from kvarts.offload.layout import Tier
-from kvarts.offload.tier_run import ALL, NodeState, Placement, Segment, TierRun
 
 __all__ = ["MemoryTier", "OnRemoved", "OnStored", "PageTier", "TierLoad", "TierStore"]
 

@@ -6,8 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from kvarts.kv.transfer import Awaited, Offer, PrefillTimes, Weighed
-from kvarts.offload.channel import Channel
-from kvarts.offload.measured import MeasuredPrefill
+from kvarts.offload.channel import Channel, MeasuredPrefill
 
 __all__ = ["Weigher", "between"]
 

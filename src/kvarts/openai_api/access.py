@@ -13,7 +13,7 @@ import msgspec
 
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.http import HttpRequest
-from kvarts.owners.keys import ANYONE, Keys, Owner
+from kvarts.owners import ANYONE, Keys, Owner
 
 __all__ = ["Access", "Guard", "Handler", "Route"]
 

@@ -15,9 +15,8 @@ from typing import Protocol
 
 import msgspec
 
-from kvarts.llm.listener import Gone, RequestFailedError
+from kvarts.llm.listener import Gone, Outbox, RequestFailedError
 from kvarts.llm.llm_engine import LLMEngine
-from kvarts.llm.outbox import Outbox
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
 from kvarts.sampling import Logprobs, TopLogprobs

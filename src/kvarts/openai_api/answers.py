@@ -200,10 +200,10 @@ def converted(value: Any, kind: type[Any], where: str = "") -> Any:
     try:
         return convert(value, kind)
     except msgspec.ValidationError as error:
-        what, field = parts_of(error)
+        (what, field), hint = parts_of(error), None
     except ConfigError as error:
-        what, field = error.what, error.field
-    raise ConfigError(what, field=".".join(filter(None, (where, field))))
+        what, field, hint = error.what, error.field, error.hint
+    raise ConfigError(what, field=".".join(filter(None, (where, field))), hint=hint)
 
 
 def rules_of(given: Sequence[Any] | str | Path) -> tuple[Rule, ...]:

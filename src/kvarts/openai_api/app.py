@@ -18,8 +18,18 @@ from kvarts.openai_api.budget import Workbench
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import NO_FAILURE, Cut, Failure, FailureScript, parse_failure
 from kvarts.openai_api.generation import Exchange, Generating
-from kvarts.openai_api.http import DIRECT, ClientGone, HttpRequest, HttpResponse, Receive, Scope, Send, new_id
-from kvarts.openai_api.intake import Body, Intake
+from kvarts.openai_api.http import (
+    DIRECT,
+    Body,
+    ClientGone,
+    HttpRequest,
+    HttpResponse,
+    Intake,
+    Receive,
+    Scope,
+    Send,
+    new_id,
+)
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.responses import Responses
 from kvarts.openai_api.routes import TOKENIZED_BYTES, Routes

@@ -366,6 +366,8 @@ class ChatBody(GenerationBody, kw_only=True):
         """
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "is of log-probabilities: ask for logprobs as well", param="top_logprobs")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise ApiError(400, f"must be from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -443,6 +445,8 @@ def _text_of(content: Any, where: str, media: Media | None) -> str:
             texts.append(part["refusal"])
         else:
             at = f"{where}.content[{index}]"
+            if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text"):
+                raise ApiError(400, f"must be text, got {brief(part.get('text'))}", param=f"{at}.text")
             told = media.text_of(part, at) if media is not None and isinstance(part, dict) else None
             if told is None:
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__

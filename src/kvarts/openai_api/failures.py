@@ -30,10 +30,12 @@ from kvarts.openai_api.http import HttpResponse
 
 __all__ = ["NO_FAILURE", "Cut", "Failure", "FailureScript", "parse_failure"]
 
+FAILURES = (
+    "a status with or without retry_after=S, cut after N chunks, drop, stall Ss, bad chunk, no finish_reason, die, ok"
+)
 GRAMMAR = (
-    "A rule is WHICH: WHAT. WHICH: first N, every Nth, N, N-M, rate P%, all. WHAT: a status with or without "
-    "retry_after=S, cut after N chunks, drop, stall Ss, bad chunk, no finish_reason, die, ok. Of transfers to and from "
-    "tiers: transfers WHICH: fail."
+    "A rule is WHICH: WHAT. WHICH: first N, every Nth, N, N-M, rate P%, all; requests count from 1. "
+    f"WHAT: {FAILURES}. Of transfers to and from tiers: transfers WHICH: fail."
 )
 
 
@@ -135,9 +137,9 @@ def parse_failure(text: str) -> Failure:
     if match := _STALL.fullmatch(text):
         stall_s = float(match[1]) / (1000 if match[2] == "ms" else 1)
         if stall_s > MAX_STALL_S:
-            raise ConfigError(f"a stall has at most {MAX_STALL_S:g} s", field="fail", hint=GRAMMAR)
+            raise ConfigError(f"a stall has at most {MAX_STALL_S:g} s", field="fail", hint=f"A failure: {FAILURES}.")
         return Failure(text=text, stall_s=stall_s)
-    raise ConfigError(f"{brief(text)} is no failure", field="fail", hint=GRAMMAR)
+    raise ConfigError(f"{brief(text)} is no failure", field="fail", hint=f"A failure: {FAILURES}.")
 
 
 class _Rule(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,8 +218,16 @@ def _rule(text: str) -> _Rule:
     for pattern, fields in _WHICH:
         match = pattern.fullmatch(" ".join(which.split()))
         if match is not None:
-            rule = _Rule(failure=parse_failure(what), **fields(match))
-            if rule.every < 1 or not 0.0 <= rule.rate <= 1.0:
+            rule = _Rule(failure=_what(what), **fields(match))
+            if rule.every < 1 or not 0.0 <= rule.rate <= 1.0 or not 1 <= rule.first <= rule.last:
                 break
             return rule
     raise ConfigError(f"{brief(which.strip())} names no requests", field="fail", hint=GRAMMAR)
+
+
+def _what(text: str) -> Failure:
+    try:
+        return parse_failure(text)
+    except ConfigError as error:
+        error.hint = GRAMMAR
+        raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 
-from kvarts.owners.shares import Shares
+from kvarts.owners import Shares
 
 __all__ = ["Entry", "Gate"]
 

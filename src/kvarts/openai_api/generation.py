@@ -36,13 +36,12 @@ from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole,
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.openai_api.kv_hints import NO_PRIORITY
 from kvarts.openai_api.models import Models
+from kvarts.openai_api.prompts import NO_LIMIT, Thinking
 from kvarts.openai_api.scripted import CHAT_PATH, COMPLETION_PATH, ScriptedAnswer, ScriptedUsage, Unrecorded
 from kvarts.openai_api.served import Ask, InSessions, Served
 from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
-from kvarts.openai_api.thinking import NO_LIMIT, Thinking
 from kvarts.openai_api.tool_calls import NamedCall, RequiredCalls, ToolCallsInText, calls_schema
-from kvarts.owners.keys import Owner
-from kvarts.owners.shares import PARTED
+from kvarts.owners import PARTED, Owner
 from kvarts.sampling import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ def asks_of(
         num_values = (1 + body.asked_prompt_logprobs) * body.num_choices * sum(map(len, prompts))
         exchange.budget.draw_values(num_values, "prompt_logprobs")
     salt, tenant = salt_of(served, body, exchange.owner)
-    if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
+    if max_tokens is not None and 0 <= max_tokens < (body.min_tokens or 0):
         raise ApiError(400, f"must be at most max_tokens, {max_tokens}, got {body.min_tokens}", param="min_tokens")
     limit = served.limits.max_model_len
     num_choices, num_asks = body.num_choices, len(prompts) * body.num_choices

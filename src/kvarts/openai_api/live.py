@@ -14,12 +14,12 @@ import msgspec
 
 from kvarts.llm.listener import EngineDeadError
 from kvarts.openai_api.answer import Choice
-from kvarts.openai_api.buckets import BucketCounts
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.generation import Exchange
+from kvarts.openai_api.meter import BucketCounts
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Served
-from kvarts.owners.keys import Owner
+from kvarts.owners import Owner
 from kvarts.report.live import (
     EVERY_S,
     LiveEngine,

@@ -18,9 +18,9 @@ from kvarts.openai_api.generation import Exchange, Generating, MakeForm, chat_as
 from kvarts.openai_api.http import new_id
 from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt, hints_of_parts, with_control
 from kvarts.openai_api.models import Models
+from kvarts.openai_api.prompts import budget_of_messages
 from kvarts.openai_api.served import Ask, Served
 from kvarts.openai_api.shapes import Part, Plain, Shape
-from kvarts.openai_api.thinking import budget_of_messages
 from kvarts.sampling import Logprobs
 
 __all__ = ["MessageForm", "Messages", "MessagesBody", "error_body"]

@@ -11,17 +11,15 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from kvarts.openai_api.buckets import BucketCounts
-from kvarts.openai_api.gone import GoneEngines, num_queried_below
-from kvarts.openai_api.meter import Meter
+from kvarts.openai_api.meter import BucketCounts, GoneEngines, Meter, num_queried_below
 from kvarts.openai_api.served import Served
 
-__all__ = ["Metrics"]
+__all__ = ["ServerMetrics"]
 
 LABELS = ("model_name", "engine")
 
 
-class Metrics:
+class ServerMetrics:
     """The metrics of all models: a Collector of the counts of each, and of removed engines."""
 
     def __init__(self, models: Iterable[Served], gone: Iterable[GoneEngines] = ()) -> None:

@@ -16,16 +16,16 @@ from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.event_log import EventReader
 from kvarts.executor.base import CostModel
+from kvarts.executor.cost import PrefillCost
 from kvarts.executor.mock import MockExecutor
 from kvarts.executor.page_bytes import NoPageBytes
-from kvarts.executor.prefill import PrefillCost
 from kvarts.executor.simulated import SimExecutor
-from kvarts.executor.waiting import WaitingExecutor
+from kvarts.executor.wrappers import WaitingExecutor
 from kvarts.kv.eviction import EvictionOrder, LruOrder
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.llm.detokenizing import DetokenizingExecutor
+from kvarts.kv.groups import GroupMemory
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop, ModelHost
+from kvarts.llm.text import DetokenizingExecutor
 from kvarts.openai_api.words import NUM_WORDS, VOCABULARY_SIZE, vary_words
 from kvarts.request import Request
 from kvarts.sim.replica import Replica

@@ -22,15 +22,14 @@ from kvarts.openai_api.prompts import HubText, TextModel, WordText
 from kvarts.openai_api.recorded import ArrivalRecorder
 from kvarts.openai_api.routes import Routes
 from kvarts.openai_api.served import Limits, Served, Sharing
-from kvarts.owners.keys import Keys
+from kvarts.owners import Keys
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 
 if TYPE_CHECKING:
     from kvarts.openai_api.access_log import AccessLog
-    from kvarts.openai_api.gone import GoneEngines
+    from kvarts.openai_api.meter import GoneEngines, Residency
     from kvarts.openai_api.recordings import RecordedAnswers
-    from kvarts.openai_api.residency import Residency
 
 __all__ = ["Door", "Opened", "make_served", "meter_of", "mock_limits", "open_app", "open_mock", "open_model"]
 
@@ -131,7 +130,7 @@ def meter_of(door: Door, limits: Limits, *, speedup: float = 1.0) -> Meter:
 def _residency_of(door: Door, speedup: float = 1.0) -> Residency | None:
     if not door.residency_share:
         return None
-    from kvarts.openai_api.residency import Residency
+    from kvarts.openai_api.meter import Residency
 
     return Residency(door.residency_share, seed=door.seed, speedup=speedup)
 

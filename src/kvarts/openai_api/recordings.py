@@ -17,7 +17,7 @@ import msgspec
 from kvarts.decoders import decoder_of
 from kvarts.errors import ConfigError, InputError, OutputError, parts_of
 from kvarts.files import append_whole, check_writable, read_bytes, writing
-from kvarts.limits import brief
+from kvarts.limits import MOST_COUNT, brief
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.scripted import CHAT_PATH, ScriptedAnswer, ScriptedCall, ScriptedUsage, Unrecorded
 
@@ -391,6 +391,5 @@ def _answer(choice: _Choice, body: Mapping[str, Any]) -> RecordedAnswer:
 
 def _usage(usage: _Usage) -> ScriptedUsage:
     of_prompt, of_answer = usage.prompt_tokens_details or _Details(), usage.completion_tokens_details or _Details()
-    return ScriptedUsage(
-        usage.prompt_tokens, usage.completion_tokens, of_prompt.cached_tokens, of_answer.reasoning_tokens
-    )
+    counts = (usage.prompt_tokens, usage.completion_tokens, of_prompt.cached_tokens, of_answer.reasoning_tokens)
+    return ScriptedUsage(*(count if count is None or 0 <= count <= MOST_COUNT else None for count in counts))

@@ -30,8 +30,7 @@ from kvarts.openai_api.kv_hints import (
 )
 from kvarts.openai_api.served import Ask, Served
 from kvarts.openai_api.shapes import Part, Plain, Shape
-from kvarts.owners.keys import Owner
-from kvarts.owners.shares import Shares
+from kvarts.owners import Owner, Shares
 from kvarts.sampling import Logprobs
 
 __all__ = ["Responses", "rank_in"]

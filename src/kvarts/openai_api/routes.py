@@ -20,8 +20,8 @@ from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, Served
 
 if TYPE_CHECKING:
-    from kvarts.openai_api.gone import GoneEngines
-    from kvarts.openai_api.metrics import Metrics
+    from kvarts.openai_api.meter import GoneEngines
+    from kvarts.openai_api.metrics import ServerMetrics
 
 __all__ = ["TOKENIZED_BYTES", "Routes", "sources_told"]
 
@@ -73,7 +73,7 @@ class Routes:
         self._models = models
         self._engines = tuple(models) if engines is None else tuple(engines)
         self._gone = () if gone is None else (gone,)
-        self._metrics: Metrics | None = None
+        self._metrics: ServerMetrics | None = None
         """Created on first use, because the import takes longer than most of a mock's start."""
         self.speedup = speedup
         self.event_sources: list[dict[str, Any]] = []
@@ -326,10 +326,10 @@ def sources_told(exchange: Exchange, sources: Sequence[dict[str, Any]]) -> Any:
     return {source.get("worker", number): source for number, source in enumerate(sources)}
 
 
-def _metrics_of(engines: Sequence[Served], gone: Sequence[GoneEngines]) -> Metrics:
-    from kvarts.openai_api.metrics import Metrics
+def _metrics_of(engines: Sequence[Served], gone: Sequence[GoneEngines]) -> ServerMetrics:
+    from kvarts.openai_api.metrics import ServerMetrics
 
-    return Metrics(engines, gone)
+    return ServerMetrics(engines, gone)
 
 
 def _facts_of(served: Served) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.opening import Door, Opened, open_mock
 from kvarts.openai_api.served import Limits
 from kvarts.openai_api.server import Address, OpenAIServer
-from kvarts.owners.keys import Keys, Owner
+from kvarts.owners import Keys, Owner
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 
@@ -311,7 +311,8 @@ def _door_of(options: MockOptions) -> Door:
 
 def _engine_of(options: MockOptions, settings: Mapping[str, Any]) -> ReplayConfig:
     """Return the configuration of the engine of `options`. `settings`: further fields of it."""
-    from kvarts.executor.cost import LinearCost, parse_cost
+    from kvarts.executor.cost import LinearCost
+    from kvarts.executor.cost_spec import parse_cost
 
     cost = LinearCost(step_ms=1.0) if options.cost is None else options.cost
     return ReplayConfig(

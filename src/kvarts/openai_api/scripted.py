@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.limits import check_whole
 from kvarts.openai_api.failures import MAX_STALL_S, NO_FAILURE, Failure, parse_failure
-from kvarts.openai_api.shapes import Segment
-from kvarts.openai_api.thinking import CLOSE, OPEN, Thinking
+from kvarts.openai_api.prompts import CLOSE, OPEN, Thinking
+from kvarts.openai_api.shapes import TextSegment
 from kvarts.openai_api.tool_calls import call_text
 
 if TYPE_CHECKING:
@@ -39,12 +40,17 @@ class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScriptedUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Token counts that replace the real ones in `usage`."""
+    """Token counts that replace the real ones in `usage`. Raises ConfigError for a count below 0."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     reasoning_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if (count := getattr(self, name)) is not None:
+                check_whole(count, f"usage.{name}", least=0)
 
 
 class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,8 +77,8 @@ class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError("is instead of a text and calls", field="refusal")
         if not 0.0 <= self.latency_s <= MAX_STALL_S:
             raise ConfigError(f"must be from 0 to {MAX_STALL_S:g}, got {self.latency_s}", field="latency_s")
-        if self.fail:
-            parse_failure(self.fail)
+        if self.fail and parse_failure(self.fail).stall_s and self.latency_s:
+            raise ConfigError("is a second delay beside that of fail", field="latency_s", hint="Give one of them.")
 
     @property
     def failure(self) -> Failure:
@@ -80,20 +86,24 @@ class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         failure = parse_failure(self.fail) if self.fail else NO_FAILURE
         return msgspec.structs.replace(failure, stall_s=self.latency_s) if self.latency_s else failure
 
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[TextSegment, ...]:
         """Return the text to generate, in the format of Qwen models, as segments."""
-        parts: list[Segment] = []
+        parts: list[TextSegment] = []
         if self.reasoning:
-            parts += [Segment("unseen", OPEN), Segment("reasoning", self.reasoning), Segment("unseen", CLOSE)]
+            parts += [
+                TextSegment("unseen", OPEN),
+                TextSegment("reasoning", self.reasoning),
+                TextSegment("unseen", CLOSE),
+            ]
         text = self.text if isinstance(self.text, str) else encode(self.text).decode()
         if text or self.refusal:
-            parts.append(Segment("refusal" if self.refusal else "content", self.refusal or text))
+            parts.append(TextSegment("refusal" if self.refusal else "content", self.refusal or text))
         for index, call in enumerate(self.calls):
             before, after = call_text(call.name, is_first=not (index or text))
             parts += [
-                Segment("unseen", before),
-                Segment("arguments", call.written, call.name),
-                Segment("unseen", after),
+                TextSegment("unseen", before),
+                TextSegment("arguments", call.written, call.name),
+                TextSegment("unseen", after),
             ]
         return tuple(parts)
 

@@ -16,25 +16,22 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.hints import Hints
 from kvarts.limits import MOST_COUNT, MOST_SECONDS, brief
+from kvarts.llm.listener import Outbox
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import ModelHost
-from kvarts.llm.outbox import Outbox
 from kvarts.openai_api.answer import Answer, Choice, ChoiceMeter
 from kvarts.openai_api.answers import Answers
 from kvarts.openai_api.bodies import APART
-from kvarts.openai_api.buckets import BucketCounts
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError, too_long
 from kvarts.openai_api.gate import Entry, Gate
 from kvarts.openai_api.kv_hints import with_parts
-from kvarts.openai_api.meter import Meter
-from kvarts.openai_api.prompts import Message, TextModel
+from kvarts.openai_api.meter import BucketCounts, Meter
+from kvarts.openai_api.prompts import OPEN, Message, TextModel
 from kvarts.openai_api.recorded import ArrivalRecorder
 from kvarts.openai_api.scripted import ScriptedAnswer
-from kvarts.openai_api.thinking import OPEN
 from kvarts.openai_api.words import NOTHING
-from kvarts.owners.keys import ANYONE, Owner
-from kvarts.owners.shares import Shares
+from kvarts.owners import ANYONE, Owner, Shares
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 

@@ -19,9 +19,9 @@ __all__ = [
     "Part",
     "Plain",
     "Reader",
-    "Segment",
     "Segments",
     "Shape",
+    "TextSegment",
     "read_whole",
     "schema_of_format",
 ]
@@ -91,7 +91,7 @@ class Plain:
         return Part(), None
 
 
-class Segment(msgspec.Struct, frozen=True):
+class TextSegment(msgspec.Struct, frozen=True):
     """Text of one kind; arguments belong to a call of the tool `name`."""
 
     kind: Kind
@@ -102,7 +102,7 @@ class Segment(msgspec.Struct, frozen=True):
 class Segments:
     """A Shape of scripted answers. `choices`: the segments of each choice, in order."""
 
-    def __init__(self, choices: Sequence[Sequence[Segment]]) -> None:
+    def __init__(self, choices: Sequence[Sequence[TextSegment]]) -> None:
         self._choices = choices
 
     def reader(self, number: int) -> Reader:
@@ -111,7 +111,7 @@ class Segments:
 
 
 class _SegmentReader:
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[TextSegment]) -> None:
         self._segments = segments
         self._index = self._num_read = 0
         self._num_calls = 0

@@ -13,8 +13,16 @@ from typing import Any
 
 from kvarts.errors import ConfigError
 from kvarts.plan.commands import command_line
-from kvarts.plan.fleet_kinds import APART, FleetKind, FleetKinds, devices_of, workers_of
-from kvarts.plan.fleet_search import Fleet, FleetOutcome, FleetSearch
+from kvarts.plan.fleet_search import (
+    APART,
+    Fleet,
+    FleetKind,
+    FleetKinds,
+    FleetOutcome,
+    FleetSearch,
+    devices_of,
+    workers_of,
+)
 from kvarts.plan.planning import FLEET_VALUES, Plan
 from kvarts.plan.replays import share_kept
 from kvarts.plan.sweep import Processes

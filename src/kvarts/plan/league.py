@@ -20,9 +20,9 @@ from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.tree import PrefixTree
-from kvarts.plan import queues
+from kvarts.plan import orders
 from kvarts.plan.cache import CachePlan
-from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder, finishing
+from kvarts.plan.orders import HintedOrder, SoonestReturnOrder, finishing
 from kvarts.plan.replays import share_kept
 from kvarts.plan.weighted import AutoOrder
 from kvarts.rooms import code_named
@@ -37,8 +37,8 @@ MakeOrder = Callable[[], EvictionOrder]
 POLICIES: dict[str, MakeOrder] = {
     "lru": LruOrder,
     "auto": AutoOrder,
-    "s3-fifo": queues.S3FifoOrder,
-    "arc": queues.ArcOrder,
+    "s3-fifo": orders.S3FifoOrder,
+    "arc": orders.ArcOrder,
     "soonest-return": SoonestReturnOrder,
     "hinted": HintedOrder,
 }

@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import Any
 
-from kvarts.plan.series import charts_of
-from kvarts.plan.sweep_page import sweep_table
+from kvarts.plan.series import charts_of, sweep_table
 from kvarts.plan.tables import answer_for_users, heading_of
 from kvarts.report.page import fill_page, table_html
 from kvarts.report.words import duration, number, opening, page_bytes_of, plus_minus

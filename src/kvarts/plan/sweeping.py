@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 
-from kvarts.directories import own_directory
 from kvarts.errors import ConfigError, KvartsError
-from kvarts.files import read_bytes, read_toml, reading, write_whole
+from kvarts.files import own_directory, read_bytes, read_toml, reading, write_whole
 from kvarts.plan.commands import command_line
 from kvarts.plan.policy import SECTION as POLICY
 from kvarts.plan.policy import check_policy, with_policy
@@ -121,7 +120,7 @@ class Sweep:
 
     @property
     def _drawn(self) -> dict[str, Any]:
-        from kvarts.plan.sweep_page import sweep_values
+        from kvarts.plan.series import sweep_values
 
         return sweep_values(self.name, self.rows, self.keys, self.command, self.slo)
 

@@ -101,7 +101,7 @@ class UsersPlan:
                     more[f"--router {router}"] = {"router": router}, {"router": router}
         if config.sessions is None:
             try:
-                pinned = from_room("session.replayed.config", "SessionReplay", field="users")(retention="pin")
+                pinned = from_room("session.replay_settings", "SessionReplay", field="users")(retention="pin")
                 more["--session-retention pin"] = {"sessions": pinned}, {"sessions.retention": "pin"}
             except ConfigError:
                 pass

@@ -21,11 +21,11 @@ from kvarts.kv.transfer import TransferTotals
 from kvarts.report.advice import Trials, advice
 from kvarts.report.distributions import NS_PER_MS, Distribution, distribution_ms, dot, weighted_distribution_ms
 from kvarts.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog
-from kvarts.report.run_config import RunConfig
+from kvarts.report.run_values import RunConfig
 from kvarts.report.steps import StepLog
 from kvarts.report.words import facts, plus_minus
+from kvarts.traffic.info import working_set_pages
 from kvarts.traffic.trace import Trace
-from kvarts.traffic.working_set import working_set_pages
 from kvarts.units import as_percent
 
 if TYPE_CHECKING:

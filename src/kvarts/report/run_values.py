@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
 from kvarts.errors import InputError, parts_of
 
-__all__ = ["About", "Distributions", "LimitedBy", "RequestRow", "RunReport", "Spread", "decoded", "decoded_lines"]
+__all__ = [
+    "About",
+    "Distributions",
+    "LimitedBy",
+    "RequestRow",
+    "RunConfig",
+    "RunReport",
+    "SloBounds",
+    "Spread",
+    "decoded",
+    "decoded_lines",
+]
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 Real = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
@@ -165,3 +176,42 @@ def decoded_lines(path: Path, kind: type[Value]) -> list[Value]:
     except (OSError, ValueError, RecursionError, OverflowError) as error:
         raise InputError(f"cannot be read: {error}", path=path, line=number or None) from error
     return rows
+
+
+class SloBounds(Protocol):
+    """Bounds in milliseconds that a request must keep to count as goodput, each optional."""
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """Bound of the time to the first token."""
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Bound of the mean time per output token after the first."""
+
+    @property
+    def e2e_ms(self) -> float | None:
+        """Bound of the time to the last token."""
+
+
+class RunConfig(Protocol):
+    """The part of a run's configuration that a report reads."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each replica."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+
+    @property
+    def replicas(self) -> int:
+        """Number of engines with this configuration."""
+
+    @property
+    def slo(self) -> SloBounds:
+        """Bounds for goodput."""
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Return the configuration, JSON-able, by the names that a file and the command line use."""

@@ -13,6 +13,7 @@ from kvarts.settings import SettingError, setting
 from kvarts.units import parse_delay_ms
 
 if TYPE_CHECKING:
+    from kvarts.kv.transfer import PeersGain
     from kvarts.routers.router import PolicyRouter
     from kvarts.routers.view import Directory, Needs
 
@@ -125,8 +126,12 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         max_num_batched_tokens: int,
         tiers: Sequence[str] = ("device",),
         directory: Directory | None = None,
+        peers: PeersGain | None = None,
     ) -> PolicyRouter:
-        """Return a new router of `num_workers` workers. `directory`: looks up their pages, instead of events."""
+        """Return a new router of `num_workers` workers. `directory`: looks up their pages, instead of events.
+
+        `peers`: what workers save that read pages from each other, if they do.
+        """
         from kvarts.routers.router import PolicyRouter
         from kvarts.routers.spec import policy_of
 
@@ -143,6 +148,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             max_num_batched_tokens=max_num_batched_tokens,
             tiers=tiers,
             directory=directory,
+            peers=peers,
         )
 
 

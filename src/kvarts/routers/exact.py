@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvarts.content import Content
 from kvarts.event_log import EventLog
@@ -110,6 +110,33 @@ class EventIndex(IndexTree):
         for worker in sorted(workers):
             found[worker] = self._match(worker, path)
         return found
+
+    def elsewhere(self, content: Content, starts: Iterable[int], limit: int, tier: str) -> dict[int, int]:
+        """Return, for each of `starts`, the most consecutive pages from there on that any worker has in `tier`.
+
+        Of the first `limit` pages of `content`.
+        """
+        path, kind = self.path(content, limit), self._kinds[tier]
+        runs: dict[int, int] = {}
+        for start in starts:
+            ends: dict[int, int] = {}
+            """The end of the run of each worker that has had all pages so far."""
+            position = start
+            for span, reached in path:
+                if reached <= start:
+                    continue
+                is_first = span.start <= start
+                if not is_first and not ends:
+                    break
+                counts = span.counts[kind]
+                ends = {
+                    worker: min(count, reached)
+                    for worker, count in counts.items()
+                    if count > start and (is_first or ends.get(worker) == span.start)
+                }
+                position = max([position, *ends.values()])
+            runs[start] = position - start
+        return runs
 
     def _match(self, worker: int, path: Sequence[tuple[IndexSpan, int]]) -> tuple[int, ...]:
         pages = [0] * self.num_tiers

@@ -1,12 +1,15 @@
-"""Policies: kvarts' own (round robin, by load, by prefix), and the routers of SGLang, vLLM, its stack and AIBrix.
+"""Policies: kvarts' own (round robin, by load, by prefix); the routers of SGLang, vLLM, its stack, AIBrix and Dynamo.
 
-Names and defaults of those routers are theirs. Where they count characters, a token counts as four of them.
+Names and defaults of those routers are theirs (Dynamo as of 1.6.1). Where they count characters, a token counts as four
+of them.
 """
 
 from __future__ import annotations
 
 from hashlib import blake2b
+from math import ceil, exp
 from statistics import fmean, pstdev
+from typing import Literal
 
 import msgspec
 
@@ -14,10 +17,12 @@ from kvarts.limits import check_number, check_whole
 from kvarts.routers.approximate import IndexRule
 from kvarts.routers.view import Asked, Needs, View
 from kvarts.sched.rank_loads import RankLoads
+from kvarts.settings import SettingError
 
 __all__ = [
     "AibrixPrefix",
     "BySession",
+    "DynamoKv",
     "LeastLoaded",
     "PowerOfTwo",
     "PrefixAware",
@@ -77,7 +82,8 @@ class BySession(msgspec.Struct, frozen=True):
 class PrefixAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Chooses the worker with the lowest cost: the prompt pages that it would have to compute, plus its load.
 
-    A page in host memory saves `host_weight` of a page, and one on disk `disk_weight`, because they must be loaded.
+    A page in host memory saves `host_weight` of a page, and one on disk `disk_weight`, because they must be loaded. If
+    workers read from each other, a page that only others have saves the share of its time that reading it is sooner.
     Load is the pages in use plus the pages that all tokens of waiting requests would fill, in the same unit. So an idle
     worker without the prefix wins over a loaded one with it as soon as the load exceeds the pages saved by the hit.
     """
@@ -95,10 +101,13 @@ class PrefixAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Return the worker with the lowest cost; among equals, the one with the lowest number."""
         used, waiting = view.metrics.used_pages, view.metrics.waiting_pages
         cost: list[float] = [a + b for a, b in zip(used, waiting, strict=True)]
-        for worker, pages in view.pages(asked, (asked.num_tokens - 1) // view.page_size).items():
+        limit = (asked.num_tokens - 1) // view.page_size
+        for worker, pages in view.pages(asked, limit).items():
             cost[worker] -= pages[0]
             for saved, below in zip((self.host_weight, self.disk_weight), pages[1:], strict=False):
                 cost[worker] -= saved * below
+        for worker, saved in enumerate(view.saved_by_peers(asked, limit)):
+            cost[worker] -= saved
         return view.least(cost)
 
 
@@ -264,3 +273,89 @@ class OpenVllmRanks:
             self._num_reports = metrics.num_reports
             self._loads.forget_placed()
         return self._loads.choose(view.workers, view.num_requests, metrics.running, metrics.waiting, metrics.usage)
+
+
+class DynamoKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """cost = prefill_load_scale * max(0, prefill blocks - hits) + blocks in flight + weight * requests; least wins.
+
+    Prefill blocks are the uncached prompt tokens in flight plus the prompt tokens of this request, in blocks. Hits:
+    blocks on the device times `overlap_score_credit`, plus those in host memory and on disk times their weights. The
+    credit of a worker shrinks with `overlap_score_credit_decay` as it has more to prefill than the worker with the
+    least. Blocks in flight are the distinct blocks of all requests of the worker, including this one. Ties are broken
+    at random. With a `temperature`, all choices are random, with higher probability for lower costs.
+
+    `role`: a decode pool counts only the blocks, each request's separately; a prefill pool counts only the prefill.
+    """
+
+    overlap_score_credit: float = 1.0
+    overlap_score_credit_decay: float = 0.0
+    prefill_load_scale: float = 1.0
+    decode_active_request_weight: float = 0.0
+    host_weight: float = 0.75
+    disk_weight: float = 0.25
+    temperature: float = 0.0
+    role: Literal["mixed", "prefill", "decode"] = "mixed"
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__[:-1]:
+            check_number(getattr(self, field), field, most=1e9)
+        if self.role not in ("mixed", "prefill", "decode"):
+            raise SettingError(f"must be 'mixed', 'prefill' or 'decode', got {self.role!r}", "role")
+
+    @property
+    def needs(self) -> Needs:
+        """Cache events of ended steps, and the blocks in flight."""
+        if self.role == "decode":
+            return Needs()
+        return Needs(pages="end", prefills=True, blocks=self.role == "mixed")
+
+    def choose(self, asked: Asked, view: View) -> int:
+        """Return a worker of the least cost."""
+        costs = self.costs(asked, view)
+        if not self.temperature:
+            return view.any_least(costs)
+        among = [costs[worker] for worker in view.workers]
+        least = min(among)
+        scale = (max(among) - least) * self.temperature
+        if not scale:
+            return view.any_of(view.workers)
+        weights = [exp((least - cost) / scale) for cost in among]
+        view.num_tied += 1
+        return view.random.choices(view.workers, weights)[0]
+
+    def costs(self, asked: Asked, view: View) -> list[float]:
+        """Return the costs, indexed by worker."""
+        size = view.page_size
+        num_blocks = asked.num_tokens // size
+        requests = view.num_requests
+        weight = self.decode_active_request_weight
+        if self.role == "decode":
+            costs = [float(blocks + num_blocks) for blocks in view.num_blocks]
+        else:
+            prefill = view.prefill_tokens
+            blocks = [(tokens + asked.num_tokens) / size for tokens in prefill]
+            for worker, pages in view.pages(asked, num_blocks).items():
+                blocks[worker] -= self._credit(asked, view, worker) * pages[0]
+                for saved, pages_below in zip((self.host_weight, self.disk_weight), pages[1:], strict=False):
+                    blocks[worker] -= saved * pages_below
+            costs = [self.prefill_load_scale * max(0.0, each) for each in blocks]
+            if view.active is not None:
+                for worker, in_flight in view.active.num_blocks.items():
+                    costs[worker] += in_flight
+                for worker, shared in view.active.shared(asked.content, num_blocks).items():
+                    costs[worker] -= shared
+                costs = [cost + num_blocks for cost in costs]
+        return [cost + weight * count for cost, count in zip(costs, requests, strict=True)] if weight else costs
+
+    def cached_tokens(self, asked: Asked, worker: int, view: View) -> int:
+        """Return the tokens of the blocks that `worker` has on its device."""
+        found = view.pages(asked, asked.num_tokens // view.page_size).get(worker)
+        return 0 if found is None else found[0] * view.page_size
+
+    def _credit(self, asked: Asked, view: View, worker: int) -> float:
+        if not self.overlap_score_credit_decay:
+            return self.overlap_score_credit
+        prefill = view.prefill_tokens
+        more = (prefill[worker] - min(map(prefill.__getitem__, view.workers))) / view.page_size
+        share = more / ceil(asked.num_tokens / view.page_size)
+        return self.overlap_score_credit / (1 + self.overlap_score_credit_decay * share)

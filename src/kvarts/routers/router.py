@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
@@ -9,6 +10,7 @@ import msgspec
 
 from kvarts.event_log import EventLog
 from kvarts.events import PagesRemoved, PagesStored
+from kvarts.kv.transfer import PeersGain
 from kvarts.request import Request
 from kvarts.routers.exact import CacheFeed, EventIndex
 from kvarts.routers.view import Asked, Directory, Found, Needs, Policy, View
@@ -22,7 +24,8 @@ class PolicyRouter:
 
     `order`: that of waiting requests, a QueueOrder. `queue_tokens`: requests wait while every worker has more prompt
     tokens than that; None never holds one. `event_lag_ns`: time until cache events reach the router. `seed`: of random
-    choices. Owner of the requests waiting in it, and of the cache events in transit to it.
+    choices. `peers`: what workers save that read pages from each other. Owner of the requests waiting in it, and of the
+    cache events in transit to it.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class PolicyRouter:
         max_num_batched_tokens: int,
         tiers: Sequence[str] = ("device",),
         directory: Directory | None = None,
+        peers: PeersGain | None = None,
     ) -> None:
         needs: Needs = getattr(policy, "needs", Needs())
         self._policy = policy
@@ -61,6 +65,7 @@ class PolicyRouter:
             page_size=page_size,
             max_num_batched_tokens=max_num_batched_tokens,
             directory=directory,
+            peers=None if peers is None or self.index is None else (peers, self.index),
             seed=seed,
         )
         self._cached_tokens = getattr(policy, "cached_tokens", None)
@@ -71,7 +76,7 @@ class PolicyRouter:
         self._waiting: list[tuple[float, int, Request, Asked, Found | None]] = []
         """Waiting requests, a heap in the order of the queue: place, number, request, and its matches on arrival."""
         self._num_held = 0
-        self._news: list[tuple[Callable[[int], object], int]] = []
+        self._news: deque[tuple[Callable[[int], object], int]] = deque()
         """In a router with a queue: notifications since requests last left it, each of which may release some."""
 
     # Placing ----------------------------------------------------------------------------------------------
@@ -87,13 +92,14 @@ class PolicyRouter:
     def placed(self, request: Request, session: str | None, worker: int, now_ns: int) -> None:
         """Record that `request` was sent to `worker` by another component."""
         asked = self._asked(request, session, now_ns)
+        self._settle(asked.index)
         self.view.placed(asked, worker, self._hits(asked, worker))
 
     def take_placed(self, now_ns: int) -> list[tuple[Request, int]]:
         """Return the requests that waited here and are placed now, in order, each with its worker."""
         found: list[tuple[Request, int]] = []
-        news, self._news = self._news, []
-        for note, request_or_worker in news:
+        while self._news:
+            note, request_or_worker = self._news.popleft()
             note(request_or_worker)
             while self._waiting and not self._all_busy():
                 _, _, request, asked, on_arrival = heappop(self._waiting)
@@ -166,13 +172,13 @@ class PolicyRouter:
     def join(self) -> int:
         """Add a worker; return its number."""
         worker = self.view.join()
-        self._note(lambda _: None, worker)
+        self._note(_nothing, worker)
         return worker
 
     def enter(self, worker: int) -> None:
         """Resume sending requests to `worker`, which had left."""
         self.view.enter(worker)
-        self._note(lambda _: None, worker)
+        self._note(_nothing, worker)
 
     def leave(self, worker: int) -> None:
         """Stop sending requests to `worker`."""
@@ -195,12 +201,20 @@ class PolicyRouter:
         else:
             note(request)
 
+    def _settle(self, request: int) -> None:
+        """Apply what is known of a request before it is placed again: later, it would be taken for the new place."""
+        for place, (note, of_request) in enumerate(self._news):
+            if of_request == request and note is not _nothing:
+                note(request)
+                self._news[place] = _nothing, request
+
     def _asked(self, request: Request, session: str | None, now_ns: int) -> Asked:
         content, num_tokens = request.content, request.num_prompt_tokens
         return Asked(request.index, content, num_tokens, session, request.priority, now_ns)
 
     def _place(self, asked: Asked) -> int:
         view = self.view
+        self._settle(asked.index)
         worker = self._policy.choose(asked, view)
         if not isinstance(worker, int) or worker not in view.workers:
             what = f"{type(self._policy).__name__} chose {worker!r}, and the workers are {view.workers}"
@@ -226,3 +240,7 @@ class PolicyRouter:
         elif self._order == "wspt":
             place = -(1 + asked.priority) / max(1, asked.num_tokens - cached)
         heappush(self._waiting, (place, self._num_held, request, asked, view.found))
+
+
+def _nothing(_: int) -> None:
+    """Change nothing: a notification that may release requests all the same."""

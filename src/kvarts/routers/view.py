@@ -11,7 +11,9 @@ from typing import Literal, Protocol
 import msgspec
 
 from kvarts.content import Content
+from kvarts.kv.transfer import PeersGain
 from kvarts.routers.approximate import ActiveBlocks, IndexRule, PlacementIndex
+from kvarts.routers.exact import EventIndex
 
 __all__ = ["Asked", "Directory", "Found", "Metrics", "Needs", "Policy", "View"]
 
@@ -98,7 +100,8 @@ class View:
     """Owner of a router's knowledge. Workers are numbered from 0, and numbers are not reused.
 
     `page_size`: tokens per page of the workers; `max_num_batched_tokens`: token budget of a step. `directory`: looks up
-    exact prefixes. Ties not broken by number are broken by `random`, which is seeded with `seed`.
+    exact prefixes. Ties not broken by number are broken by `random`, which is seeded with `seed`. `peers`: what workers
+    save that read pages from each other, and the index of these.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class View:
         page_size: int,
         max_num_batched_tokens: int = 8192,
         directory: Directory | None = None,
+        peers: tuple[PeersGain, EventIndex] | None = None,
         seed: int = 0,
     ) -> None:
         self.page_size = page_size
@@ -126,6 +130,7 @@ class View:
         self.num_tied = 0
         """Choices made at random."""
         self.directory = directory or NoDirectory()
+        self._peers = peers
         self.index = None if needs.placements is None else PlacementIndex(needs.placements, page_size)
         self.active = ActiveBlocks() if needs.blocks else None
         self._placed: dict[int, tuple[int, Content, int, int]] = {}
@@ -219,6 +224,25 @@ class View:
             pages = {worker: pages[worker] for worker in self.workers if worker in pages}
         self.found = asked.index, limit, pages
         return pages
+
+    def saved_by_peers(self, asked: Asked, limit: int) -> list[float]:
+        """Return, per worker, how many of the first `limit` pages it saves if it reads what it lacks from others.
+
+        A page saves less than a whole one, as reading takes time. Empty if workers do not read from each other.
+        """
+        if self._peers is None:
+            return []
+        gain, index = self._peers
+        found = self.pages(asked, limit)
+        starts = [0] * len(self.num_requests)
+        for worker, pages in found.items():
+            starts[worker] = sum(pages)
+        runs = index.elsewhere(asked.content, sorted(set(starts)), limit, gain.tier)
+        saved = {
+            start: gain.saved_pages(start, num_pages, asked.num_tokens) if num_pages else 0.0
+            for start, num_pages in runs.items()
+        }
+        return [saved[start] for start in starts]
 
     def placements(self, asked: Asked) -> tuple[dict[int, int], int]:
         """Return the blocks that each worker has by earlier placements, and the number of blocks of the prompt."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from kvarts.kv.group_pages import GroupPages
+from kvarts.kv.groups import PageTable
 from kvarts.kv.pool import PageId
-from kvarts.kv.sink_window import PageTable
-from kvarts.kv.spans import PartRun
+from kvarts.kv.runs import PartRun
 from kvarts.request import Request
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.plan import Chunk, Snapshot

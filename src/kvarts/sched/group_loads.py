@@ -8,10 +8,9 @@ from msgspec.structs import replace
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
-from kvarts.kv.cache import Holding
+from kvarts.kv.cache import Holding, Match
 from kvarts.kv.group_pages import GroupPages
-from kvarts.kv.match import Match
-from kvarts.kv.spans import RunMatch
+from kvarts.kv.runs import RunMatch
 from kvarts.kv.transfer import Awaited, Loaded, Offer, Weighed
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request

@@ -11,8 +11,8 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from kvarts.content import UNIT_BYTES
+from kvarts.kv.groups import PageTable
 from kvarts.kv.pool import PageId
-from kvarts.kv.sink_window import PageTable
 from kvarts.request import Request
 from kvarts.sched.plan import Chunk, DecodeRows, Snapshot, StepResult
 

@@ -26,9 +26,8 @@ from typing import Protocol
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import LoadAwaited, LoadStarted, LoadUsed, LoadWeighed
-from kvarts.kv.cache import Cache, Holding
-from kvarts.kv.match import Match
-from kvarts.kv.node import HeldPages
+from kvarts.kv.cache import Cache, Holding, Match
+from kvarts.kv.eviction import HeldPages
 from kvarts.kv.transfer import Awaited, Coming, Loaded, Offer, Transfer, TransferReport, TransferTotals, Weighed
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request, RequestState

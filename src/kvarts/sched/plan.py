@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvarts.events import Preemption
+from kvarts.kv.groups import PageTable, SinkWindow
 from kvarts.kv.pool import PageId
-from kvarts.kv.sink_window import PageTable, SinkWindow
 from kvarts.kv.transfer import Transfer, TransferReport
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from kvarts.limits import MOST_COUNT
 from kvarts.request import Request
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads, LoadUnderWay
-from kvarts.sched.own_pages import OwnPagesInUse
+from kvarts.sched.page_source import OwnPagesInUse
 from kvarts.sched.plan import Batch, Chunk
 from kvarts.sched.preemption import Planned, Preemptor
 from kvarts.sched.running import Running
@@ -193,12 +193,12 @@ class Prefill:
                 assert request.holding is not None
                 # Usually there is much more room than the next chunk can take.
                 num_most += (num_tokens // self._page_size + 2) * cache.page_blocks
-                if planned and (cache.settles or num_most > cache.num_free):
+                if planned and (cache.releases or num_most > cache.num_free):
                     if running.is_in_order:  # those planned are certain to be computed
                         budget -= self._compute_planned(planned, chunks)
                     else:
                         self._take_planned(planned)
-                if cache.settles:
+                if cache.releases:
                     cache.settle(request.holding, start, running.num_in_flight(request))
                     cache.count()
                 if num_most > cache.num_free:

@@ -21,8 +21,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.events import Admitted, Blocked, Cancelled, DecodesStalled, Finished, HeadBlocked, Preemption
-from kvarts.kv.cache import Cache, Leap, Mark
-from kvarts.kv.pins import Pins
+from kvarts.kv.cache import Cache, Leap, Mark, Pins
 from kvarts.limits import MOST_COUNT
 from kvarts.request import NEXT_STATES, Request, RequestState
 from kvarts.sched.drafts import Drafter, Drafts
@@ -30,8 +29,7 @@ from kvarts.sched.handoffs import Handoffs
 from kvarts.sched.horizon import Horizon
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads
-from kvarts.sched.own_pages import OwnPagesInUse
-from kvarts.sched.page_source import PageSource
+from kvarts.sched.page_source import OwnPagesInUse, PageSource
 from kvarts.sched.plan import Batch, Chunk, DraftRows, StepPlan, StepResult
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.preemption import Preemptor, holding_of
@@ -154,7 +152,7 @@ class Scheduler:
         self._told_blocked: tuple[int, Blocked] | None = None
         self._settles = cache.settles
         # Else others take and release parts between steps, and may use what decodes release.
-        self._settles_late = pages.is_alone and loads is None and handoffs is None
+        self._settles_late = cache.releases and pages.is_alone and loads is None and handoffs is None
         self._to_settle: list[Request] | None = None
         """The requests that completed their known tokens in the last step, if its decodes are not settled yet."""
         self._keeps_time = cache.keeps_time
@@ -692,7 +690,7 @@ class Scheduler:
         """
         running, cache = self.running, self.cache
         first = running.chunked[0]
-        if not cache.settles:
+        if not cache.releases:
             most_tokens = self._prefill.most_tokens
             num_pages = self.wheel.pages_due()
             for request in running.chunked:
@@ -763,6 +761,12 @@ class Scheduler:
             return
         cache, wheel = self.cache, self.wheel
         joined = [request for request in completed if request.state is DECODING or wheel.has(request)]
+        if not cache.releases:
+            if cache.follows_decodes:
+                cache.end_step()
+                for request in joined:
+                    cache.start_decoding(holding_of(request), request.admission)
+            return
         cache.count()  # others may have taken free pages
         takes_turns = False
         if self._long_prefill:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 
-from kvarts.kv.sink_window import OwnPages, SinkWindow
+from kvarts.kv.groups import OwnPages, SinkWindow
 from kvarts.request import Request
 
 __all__ = ["DecodeWheel"]

@@ -26,8 +26,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.directories import make_private, open_private
 from kvarts.errors import ConfigError, OutputError
+from kvarts.files import make_private, open_private
 
 __all__ = [
     "Checkpoint",

@@ -19,12 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.content import UNIT_BYTES
-from kvarts.directories import make_private
 from kvarts.errors import ConfigError, KvartsError, OutputError
+from kvarts.files import make_private
 from kvarts.session.history_file import HistoryFile, HistoryTables
-from kvarts.session.session import Session
 from kvarts.session.stored import EndReason, StoredSession, Tombstone, Usage
-from kvarts.session.table import SessionTable
+from kvarts.session.table import Session, SessionTable
 from kvarts.session.values import SessionNotReadyError, SessionValueError
 
 __all__ = ["FILE_NAME", "Append", "Appending", "Histories"]

@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.directories import open_private
 from kvarts.errors import ConfigError, InputError, KvartsError, OutputError
+from kvarts.files import open_private
 from kvarts.session.stored import EndReason, StoredSession, Tombstone, Usage
 from kvarts.session.values import SessionNotReadyError, SessionSettings, SessionValueError, UnknownSessionError
 

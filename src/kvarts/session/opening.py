@@ -19,16 +19,15 @@ from kvarts.executor.base import CostModel
 from kvarts.executor.mock import MockExecutor
 from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.roofline import RooflineCost
-from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop, ModelHost
+from kvarts.llm.text import DetokenizingExecutor
 from kvarts.rooms import from_room
-from kvarts.session.config import MOST_HISTORY_TOKENS, AtCapacity, SessionsConfig
 from kvarts.session.keeper import Keeper
 from kvarts.session.sessions import Sessions
 from kvarts.session.soak.target import OneOwner, SessionsTarget, VirtualSoakClock
 from kvarts.session.table import SessionTable, check_settings, memory_of
-from kvarts.session.values import SessionSettings
+from kvarts.session.values import MOST_HISTORY_TOKENS, AtCapacity, SessionsConfig, SessionSettings
 from kvarts.units import parse_bytes
 
 __all__ = ["mock_host", "open_sessions", "open_virtual_target", "sessions_on"]

@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.executor.page_slots import PageSlots
-from kvarts.kv.group_keeps import most_blocks, retained_by_group
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.heavy_pages import HeavyPages
+from kvarts.executor.page_bytes import PageSlots
+from kvarts.kv.cache import PageReserve
+from kvarts.kv.groups import GroupMemory, HeavyPages, PageTable, SinkWindow, most_blocks, retained_by_group
 from kvarts.kv.pool import PageId
-from kvarts.kv.reserve import PageReserve
-from kvarts.kv.sink_window import PageTable, SinkWindow
 
 if TYPE_CHECKING:
     import numpy as np

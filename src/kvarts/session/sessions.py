@@ -1,33 +1,33 @@
-"""The session runtime on one engine: a SessionRuntime for one event loop, next to the engine's thread."""
+"""The session runtime on one engine: a SessionRuntime for one event loop, next to the engine's thread.
+
+Concurrent operations on one session are refused, or wait in order.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from kvarts.content import UNIT_BYTES
-from kvarts.llm.listener import EngineDeadError, Gone
+from kvarts.llm.listener import EngineDeadError, Gone, Outbox
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import ModelHost
-from kvarts.llm.outbox import Outbox
-from kvarts.owners.shares import owner_of
+from kvarts.owners import owner_of
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
-from kvarts.session.exclusive import Exclusive
-from kvarts.session.generation import AppendTurn, GenerationTurn, UpdateStream
+from kvarts.session.generation import AppendTurn, GenerationTurn, SessionTurns, UpdateStream
 from kvarts.session.history import Appending
 from kvarts.session.keeper import Keeper, usage_of
-from kvarts.session.session import Session
 from kvarts.session.stored import EndReason
-from kvarts.session.table import SessionTable
-from kvarts.session.turns import Turns
+from kvarts.session.table import Session, SessionTable
 from kvarts.session.values import (
     Done,
     SessionBusyError,
@@ -39,7 +39,66 @@ from kvarts.session.values import (
     Update,
 )
 
-__all__ = ["Sessions", "TurnUnderWay", "settled"]
+__all__ = ["Exclusive", "Sessions", "TurnUnderWay", "settled"]
+
+
+class Exclusive:
+    """Owner of the locks of sessions. For one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """For each busy session, the operations that wait for it."""
+
+    @property
+    def num_busy(self) -> int:
+        """The number of sessions with an operation in progress."""
+        return len(self._waiting)
+
+    async def take(self, session_id: str, *, queue: bool, ahead: bool = False) -> None:
+        """Lock the session until `pass_on`. Raise SessionBusyError if it is busy, unless `queue` is set.
+
+        `ahead`: wait in front of all others.
+        """
+        waiting = self._waiting.get(session_id)
+        if waiting is None:
+            self._waiting[session_id] = deque()
+            return
+        if not queue:
+            raise SessionBusyError(
+                f"session {session_id} is busy", field="session_id", hint="Wait for its operation, or ask to queue."
+            )
+        turn = asyncio.get_running_loop().create_future()
+        if ahead:
+            waiting.appendleft(turn)
+        else:
+            waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.pass_on(session_id)  # the lock was granted before the cancellation
+            elif turn in waiting:  # else `pass_on` has removed it already
+                waiting.remove(turn)
+            raise
+
+    def pass_on(self, session_id: str) -> None:
+        """Hand the lock to the next waiting operation, or release it."""
+        waiting = self._waiting[session_id]
+        while waiting:
+            turn = waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        del self._waiting[session_id]
+
+    @asynccontextmanager
+    async def hold(self, session_id: str, *, queue: bool, ahead: bool = False) -> AsyncIterator[None]:
+        """Lock the session as `take` does, and pass it on at the end."""
+        await self.take(session_id, queue=queue, ahead=ahead)
+        try:
+            yield
+        finally:
+            self.pass_on(session_id)
 
 
 class TurnUnderWay(NamedTuple):
@@ -100,7 +159,7 @@ class Sessions:
         if keeper is not None:
             table.on_removed = self._removed
         self._host = table.host
-        self._turns = Turns(table)
+        self._turns = SessionTurns(table)
         self._appending = Appending(table, None if keeper is None else keeper.histories)
         self._exclusive = Exclusive()
         self._under_way: dict[str, TurnUnderWay] = {}

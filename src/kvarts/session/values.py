@@ -8,12 +8,14 @@ from typing import Literal
 import msgspec
 
 from kvarts.errors import ConfigError, KvartsError
-from kvarts.limits import MOST_SECONDS, MOST_UINT32, check_number, check_whole
+from kvarts.limits import MOST_BYTES, MOST_COUNT, MOST_SECONDS, MOST_UINT32, check_number, check_whole
 from kvarts.sampling import TopLogprobs
 
 __all__ = [
     "MAX_ENDS",
     "MAX_LABEL_CHARS",
+    "MOST_HISTORY_TOKENS",
+    "AtCapacity",
     "Done",
     "Keep",
     "Positions",
@@ -25,6 +27,7 @@ __all__ = [
     "SessionNotReadyError",
     "SessionSettings",
     "SessionValueError",
+    "SessionsConfig",
     "SessionsExhaustedError",
     "StopReason",
     "Token",
@@ -43,6 +46,10 @@ MAX_LABEL_CHARS = 256
 """Limit for a client's name for a session."""
 MAX_ENDS = 1024
 """Most token ids that end the generations of a session, or a single one."""
+MOST_HISTORY_TOKENS = 1 << 24
+"""128 MiB."""
+
+AtCapacity = Literal["refuse", "evict"]
 
 
 def check_label(label: str) -> None:
@@ -59,7 +66,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     pages are between turns: pinned, in the prefix cache, or in host memory.
 
     `keep`: `h2o` or `snapkv` also keeps the pages of `heavy` more tokens between sink and window: those to which most
-    attention was paid (kvarts.kv.heavy_pages); sink and window are then whole pages, and the window advances every 64
+    attention was paid (kvarts.kv.groups); sink and window are then whole pages, and the window advances every 64
     tokens.
 
     `positions`: `global` counts from the beginning of the history, and equals plain attention until the first token is
@@ -231,3 +238,38 @@ class SessionBusyError(KvartsError):
 
 class SessionsExhaustedError(KvartsError):
     """There is not enough room for this; the text contains the numbers."""
+
+
+class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings shared by all sessions.
+
+    `defaults`: the settings of sessions created without any. `max_sessions`: limit on their number; None: as many as
+    fit. `memory_bytes`: KV memory for bounded sessions; None: all of it. `max_pages`: the same in pages, or in blocks
+    for a model with KV groups; if both are given, both apply. `max_history_tokens`: tokens of all histories, 8 bytes
+    each. `at_capacity`: refuse a further session, or evict the idle session that was used longest ago. `chunk_tokens`:
+    most tokens of sessions that a step may compute in addition to one for each generating session; the pages for them
+    are reserved once for all sessions. `tombstone_ttl_s`: how long the end of a session is remembered. `reap_every_s`:
+    interval of the search for expired sessions.
+
+    Raises ConfigError for a value out of range.
+    """
+
+    defaults: SessionSettings = SessionSettings()
+    max_sessions: int | None = None
+    memory_bytes: int | None = None
+    max_pages: int | None = None
+    max_history_tokens: int = MOST_HISTORY_TOKENS
+    at_capacity: AtCapacity = "refuse"
+    chunk_tokens: int = 512
+    tombstone_ttl_s: float = 3600.0
+    reap_every_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in ("max_sessions", "memory_bytes", "max_pages", "max_history_tokens", "chunk_tokens"):
+            value = getattr(self, field)
+            if value is not None:
+                check_whole(value, field, most=MOST_BYTES if field == "memory_bytes" else MOST_COUNT)
+        if self.at_capacity not in ("refuse", "evict"):
+            raise ConfigError(f"must be 'refuse' or 'evict', got {self.at_capacity!r}", field="at_capacity")
+        for field in ("tombstone_ttl_s", "reap_every_s"):
+            check_number(getattr(self, field), field, above=True, most=MOST_SECONDS)

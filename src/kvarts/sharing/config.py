@@ -1,21 +1,20 @@
-"""Configuration of a replay of several models on one device."""
+"""Configuration of a replay of several models on one device: their shares, settings, and changes of health."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
-from kvarts.limits import MOST_BYTES_PER_TOKEN, MOST_COUNT, check_number, check_whole
+from kvarts.limits import MOST_BYTES_PER_TOKEN, MOST_COUNT, MOST_SECONDS, brief, check_number, check_whole
 from kvarts.settings import AtLeastOne, Given, Section, SettingError, parts_of_error, setting, settings_of
-from kvarts.sharing.health import HealthChange, parse_health
 from kvarts.sim.config import KvGroupsName, ReplayConfig, build_replay
 from kvarts.sim.hardware import (
     DeviceSettings,
@@ -32,19 +31,49 @@ from kvarts.units import parse_bytes
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.hardware import MemoryFit
-    from kvarts.kv.group_memory import PartGroup
+    from kvarts.kv.groups import PartGroup
 
 __all__ = [
     "SECTIONS",
+    "Health",
+    "HealthChange",
     "ModelShare",
     "ObserversOf",
     "SharingConfig",
     "check_each",
+    "parse_health",
     "resolve_shares",
+    "shares_of",
 ]
 
 ObserversOf = Callable[[Any], "Sequence[EventReader]"]
 """Returns the observers of a model: by its name; with replicas, by its name and the number of the replica."""
+PER_MILLE = 1000
+NS_PER_S = 1_000_000_000
+
+Health = Literal["healthy", "degraded", "dead"]
+
+
+class HealthChange(msgspec.Struct, frozen=True):
+    """From `time_ns` on, `model` is in `health`."""
+
+    time_ns: int
+    model: str
+    health: Health
+
+
+def parse_health(text: str) -> HealthChange:
+    """Parse a change such as `code=dead@60`: from second 60 on. Raise ConfigError for anything else."""
+    match = re.fullmatch(r"([^=@]+)=(healthy|degraded|dead)@([0-9]+(?:\.[0-9]+)?)", text.strip())
+    if match is None:
+        raise ConfigError(
+            f"{text!r} is not NAME=STATE@SECONDS",
+            field="health",
+            hint="For example code=dead@60, or degraded, healthy.",
+        )
+    if float(match[3]) > MOST_SECONDS:
+        raise ConfigError(f"{brief(text)} is more than {MOST_SECONDS:g} seconds away", field="health")
+    return HealthChange(round(float(match[3]) * NS_PER_S), match[1], match[2])  # type: ignore[arg-type]
 
 
 class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -176,8 +205,6 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
     @cached_property
     def shares(self) -> dict[str, Fraction]:
         """The part of the time of the device that each model owns; the sum is 1."""
-        from kvarts.sharing.shares import shares_of  # a replay of one model does not need it
-
         models = self.models
         try:
             return shares_of(
@@ -469,3 +496,70 @@ def resolve_shares(given: Given, sections: Sequence[Section]) -> SharingConfig:
         return given.build(SharingConfig, models=models, each=each)
     except ConfigError as error:
         raise given.named(error, settings_of(ReplayConfig)) from error
+
+
+def shares_of(
+    weights: Mapping[str, float], floors: Mapping[str, int], ceilings: Mapping[str, int | None]
+) -> dict[str, Fraction]:
+    """Return the share of each model, by name.
+
+    `floors` and `ceilings` (None: 1000) are per mille of the time. Raise ConfigError for a floor above its ceiling, for
+    floors that add up to more than 1000 or leave nothing to a model, and for ceilings that add up to less.
+    """
+    lowest, highest = {}, {}
+    for model, ceiling in ceilings.items():
+        most = PER_MILLE if ceiling is None else ceiling
+        if not 1 <= most <= PER_MILLE:
+            raise ConfigError(f"must be from 1 to 1000 per mille, got {most}", field=f"{model}.ceiling")
+        if not 0 <= floors[model] <= most:
+            raise ConfigError(f"must be from 0 to {most} per mille, got {floors[model]}", field=f"{model}.floor")
+        lowest[model], highest[model] = Fraction(floors[model], PER_MILLE), Fraction(most, PER_MILLE)
+    if sum(lowest.values()) > 1:
+        last = [model for model in weights if floors[model]][-1]
+        raise ConfigError(
+            f"brings all floors to {sum(floors.values())} per mille",
+            field=f"{last}.floor",
+            hint="Give floors that add up to at most 1000.",
+        )
+    if sum(highest.values()) < 1:
+        last = [model for model in weights if ceilings[model] is not None][-1]
+        raise ConfigError(
+            f"leaves {int(1000 - 1000 * sum(highest.values()))} per mille of the time to no model",
+            field=f"{last}.ceiling",
+            hint="Give ceilings that add up to at least 1000.",
+        )
+    exact = {model: Fraction(str(weight)) for model, weight in weights.items()}
+    shares = _fill(exact, lowest, highest)
+    for model, share in shares.items():
+        if not share:
+            raise ConfigError("is left no time by the floors of the others", field=f"{model}.weight")
+    return shares
+
+
+def _fill(
+    weights: Mapping[str, Fraction], lowest: Mapping[str, Fraction], highest: Mapping[str, Fraction]
+) -> dict[str, Fraction]:
+    """Return shares in proportion to `weights`, each between its bounds, that add up to 1.
+
+    They have a common water level: max(lowest, min(highest, level x weight)). While the proportional share of some
+    model is out of bounds, sum up the violations on each side, and fix the models on the side with the larger sum at
+    their bound; the others share the rest. Later passes cannot move a fixed model back inside its bounds. (CSS resolves
+    flexible lengths in the same way.)
+    """
+    shares: dict[str, Fraction] = {}
+    rising: Sequence[str] = list(weights)
+    while rising:
+        left = 1 - sum(shares.values(), Fraction(0))
+        whole = sum(weights[name] for name in rising)
+        part = {name: left * weights[name] / whole for name in rising}
+        missing = {name: lowest[name] - part[name] for name in rising if part[name] < lowest[name]}
+        beyond = {name: part[name] - highest[name] for name in rising if part[name] > highest[name]}
+        if not missing and not beyond:
+            shares.update(part)
+            break
+        if sum(missing.values()) >= sum(beyond.values()):
+            shares.update({name: lowest[name] for name in missing})
+        if sum(beyond.values()) >= sum(missing.values()):
+            shares.update({name: highest[name] for name in beyond})
+        rising = [name for name in rising if name not in shares]
+    return {name: shares[name] for name in weights}

@@ -1,8 +1,8 @@
-"""Memory use of models that share one device, and their debts to each other."""
+"""What models make of a device that they share: their steps, memory, debts, and use compared with their shares."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -11,13 +11,127 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvarts.columns import Column
+from kvarts.events import Event, LeapDone, StepDone
+from kvarts.report.packed import PackedColumn
+from kvarts.report.steps import StepLog
 from kvarts.sharing.config import SharingConfig
-from kvarts.sharing.contention import Contended
-from kvarts.sharing.steps import TurnLog
+from kvarts.sharing.tenant import Tenant
 
-__all__ = ["LoanPeriod", "OfDevice", "ratio"]
+__all__ = ["Contended", "Contention", "LoanPeriod", "OfDevice", "TurnLog", "ratio"]
 
 NS_PER_MS = 1e6
+
+
+class Contended(msgspec.Struct, frozen=True):
+    """One model's part of the contested turns, and the part that its share entitled it to."""
+
+    ns: int = 0
+    ns_owned: float = 0.0
+
+    def __add__(self, other: Contended) -> Contended:
+        return Contended(
+            self.ns + other.ns,
+            self.ns_owned + other.ns_owned,
+        )
+
+
+class Contention:
+    """Owner of these counts. A turn is contested if at least two models have requests."""
+
+    def __init__(self, tenants: Sequence[Tenant]) -> None:
+        self._tenants = tenants
+        self._counts: dict[int, list[int]] = {}
+        """Nanoseconds of each model, by the set of models that have requests."""
+        self._bits = {tenant: 1 << place for place, tenant in enumerate(tenants)}
+
+    def wanting(self) -> int:
+        """Return the set of models that have requests now."""
+        want = 0
+        for tenant, bit in self._bits.items():
+            if tenant.scheduler.running.num_running or tenant.scheduler.waiting.num_waiting:
+                want |= bit
+        return want
+
+    def count(self, tenant: Tenant, want: int, duration_ns: int) -> None:
+        """Count turns of `tenant`; `want` is the result of `wanting()` before them."""
+        bit = self._bits[tenant]
+        if want & bit and want != bit:
+            counts = self._counts.get(want)
+            if counts is None:
+                counts = self._counts[want] = [0] * len(self._tenants)
+            counts[bit.bit_length() - 1] += duration_ns
+
+    def outcome(self) -> dict[str, Contended]:
+        """Return the outcome by model."""
+        outcome = {}
+        for place, (tenant, bit) in enumerate(self._bits.items()):
+            contested = Contended()
+            for want, counts in self._counts.items():
+                if want & bit:
+                    part = tenant.share / sum(other.share for other, each in self._bits.items() if want & each)
+                    contested += Contended(counts[place], float(sum(counts) * part))
+            outcome[tenant.name] = contested
+        return outcome
+
+
+class TurnLog(StepLog):
+    """A StepLog with gaps between steps, in which other models may take or evict pages."""
+
+    def __init__(
+        self, num_pages: int, tiers: Mapping[str, int] | None = None, memory: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(num_pages, tiers, memory)
+        self._starts_ns = PackedColumn("q")
+        self._cached = PackedColumn("i")
+        self._withheld = PackedColumn("i")
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """Record the steps in `events`."""
+        super().observe(events)
+        starts_ns, cached, withheld = self._starts_ns.recent, self._cached.recent, self._withheld.recent
+        for event in events:
+            if isinstance(event, StepDone):
+                starts_ns.append(event.start_ns)
+                cached.append(event.num_cached)
+                withheld.append(event.num_withheld)
+            elif isinstance(event, LeapDone):
+                turns = event.turns
+                assert turns is not None
+                starts_ns += turns.starts_ns
+                cached += turns.cached
+                withheld += turns.withheld
+        for column in (self._starts_ns, self._cached, self._withheld):
+            column.settle()
+
+    @property
+    def starts_ns(self) -> Column:
+        """The start of each step; other models may have had turns since the previous step."""
+        return self._starts_ns.whole()
+
+    def gaps(self) -> Iterator[tuple[Column, Column]]:
+        """Yield the time from the end of the previous step to the end of each step, and its decodes, by slabs.
+
+        For the first step, the time is its duration.
+        """
+        before_ns = None
+        for slab, starts_ns in zip(self.slabs(), self._starts_ns.blocks(), strict=True):
+            ends_ns = starts_ns + slab.durations_ns
+            yield np.diff(ends_ns, prepend=starts_ns[0] if before_ns is None else before_ns), slab.of_steps("decodes")
+            before_ns = ends_ns[-1]
+
+    @property
+    def end_ns(self) -> int:
+        """The end of the last step; 0 without steps."""
+        return int(self.starts_ns[-1] + self.durations_ns[-1]) if len(self) else 0
+
+    def cached(self) -> Column:
+        """Return the pages cached at the mark of each step."""
+        return self._cached.whole().astype(np.int64)
+
+    def withheld(self) -> Column:
+        """Return the pages withheld before each step."""
+        return self._withheld.whole().astype(np.int64)
 
 
 class LoanPeriod(msgspec.Struct, frozen=True, omit_defaults=True):

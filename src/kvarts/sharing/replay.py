@@ -18,15 +18,12 @@ from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing.baselines import slices, split_config
 from kvarts.sharing.config import ObserversOf, SharingConfig
-from kvarts.sharing.contention import Contention
 from kvarts.sharing.device import SharedDevice
-from kvarts.sharing.driver import SharedDriver
-from kvarts.sharing.outcome import OfDevice
+from kvarts.sharing.outcome import Contention, OfDevice, TurnLog
 from kvarts.sharing.report import SharedReport
-from kvarts.sharing.steps import TurnLog
 from kvarts.sharing.tenant import Tenant
 from kvarts.sharing.turn_order import TurnOrder
-from kvarts.sharing.turns import TurnLoop
+from kvarts.sharing.turns import SharedDriver, TurnLoop
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, trace_of

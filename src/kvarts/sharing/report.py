@@ -13,8 +13,7 @@ import numpy as np
 from kvarts.report.report import REPORT_VERSION, Report
 from kvarts.sharing.baselines import compared, worst
 from kvarts.sharing.config import SharingConfig
-from kvarts.sharing.contention import Contended
-from kvarts.sharing.outcome import LoanPeriod, OfDevice, ratio
+from kvarts.sharing.outcome import Contended, LoanPeriod, OfDevice, ratio
 
 __all__ = ["LoanPeriod", "SharedReport", "jain_index"]
 

@@ -17,26 +17,31 @@ request of X that ends with X's first step:
 
 Y's second step needs a page, and none is empty. x0 is the oldest that no request uses. Its eviction loses nothing,
 because it was stored between the turns; X's own next turn could come too late.
+
+`SharedDriver` is the loop of a replay of several models on identical devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvarts.events import Blocked
 from kvarts.limits import LATEST_NS, TooLateError
+from kvarts.report.requests import FAILED
 from kvarts.request import Request
 from kvarts.sched.loads import LowerTiers
 from kvarts.sched.policy import NEVER_NS
-from kvarts.sharing.contention import Contention
+from kvarts.sharing.config import HealthChange
 from kvarts.sharing.device import SharedDevice
-from kvarts.sharing.health import HealthChange
+from kvarts.sharing.outcome import Contention
 from kvarts.sharing.tenant import Tenant
 from kvarts.sharing.turn_leaps import TurnLeap, TurnLeaps, plan_turn_leaps
 from kvarts.sharing.turn_order import TurnOrder
+from kvarts.sim.arrivals import Arrivals
+from kvarts.sim.driver import Driver
 from kvarts.sim.router import Routed
 
-__all__ = ["HealthChange", "TurnLoop"]
+__all__ = ["HealthChange", "SharedDriver", "TurnLoop"]
 
 NS_PER_S = 1e9
 
@@ -384,3 +389,42 @@ class TurnLoop:
             stride.tenant.settle(self.now_ns)
         self._end_turn(stride.tenant)
         return finished
+
+
+class SharedDriver(Driver):
+    """A Driver of devices on which requests may also fail: because a model dies, or admits none until the end."""
+
+    def __init__(
+        self,
+        arrivals: Sequence[Arrivals],
+        devices: Sequence[TurnLoop],
+        *,
+        on_progress: Callable[[int], object] | None = None,
+    ) -> None:
+        super().__init__(arrivals, devices, on_progress=on_progress)
+        self._devices = devices
+
+    def _run_alone(self, index: int, until_ns: int) -> None:
+        super()._run_alone(index, until_ns)
+        self._fail(index, self._devices[index].now_ns)
+
+    def _end(self, index: int, finished: list[Request]) -> None:
+        super()._end(index, finished)
+        self._fail(index, self._devices[index].now_ns)
+
+    def _fail(self, index: int, now_ns: int) -> None:
+        for request, reason in self._devices[index].take_failed():
+            of_model, row, _ = self._in_engines.pop(request)
+            of_model.log.reject(request, row, index, reason, FAILED)
+            of_model.source.done(row, max(now_ns, request.arrival_ns))
+            self._tell(1)
+
+    def _settle(self) -> None:
+        """Fail the requests of models that are still degraded, then those that arrive as a consequence."""
+        now_ns = max(device.now_ns for device in self._devices)
+        while self._in_engines:
+            for index, device in enumerate(self._devices):
+                device.give_up()
+                self._fail(index, now_ns)
+            while (arrival_ns := self._look_ahead()) != NEVER_NS:
+                self._arrive(arrival_ns)

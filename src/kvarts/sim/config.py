@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvarts.build import PreparedTiers
     from kvarts.executor.base import CostModel
     from kvarts.kv.eviction import EvictionOrder
-    from kvarts.kv.group_memory import GroupMemory, PartGroup
+    from kvarts.kv.groups import GroupMemory, PartGroup
     from kvarts.sched.policy import AdmissionPolicy
     from kvarts.sim.router import RouterMaker, RoutingSettings
     from kvarts.traffic.source import Source
@@ -118,7 +118,7 @@ class ReplaySessions(Protocol):
 
 
 def _default_cost() -> CostModel:
-    from kvarts.executor.polynomial import PolynomialCost  # not needed to print a help text
+    from kvarts.executor.cost import PolynomialCost  # not needed to print a help text
 
     return PolynomialCost()
 
@@ -423,7 +423,7 @@ class ReplayConfig(
     @property
     def memory(self) -> GroupMemory:
         """The counted KV groups, where `kv_groups` is not off."""
-        from kvarts.kv.group_memory import GroupMemory
+        from kvarts.kv.groups import GroupMemory
 
         assert self.kv_groups != "off"
         return GroupMemory(self.groups, self.kv_groups)
@@ -445,7 +445,7 @@ class ReplayConfig(
         """The cost model that `cost` describes, times `cost_factor`."""
         if self.cost_factor == 1.0:
             return self._cost
-        from kvarts.executor.scaled import ScaledCost
+        from kvarts.executor.cost import ScaledCost
 
         return ScaledCost(self._cost, self.cost_factor)
 
@@ -557,7 +557,7 @@ SECTIONS = (
 
 OPTIONAL = (
     ("offload.config", "OffloadConfig", "offload"),
-    ("session.replayed.config", "SessionReplay", "sessions"),
+    ("session.replay_settings", "SessionReplay", "sessions"),
     ("routers.config", "Routing", "routing"),
 )
 """Modules of rooms that may be missing, with their structs of settings and the tables of these."""

@@ -5,7 +5,8 @@ requests that arrive now are routed, and engines without a step under way start 
 once, but never past a time at which an event could reach it.
 
 An engine drops a request between steps. If a step is under way when a client gives up, the request is dropped at its
-end; whatever the result of that step, the request is cancelled.
+end, after the ends of requests in all steps that end at that time; whatever the result of that step, the request is
+cancelled.
 
 If requests arrive at known times, each engine runs independently from arrival to arrival. If requests wait for others
 to end, the engines advance together from event to event.
@@ -19,7 +20,7 @@ from typing import Protocol
 
 from mypy_extensions import mypyc_attr
 
-from kvarts.request import Request
+from kvarts.request import Request, RequestState
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.replica import NEVER_NS
 from kvarts.sim.router import Routed
@@ -214,6 +215,8 @@ class Driver:
 
     def _run_by_event(self) -> None:
         ends_ns = self._ends_ns
+        dropped: list[tuple[int, list[Request]]] = []
+        """Requests that were dropped after a step, by engine: clients and router hear of them after all that ended."""
         self._start(0, self._next_ns())
         while True:
             now_ns = min(*ends_ns, self._next_ns())
@@ -228,7 +231,16 @@ class Driver:
                 index = ends_ns.index(now_ns, index + 1)
                 ends_ns[index] = self._quiet_ns[index] = NEVER_NS
                 self._roused.add(index)
-                self._end(index, self._runners[index].finish())
+                finished = self._runners[index].finish()
+                if self._given_up:
+                    are_dropped = [request for request in finished if request.state is RequestState.CANCELLED]
+                    if are_dropped:
+                        dropped.append((index, are_dropped))
+                        finished = [request for request in finished if request not in are_dropped]
+                self._end(index, finished)
+            for index, are_dropped in dropped:
+                self._end(index, are_dropped)
+            dropped.clear()
             for of_model in self._polled:
                 if of_model.poll_ns(now_ns) == now_ns:
                     of_model.poll(now_ns)

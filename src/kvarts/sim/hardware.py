@@ -18,9 +18,9 @@ from kvarts.settings import AtLeastOne, Given, SettingError, setting, settings_o
 from kvarts.units import meant_size, parse_bytes
 
 if TYPE_CHECKING:
-    from kvarts.executor.cost import CostSpec
+    from kvarts.executor.cost_spec import CostSpec
     from kvarts.hardware import Geometry, MemoryFit
-    from kvarts.kv.group_memory import PartGroup
+    from kvarts.kv.groups import PartGroup
 
 WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
 """Settings of a device that state how a model is divided, and over how many devices."""
@@ -247,7 +247,7 @@ def parsed_cost(cost: Any) -> Any:
     """
     if not isinstance(cost, str | Mapping):
         return cost
-    from kvarts.executor.cost import CostSpec, parse_cost
+    from kvarts.executor.cost_spec import CostSpec, parse_cost
 
     if isinstance(cost, str):
         return parse_cost(cost)
@@ -332,8 +332,8 @@ def counted_groups(
     geometry = placed.geometry
     if geometry is None or not geometry.keeps_less:
         return ()
-    from kvarts.hardware.sequences import local_kv_groups
-    from kvarts.kv.group_memory import PartGroup
+    from kvarts.hardware.fit import local_kv_groups
+    from kvarts.kv.groups import PartGroup
 
     local = local_kv_groups(
         geometry,

@@ -11,8 +11,9 @@ from msgspec import structs
 from kvarts.build import build_engine
 from kvarts.event_log import EventReader
 from kvarts.executor.base import VirtualExecutor
-from kvarts.executor.prefill import PrefillCost
+from kvarts.executor.cost import PrefillCost
 from kvarts.executor.simulated import SimExecutor
+from kvarts.kv.transfer import PeersGain
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
@@ -145,7 +146,7 @@ def replay_one(
     router = make_router(config, replicas, ranks=ranks, tells_pages=config.kv_groups == "off")
     readers: list[list[EventReader]] = []
     for index, log in enumerate(steps):
-        of_router = router.reader_of(index) if config.replicas > 1 else None
+        of_router = router.reader_of(index) if config.replicas > 1 or router.holds_requests else None
         observers = () if observers_of is None else observers_of(index)
         readers.append([log, *observers, *(() if of_router is None else (of_router,))])
     runners: list[Runner] = []
@@ -188,10 +189,18 @@ def replay_one(
     )
 
 
-def make_router(config: ReplayConfig, engines: Sequence[Routed], *, ranks: int = 1, tells_pages: bool = True) -> Router:
+def make_router(
+    config: ReplayConfig,
+    engines: Sequence[Routed],
+    *,
+    ranks: int = 1,
+    tells_pages: bool = True,
+    peers: PeersGain | None = None,
+) -> Router:
     """Return a new router for a replay of `config`, with `engines` as its workers.
 
-    `ranks`: the number of consecutive engines in lock step. `tells_pages`: whether events describe pages.
+    `ranks`: the number of consecutive engines in lock step. `tells_pages`: whether events describe pages. `peers`: what
+    workers save that read pages from each other, if they do.
     """
     if config.router == "round-robin" and config.routing is None:
         return RoundRobin(config.replicas) if ranks == 1 else WithinGroups(config.replicas, ranks)
@@ -206,6 +215,7 @@ def make_router(config: ReplayConfig, engines: Sequence[Routed], *, ranks: int =
         max_num_batched_tokens=config.max_num_batched_tokens,
         tiers=("device", *below),
         directory=directory,
+        peers=peers,
     )
 
 

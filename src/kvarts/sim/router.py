@@ -15,6 +15,7 @@ from mypy_extensions import mypyc_attr
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import EventLog, EventReader
+from kvarts.kv.transfer import PeersGain
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.rank_loads import RANKS_STALENESS_NS, RankLoads
@@ -140,8 +141,12 @@ class RoutingSettings(Protocol):
         max_num_batched_tokens: int,
         tiers: Sequence[str],
         directory: AskedCaches | None,
+        peers: PeersGain | None,
     ) -> Router:
-        """Return a new router. `directory`, if given, answers for workers' pages in `tiers` instead of their events."""
+        """Return a new router. `directory`, if given, answers for workers' pages in `tiers` instead of their events.
+
+        `peers`: what workers save that read pages from each other, if they do.
+        """
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -32,9 +32,8 @@ from kvarts.errors import InputError, parts_of
 from kvarts.files import reading
 from kvarts.hints import MOST_TOOL_CHARS, Hints
 from kvarts.traffic.graph import RecordedTimes, linked
-from kvarts.traffic.rows import SKIP_HINT, by_arrival, date_ns, nothing_left
 from kvarts.traffic.trace import Trace, TraceRequest
-from kvarts.traffic.trace_file import TraceFile
+from kvarts.traffic.trace_file import SKIP_HINT, TraceFile, by_arrival, date_ns, nothing_left
 from kvarts.traffic.trace_request import After
 
 __all__ = ["load_claude_code"]

@@ -29,9 +29,8 @@ from kvarts.errors import InputError, parts_of
 from kvarts.hints import Hints
 from kvarts.limits import LATEST_NS, MOST_COUNT
 from kvarts.traffic.graph import components
-from kvarts.traffic.rows import NO_ID, by_arrival, load_rows, nothing_left, unlike_any_other
 from kvarts.traffic.trace import Trace, TraceRequest, spell
-from kvarts.traffic.trace_file import TraceFile
+from kvarts.traffic.trace_file import NO_ID, TraceFile, by_arrival, load_rows, nothing_left, unlike_any_other
 from kvarts.traffic.trace_request import After
 
 __all__ = ["agentic_lines", "load_agentic", "load_dynamo"]

@@ -1,25 +1,312 @@
-"""Reads a trace of any known form."""
+"""Reads a trace of any known form: how each is recognised, an example, and its reader.
+
+A form is recognised by the field names of its first records, or by its columns, never by the file name.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvarts.errors import ConfigError, InputError
-from kvarts.files import reading
-from kvarts.samples import sample_of
-from kvarts.traffic.deltas import broken_sessions
-from kvarts.traffic.forms import FORMS, TraceForm, form_of, nearest
+from kvarts.files import reading, sample_of
+from kvarts.traffic.implied import broken_sessions
 from kvarts.traffic.mooncake import Turns
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_file import TraceFile
 
-__all__ = ["load_trace"]
+__all__ = ["FORMS", "TraceForm", "form_of", "is_stream", "load_trace", "nearest"]
 
+NO_IDS = "the trace has no hash ids"
+SAYS_ITSELF = "the trace says it itself"
+SKIPPING, BLOCK_SIZE, TURNS = "skip_bad_lines", "trace_block_size", "session_turns"
 SUFFIXES = (".json", ".jsonl", ".csv", ".gz")
 """Suffixes of the files considered in a directory."""
 MOST_NAMES, MOST_SHOWN = 12, 40
 """Most fields of an unknown form to show in an error, and most characters of each."""
+
+
+class TraceForm(msgspec.Struct, frozen=True, kw_only=True):
+    """One form of traces.
+
+    `signs`: sets of field names; the form is recognised if all fields of one set are present. `example`: the first
+    record as published, or the header and a row. `reader`: MODULE:FUNCTION below `kvarts.traffic`. `takes`: options of
+    `load_trace` that apply; `refuses`: reasons why others do not.
+    """
+
+    name: str
+    title: str
+    signs: tuple[frozenset[str], ...]
+    example: str
+    reader: str
+    takes: frozenset[str] = frozenset({SKIPPING})
+    refuses: dict[str, str] = msgspec.field(default_factory=lambda: {BLOCK_SIZE: NO_IDS})
+    is_table: bool = False
+    reads_directories: bool = False
+    tells_prefixes: bool = False
+
+    def load(self, file: TraceFile, options: dict[str, Any]) -> Trace:
+        """Read `file` with its reader. Raise InputError."""
+        module, _, function = self.reader.partition(":")
+        trace: Trace = getattr(import_module(f"kvarts.traffic.{module}"), function)(file, **options)
+        return trace
+
+
+def _signs(*alternatives: str) -> tuple[frozenset[str], ...]:
+    return tuple(frozenset(names.split()) for names in alternatives)
+
+
+def _columns(*names: str) -> tuple[frozenset[str], ...]:
+    return (frozenset(names),)
+
+
+FORMS: tuple[TraceForm, ...] = (
+    TraceForm(
+        name="recorded",
+        title="what a live engine of kvarts recorded",
+        signs=_signs("arrival_ns prompt num_output_tokens"),
+        example='{"arrival_ns":0,"prompt":[5,6,7],"num_output_tokens":2,"output":[8,9]}',
+        reader="recorded:load_recorded",
+        tells_prefixes=True,
+    ),
+    TraceForm(
+        name="dynamo",
+        title="request traces of NVIDIA Dynamo (dynamo.request.trace.v1)",
+        signs=_signs("schema event_type"),
+        example='{"schema":"dynamo.request.trace.v1","event_type":"request_end","event_time_unix_ms":1700000000900,'
+        '"request":{"request_id":"a","request_received_ms":1700000000500,"output_tokens":8,"replay":'
+        '{"trace_block_size":64,"input_length":150,"input_sequence_hashes":[11,22,33]}}}',
+        reader="dynamo:load_dynamo",
+        refuses={BLOCK_SIZE: SAYS_ITSELF},
+        tells_prefixes=True,
+    ),
+    TraceForm(
+        name="aiperf",
+        title="profile_export.jsonl of AIPerf",
+        signs=_signs("metadata metrics", "metadata error"),
+        example='{"metadata":{"x_request_id":"a","conversation_id":"c","turn_index":0,"request_start_ns":'
+        '1759813207532900363,"benchmark_phase":"profiling","was_cancelled":false},"metrics":{"input_sequence_length":'
+        '{"value":550,"unit":"tokens"},"output_sequence_length":{"value":9,"unit":"tokens"},"time_to_first_token":'
+        '{"value":255.9,"unit":"ms"},"request_latency":{"value":297.5,"unit":"ms"}},"error":null}',
+        reader="results:load_results",
+    ),
+    TraceForm(
+        name="bench",
+        title="results of vllm bench serve --save-detailed, and of SGLang's bench_serving --output-details",
+        signs=_signs("input_lens output_lens"),
+        example='{"backend":"vllm","request_rate":4.0,"input_lens":[512],"output_lens":[128],"start_times":[101.5],'
+        '"ttfts":[0.051],"itls":[[0.01,0.01]],"errors":[""]}',
+        reader="results:load_results",
+        takes=frozenset(),
+        refuses={BLOCK_SIZE: NO_IDS, SKIPPING: "a line is a whole run"},
+    ),
+    TraceForm(
+        name="guidellm",
+        title="reports of GuideLLM, with details of requests",
+        signs=_signs("benchmarks"),
+        example='{"metadata":{"version":2},"benchmarks":[{"requests":{"successful":[{"prompt_tokens":256,'
+        '"output_tokens":128,"request_start_time":50.5}]}}]}',
+        reader="results:load_results",
+        takes=frozenset(),
+        refuses={BLOCK_SIZE: NO_IDS, SKIPPING: "a report is one object"},
+    ),
+    TraceForm(
+        name="kv-cache-tester",
+        title="sessions of coding agents of kv-cache-tester, a file each, and AgentX, one per line",
+        signs=_signs(
+            "id block_size requests",
+            "block_size hash_id_scope requests",
+            "id hash_id_scope requests",
+            "id block_size hash_id_scope",
+        ),
+        example='{"id":"one","models":["m"],"block_size":64,"hash_id_scope":"local","requests":[{"t":0.0,"type":"n",'
+        '"model":"m","in":130,"out":5,"hash_ids":[1,2],"api_time":2.0,"think_time":0.0}]}',
+        reader="kv_cache_tester:load_kv_cache_tester",
+        takes=frozenset(),
+        refuses={BLOCK_SIZE: SAYS_ITSELF, SKIPPING: "a session without one of its turns is another session"},
+        reads_directories=True,
+        tells_prefixes=True,
+    ),
+    TraceForm(
+        name="agentic-mooncake",
+        title="agentic traces of NVIDIA Dynamo: requests that wait for requests",
+        signs=_signs("schema version block_size", "request_id play_id not_before_ms"),
+        example='{"schema":"dynamo.agentic_mooncake","version":2,"block_size":64,"hash_id_scope":"local","source":'
+        '{"format":"weka","digest":"d"}}\n{"request_id":"a","play_id":"p","session_id":"s","model":"m","input_length":'
+        '128,"output_length":2,"hash_ids":[101,202],"not_before_ms":0.0,"dependencies":[]}',
+        reader="dynamo:load_agentic",
+        takes=frozenset(),
+        refuses={BLOCK_SIZE: SAYS_ITSELF, SKIPPING: "a play without one of its requests is another play"},
+        tells_prefixes=True,
+    ),
+    TraceForm(
+        name="bailian",
+        title="usage traces of Qwen-Bailian",
+        signs=_signs("chat_id hash_ids"),
+        example='{"chat_id":159,"parent_chat_id":-1,"timestamp":61.114,"input_length":37,"output_length":12,'
+        '"type":"text","turn":1,"hash_ids":[1089,1090,1091]}',
+        reader="logs:load_bailian",
+        takes=frozenset({SKIPPING, BLOCK_SIZE}),
+        tells_prefixes=True,
+    ),
+    TraceForm(
+        name="openai",
+        title="a log of OpenAI-style responses",
+        signs=_signs("created usage"),
+        example='{"id":"chatcmpl-1","created":1700000000,"usage":{"prompt_tokens":30,"completion_tokens":7}}',
+        reader="logs:load_usage_log",
+    ),
+    TraceForm(
+        name="litellm",
+        title="spend logs of LiteLLM",
+        signs=_signs("startTime prompt_tokens completion_tokens"),
+        example='{"request_id":"chatcmpl-1","call_type":"acompletion","prompt_tokens":1200,"completion_tokens":30,'
+        '"startTime":"2025-01-01T10:00:00.000Z","endTime":"2025-01-01T10:00:03.000Z"}',
+        reader="logs:load_spend_log",
+    ),
+    TraceForm(
+        name="claude-code",
+        title="session files of Claude Code, one or a directory of them; prefixes are inferred",
+        signs=_signs("type sessionId message timestamp"),
+        example='{"parentUuid":null,"isSidechain":false,"type":"assistant","sessionId":"s","requestId":"req_1","uuid":"u",'
+        '"timestamp":"2026-04-01T10:00:00.000Z","message":{"model":"m","id":"msg_1","role":"assistant","usage":'
+        '{"input_tokens":5,"cache_creation_input_tokens":500,"cache_read_input_tokens":10000,"output_tokens":200}}}',
+        reader="claude_code:load_claude_code",
+        reads_directories=True,
+        tells_prefixes=True,
+    ),
+    TraceForm(
+        name="llmservingsim",
+        title="workloads of LLMServingSim, with requests or sessions",
+        signs=_signs("input_toks arrival_time_ns", "arrival_time_ns sub_requests"),
+        example='{"input_toks":4,"output_toks":2,"arrival_time_ns":4059740,"input_tok_ids":[1,2,3,4],'
+        '"output_tok_ids":[5,6]}',
+        reader="workloads:load_llmservingsim",
+        tells_prefixes=True,
+    ),
+    TraceForm(
+        name="servegen",
+        title="requests that ServeGen made, as JSON",
+        signs=_signs("timestamp data"),
+        example='{"request_id":0,"timestamp":0.25,"data":{"input_tokens":1200,"output_tokens":30}}',
+        reader="workloads:load_servegen",
+    ),
+    TraceForm(
+        name="lmcache",
+        title="lookup logs of LMCache (lmcache server --lookup-hash-log-dir), a file or a directory of them",
+        signs=_signs("chunk_hashes seq_len"),
+        example='{"timestamp":1711929600.123,"request_id":"req-001","model_name":"m","chunk_size":256,"seq_len":600,'
+        '"chunk_hashes":["0xabcd","0xef56"]}',
+        reader="logs:load_lmcache",
+        refuses={BLOCK_SIZE: SAYS_ITSELF},
+        reads_directories=True,
+        tells_prefixes=True,
+    ),
+    TraceForm(
+        name="tair-tokens",
+        title="token ids that the tokenizer of Tair KVCache wrote",
+        signs=_signs("timestamp token_ids"),
+        example='{"ts_str":"2024-01-01 12:00:00.000000","timestamp":1704081600.0,"token_ids":[30594,303,11458],'
+        '"is_tool_call":false}',
+        reader="logs:load_token_ids",
+        tells_prefixes=True,
+    ),
+    TraceForm(
+        name="tair",
+        title="traces of the optimizer of Tair KVCache",
+        signs=_signs("timestamp_us keys"),
+        example='{"instance_id":"i","trace_id":"t","timestamp_us":1704081600000000,"tokens":[],"keys":[1,2],'
+        '"input_len":32,"output_len":0,"total_keys":[1,2]}',
+        reader="logs:load_tair",
+        takes=frozenset({SKIPPING, BLOCK_SIZE}),
+        tells_prefixes=True,
+    ),
+    TraceForm(
+        name="mooncake",
+        title="Mooncake's traces; --session-turns deltas for sessions whose later turns have only what is new",
+        signs=_signs("input_length"),
+        example='{"timestamp":0,"input_length":6758,"output_length":500,"hash_ids":[0,1,2,3,4,5,6,7,8,9,10,11,12,13]}',
+        reader="mooncake:load_mooncake",
+        takes=frozenset({SKIPPING, BLOCK_SIZE, TURNS}),
+        tells_prefixes=True,
+    ),
+    TraceForm(
+        name="azure",
+        title="Azure's LLM inference traces of 2023 and 2024",
+        signs=_columns("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+        example="TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,2162,5",
+        reader="tables:load_azure",
+        is_table=True,
+    ),
+    TraceForm(
+        name="burstgpt",
+        title="BurstGPT",
+        signs=_columns("Timestamp", "Request tokens", "Response tokens"),
+        example="Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,7,1.2,ChatGPT,472,18,490,Conversation log",
+        reader="tables:load_burstgpt",
+        is_table=True,
+    ),
+    TraceForm(
+        name="vidur",
+        title="traces of Vidur",
+        signs=_columns("num_prefill_tokens", "num_decode_tokens"),
+        example="arrived_at,num_prefill_tokens,num_decode_tokens\n4.314579,396,109",
+        reader="tables:load_vidur",
+        is_table=True,
+    ),
+    TraceForm(
+        name="splitwise-sim",
+        title="traces of splitwise-sim",
+        signs=_columns("arrival_timestamp", "prompt_size", "token_size"),
+        example="request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,token_size\n"
+        "0,2,0,1,1,4096,32",
+        reader="tables:load_splitwise",
+        is_table=True,
+    ),
+)
+
+
+def form_of(file: TraceFile) -> TraceForm | None:
+    """Return the form of a file, or of a directory's first file; None if unknown."""
+    records = _names(file)
+    for form in FORMS:
+        if form.is_table == bool(file.header) and any(sign <= names for sign in form.signs for names in records):
+            return form
+    return None
+
+
+def is_stream(file: TraceFile) -> bool:
+    """Return whether a file can be read as a stream: in Mooncake's form, with hash ids and without sessions."""
+    if file.is_directory or not file.path.is_file():
+        return False
+    form = form_of(file)
+    if form is None or form.name != "mooncake":
+        return False
+    return all("hash_ids" in names and "session_id" not in names for names in file.first_fields)
+
+
+def nearest(file: TraceFile) -> tuple[TraceForm, frozenset[str]] | None:
+    """Return the form with the largest share of its fields present, and its missing fields; None without a match."""
+    found = [
+        (-len(sign & names) / len(sign), form, sign - names)
+        for form in FORMS
+        for sign in form.signs
+        for names in _names(file)
+        if sign & names
+    ]
+    if not found:
+        return None
+    _, form, missing = min(found, key=lambda each: each[0])
+    return form, missing
+
+
+def _names(file: TraceFile) -> Sequence[frozenset[str]]:
+    return [frozenset(file.header)] if file.header else file.first_fields
 
 
 def load_trace(
@@ -29,9 +316,9 @@ def load_trace(
     skip_bad_lines: bool = False,
     session_turns: Turns | None = None,
 ) -> Trace:
-    """Read a trace of any form in `kvarts.traffic.forms`, recognised by its content. Files may be gzipped.
+    """Read a trace of any form in `kvarts.traffic.formats`, recognised by its content. Files may be gzipped.
 
-    `sample:mooncake` is a bundled trace, see `kvarts.samples`.
+    `sample:mooncake` is a bundled trace, see `kvarts.files`.
 
     `trace_block_size`: tokens that a hash id stands for; default 512 in Mooncake's form, 16 in Qwen-Bailian's.
     `skip_bad_lines`: skip and count malformed lines. `session_turns`: whether later turns of Mooncake's sessions have

@@ -36,9 +36,8 @@ from kvarts.errors import InputError, parts_of
 from kvarts.files import reading
 from kvarts.hints import Hints
 from kvarts.traffic.graph import RecordedTimes, linked
-from kvarts.traffic.rows import NO_ID
 from kvarts.traffic.trace import Trace, TraceRequest
-from kvarts.traffic.trace_file import TraceFile
+from kvarts.traffic.trace_file import NO_ID, TraceFile
 from kvarts.traffic.trace_request import After
 
 __all__ = ["load_kv_cache_tester"]

@@ -28,9 +28,8 @@ import numpy as np
 from kvarts.content import pack_units
 from kvarts.errors import ConfigError, InputError
 from kvarts.files import reading
-from kvarts.traffic.rows import NO_ID, date_ns, load_rows, unlike_any_other
 from kvarts.traffic.trace import Trace, TraceRequest
-from kvarts.traffic.trace_file import TraceFile
+from kvarts.traffic.trace_file import NO_ID, TraceFile, date_ns, load_rows, unlike_any_other
 
 __all__ = ["load_bailian", "load_lmcache", "load_spend_log", "load_tair", "load_token_ids", "load_usage_log"]
 

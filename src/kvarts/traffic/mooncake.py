@@ -18,16 +18,15 @@ from typing import Literal
 import msgspec
 
 from kvarts.errors import InputError, parts_of
+from kvarts.files import sample_of
 from kvarts.limits import check_whole
-from kvarts.samples import sample_of
-from kvarts.traffic.deltas import accumulated, broken_sessions
+from kvarts.traffic.implied import accumulated, broken_sessions
 from kvarts.traffic.mooncake_request import NS_PER_MS, has_too_many_ids, request_of
 from kvarts.traffic.mooncake_row import MooncakeRow
 from kvarts.traffic.plain_rows import add_plain
 from kvarts.traffic.request_columns import RequestColumns
-from kvarts.traffic.rows import SKIP_HINT
 from kvarts.traffic.trace import Trace, TraceRequest
-from kvarts.traffic.trace_file import TraceFile
+from kvarts.traffic.trace_file import SKIP_HINT, TraceFile
 from kvarts.traffic.trace_request import After
 
 __all__ = ["BLOCK_TOKENS", "MooncakeReader", "Turns", "load_mooncake"]
@@ -122,7 +121,13 @@ class MooncakeReader:
             self.waits[row_number] = row
 
     def _blocks(self) -> Iterator[tuple[int, bytes]]:
-        """Iterate over blocks of whole lines, each with the number of its first line."""
+        """Iterate over blocks of whole lines, each with the number of its first line.
+
+        Of an array, or a record over several lines, the lines are its records.
+        """
+        if self._file.is_json and not self._file.is_json_lines:
+            yield 1, b"\n".join(record.replace(b"\n", b" ") for _, record in self._file.records())
+            return
         line = 1
         rest = b""
         for place, data in enumerate(self._file.blocks(BLOCK_BYTES)):

@@ -6,7 +6,7 @@ from kvarts.content import pack_units
 from kvarts.errors import ConfigError, InputError
 from kvarts.limits import LATEST_NS, brief
 from kvarts.traffic.mooncake_row import MooncakeRow
-from kvarts.traffic.rows import unlike_any_other
+from kvarts.traffic.trace_file import unlike_any_other
 from kvarts.traffic.trace_request import TraceRequest
 
 __all__ = ["has_too_many_ids", "request_of"]

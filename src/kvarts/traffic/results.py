@@ -26,9 +26,8 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from kvarts.errors import InputError, parts_of
-from kvarts.traffic.rows import SKIP_HINT, UNIT_TOKENS, by_arrival, nothing_left, unlike_any_other
 from kvarts.traffic.trace import Trace, TraceRequest
-from kvarts.traffic.trace_file import TraceFile
+from kvarts.traffic.trace_file import SKIP_HINT, UNIT_TOKENS, TraceFile, by_arrival, nothing_left, unlike_any_other
 
 __all__ = ["RESULT_FIELDS", "Result", "Results", "load_results", "read_results"]
 

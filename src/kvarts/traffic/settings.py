@@ -73,7 +73,7 @@ def _answered(trace: Trace, given: Given) -> Trace:
     """Return the trace with implied answers, if the settings ask for them."""
     if "answers" not in given or given["answers"] == "recorded":
         return trace
-    from kvarts.traffic.answers import with_implied_answers
+    from kvarts.traffic.implied import with_implied_answers
 
     return with_implied_answers(trace)
 

@@ -16,9 +16,16 @@ import msgspec
 
 from kvarts.errors import InputError
 from kvarts.limits import MOST_COUNT, brief
-from kvarts.traffic.rows import SKIP_HINT, UNIT_TOKENS, by_arrival, date_ns, nothing_left, unlike_any_other
 from kvarts.traffic.trace import Trace, TraceRequest
-from kvarts.traffic.trace_file import TraceFile
+from kvarts.traffic.trace_file import (
+    SKIP_HINT,
+    UNIT_TOKENS,
+    TraceFile,
+    by_arrival,
+    date_ns,
+    nothing_left,
+    unlike_any_other,
+)
 
 __all__ = ["load_azure", "load_burstgpt", "load_splitwise", "load_vidur"]
 

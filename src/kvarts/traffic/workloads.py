@@ -18,9 +18,8 @@ import msgspec
 
 from kvarts.content import pack_units
 from kvarts.errors import ConfigError, InputError, parts_of
-from kvarts.traffic.rows import SKIP_HINT, by_arrival, load_rows, nothing_left, unlike_any_other
 from kvarts.traffic.trace import Trace, TraceRequest
-from kvarts.traffic.trace_file import TraceFile
+from kvarts.traffic.trace_file import SKIP_HINT, TraceFile, by_arrival, load_rows, nothing_left, unlike_any_other
 
 __all__ = ["load_llmservingsim", "load_servegen"]
 

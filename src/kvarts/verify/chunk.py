@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.verify.values import Twice, any_value
+from kvarts.verify.text import Twice, any_value
 
 __all__ = [
     "NUMBERS",

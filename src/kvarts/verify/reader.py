@@ -12,10 +12,8 @@ from typing import Any
 
 from kvarts.errors import InputError
 from kvarts.verify.chunk import NUMBERS, PARTS, Recording, brief
-from kvarts.verify.json_text import JsonText
-from kvarts.verify.lines_text import LinesText
-from kvarts.verify.text import Broken, ByteSource, bytes_blocks, shortened
-from kvarts.verify.values import JSON_ERRORS, any_value
+from kvarts.verify.json_text import JsonText, LinesText
+from kvarts.verify.text import JSON_ERRORS, Broken, ByteSource, any_value, bytes_blocks, shortened
 
 __all__ = ["SLAB_ROWS", "BodyRecording", "ParquetRecording", "TextRecording", "open_recording"]
 

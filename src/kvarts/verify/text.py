@@ -1,25 +1,42 @@
-"""The text of a file, in blocks: gzipped or not, seekable or a pipe, with strings of any length.
+"""The text of a file, in blocks: gzipped or not, seekable or a pipe, with strings of any length; and JSON values in it.
 
 Every block is UTF-8. The memory of a JSON reader is bounded: a string longer than LONGEST_STRING is checked for
 validity and replaced by a short one.
+
+JSON values show two things that plain decoding hides: repeated keys of an object, and numbers of any length.
 """
 
 from __future__ import annotations
 
 import codecs
+import json
 import stat
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
 from kvarts.errors import InputError, MissingFileError
 
-__all__ = ["BLOCK_BYTES", "LONGEST_STRING", "SPACE", "Broken", "ByteSource", "bytes_blocks", "shortened", "unescaped"]
+__all__ = [
+    "BLOCK_BYTES",
+    "JSON_ERRORS",
+    "LONGEST_STRING",
+    "SPACE",
+    "Broken",
+    "ByteSource",
+    "Twice",
+    "any_value",
+    "bytes_blocks",
+    "check",
+    "shortened",
+    "unescaped",
+    "why_not",
+]
 
 BLOCK_BYTES = 1 << 20
 LONGEST_STRING = 1 << 16
@@ -36,6 +53,9 @@ Broken = Callable[..., InputError]
 
 
 _raw = msgspec.json.Decoder(msgspec.Raw)
+JSON_ERRORS = (msgspec.DecodeError, RecursionError, ValueError)
+LONGEST_NUMBER = 400
+"""Digits kept of a whole number. A number that long is above every limit."""
 
 
 class ByteSource:
@@ -226,3 +246,42 @@ def _check_string(body: bytes, broken: Broken, *, is_whole: bool = False) -> byt
         else:
             return body[length:]
     raise broken(f"is no JSON: a string of it is not valid: {reason}")
+
+
+class Twice(dict[str, Any]):
+    """An object with repeated keys, listed in `names`; it holds the last value of each."""
+
+    names: list[str]
+
+
+def any_value(text: bytes) -> Any:
+    """Return the value of a JSON text. Raise one of JSON_ERRORS."""
+    check(text)
+    return _decoder.decode(text.decode())
+
+
+def check(text: bytes) -> None:
+    """Raise one of JSON_ERRORS if `text` is not JSON; build no value."""
+    _raw.decode(text)
+
+
+def why_not(error: Exception) -> str:
+    """Return the text of one of JSON_ERRORS, for a message."""
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) == len(pairs):
+        return value
+    seen: set[str] = set()
+    twice = Twice(value)
+    twice.names = sorted({name for name, _ in pairs if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+    return twice
+
+
+def _whole(digits: str) -> int:
+    return int(digits[:LONGEST_NUMBER])
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_object, parse_int=_whole)

@@ -1,6 +1,10 @@
 """Judges a timeline from any recorder: ok, violated or inconclusive, with every violation and every rule not run.
 
 It shares no code with kvarts' own accounting: it reads the rows and checks their sums.
+
+The rules that a timeline is judged by are independent, and are fed chunk by chunk.
+
+A rule keeps the state that it needs of earlier rows, and records violations with their step and numbers.
 """
 
 from __future__ import annotations
@@ -11,15 +15,56 @@ from typing import Any, Literal
 import msgspec
 
 from kvarts.errors import InputError
+from kvarts.verify.block_rules import (
+    BlockConservation,
+    Boundedness,
+    Flux,
+    GroupParts,
+    Leak,
+    PeakConsistency,
+    UsedPctArithmetic,
+)
 from kvarts.verify.chunk import Recording, RowChunk, is_count
-from kvarts.verify.order_rules import Schema
+from kvarts.verify.order_rules import PreemptionNeeded, PreemptionTrigger, Schema, StepOrder
 from kvarts.verify.reader import BodyRecording, TextRecording, open_recording
 from kvarts.verify.rule import RuleResult, TimelineLimits, TimelineRule, Violation
-from kvarts.verify.rules import make_rules
 
-__all__ = ["RuleResult", "TimelineLimits", "Verdict", "Violation", "verify", "verify_file"]
+__all__ = ["RuleResult", "TimelineLimits", "Verdict", "Violation", "make_rules", "verify", "verify_file"]
 
 EXIT_CODES = {"ok": 0, "violated": 5, "inconclusive": 6}
+TIERS = ("host", "disk")
+
+
+def make_rules(total: int | None, top: dict[str, Any], limits: TimelineLimits) -> list[TimelineRule]:
+    """Return all rules except the schema's. `total`: blocks of the device; None if the body does not give them."""
+
+    def said(name: str) -> int | None:
+        return top[name] if is_count(top.get(name)) else None
+
+    tiers = {tier: blocks for tier in TIERS if (blocks := said(f"{tier}_total_blocks")) is not None}
+    every = said("every")
+    rules: list[TimelineRule] = [
+        _without_total(BlockConservation) if total is None else BlockConservation(total, tiers),
+        _without_total(UsedPctArithmetic) if total is None else UsedPctArithmetic(total),
+        PeakConsistency(),
+        PreemptionTrigger(limits.preempt_threshold),
+        PreemptionNeeded(total),
+        StepOrder(every if every else None),
+        Flux(said("initial_used_blocks")),
+        Leak(),
+    ]
+    if "kv_groups" in top:
+        rules.append(GroupParts(top["kv_groups"]))
+    if limits.max_bytes is not None:
+        rules.append(Boundedness(limits.max_bytes, limits.block_bytes or said("block_bytes")))
+    return rules
+
+
+def _without_total(of_total: type[TimelineRule]) -> TimelineRule:
+    rule = TimelineRule()
+    rule.name = of_total.name
+    rule.why_not = "total_blocks is not known"
+    return rule
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

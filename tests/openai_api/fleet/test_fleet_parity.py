@@ -17,7 +17,7 @@ from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault, Kind
 from kvarts.fleet.replay import replay_fleet
 from kvarts.fleet.scaling import parse_scaler
-from kvarts.kv.group_memory import PartGroup
+from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.routers.config import Routing
 from kvarts.traffic.formats import load_trace

@@ -13,9 +13,8 @@ from kvarts.client import AsyncSessions
 from kvarts.openai_api.opening import Door
 from kvarts.openai_api.server import Address, OpenAIServer
 from kvarts.openai_api.sessions.opening import open_beside, word_mock
-from kvarts.owners.keys import Keys
-from kvarts.serve.binding import Binding
-from kvarts.serve.server import SessionServer
+from kvarts.owners import Keys
+from kvarts.serve.server import Binding, SessionServer
 from kvarts.session.opening import open_sessions
 from kvarts.session.sessions import Sessions
 from kvarts.session.values import SessionSettings

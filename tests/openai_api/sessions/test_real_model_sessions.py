@@ -16,8 +16,7 @@ from kvarts.executor.torch.tiny import write_tiny
 from kvarts.openai_api.opening import Door, open_model
 from kvarts.openai_api.server import Address, OpenAIServer
 from kvarts.openai_api.sessions.opening import open_own
-from kvarts.session.config import SessionsConfig
-from kvarts.session.values import SessionSettings
+from kvarts.session.values import SessionsConfig, SessionSettings
 
 from builders.http_client import call, events_of
 from builders.rooms import HAS_AUDIT

@@ -20,10 +20,9 @@ import pytest
 from kvarts.executor.cost import LinearCost
 from kvarts.openai_api.running import RunningServer
 from kvarts.openai_api.served import Ask
-from kvarts.owners.keys import ANYONE
+from kvarts.owners import ANYONE
 from kvarts.sampling import SamplingParams
-from kvarts.session.config import SessionsConfig
-from kvarts.session.values import SessionSettings
+from kvarts.session.values import SessionsConfig, SessionSettings
 
 from builders.http_client import OpenStream, Reply, call, events_of
 from builders.rooms import ROOMS

@@ -12,8 +12,7 @@ import pytest
 
 from kvarts.executor.cost import LinearCost
 from kvarts.openai_api.running import RunningServer
-from kvarts.session.config import SessionsConfig
-from kvarts.session.values import SessionSettings
+from kvarts.session.values import SessionsConfig, SessionSettings
 
 from builders.http_client import OpenStream, call
 

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvarts.directories import own_directory
 from kvarts.errors import ConfigError
+from kvarts.files import own_directory
 from kvarts.offload.keyed import KeyedTier
 from kvarts.offload.pagefiles import PageFiles, file_bytes
 from kvarts.units import parse_bytes

@@ -8,7 +8,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from kvarts.directories import open_private
+from kvarts.files import open_private
 
 __all__ = ["HostRegion"]
 

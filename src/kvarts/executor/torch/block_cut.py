@@ -21,7 +21,7 @@ from kvarts.executor.page_tables import LayerTable
 from kvarts.executor.torch.pools import LayerShape
 from kvarts.executor.torch.states import StateShape
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
+from kvarts.kv.groups import GroupMemory, PartGroup, Retention
 
 __all__ = ["BlockCut", "cut_blocks"]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from kvarts.executor.torch.attention import is_attending, paged_attention
@@ -88,6 +89,16 @@ class Decoder(torch.nn.Module):  # type: ignore[misc]  # PyTorch's types are not
         hidden = self.model(input_ids, position_ids)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return SimpleNamespace(logits=self.lm_head(hidden[:, kept, :]))
+
+    def shortened(self, num_layers: int) -> Decoder:
+        """Return a decoder of the first layers, which shares its modules with this one."""
+        short = Decoder(replace(self.config, num_hidden_layers=num_layers))
+        short.lm_head, whole = self.lm_head, self.model
+        short.model.embed_tokens, short.model.norm, short.model.rotary_emb = (
+            whole.embed_tokens, whole.norm, whole.rotary_emb
+        )  # fmt: skip
+        short.model.layers = torch.nn.ModuleList(whole.layers[:num_layers])
+        return short
 
     @property
     def dtype(self) -> torch.dtype:

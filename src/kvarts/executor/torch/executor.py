@@ -12,11 +12,9 @@ import torch
 
 from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
-from kvarts.executor.copier import PageCopier, PageStore
 from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, Ints, Observed, TableBatch
-from kvarts.executor.page_slots import PageSlots
-from kvarts.executor.page_tables import WHOLE_PAGES, PageTables
-from kvarts.executor.state_tables import StateTables
+from kvarts.executor.page_bytes import PageCopier, PageSlots, PageStore
+from kvarts.executor.page_tables import WHOLE_PAGES, PageTables, StateTables
 from kvarts.executor.torch.attention import PagedAttention, attending
 from kvarts.executor.torch.backend import CAPTURED, backend_name, choose_backend
 from kvarts.executor.torch.block_cut import BlockCut
@@ -29,8 +27,7 @@ from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.probe import examine
 from kvarts.executor.torch.rotary import TorchRotation
 from kvarts.executor.torch.sampling import TokenSampler
-from kvarts.executor.torch.state_memory import PagedStates
-from kvarts.executor.torch.states import keeping
+from kvarts.executor.torch.states import PagedStates, keeping
 from kvarts.kv.transfer import TransferReport
 from kvarts.sched.plan import PageScores, StepPlan, StepResult
 

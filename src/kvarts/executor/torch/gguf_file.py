@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,15 @@ __all__ = ["GgufFile", "StoredTensor", "find_gguf"]
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """`struct` formats of fixed-size values, by their type numbers in the file."""
 ALIGNMENT = 32
 PLAIN = {0: np.float32, 1: np.float16, 28: np.float64}
 """Tensor types that NumPy reads directly."""
 BFLOAT16 = 30
+STRETCH = 1 << 15
+"""Number of quantized values that are read at a time: all that is made of them on the way fits into a CPU's cache."""
 
 
 def find_gguf(path: str | Path) -> Path | None:
@@ -66,16 +70,31 @@ class StoredTensor(msgspec.Struct, frozen=True):
             return self.data.view(PLAIN[self.kind]).reshape(self.shape)
         if self.kind == BFLOAT16:
             return (self.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
-        from gguf.constants import GGMLQuantizationType
+        numbers = np.empty(self.shape, np.float32)
+        self._dequantize(numbers.reshape(-1))
+        return numbers
+
+    def read_into(self, target: npt.NDArray[Any]) -> None:
+        """Write the values into `target`, an array of this shape. Raise ConfigError for an unknown type."""
+        if self.is_quantized:
+            self._dequantize(target.reshape(-1))
+        else:
+            target[...] = self.numbers()
+
+    def _dequantize(self, target: npt.NDArray[Any]) -> None:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
 
         try:
             kind = GGMLQuantizationType(self.kind)
-            rows = self.data.reshape(prod(self.shape[:-1]), -1)
-            numbers: npt.NDArray[np.float32] = dequantize(rows, kind)
+            num_values, num_bytes = GGML_QUANT_SIZES[kind]
+            blocks = self.data.reshape(-1, num_bytes)
+            each = max(1, STRETCH // num_values)
+            for start in range(0, len(blocks), each):
+                stretch = blocks[start : start + each].reshape(1, -1)
+                target[start * num_values : (start + each) * num_values] = dequantize(stretch, kind)[0]
         except (ValueError, NotImplementedError) as error:
             raise ConfigError(f"tensor {self.name!r} has type {self.kind}, which is not read: {error}") from error
-        return numbers.reshape(self.shape)
 
     @property
     def is_quantized(self) -> bool:
@@ -162,7 +181,7 @@ class GgufFile:
         return values, [(name, shape, kind, first + offset) for name, shape, kind, offset in tensors]
 
     def _text(self, place: int) -> tuple[str, int]:
-        (length,) = struct.unpack_from("<Q", self._bytes, place)
+        (length,) = LENGTH.unpack_from(self._bytes, place)
         end = place + 8 + length
         if end > len(self._bytes):
             raise IndexError("a text ends after the file")
@@ -179,8 +198,9 @@ class GgufFile:
         if of_kind in FORMATS:
             form = f"<{count}{FORMATS[of_kind]}"
             return list(struct.unpack_from(form, self._bytes, place)), place + struct.calcsize(form)
+        read = self._text if of_kind == STRING else partial(self._value, kind=of_kind)
         found = []
         for _ in range(count):
-            value, place = self._value(place, of_kind)
+            value, place = read(place)
             found.append(value)
         return found, place

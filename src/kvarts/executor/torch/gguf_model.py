@@ -19,7 +19,8 @@ import torch
 
 from kvarts.errors import ConfigError, InputError
 from kvarts.executor.torch.decoder import Decoder, DecoderConfig
-from kvarts.executor.torch.gguf_file import BFLOAT16, GgufFile
+from kvarts.executor.torch.gguf_file import BFLOAT16, GgufFile, StoredTensor
+from kvarts.executor.torch.huge_pages import allocate
 
 __all__ = ["KNOWN", "read_model"]
 
@@ -56,8 +57,8 @@ ENDS = (
     "</s>",
 )
 """Special tokens that end an answer, if the vocabulary has them."""
-PLAIN_NUMBERS = {1: torch.float16, 28: torch.float64}
-"""Number formats of plain tensors, by their types; all others are read as float32."""
+NUMBERS = {1: torch.float16, 28: torch.float64, BFLOAT16: torch.bfloat16}
+"""Number formats of tensors, by their types; all others are read as float32."""
 CONTROL = 3
 """The type of special tokens."""
 GEMMA_PATTERN = 6
@@ -239,29 +240,28 @@ HEAD_NORMS = {"llama": False, "qwen2": False, "qwen3": True}
 def _weights(file: GgufFile, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the weights of a file by their names in transformers."""
     of_layer = OF_GEMMA_LAYER if file.architecture.startswith("gemma") else OF_LAYER
-    weights: dict[str, torch.Tensor] = {}
-    stored = []
+    stored: dict[str, StoredTensor] = {}
     for tensor in file.tensors():
         if tensor.name == ROTATION:
             continue
         name = _name(tensor.name, of_layer)
         if name is None:
             raise InputError(f"has a tensor {tensor.name!r}, which {file.architecture} has not", path=file.path)
-        # All are allocated before the first is read: memory that was written before is in small pages.
-        weights[name] = torch.empty(tensor.shape, dtype=PLAIN_NUMBERS.get(tensor.kind, torch.float32))
-        stored.append((name, tensor))
-    for name, tensor in stored:
-        numbers = tensor.numbers()
-        if file.architecture == "llama" and ".attn_q." in tensor.name:
-            numbers = _in_halves(numbers, settings["num_attention_heads"])
-        elif file.architecture == "llama" and ".attn_k." in tensor.name:
-            numbers = _in_halves(numbers, settings["num_key_value_heads"])
-        elif file.architecture.startswith("gemma") and name.endswith("norm.weight"):
-            numbers = numbers - np.float32(1.0)
-            weights[name] = torch.empty(tensor.shape, dtype=torch.float32)
-        weights[name].numpy()[...] = numbers
+        stored[name] = tensor
+    weights = allocate({name: (one.shape, NUMBERS.get(one.kind, torch.float32)) for name, one in stored.items()})
+    for name, tensor in stored.items():
+        weight = weights[name]
+        target = weight.view(torch.int16).numpy() if weight.dtype == torch.bfloat16 else weight.numpy()
         if tensor.kind == BFLOAT16:
-            weights[name] = weights[name].bfloat16()
+            target[...] = tensor.data.view(np.int16).reshape(tensor.shape)
+        else:
+            tensor.read_into(target)
+        if file.architecture == "llama" and ".attn_q." in tensor.name:
+            target[...] = _in_halves(target, settings["num_attention_heads"])
+        elif file.architecture == "llama" and ".attn_k." in tensor.name:
+            target[...] = _in_halves(target, settings["num_key_value_heads"])
+        elif file.architecture.startswith("gemma") and name.endswith("norm.weight"):
+            weights[name] = weight.float() - 1.0
     return weights
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from kvarts.errors import ConfigError
 from kvarts.executor.torch.gguf_file import GgufFile
 
-__all__ = ["GgufTokenizer", "read_tokenizer"]
+__all__ = ["FileTokenizer", "read_tokenizer"]
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -32,17 +32,17 @@ CONTROL, USER_DEFINED, BYTE = 3, 4, 6
 SPACE = "\u2581"
 
 
-class GgufTokenizer:
+class FileTokenizer:
     """The tokenizer of a file, with the methods of transformers' tokenizers that kvarts calls, and their results.
 
-    `backend_tokenizer`: the tokenizer of the library `tokenizers`. `settings`: arguments of PreTrainedTokenizerFast,
+    `backend_tokenizer`: the tokenizer of the library `tokenizers`. `of_transformers`: returns that of transformers,
     which renders conversations: its import takes half a second, and text alone does not need it.
     """
 
-    def __init__(self, backend: Any, *, chat_template: str | None, **settings: Any) -> None:
+    def __init__(self, backend: Any, of_transformers: Callable[[], Any], *, chat_template: str | None) -> None:
         self.backend_tokenizer = backend
         self.chat_template = chat_template
-        self._settings = settings
+        self._open = of_transformers
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         """Return a mapping with `input_ids`."""
@@ -64,14 +64,7 @@ class GgufTokenizer:
 
     @cached_property
     def _of_transformers(self) -> Any:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast(
-            tokenizer_object=self.backend_tokenizer,
-            chat_template=self.chat_template,
-            clean_up_tokenization_spaces=False,
-            **self._settings,
-        )
+        return self._open()
 
 
 def read_tokenizer(file: GgufFile) -> Any:
@@ -177,11 +170,20 @@ def _wrapped(file: GgufFile, backend: Any, tokens: list[str]) -> Any:
             single=[*before, "$A", *after],
             special_tokens=[(token, backend.token_to_id(token)) for token in {*before, *after}],
         )
-    return GgufTokenizer(
-        backend,
-        chat_template=values.get("tokenizer.chat_template"),
-        bos_token=first,
-        eos_token=last,
-        unk_token=named("unknown"),
-        pad_token=named("padding"),
-    )
+    template = values.get("tokenizer.chat_template")
+    unknown, padding = named("unknown"), named("padding")
+
+    def of_transformers() -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            chat_template=template,
+            clean_up_tokenization_spaces=False,
+            bos_token=first,
+            eos_token=last,
+            unk_token=unknown,
+            pad_token=padding,
+        )
+
+    return FileTokenizer(backend, of_transformers, chat_template=template)

@@ -3,19 +3,21 @@
 Each step reads all weights. In pages of 4 KiB a CPU translates an address every 4 KiB, and the time for this depends on
 where the system has put the pages. Pages of 2 MiB make it rare. Results do not change.
 
-PyTorch asks for huge pages itself if the environment says so before its first tensor. `use_huge_pages` moves weights
-that are elsewhere, which takes some seconds of processor time for a GiB.
+PyTorch asks for huge pages itself if the environment says so before its first tensor, but only the whole ones within a
+tensor are huge. `allocate` has tensors share memory, so that nearly all of it is. `use_huge_pages` moves weights that
+are elsewhere, which takes some seconds of processor time for a GiB.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SETTING", "ask_for_huge_pages", "use_huge_pages"]
+__all__ = ["SETTING", "allocate", "ask_for_huge_pages", "use_huge_pages"]
 
 SETTING = "THP_MEM_ALLOC_ENABLE"
 """PyTorch reads it with its first tensor."""
@@ -24,6 +26,10 @@ FEW_BYTES = 32 << 20
 """Smaller models fit into caches."""
 MOST_GAP_BYTES = 1 << 16
 """Between two weights that are moved together: norms, and what an allocator notes."""
+SHARED_BYTES = 64 << 20
+"""Tensors share memory of at most this size, which is freed when none of them is left."""
+LINE_BYTES = 64
+"""Of a CPU's cache."""
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 """Allows huge pages for memory; moves it to huge pages at once, on Linux 6.1 and later."""
 
@@ -31,6 +37,32 @@ MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 def ask_for_huge_pages() -> None:
     """Have PyTorch ask for huge pages, unless the environment says otherwise."""
     os.environ.setdefault(SETTING, "1")
+
+
+def allocate(wanted: Mapping[str, tuple[tuple[int, ...], Any]]) -> dict[str, Any]:
+    """Return a tensor of each shape and number format by its name, without values; neighbours share memory."""
+    import torch
+
+    made: dict[str, Any] = {}
+    sharing: list[tuple[str, int]] = []
+
+    def share(num_bytes: int) -> None:
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        for name, start in sharing:
+            shape, dtype = wanted[name]
+            made[name] = memory[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        sharing.clear()
+
+    end = 0
+    for name, (shape, dtype) in wanted.items():
+        num_bytes = -(-prod(shape) * dtype.itemsize // LINE_BYTES) * LINE_BYTES
+        if sharing and end + num_bytes > SHARED_BYTES:
+            share(end)
+            end = 0
+        sharing.append((name, end))
+        end += num_bytes
+    share(end)
+    return made
 
 
 def use_huge_pages(model: Any) -> int:

@@ -12,10 +12,11 @@ from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.executor.torch.fingerprint import fingerprint
 from kvarts.executor.torch.gguf_file import GgufFile, find_gguf
 from kvarts.executor.torch.gguf_model import read_model
-from kvarts.executor.torch.gguf_tokenizer import read_tokenizer
+from kvarts.executor.torch.gguf_tokenizer import FileTokenizer, read_tokenizer
 from kvarts.executor.torch.packing import pack_linears
 from kvarts.executor.torch.probe import examine
 from kvarts.executor.torch.quantized import check_scheme, quantize
+from kvarts.executor.torch.standard_directory import read_standard, standard_tokenizer_file
 
 __all__ = ["load_model", "load_tokenizer"]
 
@@ -39,7 +40,7 @@ def load_model(
     `dtype`: `auto` for that of the weights, or float32 if a file has them quantized; or float32, bfloat16, float16.
     `device`: `auto`, or a name that torch accepts. `quantization`: int8 or int4, the bits per weight, done by
     kvarts.executor.torch.quantized. `trust_remote_code`: run Python code that ships with the weights, with the
-    caller's permissions. `model_impl`: `transformers` for transformers' code even where a GGUF file is read without it.
+    caller's permissions. `model_impl`: `transformers` for transformers' code even where a model is read without it.
 
     Raise MissingFileError for a missing path, InputError for weights that cannot be read or do not fit the config,
     ConfigError for an architecture with layers other than attention over earlier tokens.
@@ -50,7 +51,9 @@ def load_model(
     target = check_device(device)
     gguf = find_gguf(path)
     if gguf is None:
-        model = _read_directory(path, dtype, trust_remote_code=trust_remote_code)
+        model = read_standard(Path(path), dtype) if model_impl == "auto" and target.type == "cpu" else None
+        if model is None:
+            model = _read_directory(path, dtype, trust_remote_code=trust_remote_code)
     else:
         model = _read_gguf(gguf, None if dtype == "auto" else getattr(torch, dtype), model_impl)
     model.requires_grad_(False)
@@ -125,10 +128,20 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     gguf = find_gguf(path)
     if gguf is not None:
         return read_tokenizer(GgufFile(gguf))
-    from transformers import AutoTokenizer
 
-    try:
+    def of_transformers() -> Any:
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+
+    found = standard_tokenizer_file(Path(path))
+    try:
+        if found is None:
+            return of_transformers()
+        from tokenizers import Tokenizer
+
+        file, chat_template = found
+        return FileTokenizer(Tokenizer.from_file(str(file)), of_transformers, chat_template=chat_template)
     except (OSError, ValueError):
         return None
 

@@ -96,7 +96,8 @@ class _Examination:
         text = model.config.get_text_config(decoder=True)
         vocabulary = int(getattr(text, "vocab_size", 0) or model.get_input_embeddings().weight.shape[0])
         generator = torch.Generator().manual_seed(1)
-        special = {getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+        named = [getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
+        special = {token for one in named for token in (one if isinstance(one, list) else [one])}
         ids = torch.randint(vocabulary, (4 * sum(LENGTHS),), generator=generator).tolist()
         ids = [token for token in ids if token not in special] or ids
         self._ids = (ids * sum(LENGTHS))[: sum(LENGTHS)]

@@ -1,4 +1,9 @@
-"""Attentions without pages, under which a model is run to record its calls."""
+"""Attentions without pages, under which a model is run to record its calls.
+
+`AskedMasks` finds the windows of the masks that a model asks transformers for, and which call of attention gets which.
+
+`plain_attention` is attention by its definition: the reference that a model is compared with before it runs in pages.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +15,114 @@ import torch
 
 from kvarts.executor.torch.attention import AttentionCall
 from kvarts.executor.torch.latent import LatentShape, find_latent
-from kvarts.executor.torch.masks import AskedMasks
 from kvarts.executor.torch.metadata import AttentionParams
-from kvarts.executor.torch.plain import causal, plain_attention
 from kvarts.executor.torch.pools import LayerShape
 from kvarts.executor.torch.states import StateCall, States, StateShape
 
-__all__ = ["Alone", "OneSequence", "Packed", "PagesRefusal", "RecordingAttention", "Seen"]
+__all__ = [
+    "Alone",
+    "AskedMasks",
+    "OneSequence",
+    "Packed",
+    "PagesRefusal",
+    "RecordingAttention",
+    "Seen",
+    "causal",
+    "plain_attention",
+]
+
+OWN = "has a mask of its own"
+
+
+class AskedMasks:
+    """Owner of the masks made for one forward pass. Positions up to `most_position` are examined."""
+
+    def __init__(self, most_position: int) -> None:
+        self._most_position = most_position
+        self._made: list[tuple[torch.Tensor, torch.Tensor, str | None, int | None]] = []
+
+    def make(self, asked: dict[str, Any]) -> torch.Tensor:
+        """Return the additive mask that `asked` describes, in the keywords of transformers' mask functions."""
+        from transformers.masking_utils import causal_mask_function, eager_mask
+
+        reason, window = self._window(asked.get("mask_function", causal_mask_function))
+        mask: torch.Tensor = eager_mask(
+            **{**asked, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        )
+        self._made.append((mask, mask.clone(), reason, window))
+        return mask
+
+    def window_of(self, mask: Any) -> tuple[str | None, int | None]:
+        """Return (None, window) of a call with `mask`, window None for all tokens; or (reason it cannot run, None)."""
+        if mask is None:
+            return "gets no mask", None
+        for made, as_made, reason, window in self._made:
+            is_same = isinstance(mask, torch.Tensor) and mask.data_ptr() == made.data_ptr()
+            if is_same and mask.shape == as_made.shape and torch.equal(mask, as_made):
+                return reason, window
+        return OWN, None
+
+    def _window(self, function: Any) -> tuple[str | None, int | None]:
+        """Return the same for a mask function; a reason if its window is not equal at all positions."""
+        windows: set[int] = set()
+        furthest = 0
+        last = self._most_position - 1
+        for position in sorted({0, 1, 2, 3, 20, last // 7, last // 3, last // 2 + 1, last}):
+            if position > last:
+                continue
+            places = torch.arange(position + 2)
+            zero = torch.zeros_like(places)
+            try:
+                seen = torch.as_tensor(function(zero, zero, zero + position, places))
+                seen = seen.expand(places.shape)
+            except (RuntimeError, TypeError, IndexError, ValueError):
+                return OWN, None
+            if bool(seen[position + 1]):
+                return "sees tokens that come after", None
+            first = int(seen.to(torch.int8).argmax())
+            if not bool(seen[first : position + 1].all()):
+                return OWN, None
+            if first:
+                windows.add(position - first + 1)
+            else:
+                furthest = max(furthest, position + 1)
+        if not windows:
+            return None, None
+        if len(windows) > 1 or furthest > min(windows):
+            return "sees chunks, and not a window", None
+        return None, windows.pop()
+
+
+def causal(sequences: torch.Tensor, positions: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Return the tokens that each token attends to, as [tokens, tokens]: its sequence, up to its position.
+
+    `sequences` [tokens]: the number of the sequence of each token; `positions` [tokens]: its position there.
+    """
+    distance = positions[:, None] - positions[None]
+    seen = (sequences[:, None] == sequences[None]) & (distance >= 0)
+    if window is not None:
+        seen &= distance < window
+    return seen
+
+
+def plain_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, seen: torch.Tensor
+) -> torch.Tensor:
+    """Return attention of `queries` [tokens, heads, head_dim] in float32; `seen` [tokens, tokens] includes the window.
+
+    `keys` and `values` [tokens, kv_heads, head_dim].
+    """
+    each = queries.shape[1] // keys.shape[1]
+    of_heads = [states.float().repeat_interleave(each, dim=1).transpose(0, 1) for states in (keys, values)]
+    scores = queries.float().transpose(0, 1) @ of_heads[0].transpose(1, 2) * params.scaling
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if params.sinks is not None:
+        sinks = params.sinks.float().view(-1, 1, 1).expand(-1, len(seen), 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : len(seen)]
+    return (weights @ of_heads[1]).transpose(0, 1)
 
 
 class PagesRefusal(Exception):  # noqa: N818  # a result, with the reason

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams, ChunkMetadata, Ints
 from kvarts.executor.torch.pools import KVPools
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.groups import SinkWindow
 
 __all__ = ["SdpaBackend"]
 

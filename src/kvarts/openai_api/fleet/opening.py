@@ -10,9 +10,8 @@ import msgspec
 
 from kvarts.config import EngineConfig
 from kvarts.event_log import EventReader
-from kvarts.executor.page_bytes import NoPageBytes
-from kvarts.executor.page_slots import PageSlots
-from kvarts.executor.rotation import NoRotation
+from kvarts.executor.base import NoRotation
+from kvarts.executor.page_bytes import NoPageBytes, PageSlots
 from kvarts.fleet.config import FleetConfig, FleetWorker
 from kvarts.fleet.live import LiveFleet
 from kvarts.fleet.worker import Worker
@@ -20,11 +19,9 @@ from kvarts.limits import MOST_PAGES
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop, ModelHost
 from kvarts.openai_api.fleet.foreseen import Foreseen
-from kvarts.openai_api.fleet.paced import FleetClock, FleetMeter, PacedFleet, WorkerMeters
-from kvarts.openai_api.fleet.recorded import FleetRecorder
+from kvarts.openai_api.fleet.paced import FleetClock, FleetMeter, FleetRecorder, PacedFleet, WorkerMeters
 from kvarts.openai_api.fleet.transfers import KvTransfers
-from kvarts.openai_api.gone import GoneEngines
-from kvarts.openai_api.meter import Meter
+from kvarts.openai_api.meter import GoneEngines, Meter
 from kvarts.openai_api.opening import Door, Opened, make_served, meter_of, mock_limits, open_app
 from kvarts.openai_api.prompts import WordText
 from kvarts.openai_api.served import Limits, Served

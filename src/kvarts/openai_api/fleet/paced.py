@@ -1,11 +1,15 @@
 """A fleet that is moved on by a clock which keeps pace with real time.
 
 All workers are in one thread: it waits for the next thing that happens to any of them, and lets requests in meanwhile.
+
+Arrivals can be recorded: as a trace that `kvarts replay` reads, with the same fleet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import msgspec
 
 from kvarts.clock import PacedClock, WallClock
 from kvarts.engine import Engine
@@ -16,13 +20,14 @@ from kvarts.llm.listener import RequestFailedError
 from kvarts.llm.text import Completion
 from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.fleet.foreseen import Foreseen
-from kvarts.openai_api.gone import GoneEngines
-from kvarts.openai_api.meter import Meter
+from kvarts.openai_api.meter import GoneEngines, Meter
+from kvarts.openai_api.recorded import ArrivalRecorder
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
+from kvarts.traffic.recorded import RecordedRow
 from kvarts.traffic.trace_request import DirectRequest
 
-__all__ = ["FleetClock", "FleetMeter", "PacedFleet", "WorkerMeters"]
+__all__ = ["FleetClock", "FleetMeter", "FleetRecorder", "PacedFleet", "WorkerMeters"]
 
 MOST_IDLE_S = 1.0
 LEAST_IDLE_S = 0.01
@@ -258,3 +263,40 @@ class FleetMeter:
     def ended(self, choice: Choice, completion: Completion, now_s: float) -> None:
         """Count a choice that has ended."""
         self._meter.ended(choice, completion, now_s)
+
+
+class FleetRecorder(ArrivalRecorder):
+    """Records the requests that arrive at any door of a fleet.
+
+    A row has all tokens that its answer would have had, and the time at which its client gave it up. A request that was
+    sent to a worker has its number, and that of the line whose pages it has fetched.
+    """
+
+    def __init__(self, fleet: PacedFleet) -> None:
+        super().__init__()
+        self._fleet = fleet
+
+    def rows(self) -> list[RecordedRow]:
+        """Return the arrivals so far."""
+        lines = {request.index: line for line, (request, _) in enumerate(self._arrived)}
+        direct_of, gave_up_ns = self._fleet.direct, self._fleet.gave_up_ns
+        rows = []
+        for (request, _), row in zip(self._arrived, super().rows(), strict=True):
+            content, num_prompt = request.content, request.num_prompt_tokens
+            changes: dict[str, object] = {
+                "began_ns": 0,  # faults and ages of metrics are counted from there
+                "num_output_tokens": request.max_tokens,
+                "output": content.tokens(num_prompt, content.num_known_tokens).tolist(),
+            }
+            if request.index in gave_up_ns:
+                changes["cancel_after_ns"] = gave_up_ns[request.index] - request.arrival_ns
+            direct = direct_of.get(request.index)
+            if direct is not None:
+                changes["worker"] = direct.worker
+                if direct.is_left:
+                    changes["is_left"] = True
+                    changes["ended"] = "finished"
+                if direct.fetches is not None:
+                    changes["fetches"] = lines[direct.fetches]
+            rows.append(msgspec.structs.replace(row, **changes))
+        return rows

@@ -22,7 +22,7 @@ from kvarts.llm.text import Generation
 from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.served import Ask, Served
-from kvarts.owners.shares import PARTED
+from kvarts.owners import PARTED
 from kvarts.request import Request
 from kvarts.sampling import Logprobs
 from kvarts.session.sessions import Sessions

@@ -14,10 +14,10 @@ from kvarts.openai_api.opening import DEFAULT_TOKENS, Door, Opened, make_served,
 from kvarts.openai_api.prompts import HubText, TextModel, WordText
 from kvarts.openai_api.served import Served
 from kvarts.openai_api.sessions.door import SessionsDoor
-from kvarts.session.config import SessionsConfig
 from kvarts.session.opening import mock_host, sessions_on
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import memory_of
+from kvarts.session.values import SessionsConfig
 
 __all__ = ["open_beside", "open_own", "word_mock"]
 

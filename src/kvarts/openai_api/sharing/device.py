@@ -10,15 +10,13 @@ from collections.abc import Collection, Mapping, Sequence
 from kvarts.clock import Clock
 from kvarts.executor.base import CostModel
 from kvarts.executor.mock import MockExecutor
-from kvarts.llm.detokenizing import DetokenizingExecutor
-from kvarts.llm.text import Generation
+from kvarts.llm.text import DetokenizingExecutor, Generation
 from kvarts.openai_api.served import Health
 from kvarts.request import Request
 from kvarts.sampling import Logprobs, SamplingParams
 from kvarts.sched.plan import Batch
 from kvarts.sched.policy import NEVER_NS
-from kvarts.sharing.device import SharedDevice
-from kvarts.sharing.loans import debts
+from kvarts.sharing.device import SharedDevice, debts
 from kvarts.sharing.tenant import Tenant
 from kvarts.sharing.turns import TurnLoop
 

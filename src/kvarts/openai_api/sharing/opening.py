@@ -24,8 +24,8 @@ from kvarts.openai_api.sharing.device import (
     TurnCost,
 )
 from kvarts.sharing.config import ObserversOf, SharingConfig
-from kvarts.sharing.contention import Contention
 from kvarts.sharing.device import SharedDevice
+from kvarts.sharing.outcome import Contention
 from kvarts.sharing.replay import open_tenant
 from kvarts.sharing.tenant import Tenant
 from kvarts.sharing.turn_order import TurnOrder

@@ -18,7 +18,7 @@ import msgspec
 from kvarts.openai_api.app import ABORT, OpenAIApp
 from kvarts.openai_api.http import RELAYED
 
-__all__ = ["PeerAnswer", "PeerGoneError", "PeerRequest", "Peers"]
+__all__ = ["PeerAnswer", "PeerGoneError", "PeerRequest", "WorkerPeers"]
 
 SIZE_BYTES = 4
 TIMEOUT_S = 10.0
@@ -76,7 +76,7 @@ class PeerGoneError(Exception):
 StructT = TypeVar("StructT", PeerRequest, _Message)
 
 
-class Peers:
+class WorkerPeers:
     """The private doors of all workers, by rank. `rank`: the rank of the worker whose door `open` opens."""
 
     def __init__(self, rank: int, paths: Sequence[Path]) -> None:

@@ -26,7 +26,7 @@ from kvarts.openai_api.http import ClientGone
 from kvarts.openai_api.opening import Opened
 from kvarts.openai_api.responses import rank_in
 from kvarts.openai_api.routes import sources_told
-from kvarts.openai_api.workers.peers import PeerAnswer, PeerGoneError, PeerRequest, Peers
+from kvarts.openai_api.workers.peers import PeerAnswer, PeerGoneError, PeerRequest, WorkerPeers
 from kvarts.openai_api.workers.processes import WorkerProcess
 
 __all__ = ["Together", "joined", "merged"]
@@ -93,7 +93,7 @@ class _Continued(msgspec.Struct):
 class Together:
     """An OtherWorkers. For one event loop."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: WorkerPeers) -> None:
         self._peers = peers
         self._changing = asyncio.Lock()
         self._num_relayed = 0
@@ -292,7 +292,7 @@ MERGES: dict[str, Callable[[Exchange, list[Any]], Any]] = {
 @asynccontextmanager
 async def joined(opened: Opened, worker: WorkerProcess) -> AsyncIterator[None]:
     """Make a server that is about to start one of several workers, until the end of the block."""
-    peers = Peers(worker.rank, worker.paths)
+    peers = WorkerPeers(worker.rank, worker.paths)
     together = Together(peers)
     opened.app.others = together
     await peers.open(opened.app)

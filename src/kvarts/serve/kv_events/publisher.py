@@ -19,11 +19,10 @@ from typing import Any, Protocol
 import zmq
 
 from kvarts.errors import ConfigError
-from kvarts.serve.kv_events.batches import Batch, BatchQueue, BlocksCleared, Told
+from kvarts.serve.kv_events.batches import Batch, BatchQueue, BlocksCleared, Told, Wire
 from kvarts.serve.kv_events.config import KvEventsConfig, at_rank
 from kvarts.serve.kv_events.reader import KvEventReader
 from kvarts.serve.kv_events.replies import Frames, Replies, Reply
-from kvarts.serve.kv_events.wire import Wire
 
 __all__ = ["END", "FULL_STATE", "MARK_BYTES", "SNAPSHOT", "KvEvents", "Unread", "ZmqPublisher", "open_kv_events"]
 

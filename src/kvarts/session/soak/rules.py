@@ -4,16 +4,21 @@ The rules rely on the client's own count of each history, the tokens it sent and
 falsify. The expected bytes of a session follow from this count and the bytes per token. These are given by the user, or
 derived while sessions fill up: a value counts only if it explains at least two different lengths, so that a server that
 reports a constant, or computes its bytes from a bound, does not pass.
+
+The page of a soak is self-contained HTML: its verdict, bytes, latency, and the server's memory.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Literal
+from importlib.resources import files
+from typing import Any, Literal
 
 import msgspec
 
+from kvarts.report.page import fill_page
+from kvarts.report.words import duration
 from kvarts.session.soak.record import KvLayers, Sample, SoakRecord
 from kvarts.session.soak.slope import Slope, slope_of
 
@@ -26,6 +31,7 @@ __all__ = [
     "expected_bytes",
     "judge_soak",
     "latency_points",
+    "render_soak_page",
 ]
 
 Status = Literal["ok", "violated", "inconclusive", "not_run"]
@@ -40,6 +46,9 @@ BOOKKEEPING_BYTES = 8
 """Allowance per token in addition to its KV, since histories are kept and grow."""
 MAX_LISTED = 5
 EXIT_CODES = {"bounded": 0, "violated": 5, "inconclusive": 6}
+MIB = 1 << 20
+MAX_POINTS = 4000
+"""Most samples on the page; a longer run is thinned evenly. The verdict covers all samples."""
 
 
 class SoakRuleResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -339,3 +348,45 @@ def judge_soak(record: SoakRecord) -> SoakVerdict:
         layers=derived_layers(record) or (),
         rules=results,
     )
+
+
+def render_soak_page(record: SoakRecord, verdict: SoakVerdict) -> bytes:
+    """Return the page of a soak."""
+    shown = record.samples[:: -(-len(record.samples) // MAX_POINTS) or 1]
+    turns = [sample for sample in shown if sample.phase == "turn"]
+    slope = next((result.slope for result in verdict.rules if result.rule == "latency"), None)
+    plan = record.plan
+    data: dict[str, Any] = {
+        "title": f"Soak of {plan.target}: {verdict.verdict}",
+        "subtitle": f"{plan.num_sessions} sessions of {plan.sink} + {plan.window} tokens, {verdict.num_turns:,} turns, "
+        f"{duration(1e3 * record.duration_s)}",
+        "rules": msgspec.to_builtins(verdict.rules),
+        "bytes": {
+            "t": [sample.at_s for sample in shown],
+            "live_mib": [_mib(sample.kv_live_bytes) for sample in shown],
+            "expected_mib": [_mib(_expected(verdict, sample)) for sample in shown],
+            "bound_mib": _mib(expected_bytes(verdict.layers, plan.bound_tokens) if verdict.layers else None),
+        },
+        "turns": {
+            "turn": [sample.turn for sample in turns],
+            "itl_ms": [_ms(sample.itl_s) for sample in turns],
+            "ttft_ms": [_ms(sample.ttft_s) for sample in turns],
+            "rss_mib": [_mib(sample.rss_bytes) for sample in turns],
+        },
+        "slope": None if slope is None else msgspec.to_builtins(slope),
+    }
+    assets = files("kvarts.session.soak") / "assets"
+    template = (assets / "soak.html").read_text(encoding="utf-8")
+    return fill_page(template, {"soak.js": (assets / "soak.js").read_text(encoding="utf-8")}, data)
+
+
+def _expected(verdict: SoakVerdict, sample: Sample) -> int | None:
+    return expected_bytes(verdict.layers, sample.num_sent_tokens) if verdict.layers else None
+
+
+def _mib(num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else num_bytes / MIB
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds

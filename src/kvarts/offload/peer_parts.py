@@ -1,0 +1,167 @@
+"""Parts of pages in the host memory of other engines: a tier of each engine with KV groups that reads from others.
+
+Each engine has a tree of spans, for its device and its own tiers. A match looks at two of these (`match_across`): that
+of the reader, and that of the one engine with whose parts every group can resume from most pages.
+
+    tree of the reader:    [0 ........ 4)                    device: full [0, 4)
+    tree of engine 2:      [0 ................ 8) [8 .. 9)   host: full [0, 9), window [7, 9)
+    a match of 9 pages:    full [0, 4) of the device, full [4, 9) and window [7, 9) of engine 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mypy_extensions import mypyc_attr
+
+from kvarts.content import Content
+from kvarts.kv.groups import GroupMemory
+from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, holding_of_transfer
+from kvarts.kv.span_tree import SpanTree
+from kvarts.offload.part_tier import PartTier
+from kvarts.offload.peers import PEERS, Peers
+
+__all__ = ["PeerParts", "PeerPartsView"]
+
+PLACE = 2
+"""The number of tiers that an engine may have above the memory of others."""
+
+
+@mypyc_attr(native_class=False)
+class PeerParts(Peers[PartTier, "PeerPartsView"]):
+    """The host memory of all engines, in blocks of parts of pages.
+
+    An engine may divide its blocks among devices; on the links they have the bytes of those on all.
+    """
+
+    unit = "blocks"
+    """The unit of counts."""
+
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int) -> PeerPartsView:
+        """Return the memory of the others as a tier of `worker`, whose device has the KV groups of `memory`."""
+        assert memory is not None
+        return PeerPartsView(self, worker, memory, page_size)
+
+    def connect(self, worker: int, host: PartTier) -> None:
+        """Let others read from the host memory of `worker`."""
+        host.owner = worker
+        super().connect(worker, host)
+
+
+class PartsRead:
+    """Parts that are pinned in `tier`, the memory of engine `source`."""
+
+    __slots__ = ("source", "tier")
+
+    def __init__(self, source: int, tier: PartTier) -> None:
+        self.source = source
+        self.tier = tier
+
+
+class PeerPartsView(PartTier):
+    """The memory of the others as a tier of one engine, `worker`. It counts this engine's loads only."""
+
+    def __init__(self, peers: PeerParts, worker: int, memory: GroupMemory, page_size: int) -> None:
+        tree = SpanTree(memory, page_size, _never_moving)
+        super().__init__(PEERS, 0, memory, tree, place=PLACE)
+        self.is_elsewhere = True
+        self.worker = worker
+        self.num_loaded_from: dict[int, int] = {}
+        """Blocks that were loaded, by the engine that had them."""
+        self.asked = -1
+        """The engine with whose parts the last match is the longest."""
+        self.unsent: list[PartsRead] = []
+        """Loads that no transfer carries yet."""
+        self._peers = peers
+        self._reads: dict[RunHolding, PartsRead] = {}
+        """Where each pin is."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of parts that this engine reads."""
+        return sum(map(self._num_blocks, self._reads)) * self.block_bytes
+
+    def match(self, tree: SpanTree, content: Content, limit: int, depth: int) -> RunMatch:
+        """Return how far every group can resume with parts of a device, of its first `depth` tiers, and of one engine.
+
+        That is the engine with which the match is the longest, and of equals the one with the lowest number.
+        """
+        best, self.asked = tree.match(content, limit, depth=depth), -1
+        for source, tier in self._peers.reached_from(self.worker):
+            match = tree.match_across(content, limit, tier.tree, tier.lists, depth=depth)
+            is_first = match.num_pages == best.num_pages and source < self.asked
+            if match.num_pages > best.num_pages or is_first:
+                best, self.asked = match, source
+        return best
+
+    def has(self, run: PartRun) -> bool:
+        """Return whether a run, which a match has found, is with the engine that was asked."""
+        asked = self._peers.tiers.get(self.asked)
+        return asked is not None and asked.has(run)
+
+    def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunHolding:
+        """Pin runs in `pieces`, see RunMatch, of the engine that was asked; they keep their places there."""
+        asked = self._peers.tiers.get(self.asked)
+        if asked is None:
+            return holding_of_transfer(len(self.groups))
+        pin = asked.pin(pieces)
+        if any(pin.held):
+            self._reads[pin] = PartsRead(self.asked, asked)
+            asked.guests[pin] = None
+        return pin
+
+    def unpin(self, pin: RunHolding) -> None:
+        """End a pin. It is not a use of its runs."""
+        read = self._reads.pop(pin, None)
+        if read is not None:
+            del read.tier.guests[pin]
+            read.tier.unpin(pin)
+
+    def unpin_before(self, pin: RunHolding, page: int) -> None:
+        """End a pin of all parts before `page`."""
+        read = self._reads.get(pin)
+        if read is not None:
+            read.tier.unpin_before(pin, page)
+
+    def begin_load(self, pin: RunHolding) -> None:
+        """Note that the runs of `pin` are being loaded."""
+        self.unsent.append(self._reads[pin])
+
+    def drop(self, pin: RunHolding, ends: Sequence[int]) -> None:
+        """Count the blocks of a load that have arrived; the others are still where they were."""
+        read = self._reads.get(pin)
+        if read is None:
+            return
+        counts = [
+            sum(max(0, min(run.end, end) - run.start) for run in runs) for runs, end in zip(pin.held, ends, strict=True)
+        ]
+        num_blocks = sum(map(int.__mul__, counts, self.part_blocks))
+        if num_blocks:
+            self.num_loaded_from[read.source] = self.num_loaded_from.get(read.source, 0) + num_blocks
+
+    def end_load(self, pin: RunHolding, last: Span | None, num_pages: int) -> None:
+        """End the pin of a load, which is a use of all parts of its sequence where it was read."""
+        read = self._reads.get(pin)
+        self.unpin(pin)
+        if read is not None and last is not None:
+            there, end = read.tier.tree.walk(last.content, num_pages)
+            if there:
+                read.tier.touch(there[-1], num_pages, end)
+
+    def drop_state(self, content: Content, page: int) -> None:
+        """Do nothing: nothing is kept there for a request of this engine."""
+
+    def reset(self) -> None:
+        """Do nothing: the memory is that of others."""
+
+    def _num_blocks(self, pin: RunHolding) -> int:
+        counts = [sum(run.end - run.start for run in runs) for runs in pin.held]
+        return sum(map(int.__mul__, counts, self.part_blocks))
+
+    def check(self, pins: Sequence[RunHolding]) -> None:
+        """Assert law L2: everything that is pinned elsewhere is of a transfer or an offer. `pins`: all of these."""
+        assert set(self._reads) <= set(pins), "L2: parts of another engine are held by nobody"
+
+
+def _never_moving(span: Span) -> None:
+    raise AssertionError("no decode has parts in the memory of others")

@@ -1,1 +1,0 @@
-"""Owners of requests and sessions: their keys, and their shares of common resources."""

@@ -1,0 +1,183 @@
+"""Parts of pages that workers with KV groups read from each other: leaps, laws, and what a naive model finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace as with_arrival
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from kvarts.executor.cost import LinearCost
+from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig
+from kvarts.fleet.faults import Fault
+from kvarts.fleet.report import FleetReport
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.groups import PartGroup
+from kvarts.offload.config import OffloadConfig
+from kvarts.report.requests import REJECTED
+from kvarts.settings import SettingError
+from kvarts.sim.replay import replay
+
+from builders.case import Case, Row, cases
+from builders.fleet import FleetCase, fleets
+from builders.group_tiers import COST, returning
+from builders.grouped import FULL, Told, part_groups
+from builders.tiered import tiers_below
+
+MS = 1_000_000
+AT_ONCE = OffloadConfig(host_pages=5000, kv_bytes_per_token=1000, h2d=10**15, d2h=10**15, latency_us=0.0)
+
+
+@st.composite
+def memories(draw: st.DrawFn) -> dict[str, Any]:
+    """KV groups, and host memory that fills up."""
+    settings: dict[str, Any] = {"kv_groups": draw(st.sampled_from(["all", "tails"])), "groups": draw(part_groups())}
+    swaps = draw(st.sampled_from(["swap", "recompute"]))
+    offload = draw(tiers_below(of_groups=True, with_bus=False))
+    settings["offload"] = structs.replace(offload, copy_slowdown=0.0, preemption_mode=swaps)
+    if draw(st.booleans()):
+        settings["cost"] = COST
+    return settings
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> tuple[Case, FleetConfig]:
+    """Replicas, or prefill and decode workers, which may fail, and links of any speed."""
+    memory = draw(memories())
+    memory["router"] = draw(st.sampled_from(["round-robin", "round-robin", "prefix"]))
+    links: dict[str, Any] = {
+        "pulls": True,
+        "bytes_per_s": draw(st.sampled_from([50.0, 5_000.0, 1e15, 1e15])),
+        "latency_ms": draw(st.sampled_from([0.0, 0.0, 3.0, 30.0])),
+        "sharing": draw(st.sampled_from(["none", "worker"])),
+        "token_bytes": 1,
+    }
+    if draw(st.booleans()):
+        fleet: FleetCase = draw(fleets(profile="default", cancels=True, faults=True))
+        fleet.num_layers = 0
+        return fleet.case, structs.replace(fleet.config(**memory), **links)
+    case = draw(st.one_of(cases(max_requests=24, cancels=True), returning(max_requests=24)))
+    case.profile, case.replicas = "default", draw(st.integers(2, 3))
+    pool = PoolConfig(role="mixed", each=case.config(audit=True, **memory))
+    return case, FleetConfig(pools=(pool,), **links)
+
+
+def with_changes(config: FleetConfig, **changes: Any) -> FleetConfig:
+    each = [structs.replace(pool, each=structs.replace(pool.each, **changes)) for pool in config.pools]
+    return structs.replace(config, pools=tuple(each))
+
+
+@pytest.mark.laws
+@given(pools())
+def test_leaps_laws_and_readers_of_every_event_change_nothing(drawn: tuple[Case, FleetConfig]) -> None:
+    """L1, L2, L5, L8, L14: in leaps, step by step, and with the laws of each worker asserted."""
+    case, config = drawn
+    told: dict[int, Told] = {}
+
+    def readers_of(worker: FleetWorker) -> list[Told]:
+        told[worker.index] = Told()
+        return [told[worker.index]]
+
+    fast: FleetReport = replay(case.trace(), with_changes(config, audit=False))
+    others = [
+        replay(case.trace(), with_changes(config, audit=False, step_by_step=True)),
+        replay(case.trace(), config),
+        replay(case.trace(), config, observers_of=readers_of),
+    ]
+    for other in others:
+        assert other.to_json() == fast.to_json()
+        assert other.requests_jsonl() == fast.requests_jsonl()
+    summary = fast.summary
+    ends = sum(summary.get(f"num_{end}", 0) for end in ("completed", "rejected", "failed", "cancelled"))
+    assert ends == summary["num_requests"]
+
+
+@pytest.mark.laws
+@given(returning(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]))
+def test_two_workers_find_what_one_has_found_or_computed(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
+    """With room and bandwidth without end, two workers in turn find what one device without end finds.
+
+    Requests come one by one: what one of them leaves idle is in host memory before the next one comes.
+    """
+    case.rows = [with_arrival(row, arrival_ms=index * 60_000) for index, row in enumerate(case.rows)]
+    small = {"kv_groups": keeps, "groups": groups, "cost": COST}
+    case.replicas = 2
+
+    def replayed() -> FleetReport:
+        pool = PoolConfig(role="mixed", each=case.config(audit=True, offload=AT_ONCE, **small))
+        links: dict[str, Any] = {"bytes_per_s": 1e15, "token_bytes": 1000, "pulls": True}
+        report: FleetReport = replay(case.trace(), FleetConfig(pools=(pool,), **links))
+        return report
+
+    is_done = replayed().request_columns["status"] != REJECTED
+    case.rows = [row for row, done in zip(case.rows, is_done, strict=True) if done]
+    if not case.rows:
+        return
+    found = replayed().request_columns["cached_tokens"]
+    case.replicas = 1
+    ample = replay(case.trace(), case.config(**{**small, "kv_groups": "tails"}, num_pages=5000))
+    expected = ample.request_columns["cached_tokens"]
+    as_much = found >= expected if keeps == "all" else found == expected
+    assert as_much.all()
+
+
+FULL_AND_WINDOW = (PartGroup(FULL, 10), PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=20), 10))
+
+
+def replayed(times_ms: tuple[int, ...], num_workers: int = 2, **settings: Any) -> FleetReport:
+    """Of the same prompt of 401 tokens on workers in turn; a token is computed in 1 ms, and a part is read in one."""
+    rows = [Row(at_ms, [1] * 401, 401, 2, None, 0, None) for at_ms in times_ms]
+    case = Case(rows, 1, 10, 2000, 8192, 8, "default", num_workers)
+    cost = LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)
+    each = case.config(cost=cost, audit=True, kv_groups="all", groups=FULL_AND_WINDOW, offload=AT_ONCE)
+    links: dict[str, Any] = {"pulls": True, "bytes_per_s": 10_000.0, "token_bytes": 1}
+    pools = (PoolConfig(role="mixed", each=each),)
+    report: FleetReport = replay(case.trace(), FleetConfig(pools=pools, **{**links, **settings}))
+    return report
+
+
+def first_tokens(report: FleetReport) -> list[float]:
+    return [float(value) for value in report.requests["first_token_ms"]]
+
+
+def test_a_worker_reads_what_groups_need_that_another_has_in_host_memory() -> None:
+    """40 pages of one group and 2 of the other, in 42 ms; then the last token is computed."""
+    report = replayed((0, 1000))
+    assert first_tokens(report) == [401, 1043]
+    assert list(report.requests["peers_tokens"]) == [0, 400]
+    assert report.summary["fleet"]["pulls"] == {
+        "num_pulled_blocks": 42, "pulled": [{"reader": 1, "source": 0, "blocks": 42}]
+    }  # fmt: skip
+    assert first_tokens(replayed((0, 1000), pulls=False)) == [401, 1401]
+
+
+def test_it_is_not_worth_it_if_computing_is_sooner() -> None:
+    assert first_tokens(replayed((0, 1000), bytes_per_s=100.0)) == [401, 1401]
+
+
+@pytest.mark.parametrize("fault", [Fault("down", 0, 1020 * MS), Fault("cut", 0, 1020 * MS), Fault("cut", 1, 1020 * MS)])
+def test_a_request_computes_what_does_not_arrive(fault: Fault) -> None:
+    """L14."""
+    report = replayed((0, 1000), faults=(fault,))
+    assert first_tokens(report) == [401, 1020 + 401]
+    assert report.summary["fleet"]["faults"]["num_failed_transfers"] == 1
+    assert report.summary["fleet"]["pulls"]["num_pulled_blocks"] == 0
+
+
+def test_a_third_worker_reads_from_the_first_one_that_has_it() -> None:
+    report = replayed((0, 1000, 2000), num_workers=3)
+    assert first_tokens(report) == [401, 1043, 2043]
+    assert [row["source"] for row in report.summary["fleet"]["pulls"]["pulled"]] == [0, 0]
+
+
+def test_pools_that_divide_pages_into_other_parts_do_not_read_from_each_other() -> None:
+    case = Case([Row(0, [1], 1, 1, None, 0, None)], 1, 10, 20, 64, 8, "default", 1)
+    pools = (
+        PoolConfig(role="prefill", each=case.config(kv_groups="all", groups=FULL_AND_WINDOW, offload=AT_ONCE)),
+        PoolConfig(role="decode", each=case.config(offload=AT_ONCE)),
+    )
+    with pytest.raises(SettingError, match="different parts"):
+        FleetConfig(pools=pools, pulls=True, bytes_per_s=1.0, token_bytes=1)
