@@ -476,11 +476,10 @@ class Scheduler:
         if cache.follows_decodes:
             is_lacking = self.waiting.num_waiting and self.blocked is FOR_PAGES
             return cache.leap(num_steps, self._least_wanted - self.pages.num_lent() if is_lacking else 0)
-        due = self.wheel.pages_due_by_step(num_steps)
-        num_due = sum(due)
-        if num_due and not is_taken:
+        due = self.wheel.pages_due_in(num_steps)
+        if due.total and not is_taken:
             assert not cache.has_page_ids, "page ids are handed out one step at a time"
-            cache.take_pages(num_due)
+            cache.take_pages(due.total)
         if self.running.num_sharing:
             self._prefill.publish_filled(num_steps)
         return Leap(due)
