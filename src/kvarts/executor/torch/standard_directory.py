@@ -269,9 +269,9 @@ def _is_that_of_qwen2(file: _TokenizerFile) -> bool:
     if any(getattr(file.model, name) not in values for name, values in MERGE_SETTINGS.items()):
         return False
     steps = (file.pre_tokenizer or {}).get("pretokenizers") or []
-    split: dict[str, Any]
-    level: dict[str, Any]
-    split, level = steps if len(steps) == 2 else ({}, {})
+    if len(steps) != 2:
+        return False
+    split, level = steps
     decoder = file.decoder or {}
     return (
         (file.normalizer or {}).get("type") == "NFC"
