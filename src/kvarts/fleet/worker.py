@@ -182,6 +182,11 @@ class Worker:
         assert not self.finish(), "a request ended before the end of steps that were alike"
         return False
 
+    def count_leap(self) -> None:
+        """Do the leap under way, if there is one, with what is below the device now."""
+        if self._times is not None:
+            self._do_leap(self._times)
+
     def _do_leap(self, times: LeapTimes) -> None:
         self._times = None
         self.replica.leap(self._start_ns, times)

@@ -29,7 +29,7 @@ from kvarts.report.distributions import (
     weighted_distribution_ms,
 )
 from kvarts.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog
-from kvarts.report.run_values import RunConfig
+from kvarts.report.run_directory import RunConfig
 from kvarts.report.steps import StepLog
 from kvarts.report.words import facts, plus_minus
 from kvarts.traffic.info import working_set_pages
@@ -165,7 +165,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         from kvarts.report.page import table_html
-        from kvarts.report.run_values import RunReport
+        from kvarts.report.run_directory import RunReport
 
         summary = msgspec.convert({**self.summary, "advice": self.advice}, RunReport)
         return table_html(f"Replay of {self.trace_name}", [], [], facts(summary))

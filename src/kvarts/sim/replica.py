@@ -60,6 +60,8 @@ class Replica:
         """Whether no step runs while the next one is planned: the engine is idle, or its last plan was empty."""
         self._dropping: list[Request] = []
         """Requests that were given up since the current activity started."""
+        self._leaving: list[Request] = []
+        """Requests that were given up, and that the next plan drops: it was made before, and computes their tokens."""
         self._num_leapt = 0
         """Identical steps under way; 0 for a scheduled step."""
         self.is_pausing = False
@@ -125,11 +127,21 @@ class Replica:
             self._plans_late = True
 
     def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
-        """Drop `request`; return False if `finish` will do that, at the end of the current activity."""
+        """Drop `request`; return False if `finish` will do that, at the end of the current activity or of the next."""
         if self._is_under_way:
             self._dropping.append(request)
             return False
+        if self._give_up(request):
+            return False
         self.cancel(request, now_ns)
+        return True
+
+    def _give_up(self, request: Request) -> bool:
+        """Let the next plan drop `request`, if that plan is made already and knows it; return whether it is so."""
+        if not self.scheduler.running.lag or self._plans_late or (self._joining is None or self._joining.has(request)):
+            return False
+        self.scheduler.give_up(request)
+        self._leaving.append(request)
         return True
 
     def join(self, now_ns: int) -> bool:
@@ -194,15 +206,18 @@ class Replica:
 
     def finish(self) -> list[Request]:
         """End what `start` started; return the requests that finished, in admission order, then those dropped."""
+        leaving, self._leaving = self._leaving, []
         finished = self._finish()
         if self._joining is not None and self._is_idle:
             self._plans_late = True
-        if self._dropping:
-            dropping, self._dropping = self._dropping, []
-            for request in dropping:
-                if request not in finished:
-                    self.cancel(request, self.engine.now_ns)
-                    finished.append(request)
+        dropping, self._dropping = self._dropping, []
+        for request in dropping:
+            if request not in finished and not self._give_up(request):
+                self.cancel(request, self.engine.now_ns)
+                finished.append(request)
+        for request in leaving:
+            request.cancelled_ns = self.engine.now_ns
+            finished.append(request)
         return finished
 
     def _finish(self) -> list[Request]:
