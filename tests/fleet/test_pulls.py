@@ -28,7 +28,7 @@ from builders.case import Case, Row
 from builders.fleet import ENDS, SCALERS, FleetCase, fleets, replayed_with
 from builders.laws import assert_steps_as_in_naive
 from builders.tiered import Tiered, naive_settings, tiered, tiers_below
-from oracles.naive import run_naive
+from oracles.naive import Batch, NaiveEngine, run_naive
 from oracles.naive_peers import NaivePeerEngine, NaivePeers
 
 MS = 1_000_000
@@ -246,6 +246,17 @@ def test_fast_forward_equals_step_by_step(
     assert told[0] == told[1]
 
 
+A_TOKEN_A_MS = LinearCost(chunk_token_ms=1.0, decode_ms=1.0)
+
+
+def a_token_a_ms(batch: Batch, engine: NaiveEngine) -> int:
+    """Of the step that is planned, or of a prompt alone that is weighed."""
+    num_tokens = engine.max_num_batched_tokens - engine.budget_left
+    if batch.prefills and batch.prefills[0][0].seq < 0:
+        num_tokens = sum(end - start for _, start, end in batch.prefills)
+    return num_tokens * MS
+
+
 @pytest.mark.laws
 @given(
     tiered(max_requests=14, with_bus=False),
@@ -263,7 +274,7 @@ def test_workers_and_their_tiers_are_as_the_naive_ones(
     naive = [
         NaivePeerEngine(
             index=index, rate=rate, link_ns=round(latency_ms * MS), link_page_bytes=case.page_size * 10,
-            **naive_settings(tiers),
+            **{**naive_settings(tiers), "cost": a_token_a_ms},
         )
         for index in range(num_workers)
     ]  # fmt: skip
@@ -271,7 +282,9 @@ def test_workers_and_their_tiers_are_as_the_naive_ones(
         engine.engines, engine.all_names = naive, naive[0].all_names
     run_naive(requests, naive)
 
-    pool = PoolConfig(role="mixed", each=case.config(audit=True, offload=offload, replicas=num_workers))
+    pool = PoolConfig(
+        role="mixed", each=case.config(audit=True, cost=A_TOKEN_A_MS, offload=offload, replicas=num_workers)
+    )
     links: dict[str, Any] = {"pulls": True, "bytes_per_s": rate, "latency_ms": latency_ms, "token_bytes": 10}
     report: FleetReport = replay(case.trace(), FleetConfig(pools=(pool,), **links))
     rows = report.request_columns

@@ -48,7 +48,7 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     alphabet = ["<pad>", "<s>", "</s>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pairs = [tuple(merge.split(" ")) for merge in MERGES]
+    pairs = [(merge.split(" ")[0], merge.split(" ")[1]) for merge in MERGES]
     vocab = {token: index for index, token in enumerate([*alphabet, *map("".join, pairs)])}
     made = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -89,6 +89,23 @@ def test_the_end_of_a_request_drops_no_parts_of_another(is_lazy: bool) -> None:
     assert tier.num_cached_blocks == 11
 
 
+def test_a_window_that_needs_no_page_of_a_prefix_leaves_no_run_without_a_part() -> None:
+    """The token after the prefix attends to itself alone: nothing is used, and nothing is cut."""
+    window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=1), part_bytes=1)
+    memory = GroupMemory((window,), "all")
+    cache = RunCache(memory, page_size=1, total_bytes=20, num_below=1)
+    tier = PartTier("host", 20, memory, cache.tree)
+    content = Content.from_tokens(range(4), page_size=1, owner=0)
+    holding = cache.begin(content, cache.match(content, 0))
+    cache.extend(holding, 4)
+    cache.close(holding, 4)
+    pin = holding_of_transfer(1)
+    tier.place(holding.last, 0, 0, 4, pin)
+    tier.settle(pin, is_stored=True)
+    tier.touch(holding.last, 2)
+    tier.check([])
+
+
 def test_what_a_store_alone_held_and_nothing_keeps_is_empty_after_it() -> None:
     """And is not listed to be evicted once more."""
     window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=2), part_bytes=1)

@@ -133,6 +133,7 @@ class NaiveEngine:
         self.joins_late = plans_ahead
         self.plans_ahead = plans_ahead and profile == "default"
         self.joining: list[NaiveRequest] = []
+        self.leaving: list[NaiveRequest] = []  # they are dropped when the next step is planned
         self.is_idle = True  # no step runs while the next one is planned
         self.choose_head = choose_head
         self.long_prefill_token_threshold = long_prefill_token_threshold
@@ -259,6 +260,24 @@ class NaiveEngine:
         elif request in self.waiting:
             self.waiting.remove(request)
         self.is_idle = self.is_idle or not (self.running or self.waiting)
+
+    def give_up(self, request: NaiveRequest) -> None:
+        """Between steps; a plan that is made already computes one more token of it."""
+        is_planned = self.plans_ahead and not self.is_idle and request not in self.joining
+        if is_planned and not request.has_ended:
+            self.leaving.append(request)
+        else:
+            self.cancel(request)
+
+    def drop_leaving(self) -> None:
+        for request in self.leaving:
+            request.cancelled = True
+            if request in self.running:
+                self.running.remove(request)
+                self.release(request)
+            else:
+                self.waiting.remove(request)
+        self.leaving = []
 
     def preempt(self, victim: NaiveRequest, asker: NaiveRequest, now_ns: int) -> None:
         self.preempted.append((victim.seq, asker.seq, victim.computed))
@@ -457,6 +476,7 @@ class NaiveEngine:
         self.plan_stores()
         mark = self.higher(mark)
         computing = [*self.running, *self.loading_with_front()]
+        self.drop_leaving()
         has_released = self.plans_ahead and self.read_results(before)
         self.budget_left, self.num_preempted = budget, num_preempted
         self.end_step()
@@ -570,7 +590,7 @@ def run_naive(requests: Sequence[NaiveRequest], engines: Sequence[NaiveEngine]) 
                 if dropping[i]:
                     engines[i].end_transfers(now)
                 for request in dropping[i]:
-                    engines[i].cancel(request)
+                    engines[i].give_up(request)
                 dropping[i] = []
         impatient = [r for r in impatient if not r.rejected and (r.last_token_ns is None or r.last_token_ns > now)]
         for request in sorted(impatient, key=lambda r: (r.gives_up_ns, r.seq)):
@@ -582,7 +602,7 @@ def run_naive(requests: Sequence[NaiveRequest], engines: Sequence[NaiveEngine]) 
                 ends[request.replica] = None
             if ends[request.replica] is None:
                 engines[request.replica].end_transfers(now)
-                engines[request.replica].cancel(request)
+                engines[request.replica].give_up(request)
             else:
                 dropping[request.replica].append(request)
         while sent < len(pending) and pending[sent].arrival_ns <= now:

@@ -119,7 +119,7 @@ def _with_weights(directory: Path, config: DecoderConfig, dtype: str | None) -> 
             return None
         files = [directory / name for name in sorted(set(index["weight_map"].values()))]
     opened = [safe_open(file, framework="pt") for file in files]
-    of_file = {name: file for file in opened for name in file.keys()}  # noqa: SIM118  # no mapping
+    of_file: dict[str, Any] = {name: file for file in opened for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
     slices = {name: file.get_slice(name) for name, file in of_file.items()}
     stored = {name: (tuple(one.get_shape()), STORED.get(one.get_dtype())) for name, one in slices.items()}
     model = Decoder(config)
@@ -269,7 +269,9 @@ def _is_that_of_qwen2(file: _TokenizerFile) -> bool:
     if any(getattr(file.model, name) not in values for name, values in MERGE_SETTINGS.items()):
         return False
     steps = (file.pre_tokenizer or {}).get("pretokenizers") or []
-    split, level = steps if len(steps) == 2 else ({}, {})
+    if len(steps) != 2:
+        return False
+    split, level = steps
     decoder = file.decoder or {}
     return (
         (file.normalizer or {}).get("type") == "NFC"
