@@ -239,7 +239,8 @@ def test_fast_forward_equals_step_by_step(
     for step_by_step in (False, True):
         settings = {"is_told": True, "step_by_step": step_by_step, "pulls": True}
         report, heard = replayed_with(case, policy, is_shared, memory, None, **settings)
-        told.append((heard, report.requests_jsonl(), report.to_json()))
+        steps = {name: column.tobytes() for name, column in report.steps.items()}
+        told.append((heard, report.requests_jsonl(), report.to_json(), steps))
         assert sum(report.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in report.summary) == len(
             case.case.rows
         )

@@ -70,8 +70,8 @@ ViewT = TypeVar("ViewT", bound=ReadingView)
 class Peers(Generic[HostT, ViewT]):
     """The host memory of all engines. `links`: carry it, in pages, or blocks of parts, of `unit_bytes` bytes each.
 
-    Alone, a transfer takes `latency_ms` and has `bytes_per_s`. `before_change`: called with an engine before anything is
-    pinned or released there for others.
+    Alone, a transfer takes `latency_ms` and has `bytes_per_s`. `before_change`: called with an engine before anything
+    is pinned or released there for others.
     """
 
     def __init__(self, unit_bytes: int, links: LinksToPeers, *, latency_ms: float, bytes_per_s: float) -> None:
