@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvarts.executor.mocker_formula import MockerTimes, _one_by_one_ns, mocker_decode_ns
-from kvarts.executor.simulated import StepTimes
+from kvarts.executor.simulated import LeapTimes
 
 pytestmark = pytest.mark.laws
 
@@ -30,7 +30,7 @@ def test_all_ways_give_the_same(num_decodes: int, known_tokens: int, pool_tokens
     assert mocker_decode_ns(num_decodes, known_tokens, pool_tokens, num_steps) == expected
 
 
-def all_of(times: StepTimes) -> tuple[int, int, int, list[int]]:
+def all_of(times: LeapTimes) -> tuple[int, int, int, list[int]]:
     assert len(times) == times.num_steps
     return times.num_steps, times.total_ns, times.last_ns, list(times)
 
@@ -49,7 +49,7 @@ def test_the_rule_is_as_a_list_of_its_durations(
 ) -> None:
     """`within`: a share of the time that all steps take, or the end of one of them."""
     expected = naive_ns(num_decodes, known_tokens, pool_tokens, num_steps)
-    rule, listed = MockerTimes(num_decodes, known_tokens, pool_tokens, num_steps), StepTimes(expected.copy())
+    rule, listed = MockerTimes(num_decodes, known_tokens, pool_tokens, num_steps), LeapTimes(expected.copy())
     assert all_of(rule) == all_of(listed) == (num_steps, sum(expected), expected[-1], expected)
     within_ns = sum(expected[:within]) if isinstance(within, int) else int(within * sum(expected))
     starts_ns = [sum(expected[:step]) for step in range(num_steps)]

@@ -78,8 +78,9 @@ def naive_admissions(rows: list[tuple[int, int]]) -> list[int]:
     left: dict[int, int] = {}
     now_ns, planned_ns = 0, 0
     while min(admitted) < 0 or left:
-        if not left:
-            now_ns = max(now_ns, min(at for (at, _), since in zip(rows, admitted, strict=True) if since < 0))
+        arriving = [at for (at, _), since in zip(rows, admitted, strict=True) if since < 0]
+        if not left and min(arriving) > planned_ns:  # else the plan has one who came before it was made
+            now_ns = max(now_ns, min(arriving))
             planned_ns = now_ns
         for index, (arrival_ns, num_tokens) in enumerate(rows):
             if admitted[index] < 0 and arrival_ns <= planned_ns:

@@ -10,7 +10,7 @@ from mypy_extensions import i64
 from kvarts.columns import Column
 from kvarts.events import PerStep
 from kvarts.executor.base import are_many, whole_ns
-from kvarts.executor.simulated import StepTimes
+from kvarts.executor.simulated import LeapTimes
 from kvarts.sched.plan import Batch
 
 __all__ = ["MockerTimes", "mocker_decode_ns", "mocker_step_ns"]
@@ -120,7 +120,7 @@ def _one_by_one_ns(num_decodes: i64, known_tokens: i64, pool_tokens: i64, num_st
     return durations
 
 
-class MockerTimes(StepTimes):
+class MockerTimes(LeapTimes):
     """The durations of steps of decodes by the formula, without a list: each is computed when it is read.
 
     In the first step, the `num_decodes` decodes know `known_tokens` tokens in total, and that many more in each later

@@ -10,10 +10,10 @@ from kvarts.events import PerStep
 from kvarts.executor.base import CostModel
 from kvarts.sched.plan import StepPlan, StepResult
 
-__all__ = ["SimExecutor", "StepTimes"]
+__all__ = ["LeapTimes", "SimExecutor"]
 
 
-class StepTimes:
+class LeapTimes:
     """The durations of steps, the first of which is certain to happen. Written until they are in an event.
 
     `num_steps`: how many there are; `total_ns`: their sum; `last_ns`: that of the last.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvarts.events import Blocked
-from kvarts.executor.simulated import StepTimes
+from kvarts.executor.simulated import LeapTimes
 from kvarts.fleet.handoff import Handoff
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request, RequestState
@@ -75,7 +75,7 @@ class Worker:
         self._plans_idle = replica.scheduler.plans_idle or replica.plans_ahead
         self._must_plan = False
         """Whether transfers have ended since the last step: the next one may have to store something."""
-        self._times: StepTimes | None = None
+        self._times: LeapTimes | None = None
         """The durations of the leap under way; None if it has been carried out, or a step is under way."""
         self._start_ns = 0
         self._num_wanted = 16
@@ -187,7 +187,7 @@ class Worker:
         if self._times is not None:
             self._do_leap(self._times)
 
-    def _do_leap(self, times: StepTimes) -> None:
+    def _do_leap(self, times: LeapTimes) -> None:
         self._times = None
         self.replica.leap(self._start_ns, times)
 

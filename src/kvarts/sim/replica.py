@@ -19,7 +19,7 @@ from kvarts.events import (
     StepStarted,
 )
 from kvarts.executor.base import VirtualExecutor
-from kvarts.executor.simulated import StepTimes
+from kvarts.executor.simulated import LeapTimes
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
@@ -58,6 +58,9 @@ class Replica:
         self._is_under_way = False
         self._plans_late = True
         """Whether no step runs while the next one is planned: the engine is idle, or its last plan was empty."""
+        loads, handoffs = self.scheduler.loads, self.scheduler.handoffs
+        self._drops_first = loads is None and handoffs is None and engine.config.profile == "default"
+        """Whether these release their pages before the requests that end with the step, as in vLLM."""
         self._dropping: list[Request] = []
         """Requests that were given up since the current activity started."""
         self._leaving: list[Request] = []
@@ -129,9 +132,10 @@ class Replica:
     def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
         """Drop `request`; return False if `finish` will do that, at the end of the current activity or of the next."""
         if self._is_under_way:
-            self._dropping.append(request)
+            if request not in self._dropping:
+                self._dropping.append(request)
             return False
-        if self._give_up(request):
+        if request in self._leaving or self._give_up(request):
             return False
         self.cancel(request, now_ns)
         return True
@@ -207,12 +211,19 @@ class Replica:
     def finish(self) -> list[Request]:
         """End what `start` started; return the requests that finished, in admission order, then those dropped."""
         leaving, self._leaving = self._leaving, []
+        if self._dropping and self._drops_first and not (self.is_pausing or self.plans_ahead):
+            # They end with those that finish, but before these.
+            leaving, self._dropping = self._dropping, []
+            for request in leaving:
+                self.scheduler.give_up(request)
         finished = self._finish()
         if self._joining is not None and self._is_idle:
             self._plans_late = True
         dropping, self._dropping = self._dropping, []
         for request in dropping:
-            if request not in finished and not self._give_up(request):
+            if request in finished or request in leaving:
+                continue
+            if not self._give_up(request):
                 self.cancel(request, self.engine.now_ns)
                 finished.append(request)
         for request in leaving:
@@ -318,16 +329,16 @@ class Replica:
             next_ns = min(next_ns, self.scheduler.waiting.holds_until_ns(now_ns))
         return next_ns
 
-    def decode_times(self, now_ns: int, num_steps: int) -> StepTimes:
+    def decode_times(self, now_ns: int, num_steps: int) -> LeapTimes:
         """Return the durations of the next `num_steps` steps, from `now_ns` on, if they are identical."""
         wheel, tiers = self.scheduler.wheel, self._tiers
         if self._decode_times is not None and (tiers is None or not tiers.slows_down):
-            by_rule: StepTimes = self._decode_times(
+            by_rule: LeapTimes = self._decode_times(
                 wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps
             )
             return by_rule
         durations_ns = self._executor.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
-        return StepTimes(durations_ns if tiers is None else tiers.steps_ns(now_ns, durations_ns))
+        return LeapTimes(durations_ns if tiers is None else tiers.steps_ns(now_ns, durations_ns))
 
     def _pause(self, until_ns: int) -> int:
         assert until_ns < NEVER_NS, "L8: there is work, nothing can be computed, and no transfer is under way"
@@ -346,7 +357,7 @@ class Replica:
         times.end_before(until_ns - now_ns)
         return self.leap(now_ns, times)
 
-    def leap(self, now_ns: int, times: StepTimes) -> int:
+    def leap(self, now_ns: int, times: LeapTimes) -> int:
         """Start identical steps of these durations at `now_ns`; return when the last one ends.
 
         If the cache ends the leap early, the remaining durations are dropped.
