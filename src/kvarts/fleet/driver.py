@@ -345,6 +345,7 @@ class FleetDriver(Moves):
             self._cut_leap(worker)
 
     def _cut_leap(self, worker: Worker) -> None:
+        """Cut a leap of `worker` before the steps that start after what happens now."""
         starts_first = worker.rank < self._starting_rank
         end_ns = worker.end_ns
         if not self._is_busy(worker, self.now_ns + starts_first) and end_ns != NEVER_NS:
