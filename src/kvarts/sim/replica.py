@@ -129,9 +129,10 @@ class Replica:
     def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
         """Drop `request`; return False if `finish` will do that, at the end of the current activity or of the next."""
         if self._is_under_way:
-            self._dropping.append(request)
+            if request not in self._dropping and request not in self._leaving:
+                self._dropping.append(request)
             return False
-        if self._give_up(request):
+        if request in self._leaving or self._give_up(request):
             return False
         self.cancel(request, now_ns)
         return True
