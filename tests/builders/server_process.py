@@ -17,8 +17,7 @@ __all__ = ["MIB", "Process", "Waits", "kvarts_process", "python_process", "waits
 
 MIB = 1 << 20
 START_S = 60.0
-PATIENCE_S = 5.0
-"""How long a machine with other work may keep a call waiting."""
+THIS_THREAD = Path("/proc/thread-self")
 
 
 class Process:
@@ -62,18 +61,20 @@ class Process:
         """The most that it has had since `forget_peak`, or its beginning."""
         return self._status("VmHWM")
 
-    @property
-    def busy_s(self) -> float:
-        """The processor time that it has used."""
-        fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
     def seconds_of(self, call: Callable[[], object]) -> float:
-        """How long `call` waits for this process: while it computes, and what is beyond the patience with a machine."""
-        begin_s, busy_s = time.perf_counter(), self.busy_s
+        """How long `call` takes, less the time that the machine has no core for it.
+
+        Other work on the machine delays a server and its clients alike; an attack delays a server that has a core.
+        """
+        before, own_s, begin_s = self._seconds_without_a_core(), _without_a_core(THIS_THREAD), time.perf_counter()
         call()
         took_s = time.perf_counter() - begin_s
-        return min(took_s, max(self.busy_s - busy_s, took_s - PATIENCE_S))
+        delayed_s = max(total - before.get(task, 0.0) for task, total in self._seconds_without_a_core().items())
+        return max(0.0, took_s - delayed_s - (_without_a_core(THIS_THREAD) - own_s))
+
+    def _seconds_without_a_core(self) -> dict[str, float]:
+        """How long each of its threads was ready to run and had no core, since it began."""
+        return {task.name: _without_a_core(task) for task in Path(f"/proc/{self.popen.pid}/task").iterdir()}
 
     def forget_peak(self) -> None:
         """Begin to look for the peak now."""
@@ -117,6 +118,14 @@ def python_process(*arguments: str, cwd: Path | None = None) -> Iterator[Process
         for stream in (popen.stdout, popen.stderr):
             assert stream is not None
             stream.close()
+
+
+def _without_a_core(task: Path) -> float:
+    """Seconds that a thread was ready to run and had no core; 0 where Linux does not tell, or if it has ended."""
+    try:
+        return int((task / "schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 class Waits:

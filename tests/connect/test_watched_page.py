@@ -14,7 +14,7 @@ pytest.importorskip("zmq", reason="needs kvarts[serve]")
 from kvarts.connect.live import WatchedPage
 from kvarts.connect.metrics import EngineSample, parse_metrics
 from kvarts.errors import ConfigError
-from kvarts.report.live import LiveEngine
+from kvarts.report.page import LiveEngine
 from kvarts.rooms import from_room
 from kvarts.serve.kv_events.config import KvEventsConfig
 from kvarts.serve.kv_events.publisher import open_kv_events

@@ -20,7 +20,7 @@ from kvarts.openai_api.live import MOST_HOLDERS, middle_and_tail_ms
 from kvarts.openai_api.meter import FINE_S, FIRST_TOKEN_S, BucketCounts
 from kvarts.openai_api.running import RunningServer
 from kvarts.owners import Owner
-from kvarts.report.live import MOST_ROWS, LiveEngine, LiveHistory, LiveRow
+from kvarts.report.page import MOST_ROWS, LiveEngine, LiveHistory, LiveRow
 
 from builders.http_client import OpenStream, call
 

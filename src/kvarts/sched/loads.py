@@ -145,6 +145,10 @@ class LowerTiers(Protocol):
     def take_planned(self) -> tuple[Transfer, ...]:
         """Return the transfers that an executor has to begin with this step."""
 
+    @property
+    def slows_down(self) -> bool:
+        """Whether copies slow steps down, so that `steps_ns` may change durations."""
+
     def steps_ns(self, now_ns: int, durations_ns: list[int]) -> list[int]:
         """Return the durations of identical steps from `now_ns` on that would take these alone."""
 
