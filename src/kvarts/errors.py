@@ -10,7 +10,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError", "did_you_mean", "parts_of"]
+__all__ = [
+    "ConfigError",
+    "InputError",
+    "KvartsError",
+    "MissingFileError",
+    "OutputError",
+    "did_you_mean",
+    "first_line",
+    "parts_of",
+]
 
 MOST_PROBLEM_CHARS = 200
 MOST_MATCHES = 4
@@ -77,6 +86,11 @@ def parts_of(error: Exception) -> tuple[str, str | None]:
     if len(what) > MOST_PROBLEM_CHARS:
         what = f"{what[:MOST_PROBLEM_CHARS]}..."
     return what, where.removesuffix("`").removeprefix(".") or None
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

@@ -61,13 +61,24 @@ class Process:
         """The most that it has had since `forget_peak`, or its beginning."""
         return self._status("VmHWM")
 
+    def seconds_of(self, call: Callable[[], object]) -> float:
+        """How long `call` takes, less the time that the machine has no core for it.
+
+        Other work on the machine delays a server and its clients alike; an attack delays a server that has a core.
+        """
+        before, own_s, begin_s = self._seconds_without_a_core(), _without_a_core(THIS_THREAD), time.perf_counter()
+        call()
+        took_s = time.perf_counter() - begin_s
+        delayed_s = max(total - before.get(task, 0.0) for task, total in self._seconds_without_a_core().items())
+        return max(0.0, took_s - delayed_s - (_without_a_core(THIS_THREAD) - own_s))
+
+    def _seconds_without_a_core(self) -> dict[str, float]:
+        """How long each of its threads was ready to run and had no core, since it began."""
+        return {task.name: _without_a_core(task) for task in Path(f"/proc/{self.popen.pid}/task").iterdir()}
+
     def forget_peak(self) -> None:
         """Begin to look for the peak now."""
         Path(f"/proc/{self.popen.pid}/clear_refs").write_text("5")
-
-    def seconds_without_a_core(self) -> dict[str, float]:
-        """How long each of its threads was ready to run and had no core, since it began."""
-        return {task.name: _without_a_core(task) for task in Path(f"/proc/{self.popen.pid}/task").iterdir()}
 
     def stop(self) -> int:
         """End it as a user does; its exit code."""
@@ -118,10 +129,7 @@ def _without_a_core(task: Path) -> float:
 
 
 class Waits:
-    """How long the calls of an innocent client took, in seconds, less the time that the machine had no core for them.
-
-    Other work on the machine delays a server and its clients alike; an attack delays a server that has a core.
-    """
+    """How long the calls of an innocent client waited for a process, in seconds."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -136,24 +144,17 @@ class Waits:
 
 
 @contextmanager
-def waits_of(call: Callable[[], object], process: Process, *, every_s: float = 0.02) -> Iterator[Waits]:
+def waits_of(process: Process, call: Callable[[], object], *, every_s: float = 0.02) -> Iterator[Waits]:
     """Call `process` again and again in a thread while the block runs. Fails at its end if a call did."""
     waits, stop = Waits(), threading.Event()
 
     def run() -> None:
         while not stop.wait(every_s):
             try:
-                before, own_s = process.seconds_without_a_core(), _without_a_core(THIS_THREAD)
-                start = time.perf_counter()
-                call()
-                elapsed_s = time.perf_counter() - start
-                after = process.seconds_without_a_core()
+                waits.seconds.append(process.seconds_of(call))
             except Exception as error:
                 waits.errors.append(error)
                 return
-            delay_s = max(after[each] - before.get(each, 0.0) for each in after)
-            delay_s += _without_a_core(THIS_THREAD) - own_s
-            waits.seconds.append(max(0.0, elapsed_s - delay_s))
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -98,11 +98,11 @@ def test_every_number_belongs_to_one_token_of_one_layer(kinds: list[Any], page_s
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mimo_v2_flash"])
 def test_groups_of_a_model_are_those_of_its_config(family: str, tmp_path: Path, windowed: Any) -> None:
     """What is counted from a config.json and what is allocated are the same, group by group, to the byte."""
-    from kvarts.executor.torch.probe import layer_shapes
+    from kvarts.executor.torch.probe import examine
 
     (tmp_path / "config.json").write_text(json.dumps({**config_of(family).to_dict(), "dtype": "float32"}))
     counted = [group for group in local_kv_groups(load_geometry(tmp_path), page_size=16) if group.layer.keeps_tokens]
-    groups = cut_blocks(layer_shapes(windowed(family)[0]), page_size=16, dtype=torch.float32).memory.groups
+    groups = cut_blocks(examine(windowed(family)[0]).layers, page_size=16, dtype=torch.float32).memory.groups
     assert [(group.part_bytes, group.num_layers, group.layer) for group in groups] == [
         (group.page_bytes, group.num_layers, group.layer) for group in counted
     ]

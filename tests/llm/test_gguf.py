@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
+from kvarts.executor.torch import gguf_file
 from kvarts.executor.torch.gguf_file import GgufFile
 from kvarts.executor.torch.gguf_model import read_model
 from kvarts.executor.torch.gguf_tokenizer import SPLITS, read_tokenizer
@@ -63,6 +64,24 @@ def test_llama_cpp_reads_the_same_model_from_the_file(architecture: str, tmp_pat
     mine = torch.log_softmax(logits_of(read_model(GgufFile(path), None)), -1)
     differences = (mine - expected).abs()  # its keys and values have 16 bits
     assert float(differences.mean()) < 0.01 and float(differences.max()) < 0.1
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("stretch", [1, 256, 1000, 1 << 20])
+def test_stretches_give_the_numbers_of_the_whole(name: str, stretch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    monkeypatch.setattr(gguf_file, "STRETCH", stretch)
+    kind = gguf.GGMLQuantizationType[name]
+    num_values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    count = 6 * 512 // num_values * num_bytes
+    data = np.random.default_rng(0).integers(0, 60, count, np.uint8)  # no scale is infinite
+    stored = gguf_file.StoredTensor("x", (6, 512), int(kind), data)
+    whole = gguf.quants.dequantize(data.reshape(6, -1), kind)
+    assert np.array_equal(stored.numbers(), whole)
+    target = np.zeros((6, 512), np.float32)
+    stored.read_into(target)
+    assert np.array_equal(target, whole)
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 from kvarts.executor.torch import huge_pages
-from kvarts.executor.torch.huge_pages import FEW_BYTES, SETTING, use_huge_pages
+from kvarts.executor.torch.huge_pages import FEW_BYTES, SETTING, allocate, use_huge_pages
 from kvarts.executor.torch.packing import pack_linears, pack_together
 
 ROWS, COLUMNS = 2048, 4096
@@ -76,6 +76,19 @@ def test_packed_weights_are_found(is_merged: bool) -> None:
     assert use_huge_pages(model) >= FEW_BYTES - 4 * huge_pages._page_bytes()
     packed = model.gate.whole.weight()[:ROWS] if is_merged else model.gate.weight()
     assert torch.equal(packed, expected)
+
+
+def test_tensors_that_share_memory_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "SHARED_BYTES", 4096)
+    kinds = (torch.float32, torch.bfloat16, torch.float64)
+    wanted = {f"{n}": ((n * 7 % 40 + 1, 3), kinds[n % 3]) for n in range(60)} | {"large": ((5000,), torch.float32)}
+    made = allocate(wanted)
+    assert {name: (tuple(one.shape), one.dtype) for name, one in made.items()} == wanted
+    for number, one in enumerate(made.values()):
+        one.fill_(number)
+    assert all(bool((one == number).all()) for number, one in enumerate(made.values()))
+    assert all(one.data_ptr() % 64 == 0 and one.is_contiguous() for one in made.values())
+    assert 1 < len({one.untyped_storage().data_ptr() for one in made.values()}) < 30
 
 
 def test_small_models_stay_where_they_are() -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 import torch
 
 from kvarts.errors import ConfigError
-from kvarts.executor.torch.probe import layer_shapes
+from kvarts.executor.torch.probe import examine
 from kvarts.llm.llm import LLM
 from kvarts.llm.room import KVRoom
 from kvarts.request import RequestState
@@ -112,7 +112,7 @@ def test_allocated_tensors_are_what_the_groups_say(family: str, dtype: torch.dty
 def test_a_sequence_holds_what_later_tokens_see(family: str, windowed: Any) -> None:
     """Token by token and layer by layer: pages with a token that the next one attends to, and no other."""
     model, _ = windowed(family)
-    layers = [layer for number, layer in enumerate(layer_shapes(model)) if layer.owner == number]
+    layers = [layer for number, layer in enumerate(examine(model).layers) if layer.owner == number]
     kinds = [
         (kind, 2 * layer.num_kv_heads * layer.head_dim * 4)
         for kind, layer in zip(types_of(model.config), layers, strict=False)

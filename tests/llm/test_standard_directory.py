@@ -48,7 +48,7 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     alphabet = ["<pad>", "<s>", "</s>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pairs = [tuple(merge.split(" ")) for merge in MERGES]
+    pairs = [(first, second) for first, second in (merge.split(" ") for merge in MERGES)]
     vocab = {token: index for index, token in enumerate([*alphabet, *map("".join, pairs)])}
     made = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -133,6 +133,9 @@ def test_settings_mean_what_they_mean_to_transformers(changes: dict[str, Any], t
         ("llama", {"num_hidden_layers": 3}),
         ("llama", {"tie_word_embeddings": True}),
         ("llama", {"vocab_size": "many"}),
+        ("llama", {"num_hidden_layers": "many"}),
+        ("llama", {"model_type": ["llama"]}),
+        ("llama", {"rope_parameters": "default"}),
         ("qwen3", {"head_dim": None}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8}),
         ("qwen3", {"layer_types": ["sliding_attention"] * 7}),
@@ -234,6 +237,7 @@ def test_a_real_tokenizer(kind: str, tmp_path: Path) -> None:
         {"clean_up_tokenization_spaces": True},
         {"chat_template": {"default": "a", "tool_use": "b"}},
         {"added_tokens_decoder": {"2": {"content": "</s>", "lstrip": True, "special": True}}},
+        {"added_tokens_decoder": {"first": {"content": "</s>", "special": True}}},
         {"added_tokens_decoder": {"900": {"content": "<new>", "special": True}}},
     ],
 )
@@ -247,7 +251,12 @@ def test_other_tokenizers_are_left_to_transformers(changes: dict[str, Any], tmp_
 
 @pytest.mark.parametrize(
     "changes",
-    [{"truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}}, {"model": None}],
+    [
+        {"truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}},
+        {"model": None},
+        {"normalizer": 5},
+        {"post_processor": "none"},
+    ],
 )
 def test_so_are_files_with_more(changes: dict[str, Any], tmp_path: Path) -> None:
     written(tmp_path, "llama")

@@ -13,7 +13,7 @@ from kvarts.build import TierSettings, build_engine
 from kvarts.clock import Clock, WallClock
 from kvarts.combines import check_combination
 from kvarts.config import EngineConfig, EngineOptions
-from kvarts.errors import ConfigError
+from kvarts.errors import ConfigError, first_line
 from kvarts.event_log import EventReader
 from kvarts.executor.base import Executor
 from kvarts.executor.page_bytes import PageStore
@@ -65,8 +65,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
             [dict(one) for one in messages], tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template is a program, and jinja2 may be missing
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"cannot be made a prompt: {reason}", field="messages") from error
+        raise ConfigError(f"cannot be made a prompt: {first_line(error)}", field="messages") from error
     tokens: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return tokens
 

@@ -14,7 +14,7 @@ from kvarts.errors import ConfigError
 from kvarts.executor.torch.block_cut import BlockCut, cut_blocks
 from kvarts.executor.torch.latent import find_latent
 from kvarts.executor.torch.pools import page_bytes_of, stored_as
-from kvarts.executor.torch.probe import examine, layer_shapes
+from kvarts.executor.torch.probe import examine
 from kvarts.kv.groups import Retention
 from kvarts.units import meant_size, parse_bytes
 
@@ -26,7 +26,7 @@ KV_GROUPS = ("off", "all", "tails")
 
 def token_bytes(model: Any, kv_dtype: str = "auto") -> int:
     """Return the bytes of KV per token, stored in `kv_dtype`."""
-    return page_bytes_of(layer_shapes(model), page_size=1, dtype=model.dtype, kv_dtype=kv_dtype)
+    return page_bytes_of(examine(model).layers, page_size=1, dtype=model.dtype, kv_dtype=kv_dtype)
 
 
 def latent_token_bytes(model: Any) -> int | None:
@@ -41,7 +41,7 @@ def latent_token_bytes(model: Any) -> int | None:
         rank = getattr(text, "kv_lora_rank", None)
         if not rank:
             return None
-        numbers = len(layer_shapes(model)) * (rank + (getattr(text, "qk_rope_head_dim", None) or 0))
+        numbers = len(examine(model).layers) * (rank + (getattr(text, "qk_rope_head_dim", None) or 0))
     return numbers * int(model.dtype.itemsize)
 
 
@@ -80,7 +80,7 @@ class KVRoom:
             )
         if kv_groups != "off":
             keeps: Retention = "all" if kv_groups == "all" else "tails"
-            layers, dtype = stored_as(layer_shapes(model), model.dtype, kv_dtype)
+            layers, dtype = stored_as(examine(model).layers, model.dtype, kv_dtype)
             self.cut = cut_blocks(layers, page_size=page_size, dtype=dtype, keeps=keeps, states=states)
 
     @property
@@ -131,7 +131,8 @@ def open_room(
     `check` raises ConfigError for a room that the other settings do not go with. Such a model then keeps every token,
     unless layers keep a state instead.
     """
-    states, layers = examine(model).states, layer_shapes(model)
+    facts = examine(model)
+    states, layers = facts.states, facts.layers
     if kv_groups is not None or not (states or any(layer.window is not None for layer in layers)):
         room = KVRoom(model, page_size, "off" if kv_groups is None else kv_groups, kv_dtype)
         check(room)

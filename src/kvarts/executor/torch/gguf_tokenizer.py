@@ -58,9 +58,12 @@ class FileTokenizer:
         vocab: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
         return vocab
 
-    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **settings: Any) -> Any:
-        """Return what the method of PreTrainedTokenizerFast returns."""
-        return self._of_transformers.apply_chat_template(conversation, **settings)
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **settings: Any
+    ) -> Any:
+        """Return what the method of transformers' tokenizers returns."""
+        template = self.chat_template if chat_template is None else chat_template
+        return self._of_transformers.apply_chat_template(conversation, chat_template=template, **settings)
 
     @cached_property
     def _of_transformers(self) -> Any:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.errors import ConfigError, InputError, MissingFileError, first_line
 from kvarts.executor.torch.gguf_file import GgufFile, find_gguf
 from kvarts.executor.torch.gguf_model import read_model
 from kvarts.executor.torch.gguf_tokenizer import FileTokenizer, read_tokenizer
@@ -121,7 +121,7 @@ def _read_directory(path: str | Path, dtype: str, *, trust_remote_code: bool) ->
             raise InputError(
                 "the model comes with code of its own, which was not run", path=path, hint=REMOTE_CODE_HINT
             ) from None
-        raise InputError(f"is no model that transformers knows: {_first_line(error)}", path=path) from error
+        raise InputError(f"is no model that transformers knows: {first_line(error)}", path=path) from error
     check_architecture(config, path)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -133,7 +133,7 @@ def _read_directory(path: str | Path, dtype: str, *, trust_remote_code: bool) ->
             trust_remote_code=trust_remote_code,
         )
     except FileNotFoundError as error:
-        raise MissingFileError(_first_line(error), path=path) from error
+        raise MissingFileError(first_line(error), path=path) from error
     except Exception as error:  # transformers and safetensors raise many types for broken files
         if "weights_only" in str(error):  # PyTorch's message advises to load it anyway
             raise InputError(
@@ -141,7 +141,7 @@ def _read_directory(path: str | Path, dtype: str, *, trust_remote_code: bool) ->
                 path=path,
                 hint="Convert them to safetensors.",
             ) from error
-        raise InputError(f"weights cannot be read: {_first_line(error)}", path=path) from error
+        raise InputError(f"weights cannot be read: {first_line(error)}", path=path) from error
     for what in ("missing_keys", "mismatched_keys"):
         if report.get(what):
             names = ", ".join(sorted(map(str, report[what]))[:3])
@@ -200,7 +200,7 @@ def check_device(name: str) -> torch.device:
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"{name!r} is not there: {_first_line(error)}", field="device", hint=hint) from error
+        raise ConfigError(f"{name!r} is not there: {first_line(error)}", field="device", hint=hint) from error
     return device
 
 
@@ -214,7 +214,3 @@ def check_architecture(config: Any, path: str | Path) -> None:
         raise ConfigError(f"{kind} has an encoder; only decoders are supported", path=path, field="model_type")
     if hasattr(text, "ssm_cfg") or hasattr(text, "state_size"):
         raise ConfigError(f"{kind} has state_space layers, which keep no KV in pages", path=path, field="layer_types")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -12,7 +12,7 @@ import torch
 
 from kvarts.executor.torch.latent import is_absorbed
 
-__all__ = ["PackedLinear", "PackedPart", "pack_linears", "pack_together", "products"]
+__all__ = ["PackedLinear", "PackedPart", "is_packed", "pack_linears", "pack_together", "products"]
 
 
 class PackedLinear(torch.nn.Module):  # type: ignore[misc]  # PyTorch's types are not checked, see pyproject.toml
@@ -92,11 +92,16 @@ def pack_together(module: Any, names: Sequence[str]) -> None:
         setattr(module, name, PackedPart(whole, end - linear.out_features, end, linear.bias))
 
 
+def is_packed(dtype: torch.dtype) -> bool:
+    """Return whether `pack_linears` packs the linear layers of a model in `dtype` on a CPU."""
+    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def pack_linears(model: Any) -> int:
     """Replace the linear layers of a bfloat16 model on a CPU, if oneDNN supports it; return how many."""
-    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
-        return 0
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if model.device.type != "cpu" or not is_packed(model.dtype):
         return 0
     count = 0
     for module in list(model.modules()):

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from kvarts.errors import ConfigError
+from kvarts.errors import ConfigError, first_line
 from kvarts.executor.torch.attention import ATTENTION, attending, register, takes_latents
 from kvarts.executor.torch.decoder import Decoder
 from kvarts.executor.torch.latent import find_latent, keep_latents
@@ -26,7 +26,7 @@ from kvarts.executor.torch.recorded_calls import Alone, OneSequence, Packed, Pag
 from kvarts.executor.torch.rope_switch import RopeSwitch, find_switch
 from kvarts.executor.torch.states import StateShape, find_states, keeping
 
-__all__ = ["Facts", "examine", "layer_shapes", "refused"]
+__all__ = ["Facts", "examine", "refused"]
 
 MOST_POSITION = 1 << 20
 """Positions up to this are examined."""
@@ -46,11 +46,6 @@ class Facts(msgspec.Struct, frozen=True):
     keeps_logits: bool
     switch: RopeSwitch | None
     states: tuple[StateShape, ...] = ()
-
-
-def layer_shapes(model: Any) -> tuple[LayerShape, ...]:
-    """Return the shape of each layer of a model, as `examine` finds it."""
-    return examine(model).layers
 
 
 def examine(model: Any) -> Facts:
@@ -138,7 +133,7 @@ class _Examination:
                 out = model(input_ids=ids_tensor, attention_mask=torch.ones_like(ids_tensor), use_cache=False)
                 logits.append(out.logits[0].float())
         except Exception as error:  # a model's code may raise anything
-            raise refused(model, f"it does not run on tokens alone ({_first_line(error)})") from error
+            raise refused(model, f"it does not run on tokens alone ({_named_line(error)})") from error
         finally:
             model.set_attn_implementation(ATTENTION)
         if logits[0].dim() != 2 or len(logits[0]) != len(sequences[0]):
@@ -161,7 +156,7 @@ class _Examination:
             model.set_attn_implementation("eager")
             return find_states(model, run)
         except Exception as error:  # a model's code may raise anything
-            raise refused(model, f"its layers keep states in a way that is not known ({_first_line(error)})") from error
+            raise refused(model, f"its layers keep states in a way that is not known ({_named_line(error)})") from error
         finally:
             model.set_attn_implementation(ATTENTION)
 
@@ -238,7 +233,7 @@ class _Examination:
             last = model(input_ids=ids[:, -1:], attention_mask=torch.ones_like(ids), use_cache=True, **{name: cache})
             logits = last.logits[0, -1:].float()
         except Exception as error:  # a model's code may raise anything
-            raise refused(model, f"it does not go on from a cache ({_first_line(error)})") from error
+            raise refused(model, f"it does not go on from a cache ({_named_line(error)})") from error
         finally:
             model.set_attn_implementation(ATTENTION)
         kept = [getattr(layer, "sliding_window", None) for layer in getattr(cache, "layers", ())]
@@ -335,7 +330,7 @@ class _Examination:
         except Exception as error:  # a model's code may raise anything
             if keep is not None:
                 raise
-            raise refused(self._model, f"it does not run where attention is in pages ({_first_line(error)})") from error
+            raise refused(self._model, f"it does not run where attention is in pages ({_named_line(error)})") from error
         return logits[0].float(), attention.seen
 
     def _differ(self, mine: torch.Tensor, other: torch.Tensor, several: float = 1.0) -> bool:
@@ -364,5 +359,5 @@ def _cache_name(model: Any) -> str:
     return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+def _named_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)[:160]}"

@@ -14,6 +14,7 @@ import torch
 
 from kvarts.executor.torch.decoder import Decoder, DecoderConfig
 from kvarts.executor.torch.huge_pages import allocate
+from kvarts.executor.torch.packing import is_packed
 
 __all__ = ["read_standard", "standard_tokenizer_file"]
 
@@ -40,6 +41,7 @@ WITHOUT_EFFECT = {
 OPTIONAL = {"head_dim", "attention_bias", "mlp_bias", "rope_theta", "rope_parameters"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+MATRICES = ("_proj.weight", "lm_head.weight")
 FILES_OF_OTHERS = ("adapter_config.json", "chat_templates", "additional_chat_templates")
 """With one of these, transformers reads more than is read here."""
 
@@ -50,10 +52,12 @@ def read_standard(directory: Path, dtype: str) -> Decoder | None:
     `dtype`: as for `load_model`.
     """
     settings = _json(directory / "config.json")
-    config = None if settings is None else _config(settings)
-    if config is None or (directory / "adapter_config.json").exists():
+    if settings is None or (directory / "adapter_config.json").exists():
         return None
     try:
+        config = _config(settings)
+        if config is None:
+            return None
         return _with_weights(directory, config, dtype if dtype != "auto" else _dtype(settings))
     except Exception:  # whatever is wrong with the files, transformers says it
         return None
@@ -73,8 +77,6 @@ def _dtype(settings: Any) -> str | None:
 
 def _config(settings: Any) -> DecoderConfig | None:
     """Return the config of a standard decoder, or None."""
-    if not isinstance(settings, dict):
-        return None
     kind = settings.get("model_type")
     if kind not in ARCHITECTURES or settings.get("architectures") != [ARCHITECTURES[kind]]:
         return None
@@ -118,7 +120,7 @@ def _with_weights(directory: Path, config: DecoderConfig, dtype: str | None) -> 
         if index is None:
             return None
         files = [directory / name for name in sorted(set(index["weight_map"].values()))]
-    opened = [safe_open(file, framework="pt") for file in files]
+    opened: list[Any] = [safe_open(file, framework="pt") for file in files]
     of_file = {name: file for file in opened for name in file.keys()}  # noqa: SIM118  # no mapping
     slices = {name: file.get_slice(name) for name, file in of_file.items()}
     stored = {name: (tuple(one.get_shape()), STORED.get(one.get_dtype())) for name, one in slices.items()}
@@ -126,14 +128,18 @@ def _with_weights(directory: Path, config: DecoderConfig, dtype: str | None) -> 
     expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     if config.tie_word_embeddings:
         del expected["lm_head.weight"]
-    if expected != {name: shape for name, (shape, _) in stored.items()} or None in {
-        kind for _, kind in stored.values()
-    }:
+    kinds = [kind for _, kind in stored.values()]
+    if expected != {name: shape for name, (shape, _) in stored.items()} or None in kinds:
         return None
-    target = DTYPES[dtype] if dtype is not None else next(kind for _, kind in stored.values())
-    weights = allocate({name: (shape, target) for name, shape in expected.items()})
+    target = kinds[0] if dtype is None else DTYPES[dtype]
+    # Packing copies matrices, so that their file is only mapped; any other weight must not change with its file.
+    mapped = {name for name, kind in zip(stored, kinds, strict=True) if name.endswith(MATRICES) and kind == target}
+    if not is_packed(target):
+        mapped = set()
+    weights = allocate({name: (shape, target) for name, shape in expected.items() if name not in mapped})
     for name, weight in weights.items():
         weight.copy_(of_file[name].get_tensor(name))
+    weights |= {name: of_file[name].get_tensor(name) for name in mapped}
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     generation = _json(directory / "generation_config.json")
@@ -186,10 +192,10 @@ class _TokenizerFile(msgspec.Struct, frozen=True):
     truncation: Any = None
     padding: Any = None
     added_tokens: list[_AddedToken] = []
-    normalizer: Any = None
-    pre_tokenizer: Any = None
-    post_processor: Any = None
-    decoder: Any = None
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    post_processor: dict[str, Any] | None = None
+    decoder: dict[str, Any] | None = None
     model: _Merges | None = None
 
 
@@ -211,17 +217,21 @@ def standard_tokenizer_file(directory: Path) -> tuple[Path, str | None] | None:
 
     None means that transformers might not use the file as it is, and no error.
     """
+    try:
+        return _tokenizer_file(directory)
+    except Exception:  # whatever is wrong with the files, transformers says it
+        return None
+
+
+def _tokenizer_file(directory: Path) -> tuple[Path, str | None] | None:
     config, settings = _json(directory / "config.json"), _json(directory / "tokenizer_config.json")
     path = directory / "tokenizer.json"
-    if not isinstance(config, dict) or not isinstance(settings, dict) or "auto_map" in config:
+    if config is None or settings is None or "auto_map" in config:
         return None
     if any((directory / name).exists() for name in FILES_OF_OTHERS) or settings.keys() - TOKENIZER_SETTINGS:
         return None
-    try:
-        file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
-        added = msgspec.convert(settings.get("added_tokens_decoder") or {}, dict[str, _AddedToken])
-    except (OSError, msgspec.DecodeError):
-        return None
+    file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
+    added = msgspec.convert(settings.get("added_tokens_decoder") or {}, dict[str, _AddedToken])
     kind, given = config.get("model_type"), settings.get("tokenizer_class")
     if kind not in ARCHITECTURES or file.model is None or file.truncation is not None or file.padding is not None:
         return None
@@ -269,7 +279,9 @@ def _is_that_of_qwen2(file: _TokenizerFile) -> bool:
     if any(getattr(file.model, name) not in values for name, values in MERGE_SETTINGS.items()):
         return False
     steps = (file.pre_tokenizer or {}).get("pretokenizers") or []
-    split, level = steps if len(steps) == 2 else ({}, {})
+    if len(steps) != 2:
+        return False
+    split, level = steps
     decoder = file.decoder or {}
     return (
         (file.normalizer or {}).get("type") == "NFC"
