@@ -22,7 +22,7 @@ import numpy as np
 from kvarts.calibrate.course import Course, with_constants
 from kvarts.calibrate.points import Point, load_points
 from kvarts.calibrate.shared import record
-from kvarts.executor.constants import load_constants, shipped_constants
+from kvarts.executor.roofline_settings import load_constants, shipped_constants
 
 METRICS = {"tpot_ms": "TPOT", "tok_s_gpu": "tokens/s", "ttft_ms": "TTFT", "e2e_ms": "E2E"}
 Errors = dict[str, list[float]]

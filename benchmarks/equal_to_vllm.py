@@ -223,18 +223,18 @@ def draw_workload(row: str, seed: int) -> Workload:
     )
     if row.startswith("async"):
         workload.is_async = True
-    if row in ("async-stop", "async-groups"):
+    if row in ("async-stop", "async-groups", "async-aborts"):
         for ask in asks:
             ask.stops = draw.random() < 0.7
             if ask.stops:
                 ask.output[-1] = STOP
     if row == "uncached":
         workload.is_async = draw.random() < 0.5
-    if row == "aborts" or (row == "uncached" and not workload.is_async):
+    if row in ("aborts", "groups-aborts", "async-aborts", "uncached"):
         for ask in asks:
             if draw.random() < 0.3:
                 ask.gives_up = ask.step + draw.randint(0, 40)
-    has_groups = row in ("groups", "published", "limited", "async-groups")
+    has_groups = row in ("groups", "groups-aborts", "published", "limited", "async-groups", "async-aborts")
     if has_groups or row in ("aborts", "uncached", "priority", "async-priority", "async-limited"):
         workload.policy = "priority"
         for ask in asks:
@@ -273,7 +273,9 @@ ROWS = {
     "groups": "several windows and chunks next to a full group, everything kept, three priorities",
     "published": "as before, KV events as they are published",
     "aborts": "three priorities, clients give up 3 of 10 requests",
-    "uncached": "without a prefix cache: states, windows and chunks, three priorities, half with async scheduling",
+    "groups-aborts": "several windows and chunks, three priorities, clients give up 3 of 10 requests",
+    "uncached": "without a prefix cache: states, windows and chunks, three priorities, half with async scheduling, "
+    "clients give up 3 of 10 requests",
     "ranks": "data-parallel ranks behind a front end",
     "long-prefill": "a threshold of long prefills",
     "watermark": "a watermark",
@@ -284,6 +286,8 @@ ROWS = {
     "async-window": "asynchronous scheduling, a window next to a full group, everything kept",
     "async-chunk": "asynchronous scheduling, chunks next to a full group, everything kept",
     "async-groups": "asynchronous scheduling, several windows and chunks, three priorities, most end with a stop token",
+    "async-aborts": "asynchronous scheduling, several windows and chunks, three priorities, most end with a stop "
+    "token, clients give up 3 of 10 requests",
     "async-limited": "asynchronous scheduling, a threshold and a watermark, three priorities",
 }
 
@@ -402,11 +406,16 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             requests.append(request_of(workload, len(requests)))
             assert engine.submit(requests[-1], now_ns) is None
         recorder.step = Step()
+        given_up = [request for request, ask in zip(requests, asks, strict=False) if ask.gives_up == step]
+        given_up = [each for each in given_up if each.state not in (RequestState.FINISHED, RequestState.CANCELLED)]
+        for request in given_up:
+            if workload.is_async:
+                scheduler.give_up(request)
+            elif not is_given_up_in_step(request.index):
+                engine.cancel(request)
         if is_under_way:
             engine.end()
-        for request, ask in zip(requests, asks, strict=False):
-            if ask.gives_up == step and request.state not in (RequestState.FINISHED, RequestState.CANCELLED):
-                engine.cancel(request)
+        decoded = {each.index: each.admission for each in given_up if scheduler.wheel.has(each)}
         if engine.begin(now_ns):
             decoding = [each.index for each in scheduler.running if each.state is RequestState.DECODING]
             num_free = scheduler.cache.num_free
@@ -414,13 +423,21 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             if is_under_way:
                 engine.log.flush()
             else:
+                for request in given_up:
+                    if is_given_up_in_step(request.index):
+                        scheduler.give_up(request)
                 engine.end()
-            # Of those that stopped in the step before, some compute the token that ended them.
+            # Of those that stopped in the step before, some compute the token that ended them; and of those that were
+            # given up during it, some compute a token.
             stopped = [index for index in recorder.step.ended if workload.asks[index].stops]
-            stopped = [index for index in stopped if index not in recorder.step.preempted]
-            num_stopped = engine.plan.batch.num_decodes - len(decoding) if workload.is_async else 0
-            recorder.step.tokens.update(dict.fromkeys(decoding + stopped[:num_stopped], 1))
+            gone = sorted(decoded, key=decoded.__getitem__) + stopped
+            gone = [index for index in gone if index not in recorder.step.preempted]
+            num_gone = engine.plan.batch.num_decodes - len(decoding) if workload.is_async else 0
+            recorder.step.tokens.update(dict.fromkeys(decoding + gone[:num_gone], 1))
         else:
+            for request in given_up:
+                if not workload.is_async and is_given_up_in_step(request.index):
+                    engine.cancel(request)
             num_free = scheduler.cache.num_free
             is_under_way = False
             engine.emit()
@@ -432,6 +449,11 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             recorder.step.load = scheduler.num_waiting, scheduler.running.num_running, scheduler.cache.num_used
         yield recorder.step
         step += 1
+
+
+def is_given_up_in_step(index: int) -> bool:
+    """Return whether the client of a request gives it up while a step runs, and not between two steps."""
+    return index % 2 == 0
 
 
 def request_of(workload: Workload, index: int) -> Request:
@@ -555,9 +577,9 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             requests[request.request_id] = request
             scheduler.add_request(request)
             num_arrived += 1
-        for name in [name for name in requests if workload.asks[int(name)].gives_up == step]:
-            scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-            del requests[name]
+        given_up = [name for name in requests if workload.asks[int(name)].gives_up == step]
+        in_step = [name for name in given_up if workload.is_async or is_given_up_in_step(int(name))]
+        give_up(scheduler, requests, [name for name in given_up if name not in in_step])
         done = Step()
         scheduler.num_uncomputed = 0
         plan = scheduler.schedule()
@@ -572,13 +594,17 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
         result = sampled(plan, requests, workload) if plan.total_num_scheduled_tokens else None
         note_blocks(done, scheduler.kv_cache_manager.take_events(), copies, publishes=workload.publishes)
         if workload.is_async:
+            # As in vLLM's engine, which looks for them when the result of a step is there.
+            give_up(scheduler, requests, in_step)
             if in_flight is not None:
                 note_cached(cached, scheduler.update_from_output(*in_flight))
             in_flight = None if result is None else (plan, result)
             note_blocks(done, publisher.take_events(), copies, publishes=workload.publishes)
         done.num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        if not workload.is_async and result is not None:
-            note_cached(cached, scheduler.update_from_output(plan, result))
+        if not workload.is_async:
+            give_up(scheduler, requests, in_step)
+            if result is not None:
+                note_cached(cached, scheduler.update_from_output(plan, result))
         for name in [name for name, request in requests.items() if request.is_finished()]:
             done.ended.append(int(name))
             del requests[name]
@@ -590,6 +616,13 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             done.load = num_waiting, num_running, num_used
         yield done
         step += 1
+
+
+def give_up(scheduler: Any, requests: dict[str, Any], names: list[str]) -> None:
+    """Abort requests."""
+    for name in names:
+        scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        del requests[name]
 
 
 class TheirFrontEnd:

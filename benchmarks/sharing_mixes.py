@@ -21,9 +21,8 @@ from pathlib import Path
 import msgspec
 
 from kvarts.report.requests import REJECTED
-from kvarts.sharing.baselines import compared, slices, split_config, worst
 from kvarts.sharing.config import ModelShare, SharingConfig
-from kvarts.sharing.report import SharedReport
+from kvarts.sharing.report import SharedReport, compared, slices, split_config, worst
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace

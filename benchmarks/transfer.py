@@ -22,8 +22,8 @@ import numpy as np
 from kvarts.calibrate import CalibrationRun, Measured, calibrate_runs, compare
 from kvarts.calibrate.coefficients import BOUNDS, names_of
 from kvarts.calibrate.comparison import replayed_of
-from kvarts.executor.constants import shipped_constants
 from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.roofline_settings import shipped_constants
 from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.sim.replay import replay
 

@@ -306,9 +306,9 @@ def compare(family: str, model: Any) -> Outcome:
 
 def has_windows(model: Any) -> bool:
     """Return whether a layer of a model sees a window only."""
-    from kvarts.executor.torch.probe import layer_shapes
+    from kvarts.executor.torch.probe import examine
 
-    return any(layer.window is not None for layer in layer_shapes(model))
+    return any(layer.window is not None for layer in examine(model).layers)
 
 
 def state_pages(model: Any) -> int:

@@ -120,7 +120,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     chunks that keep steps with decodes this short, as far as the steps so far predict.
 
     `dtype`, `device`, `quantization` and `trust_remote_code`: how the model is loaded, as for `load_model`.
-    `attention`: the backend, one of kvarts.executor.torch.backend. `layers`: `compiled`, the `model`'s own code, or
+    `attention`: the backend, one of kvarts.executor.torch.executor. `layers`: `compiled`, the `model`'s own code, or
     `auto` (kvarts.executor.torch.layers). `enforce_eager`: on a GPU, run every step kernel by kernel instead of steps
     of decodes as CUDA graphs.
 

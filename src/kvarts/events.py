@@ -10,7 +10,9 @@ page at whose end it was taken. Numbers of pages that requests lack, or that are
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntEnum
+from typing import Protocol
 
 import msgspec
 
@@ -40,6 +42,7 @@ __all__ = [
     "PagesRemoved",
     "PagesStored",
     "PartsGivenBack",
+    "PerStep",
     "Preemption",
     "PromptHeld",
     "PromptReleased",
@@ -473,6 +476,16 @@ class PartsMoved(msgspec.Struct, frozen=True, gc=False):
     evicted: list[int]
 
 
+class PerStep(Protocol):
+    """One integer for each step of a leap: a list, or a rule that gives them."""
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+
+    def __iter__(self) -> Iterator[int]:
+        """Return the integers, in order."""
+
+
 class LeapDone(msgspec.Struct, frozen=True, gc=False):
     """Consecutive steps with the same decodes and nothing else.
 
@@ -483,8 +496,8 @@ class LeapDone(msgspec.Struct, frozen=True, gc=False):
 
     step: int
     start_ns: int
-    durations_ns: list[int]
-    pages_taken: list[int]
+    durations_ns: PerStep
+    pages_taken: PerStep
     num_used: int
     num_cached: int
     num_released: int

@@ -89,6 +89,7 @@ class Request:
         "front_tokens",
         "furthest_computed",
         "goes_first",
+        "has_lost_front",
         "has_unread",
         "hit_tokens",
         "holding",
@@ -180,6 +181,8 @@ class Request:
         self.num_preemptions = 0
         self.front_tokens = 0
         """Tokens that were computed for the first time while pages after them were loaded, until it runs."""
+        self.has_lost_front = False
+        """Whether such a load failed before it ran: `cached_tokens` has the tokens hit until then."""
         self.hit_tokens = 0
         """Tokens hit in the current admission."""
         self.largest_hit_tokens = 0
@@ -189,7 +192,7 @@ class Request:
         """The part of `cached_tokens` loaded from each tier below the device; empty if nothing was loaded."""
         self.recomputed_tokens = 0
         self.furthest_computed = 0
-        """Tokens it had in pages before its last preemption."""
+        """Tokens it had in pages before its last preemption, or before a load failed behind its front."""
         self.stalls_ns: tuple[int, ...] = ()
         """For each token sampled first after a preemption, the time since the previous token."""
 

@@ -13,7 +13,7 @@ from kvarts.events import Event
 from kvarts.hardware.kv_groups import KvKind, KvLayer
 from kvarts.kv.groups import PartGroup
 from kvarts.report.report import Report
-from kvarts.report.requests import REJECTED
+from kvarts.report.requests import CANCELLED, REJECTED
 from kvarts.sim.replay import replay
 
 from builders.case import Case
@@ -125,11 +125,13 @@ def assert_grouped_as_in_naive(case: Case, groups: tuple[PartGroup, ...], keeps:
     for index, request in enumerate(requests):
         row = {name: int(column[index]) for name, column in columns.items()}
         assert (row["status"] == REJECTED) == request.rejected
+        assert (row["status"] == CANCELLED) == request.cancelled
         if request.rejected:
             continue
-        assert row["first_admitted_ns"] == request.first_admitted_ns
-        assert row["first_token_ns"] == request.first_token_ns
-        assert row["last_token_ns"] == request.last_token_ns
+        for name in ("first_admitted_ns", "first_token_ns", "last_token_ns"):
+            expected = getattr(request, name)
+            is_unknown = expected is None or (name == "last_token_ns" and request.cancelled)
+            assert row[name] == (-1 if is_unknown else expected), name
         assert row["cached_tokens"] == request.others_hit_tokens
         assert row["preemptions"] == request.preemptions
         assert row["recomputed_tokens"] == request.recomputed_tokens

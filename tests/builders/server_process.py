@@ -17,6 +17,7 @@ __all__ = ["MIB", "Process", "Waits", "kvarts_process", "python_process", "waits
 
 MIB = 1 << 20
 START_S = 60.0
+THIS_THREAD = Path("/proc/thread-self")
 
 
 class Process:
@@ -59,6 +60,21 @@ class Process:
     def peak_bytes(self) -> int:
         """The most that it has had since `forget_peak`, or its beginning."""
         return self._status("VmHWM")
+
+    def seconds_of(self, call: Callable[[], object]) -> float:
+        """How long `call` takes, less the time that the machine has no core for it.
+
+        Other work on the machine delays a server and its clients alike; an attack delays a server that has a core.
+        """
+        before, own_s, begin_s = self._seconds_without_a_core(), _without_a_core(THIS_THREAD), time.perf_counter()
+        call()
+        took_s = time.perf_counter() - begin_s
+        delayed_s = max(total - before.get(task, 0.0) for task, total in self._seconds_without_a_core().items())
+        return max(0.0, took_s - delayed_s - (_without_a_core(THIS_THREAD) - own_s))
+
+    def _seconds_without_a_core(self) -> dict[str, float]:
+        """How long each of its threads was ready to run and had no core, since it began."""
+        return {task.name: _without_a_core(task) for task in Path(f"/proc/{self.popen.pid}/task").iterdir()}
 
     def forget_peak(self) -> None:
         """Begin to look for the peak now."""
@@ -104,8 +120,16 @@ def python_process(*arguments: str, cwd: Path | None = None) -> Iterator[Process
             stream.close()
 
 
+def _without_a_core(task: Path) -> float:
+    """Seconds that a thread was ready to run and had no core; 0 where Linux does not tell, or if it has ended."""
+    try:
+        return int((task / "schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
 class Waits:
-    """How long the calls of an innocent client took, in seconds."""
+    """How long the calls of an innocent client waited for a process, in seconds."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -120,19 +144,17 @@ class Waits:
 
 
 @contextmanager
-def waits_of(call: Callable[[], object], *, every_s: float = 0.02) -> Iterator[Waits]:
-    """Call again and again in a thread while the block runs. Fails at its end if a call did."""
+def waits_of(process: Process, call: Callable[[], object], *, every_s: float = 0.02) -> Iterator[Waits]:
+    """Call `process` again and again in a thread while the block runs. Fails at its end if a call did."""
     waits, stop = Waits(), threading.Event()
 
     def run() -> None:
         while not stop.wait(every_s):
-            start = time.perf_counter()
             try:
-                call()
+                waits.seconds.append(process.seconds_of(call))
             except Exception as error:
                 waits.errors.append(error)
                 return
-            waits.seconds.append(time.perf_counter() - start)
 
     thread = threading.Thread(target=run)
     thread.start()

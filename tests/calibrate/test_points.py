@@ -16,8 +16,8 @@ from kvarts.calibrate.points import Point, load_points
 from kvarts.calibrate.shared import Errors, fit_points, halves_of, record, test_halves
 from kvarts.cli.main import cli
 from kvarts.errors import ConfigError, InputError, KvartsError
-from kvarts.executor.constants import COEFFICIENTS, load_constants, shipped_constants
 from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.roofline_settings import COEFFICIENTS, load_constants, shipped_constants
 from kvarts.sim.replay import replay
 
 test_halves.__test__ = False  # type: ignore[attr-defined]

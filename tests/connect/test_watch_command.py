@@ -9,9 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from kvarts.serve.kv_events.publisher import KvEvents, open_kv_events
 from kvarts.verify.verifier import verify_file
 
 from builders.streams import removed, stored
+from builders.working import give_time, working
 
 Run = Callable[..., int]
 
@@ -53,16 +52,6 @@ def store(events: KvEvents, start: int, end: int) -> None:
         events.reader.observe([PagesStored(content(owner), 0, 1, None)])
 
 
-@contextmanager
-def in_thread(work: Callable[[], object]) -> Iterator[None]:
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-
-
 def verdict_of(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text())
     return found
@@ -78,22 +67,22 @@ def test_a_late_watch_of_an_engine_that_begins_anew(
 
     def work() -> None:
         first.publisher.wait_for_subscriber(10)
-        time.sleep(0.3)
+        give_time(0.3)
         store(first, 50, 60)
         first.reader.observe([PagesRemoved(content(7), 0, 1)])
         first.close()
         again = open_kv_events(config)
         store(again, 100, 103)
         again.publisher.wait_for_subscriber(10)
-        time.sleep(0.3)
+        give_time(0.3)
         store(again, 103, 105)
-        time.sleep(0.5)
+        give_time(0.5)
         again.close()
 
     out, journal = tmp_path / "verdict.json", tmp_path / "journal.jsonl.gz"
-    with in_thread(work):
+    with working(work):
         code = run_command(
-            *("watch", live, "--replay", replay, "--duration", 3, "--events", journal, "--verdict", out),
+            *("watch", live, "--replay", replay, "--duration", 60, "--events", journal, "--verdict", out),
             *("--every", 0.2),
         )
     printed = capsys.readouterr()
@@ -122,7 +111,7 @@ class Fake:
     def wait(self) -> None:
         assert self.live.poll(10_000)
         self.live.recv()
-        time.sleep(0.2)
+        give_time(0.2)
 
     def close(self) -> None:
         self.live.close(linger=1000)
@@ -146,8 +135,8 @@ def test_claims_that_cannot_be_are_listed_and_the_code_is_5(
         fake.send(1, stored([1]), removed([9]))
         fake.send(4, stored([3], 77))
 
-    with in_thread(work):
-        code = run_command("watch", fake.endpoint, "--duration", 1.5, "--json")
+    with working(work):
+        code = run_command("watch", fake.endpoint, "--duration", 60, "--json")
     verdict = json.loads(capsys.readouterr().out)
     assert (code, verdict["verdict"]) == (5, "violated")
     statuses = {result["rule"]: result["status"] for result in verdict["rules"]}
@@ -165,8 +154,8 @@ def test_without_replay_what_was_there_before_is_inconclusive(run_command: Run, 
         fake.wait()
         fake.send(7, removed([1]))
 
-    with in_thread(work):
-        assert run_command("watch", fake.endpoint, "--duration", 1, "--quiet") == 6
+    with working(work):
+        assert run_command("watch", fake.endpoint, "--duration", 60, "--quiet") == 6
 
 
 def test_nothing_at_all_is_inconclusive(run_command: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,8 +172,8 @@ def test_only_a_topic_is_heard(run_command: Run, fake: Fake, tmp_path: Path) -> 
         fake.send(0, stored([1]), topic=b"kv@a@m")
         fake.send(0, stored([2, 3]), topic=b"kv@b@m")
 
-    with in_thread(work):
-        run_command("watch", fake.endpoint, "--duration", 3, "--topic", "kv@b", "--verdict", tmp_path / "v.json")
+    with working(work):
+        run_command("watch", fake.endpoint, "--duration", 60, "--topic", "kv@b", "--verdict", tmp_path / "v.json")
     assert verdict_of(tmp_path / "v.json")["blocks"] == {"GPU": 2}
 
 
@@ -229,11 +218,14 @@ def test_tiers_inside_vllm_are_in_a_line() -> None:
 
 
 def test_metrics_give_a_timeline_and_the_size_of_the_pool(run_command: Run, fake: Fake, tmp_path: Path) -> None:
+    looks = threading.Semaphore(0)
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(METRICS.encode())
+            looks.release()
 
         def log_message(self, *_: object) -> None:
             pass
@@ -245,12 +237,14 @@ def test_metrics_give_a_timeline_and_the_size_of_the_pool(run_command: Run, fake
     def work() -> None:
         fake.wait()
         fake.send(0, stored([1, 2, 3, 4]))
+        for _ in range(4):
+            assert looks.acquire(timeout=30)
 
     timeline = tmp_path / "timeline.jsonl"
     try:
-        with in_thread(work):
+        with working(work):
             code = run_command(
-                *("watch", fake.endpoint, "--duration", 3.3, "--timeline", timeline, "--verdict", tmp_path / "v.json"),
+                *("watch", fake.endpoint, "--duration", 60, "--timeline", timeline, "--verdict", tmp_path / "v.json"),
                 *("--metrics", f"http://127.0.0.1:{server.server_port}/metrics"),
             )
     finally:

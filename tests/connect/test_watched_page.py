@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +14,14 @@ pytest.importorskip("zmq", reason="needs kvarts[serve]")
 from kvarts.connect.live import WatchedPage
 from kvarts.connect.metrics import EngineSample, parse_metrics
 from kvarts.errors import ConfigError
-from kvarts.report.live import LiveEngine
+from kvarts.report.page import LiveEngine
 from kvarts.rooms import from_room
 from kvarts.serve.kv_events.config import KvEventsConfig
 from kvarts.serve.kv_events.publisher import open_kv_events
 
 from builders.http_client import Reply, call
 from builders.rooms import ROOMS
+from builders.working import give_time, working
 
 Run = Callable[..., int]
 
@@ -48,10 +47,10 @@ def test_the_page_shows_the_blocks_and_the_metrics_of_an_engine(run_command: Run
     pages: list[Reply] = []
 
     def work() -> None:
-        time.sleep(1.0)
+        give_time(1.0)
         for _ in range(3):
             call(server.url, "/v1/completions", {"prompt": "the sea " * 40, "max_tokens": 60, "ignore_eos": True})
-        time.sleep(1.5)
+        give_time(1.5)
         seen.append(call(url, "/live?since=-1"))
         pages.append(call(url, "/"))
         seen.append(call(url, "/live?since=x"))
@@ -59,12 +58,9 @@ def test_the_page_shows_the_blocks_and_the_metrics_of_an_engine(run_command: Run
         seen.append(call(url, "/live", headers={"origin": "http://elsewhere.example"}))
         seen.append(call(url, "/v1/models"))
 
-    with running_server(readers=[events.reader], cost="linear:step_ms=10", pages=256) as server:
-        thread = threading.Thread(target=work)
-        thread.start()
+    with running_server(readers=[events.reader], cost="linear:step_ms=10", pages=256) as server, working(work):
         code = run_command("watch", endpoints[0], "--replay", endpoints[1], "--metrics", f"{server.url}/metrics",
-                           "--ui", page_port, "--duration", 7, "--quiet", "--json")  # fmt: skip
-        thread.join()
+                           "--ui", page_port, "--duration", 60, "--quiet", "--json")  # fmt: skip
     events.close()
     assert code == 0 and [reply.status for reply in seen] == [200, 400, 403, 403, 404]
     (engine,) = msgspec.json.decode(seen[0].payload, type=list[LiveEngine])

@@ -18,7 +18,7 @@ from kvarts import load_trace, replay
 from kvarts.calibrate import compare, load_measured
 from kvarts.calibrate.comparison import Comparison, replayed_of
 from kvarts.cli.replay import all_sections
-from kvarts.executor.constants import shipped_constants
+from kvarts.executor.roofline_settings import shipped_constants
 from kvarts.files import SAMPLES
 from kvarts.sim.config import make_config
 

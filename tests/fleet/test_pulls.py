@@ -16,6 +16,7 @@ from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.links import PeerLinks
 from kvarts.fleet.report import FleetReport
+from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.peers import PeerMemory
 from kvarts.routers.exact import EventIndex
@@ -26,9 +27,10 @@ from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
 from builders.fleet import ENDS, SCALERS, FleetCase, fleets, replayed_with
+from builders.grouped import part_groups
 from builders.laws import assert_steps_as_in_naive
 from builders.tiered import Tiered, naive_settings, tiered, tiers_below
-from oracles.naive import run_naive
+from oracles.naive import Batch, NaiveEngine, run_naive
 from oracles.naive_peers import NaivePeerEngine, NaivePeers
 
 MS = 1_000_000
@@ -227,23 +229,44 @@ def test_what_reading_saves_is_what_is_computed_later_without_it(
     st.booleans(),
     tiers_below(with_bus=False),
     st.sampled_from(["round-robin", "least-loaded", "prefix"]),
+    st.none() | part_groups(),
 )
 def test_fast_forward_equals_step_by_step(
-    case: FleetCase, policy: str | None, is_shared: bool, offload: OffloadConfig, router: str
+    case: FleetCase,
+    policy: str | None,
+    is_shared: bool,
+    offload: OffloadConfig,
+    router: str,
+    groups: tuple[PartGroup, ...] | None,
 ) -> None:
     """L1 to L3 after each step, L5, L8 and L14, with workers that come, go and fail while others read from them."""
     case.num_layers = 0
     case.rate = case.rate or 1e6
-    memory = {"offload": structs.replace(offload, copy_slowdown=0.0), "router": router}
+    memory: dict[str, Any] = {"offload": structs.replace(offload, copy_slowdown=0.0), "router": router}
+    if groups is not None:
+        offload = structs.replace(offload, copy_slowdown=0.0, full_prompt_hits=False, preemption_mode="recompute")
+        memory |= {"offload": offload, "kv_groups": "all", "groups": groups}
     told: list[Any] = []
     for step_by_step in (False, True):
         settings = {"is_told": True, "step_by_step": step_by_step, "pulls": True}
         report, heard = replayed_with(case, policy, is_shared, memory, None, **settings)
-        told.append((heard, report.requests_jsonl(), report.to_json()))
+        steps = {name: column.tobytes() for name, column in report.steps.items()}
+        told.append((heard, report.requests_jsonl(), report.to_json(), steps))
         assert sum(report.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in report.summary) == len(
             case.case.rows
         )
     assert told[0] == told[1]
+
+
+A_TOKEN_A_MS = LinearCost(chunk_token_ms=1.0, decode_ms=1.0)
+
+
+def a_token_a_ms(batch: Batch, engine: NaiveEngine) -> int:
+    """Of the step that is planned, or of a prompt alone that is weighed."""
+    num_tokens = engine.max_num_batched_tokens - engine.budget_left
+    if batch.prefills and batch.prefills[0][0].seq < 0:
+        num_tokens = sum(end - start for _, start, end in batch.prefills)
+    return num_tokens * MS
 
 
 @pytest.mark.laws
@@ -263,7 +286,7 @@ def test_workers_and_their_tiers_are_as_the_naive_ones(
     naive = [
         NaivePeerEngine(
             index=index, rate=rate, link_ns=round(latency_ms * MS), link_page_bytes=case.page_size * 10,
-            **naive_settings(tiers),
+            **{**naive_settings(tiers), "cost": a_token_a_ms},
         )
         for index in range(num_workers)
     ]  # fmt: skip
@@ -271,7 +294,9 @@ def test_workers_and_their_tiers_are_as_the_naive_ones(
         engine.engines, engine.all_names = naive, naive[0].all_names
     run_naive(requests, naive)
 
-    pool = PoolConfig(role="mixed", each=case.config(audit=True, offload=offload, replicas=num_workers))
+    pool = PoolConfig(
+        role="mixed", each=case.config(audit=True, cost=A_TOKEN_A_MS, offload=offload, replicas=num_workers)
+    )
     links: dict[str, Any] = {"pulls": True, "bytes_per_s": rate, "latency_ms": latency_ms, "token_bytes": 10}
     report: FleetReport = replay(case.trace(), FleetConfig(pools=(pool,), **links))
     rows = report.request_columns

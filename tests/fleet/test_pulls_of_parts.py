@@ -90,6 +90,8 @@ def test_leaps_laws_and_readers_of_every_event_change_nothing(drawn: tuple[Case,
     for other in others:
         assert other.to_json() == fast.to_json()
         assert other.requests_jsonl() == fast.requests_jsonl()
+        for name, column in fast.steps.items():
+            assert other.steps[name].tobytes() == column.tobytes(), name
     summary = fast.summary
     ends = sum(summary.get(f"num_{end}", 0) for end in ("completed", "rejected", "failed", "cancelled"))
     assert ends == summary["num_requests"]

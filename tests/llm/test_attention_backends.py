@@ -19,7 +19,7 @@ import torch
 
 from kvarts.errors import ConfigError
 from kvarts.executor.torch.attention import PagedAttention
-from kvarts.executor.torch.backend import BACKENDS, choose_backend
+from kvarts.executor.torch.executor import BACKENDS, choose_backend
 from kvarts.executor.torch.flash import FlashBackend
 from kvarts.executor.torch.metadata import (
     AttentionBackend,

@@ -226,7 +226,7 @@ def test_matrices_of_one_input_are_packed_together(family: str) -> None:
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_threads_of_a_team_share_the_work(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks beside decodes, in as many threads as there are, however little there is to do."""
-    monkeypatch.setattr("kvarts.executor.torch.compiled.FEW_NUMBERS", 0)
+    monkeypatch.setattr("kvarts.executor.torch.openmp.FEW_NUMBERS", 0)
     model = small("qwen3")
     expected, _ = said(model, "model", budget=7)
     before = torch.get_num_threads()

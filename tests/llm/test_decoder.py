@@ -18,9 +18,9 @@ import torch
 from kvarts.config import EngineConfig
 from kvarts.executor.torch.attention import attending
 from kvarts.executor.torch.decoder import Decoder
-from kvarts.executor.torch.fingerprint import fingerprint
 from kvarts.executor.torch.gguf_file import GgufFile
 from kvarts.executor.torch.gguf_model import read_model
+from kvarts.executor.torch.loading import fingerprint
 from kvarts.executor.torch.probe import examine
 from kvarts.executor.torch.recorded_calls import Packed
 from kvarts.llm.check import check_model

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
 import torch
 
-from kvarts.executor.torch import backend, executor
+from kvarts.executor.torch import executor
 from kvarts.executor.torch.graphs import graph_sizes
 from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams
 from kvarts.executor.torch.pools import KVPools
@@ -61,7 +61,7 @@ class NaiveBackend:
 @pytest.fixture
 def naive(monkeypatch: pytest.MonkeyPatch) -> str:
     record_graphs(monkeypatch)
-    monkeypatch.setitem(backend.BACKENDS, "naive", (NaiveBackend, lambda _: None))
+    monkeypatch.setitem(executor.BACKENDS, "naive", (NaiveBackend, lambda _: None))
     monkeypatch.setattr(executor, "CAPTURED", ("naive",))
     return "naive"
 

@@ -18,8 +18,8 @@ pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 import torch
 
 from kvarts.config import EngineConfig
-from kvarts.executor.torch.backend import BACKENDS
 from kvarts.executor.torch.block_cut import BlockCut, cut_blocks
+from kvarts.executor.torch.executor import BACKENDS
 from kvarts.executor.torch.flash import FlashBackend
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams

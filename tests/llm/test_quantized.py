@@ -16,8 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from kvarts.errors import ConfigError  # noqa: E402
-from kvarts.executor.torch.fingerprint import fingerprint  # noqa: E402
-from kvarts.executor.torch.loading import load_model  # noqa: E402
+from kvarts.executor.torch.loading import fingerprint, load_model  # noqa: E402
 from kvarts.executor.torch.quantized import (  # noqa: E402
     FEW_ROWS,
     Int4Linear,

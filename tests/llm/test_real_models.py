@@ -26,7 +26,7 @@ from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.executor.cost import CallableCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.executor.torch.attention import ATTENTION
-from kvarts.executor.torch.backend import BACKENDS
+from kvarts.executor.torch.executor import BACKENDS
 from kvarts.executor.torch.flash import FlashBackend
 from kvarts.executor.torch.loading import check_architecture, load_model
 from kvarts.executor.torch.packing import PackedLinear, pack_together, products

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.content import Content
-from kvarts.llm.text import Generation
-from kvarts.llm.token_bytes import TextOffsets, TokenBytes
+from kvarts.llm.text import Generation, TextOffsets, TokenBytes
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 

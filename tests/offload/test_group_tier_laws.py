@@ -18,7 +18,7 @@ from kvarts.offload.part_policy import LazyParts
 from kvarts.offload.part_tier import PartTier
 from kvarts.report.requests import REJECTED
 
-from builders.case import Case
+from builders.case import Case, Row
 from builders.group_tiers import FAST, Grouped, grouped, overlapping, preempted, returning
 from builders.grouped import FULL, STATES, WINDOW, Told, assert_same_outcome, part_groups
 
@@ -45,6 +45,27 @@ def test_every_token_is_counted_once_and_nothing_is_held_at_rest(tiers: Grouped)
                 assert not log.rests[field][-1:].any()  # there is none where nothing ran
     assert (columns["host_tokens"] <= columns["cached_tokens"]).all()
     assert tiers.replayed().to_json() == report.to_json()
+
+
+def test_tokens_of_a_front_are_no_hits_when_the_load_behind_them_has_failed() -> None:
+    """L7: the request finds the pages that it computed itself when it tries again."""
+    first, second = list(range(200, 230)), list(range(30))
+    prompts = [[*first[:8], 1003], [*first[:22], 1002], [*second[:25], 1002, 1002, 1002], first[:25]]
+    times_ms, num_tokens = (50, 855, 1305, 1705), (17, 45, 56, 50)
+    rows = [Row(*each, 1, None, 0, None) for each in zip(times_ms, prompts, num_tokens, strict=True)]
+    tiers = Grouped(
+        Case(rows, 2, 1, 74, 64, 4, "default", 1),
+        (PartGroup(FULL, 2),),
+        "tails",
+        OffloadConfig(
+            host_pages=500, policy="lazy", target_free=None, h2d=1000, d2h=10_000, latency_us=0.0, disk_pages=500,
+            disk_read=20_000, disk_write=10**15, disk_latency_us=0.0, num_layers=8, fail_every=5,
+        ),
+    )  # fmt: skip
+    report = tiers.replayed()
+    assert report.summary["transfers"]["num_failed"] == 2
+    assert report.step_logs[0].columns["tokens"].tolist() == [17, 29, 56, 18, 6]
+    assert report.request_columns["cached_tokens"].tolist() == [0, 16, 0, 50 - 18 - 6]
 
 
 @given(WITH_CANCELS)
@@ -87,6 +108,23 @@ def test_the_end_of_a_request_drops_no_parts_of_another(is_lazy: bool) -> None:
     tier.check([])
     cache.check([])
     assert tier.num_cached_blocks == 11
+
+
+def test_a_window_that_needs_no_page_of_a_prefix_leaves_no_run_without_a_part() -> None:
+    """The token after the prefix attends to itself alone: nothing is used, and nothing is cut."""
+    window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=1), part_bytes=1)
+    memory = GroupMemory((window,), "all")
+    cache = RunCache(memory, page_size=1, total_bytes=20, num_below=1)
+    tier = PartTier("host", 20, memory, cache.tree)
+    content = Content.from_tokens(range(4), page_size=1, owner=0)
+    holding = cache.begin(content, cache.match(content, 0))
+    cache.extend(holding, 4)
+    cache.close(holding, 4)
+    pin = holding_of_transfer(1)
+    tier.place(holding.last, 0, 0, 4, pin)
+    tier.settle(pin, is_stored=True)
+    tier.touch(holding.last, 2)
+    tier.check([])
 
 
 def test_what_a_store_alone_held_and_nothing_keeps_is_empty_after_it() -> None:

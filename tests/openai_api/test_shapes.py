@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvarts.openai_api.answers import value_of
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.running import RunningServer
-from kvarts.openai_api.schemas import value_of
 
 from builders.http_client import Reply, call, events_of
 

@@ -114,6 +114,8 @@ def shortest_first(patience_ns: int) -> HeadFn:
 
 
 class NaiveEngine:
+    drops_first = True
+
     def __init__(
         self,
         *,
@@ -133,6 +135,7 @@ class NaiveEngine:
         self.joins_late = plans_ahead
         self.plans_ahead = plans_ahead and profile == "default"
         self.joining: list[NaiveRequest] = []
+        self.leaving: list[NaiveRequest] = []  # they are dropped when the next step is planned
         self.is_idle = True  # no step runs while the next one is planned
         self.choose_head = choose_head
         self.long_prefill_token_threshold = long_prefill_token_threshold
@@ -259,6 +262,32 @@ class NaiveEngine:
         elif request in self.waiting:
             self.waiting.remove(request)
         self.is_idle = self.is_idle or not (self.running or self.waiting)
+
+    def give_up(self, request: NaiveRequest) -> None:
+        """Between steps; a plan that is made already computes one more token of it."""
+        is_planned = self.plans_ahead and not self.is_idle and request not in self.joining
+        if is_planned and not request.has_ended:
+            self.leaving.append(request)
+        else:
+            self.cancel(request)
+
+    def drop_first(self, now_ns: int, end_ns: int) -> None:
+        """Whom their clients give up during the step that ends; requests that end with it follow."""
+        if self.drops_first and self.profile == "default" and not self.plans_ahead:
+            given_up = [r for r in self.running + self.waiting if r.gives_up_ns is not None]
+            for request in sorted(given_up, key=lambda r: (r.gives_up_ns, r.seq)):
+                if now_ns < (request.gives_up_ns or 0) < end_ns:
+                    self.cancel(request)
+
+    def drop_leaving(self) -> None:
+        for request in self.leaving:
+            request.cancelled = True
+            if request in self.running:
+                self.running.remove(request)
+                self.release(request)
+            else:
+                self.waiting.remove(request)
+        self.leaving = []
 
     def preempt(self, victim: NaiveRequest, asker: NaiveRequest, now_ns: int) -> None:
         self.preempted.append((victim.seq, asker.seq, victim.computed))
@@ -457,6 +486,7 @@ class NaiveEngine:
         self.plan_stores()
         mark = self.higher(mark)
         computing = [*self.running, *self.loading_with_front()]
+        self.drop_leaving()
         has_released = self.plans_ahead and self.read_results(before)
         self.budget_left, self.num_preempted = budget, num_preempted
         self.end_step()
@@ -478,19 +508,21 @@ class NaiveEngine:
         duration_ns = self.step_ns(self.cost(batch, self), now_ns)
         end_ns = now_ns + duration_ns
         num_running, num_waiting = len(self.running), self.num_waiting()
-        for request in list(self.running):
-            if request.seq in before and request.computed == request.known:
-                request.made += 1
-                request.decodes = True
-                request.token_times_ns.append(end_ns)
-                if request.first_token_ns is None:
-                    request.first_token_ns = end_ns
-                if request.made == request.num_output:
-                    request.last_token_ns = end_ns
-                    if not self.plans_ahead:
-                        self.running.remove(request)
-                        self.release(request)
-                    self.finished.append(request)
+        sampling = [r for r in self.running if r.seq in before and r.computed == r.known]
+        for request in sampling:
+            request.made += 1
+            request.decodes = True
+            request.token_times_ns.append(end_ns)
+            if request.first_token_ns is None:
+                request.first_token_ns = end_ns
+        self.drop_first(now_ns, end_ns)
+        for request in sampling:
+            if request in self.running and request.made == request.num_output:
+                request.last_token_ns = end_ns
+                if not self.plans_ahead:
+                    self.running.remove(request)
+                    self.release(request)
+                self.finished.append(request)
         has_others = self.waiting or self.joining
         if self.plans_ahead and not has_others and all(each.has_ended and not each.stops for each in self.running):
             self.release_ended()  # else when the next plan is made
@@ -570,7 +602,7 @@ def run_naive(requests: Sequence[NaiveRequest], engines: Sequence[NaiveEngine]) 
                 if dropping[i]:
                     engines[i].end_transfers(now)
                 for request in dropping[i]:
-                    engines[i].cancel(request)
+                    engines[i].give_up(request)
                 dropping[i] = []
         impatient = [r for r in impatient if not r.rejected and (r.last_token_ns is None or r.last_token_ns > now)]
         for request in sorted(impatient, key=lambda r: (r.gives_up_ns, r.seq)):
@@ -582,7 +614,7 @@ def run_naive(requests: Sequence[NaiveRequest], engines: Sequence[NaiveEngine]) 
                 ends[request.replica] = None
             if ends[request.replica] is None:
                 engines[request.replica].end_transfers(now)
-                engines[request.replica].cancel(request)
+                engines[request.replica].give_up(request)
             else:
                 dropping[request.replica].append(request)
         while sent < len(pending) and pending[sent].arrival_ns <= now:

@@ -33,6 +33,9 @@ class CountingGroups(NaiveGroups):
 class NaiveGroupEngine(NaiveEngine):
     """Memory is counted in bytes. `groups`: what a layer keeps, and the bytes of a part."""
 
+    settles_late = True
+    """Whether decodes release what their windows have passed when the next step begins, and not when the step ends."""
+
     def __init__(
         self, groups: Sequence[tuple[KvLayer, int]], *, keeps_all: bool, at_branches: bool = False, **settings: Any
     ) -> None:
@@ -52,6 +55,8 @@ class NaiveGroupEngine(NaiveEngine):
         """Requests that have sampled a token since they were last admitted."""
         self.counts: list[tuple[int, ...]] = []
         """Parts used and cached in each group, at the mark of each step."""
+        self.joined: set[int] = set()
+        """Requests that began to decode in the last step."""
 
     # Memory -----------------------------------------------------------------------------------------------
 
@@ -231,9 +236,17 @@ class NaiveGroupEngine(NaiveEngine):
         begins = [r for r in self.running if r.seq in self.decoding and r.computed % self.page_size == 0]
         return page_bytes * len(begins) <= self.groups.free_bytes()
 
+    def settle_decodes(self) -> None:
+        if self.can_settle(self.joined):
+            for request in self.running:
+                if request.seq in self.decoding:
+                    self.settle(request)
+
     # A step -----------------------------------------------------------------------------------------------
 
     def step(self, now_ns: int) -> int:
+        if self.settles_late:
+            self.settle_decodes()
         self.begin_step(now_ns)
         budget = self.max_num_batched_tokens
         is_limited = self.long_prefill_token_threshold and len(self.running) + self.num_waiting() > 1
@@ -347,24 +360,25 @@ class NaiveGroupEngine(NaiveEngine):
         end_ns = now_ns + duration_ns
         num_running, num_waiting = len(self.running), len(self.waiting)
         joined: set[int] = set()
-        for request in list(self.running):
-            if request.seq in before and request.computed == request.known:
-                request.made += 1
-                if request.seq not in self.decoding:
-                    joined.add(request.seq)
-                self.decoding.add(request.seq)
-                request.token_times_ns.append(end_ns)
-                if request.first_token_ns is None:
-                    request.first_token_ns = end_ns
-                if request.made == request.num_output:
-                    request.last_token_ns = end_ns
-                    self.running.remove(request)
-                    self.release(request)
-                    self.finished.append(request)
-        if self.can_settle(joined):
-            for request in self.running:
-                if request.seq in self.decoding:
-                    self.settle(request)
+        sampling = [r for r in self.running if r.seq in before and r.computed == r.known]
+        for request in sampling:
+            request.made += 1
+            if request.seq not in self.decoding:
+                joined.add(request.seq)
+            self.decoding.add(request.seq)
+            request.token_times_ns.append(end_ns)
+            if request.first_token_ns is None:
+                request.first_token_ns = end_ns
+        self.drop_first(now_ns, end_ns)
+        for request in sampling:
+            if request in self.running and request.made == request.num_output:
+                request.last_token_ns = end_ns
+                self.running.remove(request)
+                self.release(request)
+                self.finished.append(request)
+        self.joined = joined
+        if not self.settles_late:
+            self.settle_decodes()
         used, cached, released, counts = mark
         self.steps.append(
             NaiveStep(

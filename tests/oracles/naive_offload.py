@@ -77,6 +77,8 @@ class NaiveTransfer:
 
 
 class NaiveOffloadEngine(NaiveEngine):
+    drops_first = False
+
     def __init__(
         self,
         *,

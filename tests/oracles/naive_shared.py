@@ -96,6 +96,8 @@ class NaiveDevice:
 
 
 class NaiveTenant(NaiveEngine):
+    drops_first = False
+
     def __init__(
         self,
         device: NaiveDevice,

@@ -42,6 +42,8 @@ class GroupsOnDevice(CountingGroups):
 class NaiveGroupTenant(NaiveTenant, NaiveGroupEngine):
     """Its pages are blocks: the largest size that divides every part."""
 
+    settles_late = False
+
     def __init__(
         self,
         device: NaiveDevice,

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from kvarts.executor.cost import LinearCost
 from kvarts.plan.cache import CachePlan
-from kvarts.plan.latency import LatencyPlan
-from kvarts.plan.options import first_that, lowest_known
+from kvarts.plan.latency import LatencyPlan, first_that, lowest_known
 from kvarts.sim.config import ReplayConfig, Slo
 from kvarts.traffic.trace import Trace
 

@@ -15,11 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvarts.plan.cache import CachePlan, ModelMemory, divide
+from kvarts.plan.cache import CachePlan, ModelMemory, PricedTier, TiersPlan, best_buy, divide
 from kvarts.plan.curve import concave_hull
 from kvarts.plan.page import render_page
 from kvarts.plan.series import charts_of
-from kvarts.plan.tiers import PricedTier, TiersPlan, best_buy
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 

@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_in
 
+from kvarts.events import Event, LeapDone, PerStep, StepDone
+from kvarts.executor.mocker_formula import MockerTimes
 from kvarts.report import packed
 from kvarts.report.distributions import distribution_ms, weighted_distribution_ms
 from kvarts.report.packed import PackedColumn
 from kvarts.report.steps import StepLog
+from kvarts.sched.wheel import PagesDue
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
@@ -21,6 +25,7 @@ from builders.reader_contract import NUM_PAGES, PAGE_SIZE, batches_of_a_run
 pytestmark = pytest.mark.laws
 
 BLOCK = 8
+PERIOD = 5
 RECENT = 5
 
 
@@ -108,11 +113,94 @@ class TestALogOfManySteps:
         case = Case(rows, 1, PAGE_SIZE, NUM_PAGES, 16, 4, "default", 2)
         trace, config = case.trace(), case.config()
         packed_report = replay(trace, config)
-        assert packed_report.step_logs[0]._durations_ns._blocks
+        assert len(list(packed_report.step_logs[0].slabs())) > 5
         packed_bytes = packed_report.to_json(), packed_report.distributions_json()
         monkeypatch.setattr(packed, "PACK_AT", 1 << 40)
+        monkeypatch.setattr(packed, "BLOCK_STEPS", 1 << 16)
         report = replay(trace, config)
         assert packed_bytes == (report.to_json(), report.distributions_json())
+
+
+def made_leaps(kinds: list[tuple[int, int, int, int, list[tuple[int, int]]]]) -> tuple[list[Event], list[Event]]:
+    """Events of steps and leaps, by rules where a kind says so, and the same with all durations and pages listed."""
+    by_rule: list[Event] = []
+    listed: list[Event] = []
+    step, start_ns, used = 0, 0, 0
+    for kind, num_decodes, known_tokens, num_steps, due in kinds:
+        if not kind:
+            done = StepDone(step, start_ns, known_tokens, used, 0, 0, num_decodes, 0, 0, num_decodes, 9, 1, ())
+            by_rule.append(done)
+            listed.append(done)
+            step, start_ns = step + 1, start_ns + known_tokens
+            continue
+        times = MockerTimes(num_decodes, known_tokens, 500, num_steps)
+        offsets = {offset: count for offset, count in due if offset < num_steps}
+        total = sum(count * len(range(offset, num_steps, PERIOD)) for offset, count in offsets.items())
+        taken = PagesDue(num_steps, PERIOD, list(offsets), list(offsets.values()), total)
+        assert sum(taken) == total
+        as_lists = LeapDone(step, start_ns, list(times), list(taken), used, 0, 0, num_decodes, 0, 0)
+        listed.append(as_lists)
+        kept: PerStep = times if kind & 1 else as_lists.durations_ns
+        by_rule.append(replace_in(as_lists, durations_ns=kept, pages_taken=taken if kind & 2 else list(taken)))
+        step, start_ns, used = step + num_steps, start_ns + times.total_ns, used + total
+    return by_rule, listed
+
+
+def assert_gaps_are_narrowed(log: StepLog) -> None:
+    """What a log knows of its gaps without a pass over them, and which of them it returns in a range."""
+    pairs = [pair for part in log.gaps() for pair in zip(*map(np.ndarray.tolist, part), strict=True)]
+    times_ns = sorted(time_ns for time_ns, weight in pairs for _ in range(weight))
+    if log.gap_extent() is not None:
+        assert log.gap_extent() == (len(times_ns), sum(times_ns), times_ns[0], times_ns[-1])
+    for low in times_ns[:: len(times_ns) // 4 + 1]:
+        ranges = [(low, low + 2), (times_ns[-1], times_ns[-1] + 1)]
+        parts = log.gaps_within(ranges)
+        found = sorted(pair for part in parts for pair in zip(*map(np.ndarray.tolist, part), strict=True))
+        assert not set(found) - set(pairs)
+        for first, end in ranges:
+            wanted = [(time_ns, weight) for time_ns, weight in pairs if first <= time_ns < end]
+            assert sorted(wanted) == [(time_ns, weight) for time_ns, weight in found if first <= time_ns < end]
+    distribution = weighted_distribution_ms(log.gap_numbers)
+    narrowed = weighted_distribution_ms(log.gaps, within=log.gaps_within, extent=log.gap_extent(), most_sorted=0)
+    assert narrowed == distribution
+
+
+KINDS = st.tuples(
+    st.integers(0, 3),
+    st.integers(1, 5),
+    st.integers(1, 600),
+    st.integers(1, 3 * BLOCK),
+    st.lists(st.tuples(st.integers(0, PERIOD - 1), st.integers(1, 4)), max_size=3),
+)
+
+
+class TestStepsByRule:
+    @given(st.lists(KINDS, min_size=1, max_size=8))
+    def test_are_as_listed_ones(self, kinds: list[tuple[int, int, int, int, list[tuple[int, int]]]]) -> None:
+        for as_arrays in (True, False):
+            packed.PACK_AT = 3 * BLOCK if as_arrays else 1 << 40
+            logs = [StepLog(NUM_PAGES), StepLog(NUM_PAGES)]
+            for log, events in zip(logs, made_leaps(kinds), strict=True):
+                log.__dict__["_is_short"] = not as_arrays
+                for event in events:
+                    log.observe([event])
+            found = [
+                (
+                    [[list(map(int, column)) for column in part] for part in log.gap_numbers()],
+                    [[list(map(int, column)) for column in part] for part in log.used_over_time()],
+                    list(map(int, log.numbers["duration_ns"])),
+                    len(log),
+                    log.end_ns,
+                )
+                for log in logs
+            ]
+            assert found[0] == found[1]
+            packed.PACK_AT = 3 * BLOCK
+            for log in logs[:as_arrays]:
+                assert_gaps_are_narrowed(log)
+            if as_arrays:
+                for name, column in logs[1].columns.items():
+                    assert logs[0].columns[name].tolist() == column.tolist(), name
 
 
 class TestWeightedDistribution:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvarts.report.run_values import RunReport, Spread
+from kvarts.report.run_directory import RunReport, Spread
 from kvarts.report.words import UNCERTAIN, facts, opening
 
 ROOFLINE = {"model": "roofline", "llm": "qwen3-8b", "device": "h200", "tensor_parallel": 1}

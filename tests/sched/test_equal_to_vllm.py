@@ -12,8 +12,8 @@ from builders.vllm_python import vllm_environment, vllm_python
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "equal_to_vllm.py"
 EQUAL_ROWS = [
     *("full", "priority", "window", "chunk", "groups", "long-prefill", "watermark", "limited"),
-    *("aborts", "uncached"),
-    *("async", "async-stop", "async-priority", "async-window", "async-chunk", "async-groups"),
+    *("aborts", "groups-aborts", "uncached"),
+    *("async", "async-stop", "async-priority", "async-window", "async-chunk", "async-groups", "async-aborts"),
 ]
 
 

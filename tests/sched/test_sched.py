@@ -50,6 +50,8 @@ def test_the_wheel_knows_pages_and_ends(page_size: int, joins: list[tuple[int, i
         assert wheel.steps_to_finish() == min(num_left for _, _, num_left in left.values())
         due = [sum((computed + step) % page_size == 0 for _, computed, _ in left.values()) for step in range(num_steps)]
         assert wheel.pages_due_by_step(num_steps) == due
+        by_slot = wheel.pages_due_in(num_steps)
+        assert (len(by_slot), list(by_slot), by_slot.total) == (num_steps, due, sum(due))
         assert wheel.pages_due() == due[0]
         assert wheel.known_tokens == sum(computed + 1 for _, computed, _ in left.values())
         needing = [index for index, (_, computed, _) in left.items() if computed % page_size == 0]
@@ -174,7 +176,7 @@ def test_the_horizon_ends_before_a_page_is_missing() -> None:
         scheduler.add(request(index, 6, 9))
     run(scheduler, 1)
     assert scheduler.horizon(3) == 2
-    assert scheduler.advance(2).taken == [0, 0]
+    assert list(scheduler.advance(2).taken) == [0, 0]
     assert scheduler.commit_many(2, 3) == []
     assert scheduler.horizon(3) == 0
 

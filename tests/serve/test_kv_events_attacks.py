@@ -73,7 +73,7 @@ def test_replays_that_are_not_read_take_no_memory_and_keep_nothing_waiting(start
         with asking(replay_endpoint, NUM_UNREAD, (b"", start), times=times):
             time.sleep(0.5)
             for attempt in range(ATTEMPTS):
-                with waits_of(lambda: replayed(innocent)) as waits:
+                with waits_of(process, lambda: replayed(innocent)) as waits:
                     time.sleep(2.0)
                 if waits.p99_s <= MAX_P99_S:
                     break

@@ -16,8 +16,7 @@ from kvarts.proto.kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
 from kvarts.serve.messages import STATUSES
-from kvarts.session.runtime import SessionRuntime
-from kvarts.session.values import SessionSettings
+from kvarts.session.values import SessionRuntime, SessionSettings
 
 from builders.fake_runtime import BYTES_PER_TOKEN, EOS, VOCABULARY, FakeRuntime
 from builders.session_server import status_of, updates_of, with_server

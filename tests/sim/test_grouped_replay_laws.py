@@ -24,7 +24,11 @@ from oracles.parts import Part
 pytestmark = pytest.mark.laws
 
 
-@given(cases(max_requests=16) | cases(max_requests=16, limits=True), part_groups(), st.sampled_from(["all", "tails"]))
+@given(
+    cases(max_requests=16) | cases(max_requests=16, limits=True) | cases(max_requests=16, cancels=True),
+    part_groups(),
+    st.sampled_from(["all", "tails"]),
+)
 def test_every_step_and_every_part_is_as_in_the_naive_engine(
     case: Case, groups: tuple[PartGroup, ...], keeps: str
 ) -> None:
@@ -105,6 +109,12 @@ def test_requests_that_begin_to_decode_give_back_in_the_order_of_admission() -> 
     assert_grouped_as_in_naive(Case(rows, 1, 4, 8, 64, 8, "default", 1), (PartGroup(FULL, 1), WINDOW), "all")
 
 
+def test_one_who_gives_up_releases_what_its_window_has_passed_with_all_else() -> None:
+    """As in vLLM, where it would have released it at its next turn: so its last pages are evicted before that page."""
+    rows = [Row(0, [1, 0, 0, 0, 1], 5, 4, None, 0, None, 20), Row(50, [0, 0, 0, 1], 4, 5, None, 0, None, 20)]
+    assert_grouped_as_in_naive(Case(rows, 1, 1, 8, 64, 8, "default", 1), (PartGroup(FULL, 2), WINDOW), "all")
+
+
 def test_a_span_is_split_where_a_stream_has_evicted_what_comes_before() -> None:
     """Windows of one token: the run before the place of the split was evicted, and is still in the list of its span."""
     rows = [
@@ -124,7 +134,7 @@ def test_a_span_is_split_where_a_stream_has_evicted_what_comes_before() -> None:
     assert fast.to_json() == slow.to_json()
 
 
-@given(cases(max_requests=40), part_groups(), st.sampled_from(["all", "tails"]))
+@given(cases(max_requests=40) | cases(max_requests=40, cancels=True), part_groups(), st.sampled_from(["all", "tails"]))
 def test_fast_forward_equals_step_by_step(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
     """L5, of every group: also where requests come when others end, and replicas are looked at."""
     case.profile = "default"
@@ -137,7 +147,7 @@ def test_fast_forward_equals_step_by_step(case: Case, groups: tuple[PartGroup, .
             assert column.tobytes() == slow.steps[name].tobytes(), name
 
 
-@given(cases(max_requests=24), part_groups(), st.sampled_from(["all", "tails"]))
+@given(cases(max_requests=24) | cases(max_requests=24, cancels=True), part_groups(), st.sampled_from(["all", "tails"]))
 def test_who_reads_every_event_changes_nothing(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
     """L5, of two substrates: by runs of pages, in leaps; and page by page and step by step, for readers of details."""
     case.profile = "default"

@@ -193,7 +193,6 @@ class Auditor:
                 self._follow(event)
             except LedgerError as error:
                 self._find(str(error))
-        self._look_at_held()
         self._expect_nothing()
         if self._account is not None:
             self.compare(self._account())
@@ -234,11 +233,8 @@ class Auditor:
                 return
             case _:
                 self._expect_nothing()
-        match event:
-            case ChunkPlanned() | DraftJudged() | Finished() | Cancelled() | Preemption() | TransferEnded():
-                pass
-            case _:
-                self._look_at_held()
+        if isinstance(event, StepStarted | StepDone):
+            self._look_at_held()
         request = event.victim if isinstance(event, Preemption) else getattr(event, "request", None)
         if request in self._with_own_pages and not isinstance(event, Arrived):
             if isinstance(event, Finished | Cancelled):
@@ -288,6 +284,9 @@ class Auditor:
                     self._look()
                 self._finish(event.request)
             case Cancelled():
+                if self._plans_ahead:
+                    self._settle()
+                    self._look()
                 self._cancel(event.request)
             case PromptHeld():
                 self._hold(event.request)
@@ -770,6 +769,7 @@ class Auditor:
             known.is_cancelled = True  # a transfer still writes to its pages, or has just ended
             return
         self._completing = [other for other in self._completing if other != request]
+        self._ended = [other for other in self._ended if other != request]
         self._received.discard(request)
         self._copies = {copy: other for copy, other in self._copies.items() if other != request}
         known = self._requests.pop(request)

@@ -14,8 +14,8 @@ from kvarts.calibrate.measured import Measured, Series, load_measured, load_seri
 from kvarts.calibrate.run import CalibrationRun, RunOptions, load_runs
 from kvarts.calibrate.stepfit import StepFit, fit_steps, is_iteration_log, is_step_record, load_iterations, load_steps
 from kvarts.errors import ConfigError
-from kvarts.executor.constants import Constants, load_constants
 from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.roofline_settings import Constants, load_constants
 from kvarts.files import located
 from kvarts.limits import MOST_COUNT, check_whole
 from kvarts.settings import Given

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.errors import ConfigError
-from kvarts.executor.constants import COEFFICIENTS, Constants, shipped_constants
 from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.roofline_settings import COEFFICIENTS, Constants, shipped_constants
 
 __all__ = [
     "BOUNDS",

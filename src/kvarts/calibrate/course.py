@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from kvarts.calibrate.points import METRICS, Point
 from kvarts.errors import ConfigError
-from kvarts.executor.constants import COEFFICIENTS, LINKS
 from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.roofline_settings import COEFFICIENTS, LINKS
 from kvarts.executor.step_arrays import StepArrays
 from kvarts.report.requests import COMPLETED
 from kvarts.sched.plan import Batch

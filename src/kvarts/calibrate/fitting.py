@@ -34,8 +34,8 @@ from kvarts.calibrate.coefficients import (
 from kvarts.calibrate.comparison import Comparison
 from kvarts.calibrate.run import CalibrationRun, FittedRun
 from kvarts.errors import ConfigError
-from kvarts.executor.constants import Constants, Uncertainty
 from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.roofline_settings import Constants, Uncertainty
 
 __all__ = ["KNOWN", "Calibration", "OfRun", "Search", "calibrate_runs", "covariance_of", "most_replays"]
 

@@ -25,7 +25,7 @@ from kvarts.calibrate.coefficients import BOUNDS, needs_scipy
 from kvarts.calibrate.course import Course, Pricing, course_of, with_constants
 from kvarts.calibrate.points import METRICS, Point, load_points
 from kvarts.errors import ConfigError
-from kvarts.executor.constants import COEFFICIENTS, Constants, HeldOut, shipped_constants
+from kvarts.executor.roofline_settings import COEFFICIENTS, Constants, HeldOut, shipped_constants
 
 __all__ = [
     "HALVES",

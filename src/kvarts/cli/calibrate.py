@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -18,8 +18,10 @@ from kvarts.settings import Given, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 
 if TYPE_CHECKING:
+    from kvarts.calibrate.fitting import Calibration
     from kvarts.calibrate.run import CalibrationRun
     from kvarts.calibrate.shared import TableFit
+    from kvarts.calibrate.stepfit import StepFit
 
 __all__ = ["calibrate_command", "compare_command"]
 
@@ -126,7 +128,7 @@ def calibrate_command(
     if len(runs) == 1 and is_of_steps(runs[0]):
         of_requests = {"prompts": prompts, "series": series, "column": columns, "fit_on": fit_on, "prior": prior}
         _refuse("is for a run of requests, and RUN is one of steps", of_requests)
-        found = _fit_steps(runs[0], given)
+        found: Calibration | StepFit = _fit_steps(runs[0], given)
     else:
         from kvarts.calibrate.run import RunOptions, load_runs
 
@@ -138,17 +140,7 @@ def calibrate_command(
     _write(found, out, as_json=as_json)
 
 
-class _Found(Protocol):
-    """The result of a fit."""
-
-    def to_text(self) -> str: ...
-
-    def to_builtins(self) -> dict[str, Any]: ...
-
-    def to_toml(self) -> str: ...
-
-
-def _write(found: _Found, out: Path | None, *, as_json: bool) -> None:
+def _write(found: Calibration | StepFit | TableFit, out: Path | None, *, as_json: bool) -> None:
     """Print the result of a fit, and write the file that it produces."""
     if as_json and not is_standard_output(out):
         print_json(found.to_builtins())
@@ -168,7 +160,7 @@ def _refuse(why: str, values: dict[str, Any]) -> None:
 
 def _fit_points(points: Path, prior: Path | None, hold_out: str | None, out: Path | None) -> TableFit:
     from kvarts.calibrate.shared import fit_table
-    from kvarts.executor.constants import load_constants
+    from kvarts.executor.roofline_settings import load_constants
 
     if out is not None:
         check_writable(out)
@@ -194,7 +186,7 @@ def _columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
     return columns or None
 
 
-def _fit_requests(runs: list[CalibrationRun], seed: int, prior: Path | None) -> _Found:
+def _fit_requests(runs: list[CalibrationRun], seed: int, prior: Path | None) -> Calibration:
     import kvarts
 
     for run in runs:
@@ -204,7 +196,7 @@ def _fit_requests(runs: list[CalibrationRun], seed: int, prior: Path | None) -> 
         return kvarts.calibrate(runs, seed=seed, prior=prior, on_progress=progress.update)
 
 
-def _fit_steps(path: Path, given: Given) -> _Found:
+def _fit_steps(path: Path, given: Given) -> Calibration | StepFit:
     import kvarts
     from kvarts.executor.roofline import RooflineCost
 

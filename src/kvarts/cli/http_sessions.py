@@ -94,7 +94,7 @@ def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) 
     served = opened.served
 
     def open_now() -> Any:
-        from kvarts.openai_api.sessions.opening import open_own
+        from kvarts.openai_api.sessions.door import open_own
         from kvarts.session.values import SessionsConfig, SessionSettings
 
         memory, window, sink = (values[f"session_{name}"] for name in ("memory", "window", "sink"))
@@ -137,7 +137,7 @@ def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> lis
         return []
     need_http()
     from kvarts.openai_api.server import Address
-    from kvarts.openai_api.sessions.opening import open_beside, word_mock
+    from kvarts.openai_api.sessions.door import open_beside, word_mock
 
     host, colon, port = values["http"].rpartition(":")
     if not colon or not port.isdecimal():

@@ -62,7 +62,7 @@ def open_if_several(
             raise given.error(key, "is for one model", hint="Give it for each model: --model NAME=MODEL:cost=FILE.")
     if "eviction" in given:
         raise given.error("eviction", "is for one model")
-    from kvarts.openai_api.sharing.opening import open_several
+    from kvarts.openai_api.sharing.device import open_several
     from kvarts.sharing.config import resolve_shares
 
     config = resolve_shares(given, sections)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts import __version__
-from kvarts.cli.parts import CommandPart, RoomResults, load_parts
+from kvarts.cli.parts import CommandPart, Outputs, load_parts
 from kvarts.cli.process import Progress, print_bytes
 from kvarts.cli.table import render_advice, render_table
 from kvarts.errors import ConfigError
@@ -57,7 +57,7 @@ class ReplayFiles:
         self._reports = [path for path in (report_file,) if path is not None]
         self._requests = [path for path in (requests_file,) if path is not None]
         of_parts = [part.results(config, places, run_dir, model) for part in (load_parts() if parts is None else parts)]
-        self._more: list[RoomResults] = [results for results in of_parts if results is not None]
+        self._more: list[Outputs] = [results for results in of_parts if results is not None]
         pages = [path for path in (html_file,) if path is not None]
         for path in (*self._reports, *self._requests, *pages):
             check_writable(path)

@@ -14,12 +14,10 @@ import click
 from kvarts.settings import Given, Section
 
 if TYPE_CHECKING:
-    from kvarts.event_log import EventReader
-    from kvarts.report.report import Report
     from kvarts.sim.config import ReplayConfig
     from kvarts.traffic.trace import Trace
 
-__all__ = ["CommandPart", "Outputs", "ReplayRun", "RoomResults", "concern_parts", "load_parts"]
+__all__ = ["CommandPart", "Outputs", "ReplayRun", "concern_parts", "load_parts"]
 
 PARTS: tuple[str, ...] = (
     "fleet",
@@ -38,7 +36,7 @@ READ_BY_PARTS = ("--config", "--html", "--run-dir")
 
 
 class Outputs(Protocol):
-    """Destinations of the results of a replay."""
+    """Destinations of the results of a replay, or of a part's own results. The constructor checks its files."""
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -49,20 +47,6 @@ class Outputs(Protocol):
 
     def write(self, report: Any) -> None:
         """Write the report, and all files that are made from it."""
-
-
-class RoomResults(Protocol):
-    """Additional results of a replay of one model. The constructor checks its files."""
-
-    @property
-    def paths(self) -> Sequence[Path]:
-        """The files that options name."""
-
-    def observers(self) -> AbstractContextManager[Callable[[int], Sequence[EventReader]]]:
-        """Yield a function that returns the observers of a replica, for the time of the replay."""
-
-    def write(self, report: Report) -> None:
-        """Write the files that are made from the report."""
 
 
 class ReplayRun(Protocol):
@@ -110,7 +94,7 @@ class CommandPart:
 
     def results(
         self, config: ReplayConfig, places: Mapping[str, Any], run_dir: Path | None, model: str | None
-    ) -> RoomResults | None:
+    ) -> Outputs | None:
         """Return the results requested by the part's own options, in `places`, and by `run_dir`.
 
         Names of files include `model`, if given. Raises ConfigError and OutputError.

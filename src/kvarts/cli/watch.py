@@ -30,7 +30,7 @@ from kvarts.files import (
 
 if TYPE_CHECKING:
     from kvarts.connect.metrics import EngineSample
-    from kvarts.connect.watch import Watch
+    from kvarts.connect.watched import Watch
 
 __all__ = ["watch_command"]
 
@@ -127,7 +127,7 @@ def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any
     from kvarts.connect.journal import WatchedTimeline
     from kvarts.connect.metrics import Scraper
     from kvarts.connect.sockets import EngineStream
-    from kvarts.connect.watch import Watch
+    from kvarts.connect.watched import Watch
 
     stop = stack.enter_context(_signals())
     stream = EngineStream(endpoint, values["replay"], topic=values["topic"], binds=values["binds"])

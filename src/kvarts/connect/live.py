@@ -12,10 +12,10 @@ import msgspec
 
 from kvarts.connect.metrics import EngineSample
 from kvarts.errors import ConfigError
-from kvarts.report.live import EVERY_S, LiveEngine, LiveHistory, LiveMemory, LiveRow, live_headers, live_page
+from kvarts.report.page import EVERY_S, LiveEngine, LiveHistory, LiveMemory, LiveRow, live_headers, live_page
 
 if TYPE_CHECKING:
-    from kvarts.connect.watch import Watch
+    from kvarts.connect.watched import Watch
 
 __all__ = ["WatchedPage"]
 

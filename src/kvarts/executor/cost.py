@@ -17,7 +17,7 @@ import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.executor.base import CostModel, are_many, whole_ns
-from kvarts.executor.mocker_formula import mocker_decode_ns, mocker_step_ns
+from kvarts.executor.mocker_formula import MockerTimes, mocker_decode_ns, mocker_step_ns
 from kvarts.limits import LATEST_NS, MOST_MS, TooLateError, check_number
 from kvarts.sched.plan import Batch, Chunk
 
@@ -40,6 +40,10 @@ class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polyno
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
         """Return the durations of `num_steps` steps of decodes."""
         return mocker_decode_ns(num_decodes, known_tokens, pool_tokens, num_steps)
+
+    def decode_times(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> MockerTimes:
+        """Return the durations of `num_steps` steps of decodes by their rule, without a list of them."""
+        return MockerTimes(num_decodes, known_tokens, pool_tokens, num_steps)
 
 
 class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", tag="linear"):

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from kvarts.errors import ConfigError, InputError, parts_of
-from kvarts.executor.constants import Uncertainty
 from kvarts.executor.cost import LinearCost, PolynomialCost
 from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.roofline_settings import Uncertainty
 from kvarts.files import read_toml
 from kvarts.limits import brief
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 from mypy_extensions import i64
 
+from kvarts.columns import Column
+from kvarts.events import PerStep
 from kvarts.executor.base import are_many, whole_ns
+from kvarts.executor.simulated import LeapTimes
 from kvarts.sched.plan import Batch
 
-__all__ = ["mocker_decode_ns", "mocker_step_ns"]
+__all__ = ["MockerTimes", "mocker_decode_ns", "mocker_step_ns"]
 
 IS_COMPILED: Final = not __file__.endswith(".py")
+TO_WHOLE: Final = 4503599627370496.0
+"""2**52: the last bit of a sum with it is that of 1, so it rounds half to even, as `round` does."""
+MOST_WHOLE: Final = 2251799813685248.0
+"""2**51: below it, `TO_WHOLE` rounds."""
+FAR_NS: Final = 1e300
 
 
 def mocker_step_ns(batch: Batch) -> int:
@@ -36,14 +45,19 @@ def mocker_step_ns(batch: Batch) -> int:
     if num_prefills:
         t = num_prefills * (after // num_prefills - before // num_prefills)
         if t:
-            duration_ns = round((4.209989e-7 * t * t + 1.518344e-2 * t + 16.50142) * 1e6)
+            duration_ns = _rounded((4.209989e-7 * t * t + 1.518344e-2 * t + 16.50142) * 1e6)
     if num_decodes:
         u = known_tokens / batch.pool_tokens
         if u > 1.0:
             u = 1.0
         # At least 5.74 for every u in [0, 1], so the floor of 1 ms is out of reach.
-        duration_ns += round((-25.74 * u * u + 54.01 * u + 5.74) * 1e6)
+        duration_ns += _rounded((-25.74 * u * u + 54.01 * u + 5.74) * 1e6)
     return duration_ns
+
+
+def _rounded(ns: float) -> int:
+    """Return the result of `round`."""
+    return int((ns + TO_WHOLE) - TO_WHOLE) if ns < MOST_WHOLE else round(ns)
 
 
 def mocker_decode_ns(num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
@@ -67,16 +81,23 @@ def mocker_decode_ns(num_decodes: int, known_tokens: int, pool_tokens: int, num_
         return durations
     import numpy as np
 
-    # In place, and in the order of the loop above, so that both round identically.
-    use = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) / pool_tokens
+    return whole_ns(_many_ns(np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes), pool_tokens))
+
+
+def _many_ns(known_tokens: Column, pool_tokens: int) -> Column:
+    """Return the durations, before they are rounded, of steps of decodes that know so many tokens in total."""
+    import numpy as np
+
+    # In place, and in the order of the loops, so that all round identically.
+    use = known_tokens / pool_tokens
     np.minimum(use, 1.0, out=use)
-    ms = -25.74 * use
+    ms: Column = -25.74 * use
     ms *= use
     use *= 54.01
     ms += use
     ms += 5.74
     ms *= 1e6
-    return whole_ns(ms)
+    return ms
 
 
 def _one_by_one_ns(num_decodes: i64, known_tokens: i64, pool_tokens: i64, num_steps: i64) -> list[int]:
@@ -97,3 +118,86 @@ def _one_by_one_ns(num_decodes: i64, known_tokens: i64, pool_tokens: i64, num_st
             whole += 1
         durations.append(whole)
     return durations
+
+
+class MockerTimes(LeapTimes):
+    """The durations of steps of decodes by the formula, without a list: each is computed when it is read.
+
+    In the first step, the `num_decodes` decodes know `known_tokens` tokens in total, and that many more in each later
+    step.
+    """
+
+    __slots__ = ("known_tokens", "num_decodes", "pool_tokens")
+
+    def __init__(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> None:
+        super().__init__([])
+        self.num_decodes = num_decodes
+        self.known_tokens = known_tokens
+        self.pool_tokens = pool_tokens
+        self._take(num_steps, FAR_NS)
+
+    def _take(self, num_steps: int, within_ns: float) -> None:
+        """Have `num_steps` steps, or fewer: all but the first start before `within_ns`."""
+        if not IS_COMPILED and are_many(num_steps):
+            self._take_many(num_steps, within_ns)
+            return
+        capacity, known, more = float(self.pool_tokens), float(self.known_tokens), float(self.num_decodes)
+        most: i64 = num_steps
+        step: i64 = 0
+        total_ns = whole_ns = 0.0  # whole numbers below 2**53, so their sum is exact
+        while step < most:
+            u = known / capacity
+            known += more
+            if u > 1.0:
+                u = 1.0
+            whole_ns = ((-25.74 * u * u + 54.01 * u + 5.74) * 1e6 + TO_WHOLE) - TO_WHOLE
+            total_ns += whole_ns
+            step += 1
+            if total_ns >= within_ns:
+                break
+        self.num_steps = int(step)
+        self.total_ns = int(total_ns)
+        self.last_ns = int(whole_ns)
+
+    def _take_many(self, num_steps: int, within_ns: float) -> None:
+        import numpy as np
+
+        known = np.arange(self.known_tokens, self.known_tokens + num_steps * self.num_decodes, self.num_decodes)
+        durations_ns = self.of_steps_ns(known)
+        ends_ns = np.cumsum(durations_ns)
+        last = num_steps - 1
+        if within_ns < FAR_NS:
+            last = min(last, int(np.searchsorted(ends_ns, within_ns)))
+        self.num_steps = last + 1
+        self.total_ns = int(ends_ns[last])
+        self.last_ns = int(durations_ns[last])
+
+    def end_before(self, within_ns: int) -> None:
+        """Drop all steps but the first that start `within_ns` or more after the start of the first."""
+        if self.total_ns - self.last_ns >= within_ns:
+            self._take(self.num_steps, float(within_ns))
+
+    def keep(self, num_steps: int) -> None:
+        """Drop all steps after the first `num_steps`."""
+        if num_steps < self.num_steps:
+            self._take(num_steps, FAR_NS)
+
+    @property
+    def for_event(self) -> PerStep:
+        """The rule, which an event has in place of a list."""
+        return self
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.listed_ns(self.num_decodes, self.known_tokens, self.num_steps))
+
+    def listed_ns(self, num_decodes: int, known_tokens: int, num_steps: int) -> list[int]:
+        """Return the durations of any steps of decodes of this engine."""
+        return mocker_decode_ns(num_decodes, known_tokens, self.pool_tokens, num_steps)
+
+    def of_steps_ns(self, known_tokens: Column) -> Column:
+        """Return the durations of steps of this engine in which the decodes know so many tokens in total."""
+        import numpy as np
+
+        ns = _many_ns(known_tokens, self.pool_tokens)
+        whole: Column = np.rint(ns, out=ns).astype(np.int64)
+        return whole

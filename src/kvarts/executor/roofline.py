@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvarts.executor.constants import COEFFICIENTS, LINKS, HeldOut, shipped_constants
-from kvarts.executor.roofline_settings import SHARES, RooflineSettings
+from kvarts.executor.roofline_settings import COEFFICIENTS, LINKS, SHARES, HeldOut, RooflineSettings, shipped_constants
 from kvarts.executor.step_parts import StepParts, format_of
 from kvarts.sched.plan import Batch
 
@@ -37,7 +36,7 @@ class RooflineCost(RooflineSettings, frozen=True, kw_only=True, tag_field="model
     three depend on the kind of link. `step_us`: constant time per step, in microseconds; `layer_us`: per layer;
     `expert_layer_us`: extra per layer with experts; `sparse_layer_us`: extra per layer with an indexer of sparse
     attention; `quantize_us`: extra per matrix whose input is quantized in blocks; `sequence_us`: per sequence. The
-    defaults are the constants that ship (constants.py); `kvarts calibrate` fits them.
+    defaults are the constants that ship (`roofline_settings.py`); `kvarts calibrate` fits them.
 
     Arithmetic: 2 operations per token and matrix element; attention: 4 per token, head, element of the head and token
     attended to; the output head is computed only for sequences that sample. With E experts and k per token, T tokens

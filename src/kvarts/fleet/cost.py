@@ -17,6 +17,7 @@ class DecodeOnly:
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self.decode_ns = cost.decode_ns
+        self.decode_times = getattr(cost, "decode_times", None)
 
     def step_ns(self, batch: Batch) -> int:
         """Return the duration of a step."""

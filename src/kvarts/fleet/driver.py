@@ -83,14 +83,16 @@ class FleetDriver(Moves):
         """Times at which clients give up, with the requests' indices; entries of ended requests are skipped."""
         self._interrupted: list[Worker] = []
         """Workers whose step has ended now and that have interrupts to run, or lose their requests."""
-        self._starting_rank = 0
-        """The rank of the worker that starts a step."""
+        self._starting_rank = -1
+        """The rank of the worker that starts a step; -1 while none does."""
         self.under_way: dict[int, Handoff] | None = None
         """Requests that have arrived, by index, for a caller that removes those that have ended."""
         self._caught_up: list[Worker] = []
         """Workers that have become idle while others start their steps."""
         if store is not None:
             store.store.before_removal = self._catch_up
+        if peers is not None:
+            peers.memory.before_change = self._count_leap
 
     def run(self) -> None:
         """Run until every request has ended."""
@@ -326,12 +328,24 @@ class FleetDriver(Moves):
             for other in self._caught_up:
                 heappush(roused, (other.rank, other.index))
             self._caught_up.clear()
+        self._starting_rank = -1
 
     def _catch_up(self, index: int) -> None:
         """Cut a leap of a worker, so that its events precede those of the worker that starts a step now."""
         worker = self.workers[index]
-        if worker.engine.log.tell_details is None:
-            return  # no reader of page events
+        if worker.engine.log.tell_details is not None:  # it has readers of page events
+            self._cut_leap(worker)
+
+    def _count_leap(self, index: int) -> None:
+        """End a leap of a worker before its host memory changes: the rows of its steps count what is used there."""
+        worker = self.workers[index]
+        if worker.end_ns == self.now_ns:
+            worker.count_leap()  # it is about to be finished
+        else:
+            self._cut_leap(worker)
+
+    def _cut_leap(self, worker: Worker) -> None:
+        """Cut a leap of `worker` before the steps that start after what happens now."""
         starts_first = worker.rank < self._starting_rank
         end_ns = worker.end_ns
         if not self._is_busy(worker, self.now_ns + starts_first) and end_ns != NEVER_NS:

@@ -96,7 +96,12 @@ class SharedPages(Protocol):
 
 
 class ReadMemory(Protocol):
-    """The host memory of workers, from which others read."""
+    """The host memory of workers, from which others read.
+
+    `before_change`: called with a worker before anything is pinned or released there for others.
+    """
+
+    before_change: Callable[[int], object] | None
 
     def leave(self, worker: int) -> bool:
         """Stop reading from `worker`, which was removed; return whether it was still registered."""

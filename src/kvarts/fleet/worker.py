@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvarts.events import Blocked
+from kvarts.executor.simulated import LeapTimes
 from kvarts.fleet.handoff import Handoff
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request, RequestState
@@ -74,7 +75,8 @@ class Worker:
         self._plans_idle = replica.scheduler.plans_idle or replica.plans_ahead
         self._must_plan = False
         """Whether transfers have ended since the last step: the next one may have to store something."""
-        self._durations_ns: list[int] = []
+        self._times: LeapTimes | None = None
+        """The durations of the leap under way; None if it has been carried out, or a step is under way."""
         self._start_ns = 0
         self._num_wanted = 16
 
@@ -97,13 +99,12 @@ class Worker:
         if self._leaps and not (others_join or must_plan or self._attempts_next()):
             num_steps = min(scheduler.horizon(now_ns), scheduler.cache.most_certain_steps, self._num_wanted)
             if num_steps > 1:
-                durations_ns = replica.decode_ns(now_ns, num_steps)
-                end_ns = now_ns + sum(durations_ns)
-                while tiers is not None and len(durations_ns) > 1 and end_ns - durations_ns[-1] >= tiers.next_ns:
-                    end_ns -= durations_ns.pop()
-                self._durations_ns = durations_ns
+                times = replica.decode_times(now_ns, num_steps)
+                if tiers is not None:
+                    times.end_before(tiers.next_ns - now_ns)
+                self._times = times
                 self._start_ns = now_ns
-                self.end_ns = end_ns
+                self.end_ns = now_ns + times.total_ns
                 if self.end_ns > LATEST_NS:
                     raise TooLateError
                 return True
@@ -169,32 +170,32 @@ class Worker:
 
         If the step ends exactly at `now_ns`, it is finished and the worker becomes idle.
         """
-        durations_ns = self._durations_ns
-        if not durations_ns:
+        times = self._times
+        if times is None:
             return self.end_ns != NEVER_NS
-        end_ns, num_steps = self._start_ns, 0
-        while end_ns < now_ns or not num_steps:
-            end_ns += durations_ns[num_steps]
-            num_steps += 1
-        self._num_wanted = num_steps + 16
-        del durations_ns[num_steps:]
-        self.end_ns = end_ns
-        self._do_leap()
+        times.end_before(now_ns - self._start_ns)
+        self._num_wanted = times.num_steps + 16
+        end_ns = self.end_ns = self._start_ns + times.total_ns
+        self._do_leap(times)
         if end_ns > now_ns:
             return True
         assert not self.finish(), "a request ended before the end of steps that were alike"
         return False
 
-    def _do_leap(self) -> None:
-        durations_ns, self._durations_ns = self._durations_ns, []
-        if durations_ns:
-            self.replica.leap(self._start_ns, durations_ns, self.end_ns)
+    def count_leap(self) -> None:
+        """Do the leap under way, if there is one, with what is below the device now."""
+        if self._times is not None:
+            self._do_leap(self._times)
+
+    def _do_leap(self, times: LeapTimes) -> None:
+        self._times = None
+        self.replica.leap(self._start_ns, times)
 
     def finish(self) -> list[Request]:
         """End the step or leap under way; return the requests that ended here or are held, in admission order."""
-        if self._durations_ns:
+        if self._times is not None:
             self._num_wanted += self._num_wanted
-            self._do_leap()
+            self._do_leap(self._times)
         self.end_ns = NEVER_NS
         return self.replica.finish()
 

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
-from kvarts.events import PagesPinned, PagesReserved, PagesUnpinned, PartsMoved
+from kvarts.events import PagesPinned, PagesReserved, PagesUnpinned, PartsMoved, PerStep
 from kvarts.kv.eviction import HeldPages, Path
 from kvarts.kv.pool import PageError, PageId, Pool
 
@@ -67,7 +67,7 @@ class Leap:
 
     __slots__ = ("parts", "taken")
 
-    def __init__(self, taken: list[int], parts: PartsMoved | None = None) -> None:
+    def __init__(self, taken: PerStep, parts: PartsMoved | None = None) -> None:
         self.taken = taken
         self.parts = parts
 

@@ -93,8 +93,6 @@ class Decodes:
         self.filling: list[list[RunHolding]] = [[] for _ in range(page_size)]
         self.num_filling = 0
         self._account = account
-        self.has_ended = False
-        """Whether decodes have already made their releases of the end of the current step."""
         self._last_turns = Turns()
         self.keeps_all = memory.keeps == "all"
         """Whether all released parts are listed."""
@@ -275,9 +273,6 @@ class Decodes:
 
     def end_step(self) -> None:
         """Let decodes release the parts that none of their later tokens attends to, in the order of admission."""
-        if self.has_ended:
-            self.has_ended = False
-            return
         if not self.bounded:
             self.step += 1
             return
@@ -310,7 +305,6 @@ class Decodes:
 
     def put_off(self, holdings: Sequence[RunHolding]) -> None:
         """End the step; `holdings`, all decodes that would release something, do so when they are settled."""
-        assert not self.has_ended
         for holding in holdings:
             self.stop_all(holding)
         self.odd_now()  # drops the expected odd releases of `holdings`
@@ -339,25 +333,21 @@ class Decodes:
         """Do up to `most_steps` steps; the first fits. The last is under way, and `end_step` must follow.
 
         It is one after which decodes lack memory before they release any; or, if a request waits for `wanted_bytes`,
-        one after which these are free when decodes have taken their pages, or a page becomes findable that the request
-        may find.
+        one after which these may be free when decodes have taken their pages, or a page becomes findable that the
+        request may find.
         """
         account = self._account
         assert account.shared is None, "what other models do between steps is not known"
         done = self._do(self.steps_to_odd(most_steps), wanted_bytes)
-        while (
-            len(done.taken) < most_steps and self.is_odd and not (account.wants is not None and account.wants.has_work)
-        ):
+        # A waiting request examines what odd releases free: it ends the leap, and may be given up before they happen.
+        while len(done.taken) < most_steps and self.is_odd and not wanted_bytes:
+            if account.wants is not None and account.wants.has_work:
+                break
             slot = (self.step + 1) % self.page_size
-            kept_bytes = account.promised_bytes + self.num_due[slot] * account.page_bytes
-            if kept_bytes > account.free_bytes:
+            if account.promised_bytes + self.num_due[slot] * account.page_bytes > account.free_bytes:
                 break
-            # Odd releases are made now, although the step may be the last one.
             self._end_odd(done)
-            if wanted_bytes and (wanted_bytes <= account.free_bytes - kept_bytes or self.filling[slot]):
-                self.has_ended = True
-                break
-            done.add(self._do(self.steps_to_odd(most_steps - len(done.taken)), wanted_bytes))
+            done.add(self._do(self.steps_to_odd(most_steps - len(done.taken)), 0))
         return done
 
     def _end_odd(self, done: RunLeap) -> None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Lock, Thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvarts.clock import Clock
 from kvarts.config import EngineConfig
@@ -353,12 +353,6 @@ def _tell_failure(listener: Listener, index: int, error: Exception) -> None:
         listener.fail(failed)
 
 
-class _Outcome(Protocol):
-    def set_result(self, result: Any, /) -> None: ...
-
-    def set_exception(self, error: BaseException, /) -> None: ...
-
-
 class _Failures:
     """The outcome of a task that starts a request: passes its failure to the listener."""
 
@@ -377,7 +371,9 @@ class _Failures:
 class _Task:
     """A function to run between steps, and the receiver of its result."""
 
-    def __init__(self, function: Callable[[LLMEngine], Any], outcome: _Outcome) -> None:
+    def __init__(
+        self, function: Callable[[LLMEngine], Any], outcome: Future[Any] | _Failures | _StreamListener
+    ) -> None:
         self.function = function
         self._outcome = outcome
 

@@ -317,7 +317,12 @@ class PartTier(RunAccount):
                 self._touch(last, index, 0, min(sink, end))
 
     def _touch(self, span: Span | None, index: int, start: int, end: int) -> None:
-        """Make pages [start, end) of a group, in `span` and before it, the most recently used, the deepest least so."""
+        """Make pages [start, end) of a group, in `span` and before it, the most recently used, the deepest least so.
+
+        There may be none: a window may begin behind the pages that are known.
+        """
+        if start >= end:
+            return
         place = self._here + index
         before: PartRun | None = None
         while span is not None and span.end > start:

@@ -102,18 +102,19 @@ class PeerPartsView(PartTier):
     def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunHolding:
         """Pin runs in `pieces`, see RunMatch, of the engine that was asked; they keep their places there."""
         asked = self._peers.tiers.get(self.asked)
-        if asked is None:
+        if asked is None or not any(asked.has(run) for of_group in pieces for run, _, _ in of_group):
             return holding_of_transfer(len(self.groups))
+        self._peers.will_change(self.asked)
         pin = asked.pin(pieces)
-        if any(pin.held):
-            self._reads[pin] = PartsRead(self.asked, asked)
-            asked.guests[pin] = None
+        self._reads[pin] = PartsRead(self.asked, asked)
+        asked.guests[pin] = None
         return pin
 
     def unpin(self, pin: RunHolding) -> None:
         """End a pin. It is not a use of its runs."""
         read = self._reads.pop(pin, None)
         if read is not None:
+            self._peers.will_change(read.source)
             del read.tier.guests[pin]
             read.tier.unpin(pin)
 
@@ -121,6 +122,7 @@ class PeerPartsView(PartTier):
         """End a pin of all parts before `page`."""
         read = self._reads.get(pin)
         if read is not None:
+            self._peers.will_change(read.source)
             read.tier.unpin_before(pin, page)
 
     def begin_load(self, pin: RunHolding) -> None:

@@ -70,7 +70,8 @@ ViewT = TypeVar("ViewT", bound=ReadingView)
 class Peers(Generic[HostT, ViewT]):
     """The host memory of all engines. `links`: carry it, in pages, or blocks of parts, of `unit_bytes` bytes each.
 
-    Alone, a transfer takes `latency_ms` and has `bytes_per_s`.
+    Alone, a transfer takes `latency_ms` and has `bytes_per_s`. `before_change`: called with an engine before anything
+    is pinned or released there for others.
     """
 
     def __init__(self, unit_bytes: int, links: LinksToPeers, *, latency_ms: float, bytes_per_s: float) -> None:
@@ -81,6 +82,12 @@ class Peers(Generic[HostT, ViewT]):
         self.tiers: dict[int, HostT] = {}
         """The host memory of each engine that has any."""
         self.views: dict[int, ViewT] = {}
+        self.before_change: Callable[[int], object] | None = None
+
+    def will_change(self, source: int) -> None:
+        """Note that what others read from engine `source` is about to be pinned or released there."""
+        if self.before_change is not None:
+            self.before_change(source)
 
     def open_view(self, worker: int, memory: GroupMemory | None, page_size: int) -> ViewT:
         """Return the memory of the others as a tier of `worker`. `memory`: the KV groups of its device."""
@@ -191,6 +198,7 @@ class PeerView(MemoryTier):
                 most, found, self.asked = num_pages, tier, source
         if found is None:
             return 0
+        self._memory.will_change(self.asked)
         run = found.index.pin_stored(content, start, start + most)
         assert run is not None
         found.num_guests += 1
@@ -199,10 +207,12 @@ class PeerView(MemoryTier):
 
     def forget(self, holder: int) -> None:
         """End the pin of `lookup` for `holder`, if there is one."""
-        read = self._pins.get(holder)
-        if read is not None:
+        pin = self._pins.get(holder)
+        if pin is not None:
+            read = _source_of(pin)
+            self._memory.will_change(read.source)
             super().forget(holder)
-            _source_of(read).tier.num_guests -= 1
+            read.tier.num_guests -= 1
 
     def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
         """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`."""
@@ -213,9 +223,10 @@ class PeerView(MemoryTier):
 
     def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
         """End a load; return False if it had ended before. Pages that did not arrive are still where they were."""
+        read = _source_of(load.ticket)
+        self._memory.will_change(read.source)
         is_first = super().complete_load(load)
         if is_first:
-            read = _source_of(load.ticket)
             read.tier.num_guests -= 1
             self._num_moving -= load.num_pages
             if num_good_pages is None or num_good_pages == load.num_pages:

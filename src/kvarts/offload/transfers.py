@@ -171,6 +171,11 @@ class Transfers:
         end_ns = max(map(self._end_ns, self._used))
         return max(duration_ns, end_ns - now_ns - (-duration_ns // self._weigher.num_layers))
 
+    @property
+    def slows_down(self) -> bool:
+        """Whether copies slow steps down."""
+        return bool(self._slow)
+
     def steps_ns(self, now_ns: int, durations_ns: list[int]) -> list[int]:
         """Return the durations of steps from `now_ns` on that would take these without copies.
 

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvarts.llm.text import Completion
-from kvarts.llm.token_bytes import TextOffsets
+from kvarts.llm.text import Completion, TextOffsets
 from kvarts.openai_api.answer import Choice, TokenLogprob
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.http import new_id

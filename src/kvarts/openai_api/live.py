@@ -20,7 +20,7 @@ from kvarts.openai_api.meter import BucketCounts
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Served
 from kvarts.owners import Owner
-from kvarts.report.live import (
+from kvarts.report.page import (
     EVERY_S,
     LiveEngine,
     LiveHistory,

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvarts.limits import MOST_COUNT
-from kvarts.llm.token_bytes import TextOffsets, TokenBytes
+from kvarts.llm.text import TextOffsets, TokenBytes
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.tool_calls import FORMATS, CallFormat, call_text, format_named
 from kvarts.openai_api.words import MAX_CHARS_PER_WORD, WordTokenizer

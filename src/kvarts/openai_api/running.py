@@ -144,11 +144,11 @@ class RunningServer:
                 watcher=self._seen,
             )
         else:
-            open_several = from_room("openai_api.sharing.opening", "open_several", field="several")
+            open_several = from_room("openai_api.sharing.device", "open_several", field="several")
             self.opened = open_several(options.several, door, speedup=options.speedup, watcher=self._seen)
             self.model = self.opened.served.names[0]
         if options.sessions is not None:
-            open_own = from_room("openai_api.sessions.opening", "open_own", field="sessions")
+            open_own = from_room("openai_api.sessions.door", "open_own", field="sessions")
             self.opened.served.sessions = open_own(self.opened.served, options.sessions)
         self.config: EngineConfig = self.opened.served.host.config
         self._excused: set[str] = set()

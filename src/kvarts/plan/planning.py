@@ -10,11 +10,10 @@ import msgspec
 from kvarts.combines import check_combination
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.plan.cache import CachePlan
+from kvarts.plan.cache import CachePlan, PricedTier, TiersPlan, best_buy, prefill_s_per_token
 from kvarts.plan.commands import CommandLines
 from kvarts.plan.latency import LatencyPlan
 from kvarts.plan.tables import lead
-from kvarts.plan.tiers import PricedTier, TiersPlan, best_buy, prefill_s_per_token
 from kvarts.report.advice import as_size
 from kvarts.settings import SettingError
 from kvarts.sim.replay import replay_one, trace_of

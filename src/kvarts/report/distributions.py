@@ -7,19 +7,29 @@ two.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import fsum
+from typing import NamedTuple
 
 from kvarts.columns import Column
 from kvarts.few import Numbers, arrays_pay
 
-__all__ = ["NS_PER_MS", "Distribution", "distribution_ms", "dot", "weighted_distribution_ms"]
+__all__ = [
+    "NOTHING",
+    "NS_PER_MS",
+    "Distribution",
+    "Extent",
+    "Ranges",
+    "distribution_ms",
+    "dot",
+    "weighted_distribution_ms",
+]
 
 NS_PER_MS = 1e6
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
-MOST_SORTED = 1 << 20
+MOST_SORTED = 1 << 16
 """More values than this are not held in memory: percentiles are searched in several passes."""
 NUM_BINS = 1 << 16
 
@@ -27,6 +37,19 @@ Distribution = dict[str, float | None]
 _NOTHING: Distribution = dict.fromkeys(("mean", *PERCENTILES, "max"))
 
 Parts = Iterable[tuple[Numbers, Numbers]]
+Ranges = Sequence[tuple[int, int]]
+
+
+class Extent(NamedTuple):
+    """The number of times, each as often as its weight says, their sum, and the least and the largest of them."""
+
+    num_values: int
+    total_ns: int
+    lowest_ns: int
+    highest_ns: int
+
+
+NOTHING = Extent(0, 0, (1 << 63) - 1, -(1 << 63))
 
 
 def distribution_ms(values_ns: Numbers) -> Distribution:
@@ -41,11 +64,18 @@ def distribution_ms(values_ns: Numbers) -> Distribution:
     return _named(mean, [int(ordered[rank]) for rank in _ranks(count)])
 
 
-def weighted_distribution_ms(parts: Callable[[], Parts], *, most_sorted: int = MOST_SORTED) -> Distribution:
+def weighted_distribution_ms(
+    parts: Callable[[], Parts],
+    *,
+    within: Callable[[Ranges], Parts] | None = None,
+    extent: Extent | None = None,
+    most_sorted: int = MOST_SORTED,
+) -> Distribution:
     """Return mean, percentiles and maximum in milliseconds of weighted times in ns. A weight is a count.
 
     `parts` returns the times and their weights, shape [n] each, in batches; it is called several times and returns the
-    same each time. At most `most_sorted` of them are held in memory.
+    same each time. At most `most_sorted` of them are held in memory. `within` returns all times in some ranges [low,
+    high), and may return others. `extent`: of all times, if that is known without a pass over them.
     """
     held: list[tuple[Column, Column]] = []
     num_values = 0
@@ -53,7 +83,7 @@ def weighted_distribution_ms(parts: Callable[[], Parts], *, most_sorted: int = M
         num_values += len(part[0])
         if num_values > most_sorted:
             del held
-            return _searched(parts)
+            return _searched(parts, within or (lambda _: parts()), extent or _extent(parts))
         held.append(part)
     return _sorted(held) if arrays_pay(num_values) else _sorted_few(held)
 
@@ -111,32 +141,38 @@ def _sorted(parts: list[tuple[Column, Column]]) -> Distribution:
     return _named(total_ns / count, found)
 
 
-def _searched(parts: Callable[[], Parts]) -> Distribution:
-    """Return the distribution of weighted values that do not fit in memory, in passes over all of them."""
-    import numpy as np
-
+def _extent(parts: Callable[[], Parts]) -> Extent:
     count = total_ns = 0
-    lowest, highest = np.iinfo(np.int64).max, np.iinfo(np.int64).min
+    _, _, lowest, highest = NOTHING
     for values_ns, weights in parts():
         counted = values_ns[weights > 0]
         if len(counted):
             count += int(weights.sum())
             total_ns += dot(weights, values_ns)
             lowest, highest = min(lowest, int(counted.min())), max(highest, int(counted.max()))
+    return Extent(count, total_ns, lowest, highest)
+
+
+def _searched(parts: Callable[[], Parts], within: Callable[[Ranges], Parts], extent: Extent) -> Distribution:
+    """Return the distribution of weighted values that do not fit in memory, in passes over them."""
+    count, total_ns, lowest, highest = extent
     if not count:
         return _NOTHING.copy()
-    return _named(total_ns / count, _searched_at(parts, _ranks(count), lowest, highest + 1))
+    return _named(total_ns / count, _searched_at(parts, within, _ranks(count), lowest, highest + 1))
 
 
-def _searched_at(parts: Callable[[], Parts], ranks: list[int], low: int, high: int) -> list[int]:
+def _searched_at(
+    parts: Callable[[], Parts], within: Callable[[Ranges], Parts], ranks: list[int], low: int, high: int
+) -> list[int]:
     """Return the values at `ranks` among values in [low, high).
 
     Each pass counts values in bins of the ranges under search, and narrows each search to one bin.
     """
+    whole = {(low, high)}
     searches = [_Search(rank, low, high) for rank in ranks]
     while wanted := {search.range for search in searches if not search.is_done}:
         bins = {each: _Bins(*each) for each in sorted(wanted)}
-        for values_ns, weights in parts():
+        for values_ns, weights in parts() if wanted == whole else within(sorted(wanted)):
             for each in bins.values():
                 each.count(values_ns, weights)
         for search in searches:
@@ -159,9 +195,12 @@ class _Bins:
         import numpy as np
 
         is_in = (values_ns >= self.low) & (values_ns < self.high)
-        if is_in.any():
-            places = (values_ns[is_in] - self.low) // self.width
-            self._counts += np.bincount(places, weights=weights[is_in], minlength=NUM_BINS).astype(np.int64)
+        if not is_in.any():
+            return
+        if not is_in.all():
+            values_ns, weights = values_ns[is_in], weights[is_in]
+        places = (values_ns - self.low) // self.width
+        self._counts += np.bincount(places, weights=weights, minlength=NUM_BINS).astype(np.int64)
 
     @cached_property
     def ends(self) -> Column:

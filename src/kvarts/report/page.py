@@ -1,15 +1,34 @@
-"""A self-contained page of HTML: a template whose marks are replaced by scripts, styles and data."""
+"""Pages of HTML: self-contained ones, filled from a template, and the live page of an engine with its data."""
 
 from __future__ import annotations
 
+from base64 import b64encode
+from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import cache
+from hashlib import sha256
 from html import escape
 from importlib.resources import files
+from time import monotonic
 from typing import Any
 
 import msgspec
 
-__all__ = ["fill_page", "table_html"]
+__all__ = [
+    "LiveEngine",
+    "LiveHistory",
+    "LiveHolder",
+    "LiveMemory",
+    "LiveRow",
+    "fill_page",
+    "live_headers",
+    "live_page",
+    "table_html",
+]
+
+EVERY_S = 1.0
+MOST_ROWS = 600
+"""Rows of the history: ten minutes."""
 
 
 def fill_page(template: str, parts: Mapping[str, str], data: Any) -> bytes:
@@ -52,3 +71,115 @@ def table_html(title: str, paragraphs: Sequence[str], heads: Sequence[str], rows
         cells = (f'<td style="{style}">{escape(cell)}</td>' for style, cell in zip(shown, row, strict=True))
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return "\n".join([*lines, "</tbody>", "</table>"])
+
+
+class LiveRow(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """One second of an engine; None for what is not known. Tokens and preemptions are those of the second.
+
+    `t_s`: seconds since the start of the history. `used`, `cached`: blocks of the device. `first_ms`, `next_ms`: time
+    to first token and inter-token latency, the median and the 99th percentile, or the mean twice.
+    """
+
+    t_s: float
+    used: int | None = None
+    cached: int | None = None
+    running: int | None = None
+    waiting: int | None = None
+    prompt_tokens: int | None = None
+    hit_tokens: int | None = None
+    tokens: int | None = None
+    preemptions: int | None = None
+    first_ms: tuple[float, float] | None = None
+    next_ms: tuple[float, float] | None = None
+
+
+class LiveHistory:
+    """The rows of the last ten minutes of one engine."""
+
+    def __init__(self) -> None:
+        self._rows: deque[LiveRow] = deque(maxlen=MOST_ROWS)
+        self._start_s = monotonic()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the start."""
+        return round(monotonic() - self._start_s, 3)
+
+    def add(self, row: LiveRow) -> None:
+        """Add a row, which is later than all before."""
+        self._rows.append(row)
+
+    def since(self, t_s: float) -> list[LiveRow]:
+        """Return the rows after `t_s`."""
+        return [row for row in self._rows.copy() if row.t_s > t_s]
+
+
+class LiveMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of one memory. `total`: None if unknown. `reserved`: used by sessions while no request runs."""
+
+    name: str
+    unit: str = "pages"
+    total: int | None = None
+    used: int = 0
+    cached: int = 0
+    reserved: int = 0
+
+
+class LiveHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """A request. `pages`: that it holds, `shared` of them found in the cache. `tokens`: generated so far."""
+
+    name: str
+    owner: str = ""
+    state: str
+    pages: int = 0
+    shared: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+
+
+class LiveEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine at this moment. `memories`: the device first. `others`: requests that are not listed.
+
+    `rows`: of its history. `notes`: sentences about it. `now_s`: as `t_s` of a row.
+    """
+
+    name: str
+    health: str
+    memories: list[LiveMemory]
+    page_size: int | None = None
+    holders: list[LiveHolder] = []
+    others: int = 0
+    other_pages: int = 0
+    totals: dict[str, int] = {}
+    notes: list[str] = []
+    now_s: float = 0.0
+    rows: list[LiveRow] = []
+
+
+@cache
+def live_page() -> bytes:
+    """Return the page."""
+    assets = files("kvarts.report") / "assets"
+    page = (assets / "live.html").read_text(encoding="utf-8")
+    for name in ("live.css", "live.js"):
+        page = page.replace(f"/*{{{name}}}*/", (assets / name).read_text(encoding="utf-8"))
+    return page.encode()
+
+
+@cache
+def live_headers() -> tuple[tuple[bytes, bytes], ...]:
+    """Return headers for the page: it runs its own script, and talks to its own server, and to no other."""
+    assets = files("kvarts.report") / "assets"
+    script, style = (
+        b"'sha256-%b'" % b64encode(sha256((assets / name).read_bytes()).digest()) for name in ("live.js", "live.css")
+    )
+    policy = (
+        b"default-src 'none'; script-src %b; style-src %b; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        b"frame-ancestors 'none'" % (script, style)
+    )
+    return (
+        (b"content-security-policy", policy),
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+        (b"cache-control", b"no-store"),
+    )

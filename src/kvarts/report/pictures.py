@@ -10,7 +10,7 @@ import numpy as np
 
 from kvarts.columns import Column
 from kvarts.errors import ConfigError
-from kvarts.report.run_values import SloBounds
+from kvarts.report.run_directory import SloBounds
 from kvarts.report.words import LATENCIES
 from kvarts.units import as_duration
 

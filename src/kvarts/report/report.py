@@ -19,9 +19,17 @@ from kvarts.events import Blocked
 from kvarts.few import Few, Numbers, arrays_pay
 from kvarts.kv.transfer import TransferTotals
 from kvarts.report.advice import Trials, advice
-from kvarts.report.distributions import NS_PER_MS, Distribution, distribution_ms, dot, weighted_distribution_ms
+from kvarts.report.distributions import (
+    NS_PER_MS,
+    Distribution,
+    Extent,
+    Ranges,
+    distribution_ms,
+    dot,
+    weighted_distribution_ms,
+)
 from kvarts.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog
-from kvarts.report.run_values import RunConfig
+from kvarts.report.run_directory import RunConfig
 from kvarts.report.steps import StepLog
 from kvarts.report.words import facts, plus_minus
 from kvarts.traffic.info import working_set_pages
@@ -157,7 +165,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         from kvarts.report.page import table_html
-        from kvarts.report.run_values import RunReport
+        from kvarts.report.run_directory import RunReport
 
         summary = msgspec.convert({**self.summary, "advice": self.advice}, RunReport)
         return table_html(f"Replay of {self.trace_name}", [], [], facts(summary))
@@ -330,12 +338,15 @@ class Report:
 
     def _itl(self) -> Distribution:
         """Return the gaps between a request's tokens, usually the duration of the step that produced the later one."""
-        return weighted_distribution_ms(self._gaps)
+        return weighted_distribution_ms(self._gaps, within=self._gaps_within, extent=self._gap_extent())
 
     def _gaps(self) -> Iterator[tuple[Numbers, Numbers]]:
         """Return gaps in ns, and the number of requests with each, in batches."""
         for log in self.step_logs:
             yield from log.gap_numbers()
+        yield from self._stall_gaps()
+
+    def _stall_gaps(self) -> Iterator[tuple[Numbers, Numbers]]:
         num_stalls = len(self._stalls_ns)
         if not num_stalls:
             return
@@ -345,6 +356,27 @@ class Report:
         import numpy as np
 
         yield np.asarray(self._stalls_ns, np.int64), np.ones(num_stalls, np.int32)
+
+    def _gaps_within(self, ranges: Ranges) -> Iterator[tuple[Numbers, Numbers]]:
+        for log in self.step_logs:
+            yield from log.gaps_within(ranges)
+        yield from self._stall_gaps()
+
+    def _gap_extent(self) -> Extent | None:
+        """Return the extent of `_gaps` if all logs know theirs."""
+        if len(self._stalls_ns):
+            return None
+        extents: list[Extent] = []
+        for log in self.step_logs:
+            if len(log):
+                extent = log.gap_extent()
+                if extent is None:
+                    return None
+                extents.append(extent)
+        if not extents:
+            return None
+        counts, totals_ns, lowest_ns, highest_ns = zip(*extents, strict=True)
+        return Extent(sum(counts), sum(totals_ns), min(lowest_ns), max(highest_ns))
 
     def _goodput(
         self,

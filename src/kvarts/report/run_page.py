@@ -22,8 +22,7 @@ import numpy as np
 from kvarts.columns import Column
 from kvarts.errors import InputError
 from kvarts.report.page import fill_page
-from kvarts.report.run_directory import RunDirectory
-from kvarts.report.run_values import About, RequestRow
+from kvarts.report.run_directory import About, RequestRow, RunDirectory
 from kvarts.report.words import LATENCIES, count, duration, facts, memory_unit, wrapped
 from kvarts.verify.chunk import is_count
 from kvarts.verify.reader import open_recording

@@ -1,23 +1,23 @@
 """Storage of the steps of one engine, in spans: equal consecutive steps are one row.
 
-Only the duration and the allocated pages are stored per step; the rest is computed on demand by a StepLog.
+What differs between the steps of a span, the duration and the allocated pages, is stored as the rule that gives it,
+where an event has one, and else per step. A StepLog computes the rest on demand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final, Protocol, cast
 
+from msgspec.structs import astuple
 from mypy_extensions import mypyc_attr
 
-from kvarts.columns import Rows
-from kvarts.events import AtRest, Event, LeapDone, Preemption, StepDone
+from kvarts.columns import Column, Rows
+from kvarts.events import AtRest, Event, LeapDone, PerStep, Preemption, StepDone
 from kvarts.report.packed import PackedColumn
+from kvarts.sched.wheel import PagesDue
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["StepSpans"]
+__all__ = ["HOW_FIELDS", "LISTED_PAGES", "LISTED_TIMES", "StepSpans", "TimesByRule"]
 
 _SPAN_FIELDS = (
     "num_steps",
@@ -35,7 +35,32 @@ _SPAN_FIELDS = (
     "is_leap",
     "loading",
 )
+HOW_FIELDS = ("took_ns", "known_tokens", "how")
+"""More columns of spans, which say how the steps of a span differ: its duration, or -1 if that is the sum of listed
+ones; the tokens that its decodes know in the first step, for a rule; and flags."""
+LISTED_TIMES: Final = 1
+"""The durations are listed, one per step. Otherwise a single step takes `took_ns`, and several are by the rule."""
+LISTED_PAGES: Final = 2
+"""The pages taken are listed, one number per step. Otherwise they are those of `_pages_due`, or none."""
 _REST_FIELDS = ("step", "time_ns", "used", "cached", "released", "reserved")
+
+
+class TimesByRule(PerStep, Protocol):
+    """The durations of a leap's steps by a rule that is that of all leaps of the engine."""
+
+    @property
+    def known_tokens(self) -> int:
+        """The tokens that the decodes know in the first step, in total: one more per decode in each later step."""
+
+    @property
+    def total_ns(self) -> int:
+        """The sum of the durations."""
+
+    def listed_ns(self, num_decodes: int, known_tokens: int, num_steps: int) -> list[int]:
+        """Return the durations of `num_steps` steps of the engine."""
+
+    def of_steps_ns(self, known_tokens: Column) -> Column:
+        """Return the durations of steps of the engine in which the decodes know so many tokens in total."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -70,10 +95,18 @@ class StepSpans:
         """The preemptions in order, each with its step."""
         self._span_fields = _SPAN_FIELDS + side_fields
         self._rest_fields = _REST_FIELDS + side_fields
-        self._spans = Rows(len(self._span_fields))
+        self._spans = Rows(len(HOW_FIELDS) + len(self._span_fields))
         self._rests = Rows(len(self._rest_fields))
+        self._num_steps = 0
         self._durations_ns = PackedColumn("q")
         self._pages_taken = PackedColumn("i")
+        self._rule: TimesByRule | None = None
+        """The rule of the engine's durations, if any were given by one."""
+        self._period = 1
+        self._num_spans = 0
+        # Pages that are due in some steps of a span: the span, the first of these steps in it, the pages. They are due
+        # again every `_period` steps.
+        self._pages_due = Rows(3)
         if self.num_groups:
             from kvarts.report.part_steps import PartSteps
 
@@ -83,60 +116,84 @@ class StepSpans:
         self._reserved = Rows(2)
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Store the steps and rests in `events`, in one loop without calls: in virtual time, all events are these."""
+        """Store the steps and rests in `events`, in one loop: in virtual time, all events are these."""
         spans: list[int] = []
         durations_ns, pages_taken = self._durations_ns.recent, self._pages_taken.recent
         for event in events:
             if isinstance(event, StepDone):
-                if event.num_reserved != self._num_reserved:
-                    self._note_reserved(event.step, event.num_reserved)
-                preemptions = event.preemptions
+                # One call for all fields costs as much as reading two of them.
+                fields = astuple(event)
+                step, start_ns, duration_ns, used, cached, released, running, waiting, blocked = fields[:9]
+                decodes, tokens, admitted, preemptions, tiers, _, reserved, loading = fields[9:17]
+                if reserved != self._num_reserved:
+                    self._note_reserved(step, reserved)
                 if preemptions:
-                    self.preemptions += [(event.step, preemption) for preemption in preemptions]
+                    self.preemptions += [(step, preemption) for preemption in preemptions]
                 spans += (
+                    duration_ns,
+                    0,
+                    0,
                     1,
-                    event.start_ns,
-                    event.num_used,
-                    event.num_cached,
-                    event.num_released,
-                    event.num_running,
-                    event.num_waiting,
-                    event.blocked,
-                    event.num_decodes,
-                    event.num_tokens,
+                    start_ns,
+                    used,
+                    cached,
+                    released,
+                    running,
+                    waiting,
+                    blocked,
+                    decodes,
+                    tokens,
                     len(preemptions),
-                    event.num_admitted,
+                    admitted,
                     0,
-                    event.num_loading,
+                    loading,
                 )
-                spans += event.tiers
-                durations_ns.append(event.duration_ns)
-                pages_taken.append(0)
+                spans += tiers
+                self._num_spans += 1
+                self._num_steps += 1
             elif isinstance(event, LeapDone):
-                if event.num_reserved != self._num_reserved:
-                    self._note_reserved(event.step, event.num_reserved)
-                num_decodes = event.num_running
+                fields = astuple(event)
+                step, start_ns, times, taken, used, cached, released, running, waiting, blocked = fields[:10]
+                tiers, _, reserved, loading, parts = fields[10:]
+                if reserved != self._num_reserved:
+                    self._note_reserved(step, reserved)
+                took_ns, known_tokens, how = -1, 0, 0
+                if isinstance(times, list):
+                    how = LISTED_TIMES
+                    durations_ns += times
+                else:
+                    self._rule = rule = cast(TimesByRule, times)
+                    took_ns, known_tokens = rule.total_ns, rule.known_tokens
+                if isinstance(taken, PagesDue):
+                    self._note_due(taken)
+                else:
+                    how |= LISTED_PAGES
+                    pages_taken += taken
+                num_steps = len(times)
+                self._num_spans += 1
+                self._num_steps += num_steps
                 spans += (
-                    len(event.durations_ns),
-                    event.start_ns,
-                    event.num_used,
-                    event.num_cached,
-                    event.num_released,
-                    num_decodes,
-                    event.num_waiting,
-                    event.blocked,
-                    num_decodes,
-                    num_decodes,
+                    took_ns,
+                    known_tokens,
+                    how,
+                    num_steps,
+                    start_ns,
+                    used,
+                    cached,
+                    released,
+                    running,
+                    waiting,
+                    blocked,
+                    running,
+                    running,
                     0,
                     0,
                     1,
-                    event.num_loading,
+                    loading,
                 )
-                spans += event.tiers
-                if event.parts is not None:
-                    self.part_steps.add(event.parts)
-                durations_ns += event.durations_ns
-                pages_taken += event.pages_taken
+                spans += tiers
+                if parts is not None:
+                    self.part_steps.add(parts)
             elif isinstance(event, AtRest):
                 counts = event.num_used, event.num_cached, event.num_released
                 self._rests.add((event.step, event.time_ns, *counts, event.num_reserved, *event.tiers))
@@ -144,6 +201,14 @@ class StepSpans:
             self._spans.add(spans)
             self._durations_ns.settle()
             self._pages_taken.settle()
+
+    def _note_due(self, due: PagesDue) -> None:
+        self._period = due.period
+        if due.offsets:
+            rows: list[int] = []
+            for offset, count in zip(due.offsets, due.counts, strict=True):
+                rows += (self._num_spans, offset, count)
+            self._pages_due.add(rows)
 
     def _note_reserved(self, step: int, num_pages: int) -> None:
         self._num_reserved = num_pages
@@ -155,4 +220,4 @@ class StepSpans:
         return sum(preemption.num_computed_tokens for _, preemption in self.preemptions)
 
     def __len__(self) -> int:
-        return len(self._durations_ns)
+        return self._num_steps

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvarts.columns import Column
 from kvarts.few import Few, Numbers, arrays_pay
-from kvarts.report.step_spans import StepSpans
+from kvarts.report import packed
+from kvarts.report.distributions import NOTHING, Extent, Ranges, dot
+from kvarts.report.step_spans import HOW_FIELDS, LISTED_PAGES, LISTED_TIMES, StepSpans, TimesByRule
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,13 +68,34 @@ class StepLog(StepSpans):
         """Integer columns by name, one row per span; `duration_ns` is that of the whole span."""
         import numpy as np
 
-        narrow = dict(zip(self._span_fields, self._spans.take_narrow_columns(), strict=True))
-        spans = SpanColumns(narrow)
-        lasts_ns = np.zeros(len(spans["num_steps"]), np.int64)
-        for part, durations_ns in _parts(spans["num_steps"], self._durations_ns.blocks()):
-            lasts_ns[part.start : part.end] += np.add.reduceat(durations_ns, part.begins)
-        narrow["duration_ns"] = lasts_ns
-        return spans
+        narrow = self._narrow
+        took_ns = narrow["took_ns"].astype(np.int64)
+        if (took_ns < 0).any():
+            listed_ns = np.zeros(len(took_ns), np.int64)
+            for part in self._parts():
+                listed_ns[part.start : part.end] += np.add.reduceat(part.durations_ns(), part.begins)
+            took_ns = np.where(took_ns < 0, listed_ns, took_ns)
+        spans = {name: narrow[name] for name in self._span_fields}
+        return SpanColumns({**spans, "duration_ns": took_ns})
+
+    @cached_property
+    def _narrow(self) -> dict[str, Column]:
+        """All stored columns of the spans."""
+        return dict(zip(HOW_FIELDS + self._span_fields, self._spans.take_narrow_columns(), strict=True))
+
+    @cached_property
+    def _due_columns(self) -> list[Column]:
+        """The spans with pages that are due in some steps, those steps, and the pages."""
+        return self._pages_due.take_columns()
+
+    def _parts(self) -> Iterator[_Part]:
+        """Return all steps in order, in blocks."""
+        import numpy as np
+
+        ends = np.cumsum(self._narrow["num_steps"], dtype=np.int64)
+        listed = _Listed(self._durations_ns.blocks()), _Listed(self._pages_taken.blocks())
+        for first in range(0, len(self), packed.BLOCK_STEPS):
+            yield _Part(self, ends, first, min(first + packed.BLOCK_STEPS, len(self)), *listed)
 
     @cached_property
     def _is_short(self) -> bool:
@@ -84,25 +107,54 @@ class StepLog(StepSpans):
         """`spans`, as Few if there are too few steps for arrays."""
         if not self._is_short:
             return self.spans
-        spans: dict[str, Numbers] = dict(zip(self._span_fields, map(Few, self._spans.to_lists()), strict=True))
-        durations_ns, first = self._durations_ns.to_list(), 0
+        columns = dict(zip(HOW_FIELDS + self._span_fields, self._spans.to_lists(), strict=True))
+        spans: dict[str, Numbers] = {name: Few(columns[name]) for name in self._span_fields}
+        durations_ns, first = self._few_steps[0], 0
         lasts_ns = []
-        for num_steps in spans["num_steps"]:
+        for num_steps in columns["num_steps"]:
             lasts_ns.append(sum(durations_ns[first : first + num_steps]))
             first += num_steps
         spans["duration_ns"] = Few(lasts_ns)
         return spans
+
+    @cached_property
+    def _few_steps(self) -> tuple[list[int], list[int]]:
+        """The duration and the pages taken of each step, if there are too few for arrays."""
+        columns = dict(zip(HOW_FIELDS + self._span_fields, self._spans.to_lists(), strict=True))
+        durations_ns: list[int] = []
+        taken = [0] * len(self)
+        listed_ns, listed_pages = iter(self._durations_ns.to_list()), iter(self._pages_taken.to_list())
+        due = list(zip(*self._pages_due.to_lists(), strict=True))
+        due.reverse()
+        names = ("num_steps", "took_ns", "known_tokens", "how", "decodes")
+        for span, row in enumerate(zip(*(columns[name] for name in names), strict=True)):
+            num_steps, took_ns, known_tokens, how, num_decodes = row
+            first = len(durations_ns)
+            if how & LISTED_TIMES:
+                durations_ns += islice(listed_ns, num_steps)
+            elif num_steps == 1:
+                durations_ns.append(took_ns)
+            else:
+                assert self._rule is not None
+                durations_ns += self._rule.listed_ns(num_decodes, known_tokens, num_steps)
+            if how & LISTED_PAGES:
+                taken[first : first + num_steps] = islice(listed_pages, num_steps)
+            while due and due[-1][0] == span:
+                _, offset, count = due.pop()
+                for step in range(first + offset, first + num_steps, self._period):
+                    taken[step] = count
+        return durations_ns, taken
 
     def used_over_time(self) -> Iterator[tuple[Numbers, Numbers]]:
         """Return the pages used in each step, and its duration, in blocks of steps."""
         if not self._is_short:
             yield from ((slab.used, slab.durations_ns) for slab in self.slabs())
         elif len(self):
-            taken, used, first = self._pages_taken.to_list(), [], 0
+            (durations_ns, taken), used, first = self._few_steps, [], 0
             for num_steps, used_before in zip(self.numbers["num_steps"], self.numbers["used"], strict=True):
                 used += [used_before + more for more in accumulate(taken[first : first + num_steps])]
                 first += num_steps
-            yield Few(used), Few(self._durations_ns.to_list())
+            yield Few(used), Few(durations_ns)
 
     def gap_numbers(self) -> Iterator[tuple[Numbers, Numbers]]:
         """Return `gaps`, as Few if there are too few steps for arrays."""
@@ -111,7 +163,7 @@ class StepLog(StepSpans):
         else:
             spans = zip(self.numbers["decodes"], self.numbers["num_steps"], strict=True)
             weights = Few(decodes for decodes, num_steps in spans for _ in range(num_steps))
-            yield Few(self._durations_ns.to_list()), weights
+            yield Few(self._few_steps[0]), weights
 
     def slabs(self) -> Iterator[Slab]:
         """Return all steps in order, in blocks."""
@@ -120,9 +172,9 @@ class StepLog(StepSpans):
         spans = self.spans
         used_before, used_of_spans = 0, spans["used"]
         of_each = self.of_each("used") if self.num_groups else None
-        parts = _parts(spans["num_steps"], self._durations_ns.blocks())
-        for (part, durations_ns), taken in zip(parts, self._pages_taken.blocks(), strict=True):
-            used = np.cumsum(taken, dtype=np.int64)
+        for part in self._parts():
+            durations_ns, taken = part.durations_ns(), part.pages_taken()
+            used = np.cumsum(taken)
             before = used_of_spans[part.start : part.end] - (used - taken)[part.begins]
             if part.is_begun:
                 before[0] = used_before
@@ -135,7 +187,9 @@ class StepLog(StepSpans):
     @property
     def durations_ns(self) -> Column:
         """Duration of each step."""
-        return self._durations_ns.whole()
+        import numpy as np
+
+        return np.concatenate([np.zeros(0, np.int64), *(part.durations_ns() for part in self._parts())])
 
     def of_steps(self, name: str, dtype: str | type[np.signedinteger[Any]] = "int64") -> Column:
         """Return a column of the spans with one row per step, for a value that is constant in a span."""
@@ -170,8 +224,68 @@ class StepLog(StepSpans):
         import numpy as np
 
         decodes = self.spans["decodes"]
-        for part, durations_ns in _parts(self.spans["num_steps"], self._durations_ns.blocks()):
-            yield durations_ns, np.repeat(decodes[part.start : part.end], part.num_steps)
+        for part in self._parts():
+            yield part.durations_ns(), np.repeat(decodes[part.start : part.end], part.num_steps)
+
+    @cached_property
+    def _span_gaps(self) -> tuple[Column, Column, Column] | None:
+        """The first and the last duration of each span, and its decodes; None if some are listed.
+
+        Durations by a rule do not fall from step to step.
+        """
+        if self._is_short or ((self._narrow["how"] & LISTED_TIMES) != 0).any():
+            return None
+        import numpy as np
+
+        known_tokens, took_ns = self._narrow["known_tokens"].astype(np.int64), self._narrow["took_ns"].astype(np.int64)
+        decodes, num_steps = self.spans["decodes"], self.spans["num_steps"]
+        if self._rule is None:
+            return took_ns, took_ns, decodes
+        firsts_ns = self._rule.of_steps_ns(known_tokens)
+        lasts_ns = self._rule.of_steps_ns(known_tokens + decodes * (num_steps - 1))
+        is_single = num_steps == 1
+        return np.where(is_single, took_ns, firsts_ns), np.where(is_single, took_ns, lasts_ns), decodes
+
+    def gap_extent(self) -> Extent | None:
+        """Return the extent of `gaps` if it is known without a pass over the steps."""
+        if self._span_gaps is None:
+            return None
+        firsts_ns, lasts_ns, decodes = self._span_gaps
+        has_any = decodes > 0
+        if not has_any.any():
+            return NOTHING
+        count = int(decodes.dot(self.spans["num_steps"]))
+        total_ns = dot(decodes, self.spans["duration_ns"])
+        return Extent(count, total_ns, int(firsts_ns[has_any].min()), int(lasts_ns[has_any].max()))
+
+    def gaps_within(self, ranges: Ranges) -> Iterator[tuple[Numbers, Numbers]]:
+        """Return all `gaps` in the ranges [low, high), and maybe others."""
+        if self._span_gaps is None:
+            yield from self.gap_numbers()
+            return
+        import numpy as np
+
+        firsts_ns, lasts_ns, decodes = self._span_gaps
+        is_met = np.zeros(len(decodes), bool)
+        for low, high in ranges:
+            is_met |= (firsts_ns < high) & (lasts_ns >= low)
+        met = np.flatnonzero(is_met & (decodes > 0))
+        num_steps = self.spans["num_steps"][met]
+        ends = np.cumsum(num_steps)
+        start = 0
+        while start < len(met):
+            first = int(ends[start] - num_steps[start])
+            end = max(start + 1, int(np.searchsorted(ends, first + packed.BLOCK_STEPS, side="right")))
+            some = met[start:end]
+            steps = num_steps[start:end]
+            durations_ns = firsts_ns[some]
+            if self._rule is not None:
+                known_tokens = self._narrow["known_tokens"][some].astype(np.int64)
+                durations_ns = _by_rule(self._rule, known_tokens, decodes[some], steps)
+                is_single = steps == 1
+                durations_ns[(np.cumsum(steps) - 1)[is_single]] = firsts_ns[some][is_single]
+            yield durations_ns, np.repeat(decodes[some], steps)
+            start = end
 
     @property
     def end_ns(self) -> int:
@@ -187,7 +301,8 @@ class StepLog(StepSpans):
         is_leap = self.spans["is_leap"] != 0
         num_steps = self.spans["num_steps"][is_leap]
         before = [self.spans[name][is_leap] for name in names]
-        taken = self._pages_taken.whole()[self._is_of_leap].astype(np.int64)
+        taken = np.concatenate([np.zeros(0, np.int64), *(part.pages_taken() for part in self._parts())])
+        taken = taken[self._is_of_leap]
         return dict(zip(names, self.part_steps.columns(num_steps, taken, before, self.num_pages), strict=True))
 
     @cached_property
@@ -277,33 +392,108 @@ class StepLog(StepSpans):
         return np.cumsum(spans["num_steps"]) - spans["num_steps"]
 
 
-class _Part(NamedTuple):
-    """The spans [start, end) that have steps in a block, and the number of steps of each in it."""
-
-    start: int
-    end: int
-    num_steps: Column
-    is_begun: bool
-    """Whether the first span began in the previous block."""
-
-    @property
-    def begins(self) -> Column:
-        """Place in the block of the first step of each span."""
-        import numpy as np
-
-        return np.cumsum(self.num_steps) - self.num_steps
-
-
-def _parts(num_steps: Column, blocks: Iterable[Column]) -> Iterator[tuple[_Part, Column]]:
-    """Return each block of steps with its share of the spans, which have `num_steps` steps each."""
+def _by_rule(rule: TimesByRule, known_tokens: Column, decodes: Column, num_steps: Column) -> Column:
+    """Return the durations of the steps of spans, whose decodes know `known_tokens` in the first of their steps."""
     import numpy as np
 
-    ends = np.cumsum(num_steps)
-    first = 0
-    for block in blocks:
-        last = first + len(block)
-        start = int(np.searchsorted(ends, first, side="right"))
-        end = int(np.searchsorted(ends, last, side="left")) + 1
-        within = np.minimum(ends[start:end], last) - np.maximum(ends[start:end] - num_steps[start:end], first)
-        yield _Part(start, end, within, is_begun=int(ends[start] - num_steps[start]) < first), block
-        first = last
+    # Tokens rise by the decodes from step to step; at the first step of a span, by what leads there.
+    begins = np.cumsum(num_steps) - num_steps
+    rises = np.repeat(decodes, num_steps)
+    rises[begins] = known_tokens
+    rises[begins[1:]] -= (known_tokens + decodes * (num_steps - 1))[:-1]
+    return rule.of_steps_ns(np.cumsum(rises, out=rises))
+
+
+class _Listed:
+    """Reads integers that are listed in blocks."""
+
+    def __init__(self, blocks: Iterator[Column]) -> None:
+        self._blocks = blocks
+        self._rest: list[Column] = []
+
+    def take(self, count: int) -> Column:
+        """Return the next `count` integers."""
+        import numpy as np
+
+        parts = self._rest
+        num_read = sum(map(len, parts))
+        while num_read < count:
+            parts.append(next(self._blocks))
+            num_read += len(parts[-1])
+        whole = np.concatenate([np.zeros(0, np.int64), *parts])
+        self._rest = [whole[count:]]
+        return whole[:count]
+
+
+class _Part:
+    """The steps [first, last) of a log: those of the spans [start, end), `num_steps` of each.
+
+    `ends`: for each span of the log, the step after its last. Listed durations are read once, and so are listed pages.
+    """
+
+    def __init__(
+        self, log: StepLog, ends: Column, first: int, last: int, listed_ns: _Listed, listed_pages: _Listed
+    ) -> None:
+        import numpy as np
+
+        self._log = log
+        self._listed_ns = listed_ns
+        self._listed_pages = listed_pages
+        self.start = int(np.searchsorted(ends, first, side="right"))
+        self.end = int(np.searchsorted(ends, last, side="left")) + 1
+        all_steps = self._of_spans("num_steps")
+        self._firsts = ends[self.start : self.end] - all_steps - first
+        self.num_steps = np.minimum(all_steps + self._firsts, last - first) - np.maximum(self._firsts, 0)
+        self.begins = np.cumsum(self.num_steps) - self.num_steps
+        self.is_begun = bool(self._firsts[0] < 0)
+        """Whether the first span began in the previous block."""
+        self._size = last - first
+
+    def _of_spans(self, name: str) -> Column:
+        return self._log._narrow[name][self.start : self.end].astype("int64")
+
+    def _is_listed(self, flag: int) -> Column:
+        """Return for each step whether the flag of its span is set."""
+        import numpy as np
+
+        return np.repeat(self._of_spans("how") & flag != 0, self.num_steps)
+
+    def durations_ns(self) -> Column:
+        """Return the duration of each step."""
+        import numpy as np
+
+        took_ns, rule = self._of_spans("took_ns"), self._log._rule
+        is_single = self._of_spans("num_steps") == 1
+        durations_ns: Column
+        if rule is None:
+            durations_ns = np.repeat(took_ns, self.num_steps)
+        else:
+            decodes, known_tokens = self._of_spans("decodes"), self._of_spans("known_tokens")
+            known_tokens[0] -= decodes[0] * min(0, self._firsts[0])
+            durations_ns = _by_rule(rule, known_tokens, decodes, self.num_steps)
+            durations_ns[self.begins[is_single]] = took_ns[is_single]
+        is_listed = self._is_listed(LISTED_TIMES)
+        if is_listed.any():
+            durations_ns[is_listed] = self._listed_ns.take(int(is_listed.sum()))
+        return durations_ns
+
+    def pages_taken(self) -> Column:
+        """Return the pages taken in each step."""
+        import numpy as np
+
+        taken = np.zeros(self._size, np.int64)
+        is_listed = self._is_listed(LISTED_PAGES)
+        if is_listed.any():
+            taken[is_listed] = self._listed_pages.take(int(is_listed.sum()))
+        spans, offsets, counts = self._log._due_columns
+        low, high = (int(at) for at in np.searchsorted(spans, (self.start, self.end)))
+        if low < high:
+            period, places = self._log._period, spans[low:high] - self.start
+            all_steps = self._of_spans("num_steps")[places]
+            num_times = (all_steps - 1 - offsets[low:high]) // period + 1
+            turns = np.arange(int(num_times.sum())) - np.repeat(np.cumsum(num_times) - num_times, num_times)
+            steps = np.repeat(self._firsts[places] + offsets[low:high], num_times) + turns * period
+            pages = np.repeat(counts[low:high], num_times)
+            is_here = (steps >= 0) & (steps < self._size)
+            taken[steps[is_here]] = pages[is_here]
+        return taken

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from textwrap import wrap
 from typing import Any
 
-from kvarts.report.run_values import RunReport, Spread
+from kvarts.report.run_directory import RunReport, Spread
 from kvarts.units import as_duration as duration
 from kvarts.units import as_memory, parse_bytes
 from kvarts.units import as_number as number

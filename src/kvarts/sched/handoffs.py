@@ -163,7 +163,7 @@ class Handoffs:
 
     def renew(self, request: Request) -> None:
         """Reset `request`, which has no pages any more, to a new one that knows the tokens generated so far."""
-        request.hit_tokens = request.num_computed = 0
+        request.hit_tokens = request.num_computed = request.front_tokens = 0
         request.cancelled_ns = -1
         request.state = RequestState.NEW
 

@@ -145,6 +145,10 @@ class LowerTiers(Protocol):
     def take_planned(self) -> tuple[Transfer, ...]:
         """Return the transfers that an executor has to begin with this step."""
 
+    @property
+    def slows_down(self) -> bool:
+        """Whether copies slow steps down, so that `steps_ns` may change durations."""
+
     def steps_ns(self, now_ns: int, durations_ns: list[int]) -> list[int]:
         """Return the durations of identical steps from `now_ns` on that would take these alone."""
 
@@ -430,6 +434,8 @@ class Loads:
                 self.loaded.append((request, result))
             self._let_follow(request.index)
             if not can_go_on and request.state is RequestState.LOADING:
+                if load.front_end > load.start:
+                    self._count_lost_front(load)
                 self._release(request)
                 request.seniority = -1
                 request.become(RequestState.WAITING)
@@ -473,6 +479,14 @@ class Loads:
         request, start, end = load.request, load.start * self._page_size, load.front_end * self._page_size
         request.front_tokens = max(0, end - max(start, request.furthest_computed))
         request.recomputed_tokens += end - start - request.front_tokens
+
+    def _count_lost_front(self, load: LoadUnderWay) -> None:
+        """Count what a request found and computed before a load that failed, as if it had run and was preempted."""
+        request, start, end = load.request, load.start * self._page_size, load.front_end * self._page_size
+        request.cached_tokens += max(0, start - request.furthest_computed)
+        request.furthest_computed = max(request.furthest_computed, end)
+        request.front_tokens = 0
+        request.has_lost_front = True
 
     def resume(self, request: Request, loaded: Loaded) -> int:
         """Count the loaded tokens of `request`, which starts to run; return the tokens that need no computing."""

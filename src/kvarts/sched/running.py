@@ -150,8 +150,10 @@ class Running(RunningOrder):
             request.seniority = request.admission
         self.add(request)
         request.num_computed = request.hit_tokens = hit_tokens
-        if request.num_admissions == 0:
+        is_first = request.num_admissions == 0
+        if is_first:
             request.first_admitted_ns = now_ns
+        if is_first and not request.has_lost_front:
             request.cached_tokens = hit_tokens
         elif hit_tokens > request.furthest_computed:
             request.cached_tokens += hit_tokens - request.furthest_computed

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
-from kvarts.events import Admitted, Blocked, DecodesStalled, Finished, HeadBlocked, Preemption
+from kvarts.events import Admitted, Blocked, Cancelled, DecodesStalled, Finished, HeadBlocked, Preemption
 from kvarts.kv.cache import Cache, Leap, Mark, Pins
 from kvarts.limits import MOST_COUNT
 from kvarts.request import NEXT_STATES, Request, RequestState
@@ -151,7 +151,13 @@ class Scheduler:
         self._tell = tell
         self._told_blocked: tuple[int, Blocked] | None = None
         self._settles = cache.settles
+        # Else others take and release parts between steps, and may use what decodes release.
+        self._settles_late = cache.releases and pages.is_alone and loads is None and handoffs is None
+        self._to_settle: list[Request] | None = None
+        """The requests that completed their known tokens in the last step, if its decodes are not settled yet."""
         self._keeps_time = cache.keeps_time
+        self._given_up: list[Request] = []
+        """Requests to drop when the step ends; if steps are planned ahead, when the next one is planned."""
         self._joined: list[Request] = []
         """Requests that started to decode after the last step, if there is a lag."""
         self._unsettled: list[Request] = []
@@ -237,6 +243,13 @@ class Scheduler:
         self._end_below(request)
         self.blocked = NOT_BLOCKED
 
+    def give_up(self, request: Request) -> None:
+        """Drop `request`, which is given up while a step runs, before requests that end with that step, as in vLLM.
+
+        If the next step is planned already, it is dropped then, and that step computes its tokens.
+        """
+        self._given_up.append(request)
+
     def most_pages_needed(self) -> int:
         """Return the most pages that any of the requests here may need, of those that take pages."""
         requests = [*self.waiting, *self.running]
@@ -316,6 +329,7 @@ class Scheduler:
     def schedule(self, now_ns: int) -> StepPlan:
         """Plan the step that starts at `now_ns` and take its pages. `commit` must follow."""
         wheel, loads, preemptor = self.wheel, self.loads, self.preemptor
+        self.settle()
         preemptions: list[Preemption] = []
         preemptor.preemptions = preemptions
         if gave_way := preemptor.gave_way:
@@ -362,6 +376,7 @@ class Scheduler:
         self.cache.look(self.mark)
         num_decodes, known_tokens, num_joined = wheel.num_decoding, wheel.known_tokens, 0
         if self._plans_ahead:
+            self._drop_given_up(now_ns)
             if self.running.taken_off:
                 self.running.publish_read()
             self._release_ended()
@@ -410,6 +425,10 @@ class Scheduler:
         finished = self._end_decodes(1, end_ns, stopped)
         completing = self._prefill.completing
         in_turn = bool(self._long_prefill and completing)
+        completed: list[Request] | None = None
+        if self._given_up and not self._plans_ahead:
+            completed = self._prefill.complete(end_ns, stopped)
+            self._drop_before_ends(finished, completed, end_ns)
         if not in_turn:
             self._finish_all(finished, end_ns)
         if self.tiers is not None and result is not None and result.transfer_reports:
@@ -418,21 +437,23 @@ class Scheduler:
         if self.own_pages.computed:
             self.own_pages.settle()
         if completing:
-            completed = self._prefill.complete(end_ns, stopped)
+            if completed is None:
+                completed = self._prefill.complete(end_ns, stopped)
             if in_turn:
                 finished = completed = sorted([*finished, *completed], key=lambda request: request.admission)
             else:
                 finished += completed
             self._finish_all(completed, end_ns)
         if self.running.ended or self.has_released:
-            self._end_ahead()
+            self._end_ahead(end_ns)
         if self.handoffs is not None and (self.handoffs.late or self.handoffs.resumed):
             self.handoffs.stall(end_ns)
         if finished:
             self.blocked = NOT_BLOCKED
         if self._settles:
-            has = self.wheel.has
-            self._settle([request for request in completing if request.state is DECODING or has(request)])
+            self._to_settle = completing
+            if not self._settles_late:
+                self.settle()
         return finished
 
     # Many steps -------------------------------------------------------------------------------------------
@@ -444,9 +465,10 @@ class Scheduler:
         long as no added request becomes the head of the waiting queue, and until the time that the queue's
         `holds_until_ns` returns.
         """
+        self.settle()
         if self.running.chunked or self.waiting_with_pages or self.running.stalled or self._unsettled:
             return 0
-        if self.running.ended:
+        if self.running.ended or (self._given_up and self._plans_ahead):
             return 0
         if self.loads is not None and (self.loads.fronts or self.loads.has_ended):
             return 0
@@ -461,11 +483,10 @@ class Scheduler:
         if cache.follows_decodes:
             is_lacking = self.waiting.num_waiting and self.blocked is FOR_PAGES
             return cache.leap(num_steps, self._least_wanted - self.pages.num_lent() if is_lacking else 0)
-        due = self.wheel.pages_due_by_step(num_steps)
-        num_due = sum(due)
-        if num_due and not is_taken:
+        due = self.wheel.pages_due_in(num_steps)
+        if due.total and not is_taken:
             assert not cache.has_page_ids, "page ids are handed out one step at a time"
-            cache.take_pages(num_due)
+            cache.take_pages(due.total)
         if self.running.num_sharing:
             self._prefill.publish_filled(num_steps)
         return Leap(due)
@@ -474,15 +495,19 @@ class Scheduler:
         """End the last of `num_steps` advanced steps at `end_ns`; return the requests that finished."""
         finished = self.commit_many(num_steps, end_ns)
         if self._settles:
-            self._settle([])
+            self._to_settle = []
+            if not self._settles_late:
+                self.settle()
         return finished
 
     def commit_many(self, num_steps: int, end_ns: int) -> list[Request]:
         """End the last of the advanced steps at `end_ns`; return the requests that finished, in admission order."""
         finished = self._end_decodes(num_steps, end_ns, NONE)
+        if self._given_up and not self._plans_ahead:
+            self._drop_before_ends(finished, [], end_ns)
         self._finish_all(finished, end_ns)
         if self.running.ended:
-            self._end_ahead()
+            self._end_ahead(end_ns)
         return finished
 
     def _end_decodes(self, num_steps: int, end_ns: int, stopped: frozenset[Request]) -> list[Request]:
@@ -731,15 +756,19 @@ class Scheduler:
 
     # Inside: parts that windows and chunks release -------------------------------------------------------------
 
-    def _settle(self, joined: list[Request]) -> None:
-        """End the step: let decodes release the parts that none of their later tokens attends to.
+    def settle(self) -> None:
+        """Begin the next step, if that is not done: let decodes release the parts that no later token attends to.
 
-        `joined`: those that started to decode. All are in the order of admission, and requests that ended have released
-        everything before. As in vLLM, a request can use memory that another releases only if its turn in the next step
-        is later. That makes a difference only if the pages that decodes begin in that step are not free yet; then each
-        decode releases at its turn. Chunked requests always do.
+        All are in the order of admission. Requests that ended, or were given up since, have released everything before.
+        As in vLLM, a request can use memory that another releases only if its turn in the next step is later. That
+        makes a difference only if the pages that decodes begin in that step are not free yet; then each decode releases
+        at its turn. Chunked requests always do.
         """
+        completed, self._to_settle = self._to_settle, None
+        if completed is None:
+            return
         cache, wheel = self.cache, self.wheel
+        joined = [request for request in completed if request.state is DECODING or wheel.has(request)]
         if not cache.releases:
             if cache.follows_decodes:
                 cache.end_step()
@@ -819,12 +848,13 @@ class Scheduler:
         if request.num_preemptions:
             self._end_below(request)
 
-    def _end_ahead(self) -> None:
+    def _end_ahead(self, end_ns: int) -> None:
         """End a step after which the next one is planned already: release what ended if that one plans nothing."""
         self.blocked = NOT_BLOCKED
         self.has_released = False
         running = self.running
         if running.num_running == len(running.ended) and not (self._has_others or self.wheel.num_decoding):
+            self._drop_given_up(end_ns)
             self._release_ended()
             self.has_released = False
 
@@ -835,11 +865,71 @@ class Scheduler:
         for request in ended:
             if self._tell is not None:
                 self._tell(Finished(request.index, request.content))
-            if request.holding is not None:  # else it was preempted since
-                took_page = self.wheel.has(request) and request.num_computed % self._page_size == 0
-                self.running.end_again(request)
-                self.running.release(request, num_unused=int(took_page))
+            self._release_one(request)
             self._end_below(request)
+
+    def _release_one(self, request: Request, *, is_read: bool = True) -> None:
+        """Release the place and pages of a request that ended before the step that was just planned.
+
+        `is_read`: its last token is known.
+        """
+        if request.holding is None:
+            return  # it was preempted since
+        has_turn = self.wheel.has(request)
+        took_page = has_turn and request.num_computed % self._page_size == 0
+        self.running.end_again(request)
+        num_unnamed = 0 if has_turn or is_read else self.running.num_unnamed(request)
+        self.running.release(request, int(took_page), num_unnamed)
+
+    def _drop_before_ends(self, finished: list[Request], completed: list[Request], end_ns: int) -> None:
+        """Drop the requests that were given up during the step that ends; `finished` and `completed` end with it."""
+        given_up, self._given_up = self._given_up, []
+        for request in given_up:
+            if self._tell is not None:
+                self._tell(Cancelled(request.index, end_ns))
+            for ended in (finished, completed):
+                if request in ended:
+                    ended.remove(request)
+                    self.running.release(request)
+                    request.become(RequestState.CANCELLED)
+                    self._end_below(request)
+                    break
+            else:
+                self.cancel(request)
+        self.blocked = NOT_BLOCKED
+
+    def _drop_given_up(self, now_ns: int) -> None:
+        """Drop the requests that were given up before the step that was just planned; it computes their tokens.
+
+        As in vLLM, their pages are free before those of requests that have ended.
+        """
+        given_up, self._given_up = self._given_up, []
+        running, completing = self.running, self._prefill.completing
+        for request in given_up:
+            if self._tell is not None:
+                self._tell(Cancelled(request.index, now_ns))
+            if request.state is FINISHED:
+                running.ended.remove(request)
+                self._release_one(request, is_read=False)
+                request.state = RequestState.CANCELLED
+                self._end_below(request)
+            elif request.state in RUNNING:
+                took_page = False
+                is_on_wheel = self.wheel.has(request)
+                if request in completing:
+                    completing.remove(request)
+                else:
+                    running.leave(request)
+                    took_page = is_on_wheel and request.num_computed % self._page_size == 0
+                # What a decode filled before, it has made findable at its turn.
+                num_unnamed = 0 if is_on_wheel else running.num_unnamed(request)
+                running.release(request, int(took_page), num_unnamed)
+                request.become(RequestState.CANCELLED)
+                self._end_below(request)
+            else:
+                self.cancel(request)
+        if given_up:
+            self.blocked = NOT_BLOCKED
 
     def _end_below(self, request: Request) -> None:
         """Let the tiers drop the pages that only `request`, which has ended, could find."""
@@ -850,6 +940,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert laws L1, L2 and L3, between steps, and that each request is in the queue that its state requires."""
+        if self._to_settle is not None and self.cache.follows_decodes:
+            return  # the cache has not ended the last step
         if not self.cache.is_check_due(at_rest=not self.has_work):
             return
         for request in (*self.waiting, *self.waiting_with_pages):

@@ -19,17 +19,43 @@ Then the wheel is at step 6, and A has `wheel_base` 8 + 6 = 14 computed tokens a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 from kvarts.kv.groups import OwnPages, SinkWindow
 from kvarts.request import Request
 
-__all__ = ["DecodeWheel"]
+__all__ = ["DecodeWheel", "PagesDue"]
 
 NEVER = 1 << 62
 MOST_STALE = 64
 """The number of outdated entries of the queue of last tokens that is tolerated in addition to one per decode."""
+
+
+class PagesDue:
+    """The pages that decodes need in each of `num_steps` steps, `total` in all: in every `period` steps the same.
+
+    `offsets`: the steps of the first period in which any are needed, in no order; `counts`: how many, for each of them.
+    """
+
+    __slots__ = ("counts", "num_steps", "offsets", "period", "total")
+
+    def __init__(self, num_steps: int, period: int, offsets: list[int], counts: list[int], total: int) -> None:
+        self.num_steps = num_steps
+        self.period = period
+        self.offsets = offsets
+        self.counts = counts
+        self.total = total
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def __iter__(self) -> Iterator[int]:
+        pages = [0] * self.num_steps
+        for offset, count in zip(self.offsets, self.counts, strict=True):
+            for step in range(offset, self.num_steps, self.period):
+                pages[step] = count
+        return iter(pages)
 
 
 class DecodeWheel:
@@ -45,6 +71,7 @@ class DecodeWheel:
         "_members",
         "_num_due",
         "_num_growing",
+        "_slots_due",
         "num_decoding",
         "num_full",
         "page_size",
@@ -58,6 +85,8 @@ class DecodeWheel:
         self.num_decoding = 0
         self._base_sum = 0
         self._num_due = [0] * page_size
+        self._slots_due: dict[int, None] = {}
+        """The slots of which `_num_due` is above 0."""
         self._members: list[dict[int, Request]] = [{} for _ in range(page_size)]
         self.num_full = 0
         """The number of bounded requests that retain their maximum: the number of tokens that each sees is constant."""
@@ -79,7 +108,7 @@ class DecodeWheel:
         self._members[slot][request.admission] = request
         self.num_decoding += 1
         if request.own is None:
-            self._num_due[slot] += 1
+            self._add_due(slot)
             self._num_growing += 1
             self._base_sum += base
         else:
@@ -93,7 +122,7 @@ class DecodeWheel:
         del self._members[slot][request.admission]
         self.num_decoding -= 1
         if request.own is None:
-            self._num_due[slot] -= 1
+            self._remove_due(slot)
             self._num_growing -= 1
             self._base_sum -= base
         else:
@@ -113,13 +142,13 @@ class DecodeWheel:
         assert request.own is None and 0 < num_tokens <= request.stop_step - self.step
         slot = -request.wheel_base % self.page_size
         del self._members[slot][request.admission]
-        self._num_due[slot] -= 1
+        self._remove_due(slot)
         self._base_sum += num_tokens
         request.wheel_base += num_tokens
         request.stop_step -= num_tokens
         slot = -request.wheel_base % self.page_size
         self._members[slot][request.admission] = request
-        self._num_due[slot] += 1
+        self._add_due(slot)
         finishing = self._finishing
         if len(finishing) > 2 * self.num_decoding + MOST_STALE:
             finishing[:] = [
@@ -129,6 +158,15 @@ class DecodeWheel:
             ]
             heapify(finishing)
         heappush(finishing, (request.stop_step, request.admission, request))
+
+    def _add_due(self, slot: int) -> None:
+        self._num_due[slot] += 1
+        self._slots_due[slot] = None
+
+    def _remove_due(self, slot: int) -> None:
+        self._num_due[slot] -= 1
+        if not self._num_due[slot]:
+            del self._slots_due[slot]
 
     def has(self, request: Request) -> bool:
         """Return whether `request` is on the wheel."""
@@ -158,6 +196,24 @@ class DecodeWheel:
             return due[first:last]
         turns = due[first:] + due * ((last - size) // size)
         return turns + due[: num_steps - len(turns)]
+
+    def pages_due_in(self, num_steps: int) -> PagesDue:
+        """Return the same by the slots in which pages are due, however many steps there are."""
+        due, size = self._num_due, self.page_size
+        first = self.step % size
+        offsets: list[int] = []
+        counts: list[int] = []
+        total = 0
+        for slot in self._slots_due:
+            offset = slot - first
+            if offset < 0:
+                offset += size
+            if offset < num_steps:
+                count = due[slot]
+                offsets.append(offset)
+                counts.append(count)
+                total += count * ((num_steps - 1 - offset) // size + 1)
+        return PagesDue(num_steps, size, offsets, counts, total)
 
     def needing_page(self) -> Iterable[Request]:
         """Return the requests that need a page in the next step, in admission order."""

@@ -1,29 +1,213 @@
 """A gRPC server for the sessions door: health, reflection, tokens, and an orderly shutdown.
 
 Its address and protection are checked before anything is loaded.
+
+Each call is parsed and passed to the runtime, and its answer is sent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import msgspec
+from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvarts.errors import ConfigError
+from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
+from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.reach import check_certificate, check_reach
-from kvarts.serve.owners import CallGate, Owners
-from kvarts.serve.sessions import CONTRACT, SERVICE, SessionService
-from kvarts.session.runtime import SessionRuntime
+from kvarts.serve.messages import (
+    AppendRequest,
+    Fork,
+    GenerationRequest,
+    Rollback,
+    append_of,
+    bytes_of_update,
+    fork_of,
+    generation_of,
+    info_message,
+    parsed,
+    refuse,
+    rollback_of,
+    session_id_of,
+    settings_of,
+)
+from kvarts.serve.owners import OWNER, CallGate, Owners
+from kvarts.session.values import SessionRuntime, SessionSettings
 from kvarts.signals import asked_to_stop
 
-__all__ = ["MAX_MESSAGE_BYTES", "Binding", "SessionServer", "serve_until_signal"]
+__all__ = [
+    "CONTRACT",
+    "MAX_MESSAGE_BYTES",
+    "SERVICE",
+    "Binding",
+    "SessionServer",
+    "SessionService",
+    "serve_until_signal",
+]
+
+CONTRACT = contract.DESCRIPTOR.services_by_name["RuntimeService"].full_name
+SERVICE = added.DESCRIPTOR.services_by_name["Sessions"].full_name
+
+INFOS_AT_ONCE = 100
+"""Sessions of a list rendered before other tasks have a turn on the loop: about a millisecond."""
+
+Read = Callable[[Any], Any]
+"""Returns the values that a call needs from its message: a message would keep everything that was sent."""
+
+Call = Callable[[str, Any], Awaitable[Message]]
+
+
+class SessionService:
+    """Both services on one runtime, with a method for each call, for one event loop.
+
+    Handlers receive values, which Gate makes from messages, and return bytes to grpc: a token costs one message and no
+    second copy. A stream is written, not yielded, so that a client that vanishes cancels the same coroutine that holds
+    the runtime's generator, which is then closed at once.
+    """
+
+    def __init__(self, runtime: SessionRuntime) -> None:
+        self._runtime = runtime
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._is_closing = False
+
+    def handlers(self) -> list[Any]:
+        """Return the handlers of both services for a server."""
+        defaults = self._runtime.defaults
+        calls: dict[str, tuple[type[Message], Read, Call]] = {
+            "CreateSession": (
+                added.CreateSessionRequest, lambda request: settings_of(request, defaults), self._create
+            ),
+            "AppendTokens": (added.AppendTokensRequest, append_of, self._append),
+            "CloseSession": (contract.CloseSessionRequest, session_id_of, self._close),
+            "GetSessionInfo": (contract.GetSessionInfoRequest, session_id_of, self._counters),
+        }  # fmt: skip
+        new_calls: dict[str, tuple[type[Message], Read, Call]] = {
+            "Cancel": (added.CancelRequest, session_id_of, self._cancel),
+            "Fork": (added.ForkRequest, fork_of, self._fork),
+            "Rollback": (added.RollbackRequest, rollback_of, self._rollback),
+            "List": (added.ListRequest, lambda _: None, self._list),
+            "Info": (added.InfoRequest, session_id_of, self._info),
+        }
+        old = {name: self._unary(*row) for name, row in calls.items()}
+        new = {name: self._unary(*row) for name, row in new_calls.items()}
+        # By the contract, only end tokens given at the creation of the session end a generation.
+        old_generate, generate = (
+            grpc.unary_stream_rpc_method_handler(self._generate, partial(_generation_in, ignore_eos=ignore_eos))
+            for ignore_eos in (True, False)
+        )
+        return [
+            grpc.method_handlers_generic_handler(CONTRACT, {**old, "Generate": old_generate}),
+            grpc.method_handlers_generic_handler(SERVICE, {**old, **new, "Generate": generate}),
+        ]
+
+    async def close(self, grace_s: float) -> None:
+        """Refuse new calls, shut the runtime down, and give calls in progress `grace_s` to send their last messages."""
+        self._is_closing = True
+        await self._runtime.shut_down()
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=grace_s)
+
+    def _unary(self, kind: type[Message], read: Read, call: Call) -> Any:
+        async def answer(asked: Any, context: Any) -> bytes:
+            await self._begin(context)
+            try:
+                calling = call(OWNER.get(), asked)
+                del asked
+                return (await calling).SerializeToString()
+            except (Exception, asyncio.CancelledError) as error:
+                await _give_up(context, error)
+
+        return grpc.unary_unary_rpc_method_handler(answer, lambda data: read(parsed(kind, data)))
+
+    async def _begin(self, context: Any) -> None:
+        if self._is_closing:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _create(self, owner: str, settings: SessionSettings) -> Message:
+        return contract.CreateSessionResponse(session_id=await self._runtime.create(owner, settings))
+
+    async def _append(self, owner: str, asked: list[AppendRequest]) -> Message:
+        append = asked.pop()
+        appending = self._runtime.append(
+            owner, append.session_id, append.tokens, expected_length=append.expected_length, queue=append.queue
+        )
+        del append
+        return contract.AppendTokensResponse(history_length=await appending)
+
+    async def _close(self, owner: str, session_id: str) -> Message:
+        length = await self._runtime.close(owner, session_id)
+        return contract.CloseSessionResponse(final_history_length=length)
+
+    async def _counters(self, owner: str, session_id: str) -> Message:
+        info = await self._runtime.info(owner, session_id)
+        return contract.GetSessionInfoResponse(
+            history_length=info.history_length,
+            kv_live_bytes=info.kv_live_bytes,
+            cache_invariant_inv1_violations=info.inv1_violations,
+            cache_invariant_inv2_violations=info.inv2_violations,
+            idle_seconds=info.idle_s,
+        )
+
+    async def _cancel(self, owner: str, session_id: str) -> Message:
+        return added.CancelResponse(cancelled=await self._runtime.cancel(owner, session_id))
+
+    async def _fork(self, owner: str, fork: Fork) -> Message:
+        session_id = await self._runtime.fork(owner, fork.session_id, label=fork.label, queue=fork.queue)
+        return added.ForkResponse(session_id=session_id)
+
+    async def _rollback(self, owner: str, rollback: Rollback) -> Message:
+        length = await self._runtime.rollback(owner, rollback.session_id, rollback.length, queue=rollback.queue)
+        return added.RollbackResponse(history_length=length)
+
+    async def _list(self, owner: str, _: None) -> Message:
+        infos = await self._runtime.list(owner)
+        response = added.ListResponse()
+        for begin in range(0, len(infos), INFOS_AT_ONCE):
+            response.sessions.extend(info_message(info) for info in infos[begin : begin + INFOS_AT_ONCE])
+            await asyncio.sleep(0)
+        return response
+
+    async def _info(self, owner: str, session_id: str) -> Message:
+        return info_message(await self._runtime.info(owner, session_id))
+
+    async def _generate(self, asked: GenerationRequest, context: Any) -> None:
+        await self._begin(context)
+        try:
+            updates = self._runtime.generate(OWNER.get(), asked.session_id, asked.params, queue=asked.queue)
+            async with aclosing(updates):
+                async for update in updates:
+                    await context.write(bytes_of_update(update))
+        except grpc.aio.BaseError:
+            raise asyncio.CancelledError from None  # sending failed: the client has disconnected
+        except (Exception, asyncio.CancelledError) as error:
+            await _give_up(context, error)
+
+
+def _generation_in(data: bytes, *, ignore_eos: bool) -> GenerationRequest:
+    return generation_of(parsed(added.GenerateRequest, data), ignore_eos=ignore_eos)
+
+
+async def _give_up(context: Any, error: BaseException) -> NoReturn:
+    """Refuse a call. If the call itself was cancelled, nothing can be sent: re-raise the cancellation."""
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
+    await refuse(context, error)
+
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Size limit of a request."""

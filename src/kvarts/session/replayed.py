@@ -175,6 +175,7 @@ class ReplayedSessions:
         num_wanted = most_pages + (0 if at.num_bounded else at.room.num_pages)
         # A request already here must fit next to the reserved pages, or it would wait for ever.
         num_beside = self._memory.total - scheduler.most_pages_needed() - reserve.num_pages
+        scheduler.settle()
         num_missing = num_wanted - min(num_beside, scheduler.cache.num_free)
         leaving: list[str] = []
         if self._config.at_capacity == "evict":

@@ -483,6 +483,7 @@ class SessionTable:
             scheduler.pins.give_up(num_wanted)
         # A request already here must fit next to the reserved pages, or it would wait for ever.
         most_pages = min(self._most_pages(), self._memory.total - scheduler.most_pages_needed())
+        scheduler.settle()
         num_free = min(most_pages - self._reserve.num_pages, scheduler.cache.num_free)
         num_missing = num_missing_of_owner = 0
         if keeps is not None:

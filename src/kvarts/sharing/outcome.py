@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvarts.columns import Column
 from kvarts.events import Event, LeapDone, StepDone
+from kvarts.report.distributions import Extent, Ranges
 from kvarts.report.packed import PackedColumn
 from kvarts.report.steps import StepLog
 from kvarts.sharing.config import SharingConfig
@@ -119,6 +120,14 @@ class TurnLog(StepLog):
             ends_ns = starts_ns + slab.durations_ns
             yield np.diff(ends_ns, prepend=starts_ns[0] if before_ns is None else before_ns), slab.of_steps("decodes")
             before_ns = ends_ns[-1]
+
+    def gap_extent(self) -> Extent | None:
+        """Return None: times between turns are not known before a pass over them."""
+        return None
+
+    def gaps_within(self, ranges: Ranges) -> Iterator[tuple[Column, Column]]:
+        """Return all `gaps`."""
+        return self.gaps()
 
     @property
     def end_ns(self) -> int:

@@ -16,11 +16,10 @@ from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sched.policy import NEVER_NS
-from kvarts.sharing.baselines import slices, split_config
 from kvarts.sharing.config import ObserversOf, SharingConfig
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.outcome import Contention, OfDevice, TurnLog
-from kvarts.sharing.report import SharedReport
+from kvarts.sharing.report import SharedReport, slices, split_config
 from kvarts.sharing.tenant import Tenant
 from kvarts.sharing.turn_order import TurnOrder
 from kvarts.sharing.turns import SharedDriver, TurnLoop

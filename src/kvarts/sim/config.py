@@ -34,13 +34,13 @@ MOST_SPEEDUP = 1e12
 MOST_COST_FACTOR = 1e6
 MOST_RETRIES = 1000
 if TYPE_CHECKING:
-    StepTimes = Any  # a CostModel, or a callable: checked where it is used
+    StepCost = Any  # a CostModel, or a callable: checked where it is used
     EvictionMaker = Callable[[], EvictionOrder]
     AdmissionMaker = Callable[[], AdmissionPolicy]
     PartGroups = tuple[PartGroup, ...]
 else:  # the rooms of these are imported where they are used: help prints these names and their docstrings
 
-    class StepTimes:
+    class StepCost:
         """A cost model, or a function of a Batch that returns the milliseconds of the step."""
 
     class EvictionMaker:
@@ -160,7 +160,7 @@ class ReplayConfig(
     replayed_by: ClassVar[str] = "kvarts.sim.replay:replay_with_spread"
 
     cost: Annotated[
-        StepTimes,
+        StepCost,
         setting(
             "Step times: polynomial, or linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,"
             "context_token_ms=0, or a file that `kvarts calibrate` wrote.",

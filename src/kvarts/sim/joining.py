@@ -46,6 +46,10 @@ class Joining:
         self.plan_next()
         return self.take_due()
 
+    def has(self, request: Request) -> bool:
+        """Return whether `request` waits here."""
+        return request in self._arrived or request in self._due
+
     def drop(self, request: Request) -> bool:
         """Remove `request`; return whether it was waiting here."""
         for requests in (self._arrived, self._due):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvarts.executor.base import CostModel
+from kvarts.executor.simulated import LeapTimes
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sim.replica import MOST_STEPS, NEVER_NS, Replica
@@ -215,6 +216,6 @@ class Ranks:
             end_ns -= durations_ns.pop()
         self._last_decode_ns = durations_ns[-1] or 1
         for replica, _ in busy:
-            replica.leap(now_ns, list(durations_ns), end_ns)
+            replica.leap(now_ns, LeapTimes(list(durations_ns)))
             self._under_way.append(replica)
         return end_ns

@@ -14,10 +14,12 @@ from kvarts.events import (
     Event,
     LeapDone,
     PagesRemoved,
+    PerStep,
     StepEnded,
     StepStarted,
 )
 from kvarts.executor.base import VirtualExecutor
+from kvarts.executor.simulated import LeapTimes
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
@@ -48,6 +50,7 @@ class Replica:
         self.config = engine.config
         self.scheduler: Scheduler = engine.scheduler
         self._executor = executor
+        self._decode_times = getattr(executor, "decode_times", None)
         self._tiers = engine.tiers
         self._leaps = not step_by_step
         self._joining = Joining() if plans_ahead else None
@@ -55,8 +58,13 @@ class Replica:
         self._is_under_way = False
         self._plans_late = True
         """Whether no step runs while the next one is planned: the engine is idle, or its last plan was empty."""
+        loads, handoffs = self.scheduler.loads, self.scheduler.handoffs
+        self._drops_first = loads is None and handoffs is None and engine.config.profile == "default"
+        """Whether these release their pages before the requests that end with the step, as in vLLM."""
         self._dropping: list[Request] = []
         """Requests that were given up since the current activity started."""
+        self._leaving: list[Request] = []
+        """Requests that were given up, and that the next plan drops: it was made before, and computes their tokens."""
         self._num_leapt = 0
         """Identical steps under way; 0 for a scheduled step."""
         self.is_pausing = False
@@ -122,11 +130,22 @@ class Replica:
             self._plans_late = True
 
     def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
-        """Drop `request`; return False if `finish` will do that, at the end of the current activity."""
+        """Drop `request`; return False if `finish` will do that, at the end of the current activity or of the next."""
         if self._is_under_way:
-            self._dropping.append(request)
+            if request not in self._dropping:
+                self._dropping.append(request)
+            return False
+        if request in self._leaving or self._give_up(request):
             return False
         self.cancel(request, now_ns)
+        return True
+
+    def _give_up(self, request: Request) -> bool:
+        """Let the next plan drop `request`, if that plan is made already and knows it; return whether it is so."""
+        if not self.scheduler.running.lag or self._plans_late or (self._joining is None or self._joining.has(request)):
+            return False
+        self.scheduler.give_up(request)
+        self._leaving.append(request)
         return True
 
     def join(self, now_ns: int) -> bool:
@@ -191,15 +210,25 @@ class Replica:
 
     def finish(self) -> list[Request]:
         """End what `start` started; return the requests that finished, in admission order, then those dropped."""
+        leaving, self._leaving = self._leaving, []
+        if self._dropping and self._drops_first and not (self.is_pausing or self.plans_ahead):
+            # They end with those that finish, but before these.
+            leaving, self._dropping = self._dropping, []
+            for request in leaving:
+                self.scheduler.give_up(request)
         finished = self._finish()
         if self._joining is not None and self._is_idle:
             self._plans_late = True
-        if self._dropping:
-            dropping, self._dropping = self._dropping, []
-            for request in dropping:
-                if request not in finished:
-                    self.cancel(request, self.engine.now_ns)
-                    finished.append(request)
+        dropping, self._dropping = self._dropping, []
+        for request in dropping:
+            if request in finished or request in leaving:
+                continue
+            if not self._give_up(request):
+                self.cancel(request, self.engine.now_ns)
+                finished.append(request)
+        for request in leaving:
+            request.cancelled_ns = self.engine.now_ns
+            finished.append(request)
         return finished
 
     def _finish(self) -> list[Request]:
@@ -282,7 +311,7 @@ class Replica:
             if scheduler.cache.settles or not scheduler.cache.has_empty(num_pages * scheduler.cache.page_blocks):
                 return None
             num_steps -= 1
-        return min(now_ns + sum(self.decode_ns(now_ns, num_steps)), next_ns)
+        return min(now_ns + self.decode_times(now_ns, num_steps).total_ns, next_ns)
 
     def quiet_until(self, now_ns: int) -> int | None:
         """Return the end of the identical steps that could start now: no request ends before. None if they cannot."""
@@ -291,7 +320,7 @@ class Replica:
         next_ns = self._next_ns(now_ns)
         if not num_steps or next_ns <= now_ns:
             return None
-        return min(now_ns + sum(self.decode_ns(now_ns, min(num_steps, MOST_STEPS))), next_ns)
+        return min(now_ns + self.decode_times(now_ns, min(num_steps, MOST_STEPS)).total_ns, next_ns)
 
     def _next_ns(self, now_ns: int) -> int:
         """Return when the next transfer ends, or another request may become the head of the waiting queue."""
@@ -300,11 +329,16 @@ class Replica:
             next_ns = min(next_ns, self.scheduler.waiting.holds_until_ns(now_ns))
         return next_ns
 
-    def decode_ns(self, now_ns: int, num_steps: int) -> list[int]:
+    def decode_times(self, now_ns: int, num_steps: int) -> LeapTimes:
         """Return the durations of the next `num_steps` steps, from `now_ns` on, if they are identical."""
-        wheel = self.scheduler.wheel
+        wheel, tiers = self.scheduler.wheel, self._tiers
+        if self._decode_times is not None and (tiers is None or not tiers.slows_down):
+            by_rule: LeapTimes = self._decode_times(
+                wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps
+            )
+            return by_rule
         durations_ns = self._executor.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
-        return durations_ns if self._tiers is None else self._tiers.steps_ns(now_ns, durations_ns)
+        return LeapTimes(durations_ns if tiers is None else tiers.steps_ns(now_ns, durations_ns))
 
     def _pause(self, until_ns: int) -> int:
         assert until_ns < NEVER_NS, "L8: there is work, nothing can be computed, and no transfer is under way"
@@ -319,17 +353,14 @@ class Replica:
             num_steps = num_wanted
         if num_steps > MOST_STEPS:
             num_steps = MOST_STEPS
-        durations_ns = self.decode_ns(now_ns, num_steps)
-        end_ns = now_ns + sum(durations_ns)
-        while num_steps > 1 and end_ns - durations_ns[-1] >= until_ns:
-            end_ns -= durations_ns.pop()
-            num_steps -= 1
-        return self.leap(now_ns, durations_ns, end_ns)
+        times = self.decode_times(now_ns, num_steps)
+        times.end_before(until_ns - now_ns)
+        return self.leap(now_ns, times)
 
-    def leap(self, now_ns: int, durations_ns: list[int], end_ns: int) -> int:
-        """Start identical steps of these durations, the last of which ends at `end_ns`; return when they end.
+    def leap(self, now_ns: int, times: LeapTimes) -> int:
+        """Start identical steps of these durations at `now_ns`; return when the last one ends.
 
-        If the cache ends the leap early, the remaining durations are dropped and the end is earlier.
+        If the cache ends the leap early, the remaining durations are dropped.
         """
         scheduler = self.scheduler
         wheel = scheduler.wheel
@@ -338,14 +369,15 @@ class Replica:
         side_counts = scheduler.side_counts() if scheduler.has_sides else ()
         num_empty = cache.pool.num_empty
         mark = 0 if log.tell_details is None else log.mark
-        done = scheduler.advance(len(durations_ns))
+        done = scheduler.advance(times.num_steps)
         pages_taken = done.taken
         num_steps = len(pages_taken)
-        while len(durations_ns) > num_steps:
-            end_ns -= durations_ns.pop()
+        times.keep(num_steps)
+        end_ns = now_ns + times.total_ns
         if end_ns > LATEST_NS:
             raise TooLateError
-        self._last_decode_ns = durations_ns[-1] or 1
+        self._last_decode_ns = times.last_ns or 1
+        durations_ns = times.for_event
         if log.tell_details is not None:
             for event in tell_by_step(log.take_from(mark), wheel.step, now_ns, durations_ns, pages_taken, num_empty):
                 log.tell_details(event)
@@ -377,8 +409,8 @@ def tell_by_step(
     happened: list[Event],
     step: int,
     start_ns: int,
-    durations_ns: list[int],
-    pages_taken: list[int],
+    durations_ns: PerStep,
+    pages_taken: PerStep,
     num_empty: int,
 ) -> list[Event]:
     """Return the events of a leap in the order of its steps.

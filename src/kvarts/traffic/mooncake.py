@@ -22,12 +22,11 @@ from kvarts.files import sample_of
 from kvarts.limits import check_whole
 from kvarts.traffic.implied import accumulated, broken_sessions
 from kvarts.traffic.mooncake_request import NS_PER_MS, has_too_many_ids, request_of
-from kvarts.traffic.mooncake_row import MooncakeRow
 from kvarts.traffic.plain_rows import add_plain
 from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import SKIP_HINT, TraceFile
-from kvarts.traffic.trace_request import After
+from kvarts.traffic.trace_request import After, MooncakeRow
 
 __all__ = ["BLOCK_TOKENS", "MooncakeReader", "Turns", "load_mooncake"]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from kvarts.content import pack_units
 from kvarts.errors import ConfigError, InputError
 from kvarts.limits import LATEST_NS, brief
-from kvarts.traffic.mooncake_row import MooncakeRow
 from kvarts.traffic.trace_file import unlike_any_other
-from kvarts.traffic.trace_request import TraceRequest
+from kvarts.traffic.trace_request import MooncakeRow, TraceRequest
 
 __all__ = ["has_too_many_ids", "request_of"]
 

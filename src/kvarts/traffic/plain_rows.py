@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvarts.content import UNIT_BYTES
 from kvarts.limits import LATEST_NS
-from kvarts.traffic.mooncake_row import MooncakeRow
-from kvarts.traffic.trace_request import TraceRequest
+from kvarts.traffic.trace_request import MooncakeRow, TraceRequest
 
 if TYPE_CHECKING:
     from kvarts.traffic.request_columns import RequestColumns

@@ -1,15 +1,20 @@
-"""One request of a trace."""
+"""One request of a trace, and the schema of a line of a Mooncake trace."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import msgspec
 
 from kvarts.hints import Hints
+from kvarts.limits import LATEST_NS, MOST_COUNT
 
-__all__ = ["After", "DirectRequest", "TraceRequest", "Units"]
+__all__ = ["After", "DirectRequest", "MooncakeRow", "TraceRequest", "Units"]
 
 Units = bytes | tuple[range, ...]
 """Ids of 8 bytes each, or ranges of token ids that are expanded only while the request is alive."""
+Count = Annotated[int, msgspec.Meta(le=MOST_COUNT)]
+Priority = Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
 
 
 class After(msgspec.Struct, frozen=True, gc=False):
@@ -62,3 +67,22 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     """Units of the prompt and its answer, if a later prompt reveals them; later prompts can then hit them."""
     hints: Hints | None = None
     direct: DirectRequest | None = None
+
+
+class MooncakeRow(msgspec.Struct, gc=False):
+    """One request as decoded from JSON; traffic/mooncake.py documents the fields and checks their values."""
+
+    input_length: Count
+    hash_ids: list[int] | None = None
+    output_length: Count | None = None
+    timestamp: int | float | None = None
+    delay: int | float | None = None
+    session_id: str | int | None = None
+    priority: Priority = 0
+    output_token_ids: list[int] | None = None
+    request_id: str | int | None = None
+    tenant: str | int | None = None
+    wait_for: list[str | int] | None = None
+    tool_wait_ms: int | float | None = None
+    cancel_after_ms: Annotated[float, msgspec.Meta(ge=0, le=LATEST_NS / 1e6)] | None = None
+    hints: Hints | None = None

@@ -12,7 +12,7 @@ import pytest
 from kvarts.client import AsyncSessions
 from kvarts.openai_api.opening import Door
 from kvarts.openai_api.server import Address, OpenAIServer
-from kvarts.openai_api.sessions.opening import open_beside, word_mock
+from kvarts.openai_api.sessions.door import open_beside, word_mock
 from kvarts.owners import Keys
 from kvarts.serve.server import Binding, SessionServer
 from kvarts.session.opening import open_sessions

@@ -15,7 +15,7 @@ from kvarts.config import EngineConfig
 from kvarts.executor.torch.tiny import write_tiny
 from kvarts.openai_api.opening import Door, open_model
 from kvarts.openai_api.server import Address, OpenAIServer
-from kvarts.openai_api.sessions.opening import open_own
+from kvarts.openai_api.sessions.door import open_own
 from kvarts.session.values import SessionsConfig, SessionSettings
 
 from builders.http_client import call, events_of

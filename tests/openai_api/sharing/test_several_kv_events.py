@@ -20,7 +20,7 @@ from kvarts.errors import ConfigError
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.openai_api.opening import Door
 from kvarts.openai_api.served import Ask, Limits
-from kvarts.openai_api.sharing.opening import open_several
+from kvarts.openai_api.sharing.device import open_several
 from kvarts.sampling import SamplingParams
 from kvarts.serve.kv_events.config import KvEventsConfig
 from openai_api.sharing.test_several_parity import shared

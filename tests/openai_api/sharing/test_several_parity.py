@@ -17,7 +17,7 @@ from kvarts.kv.groups import PartGroup
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.openai_api.opening import Door
 from kvarts.openai_api.served import Ask, Limits
-from kvarts.openai_api.sharing.opening import open_several
+from kvarts.openai_api.sharing.device import open_several
 from kvarts.sampling import SamplingParams
 from kvarts.sharing.config import ModelShare, SharingConfig
 from kvarts.sim.config import ReplayConfig

@@ -1,8 +1,11 @@
-"""The executor of real models: carries out a plan as one forward pass over a flat batch."""
+"""The executor of real models: carries out a plan as one forward pass over a flat batch.
+
+It chooses an attention backend for a device, a number format and a page size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,29 +15,73 @@ import torch
 
 from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
 from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, Ints, Observed, TableBatch
 from kvarts.executor.page_bytes import PageCopier, PageSlots, PageStore
 from kvarts.executor.page_tables import WHOLE_PAGES, PageTables, StateTables
 from kvarts.executor.torch.attention import PagedAttention, attending
-from kvarts.executor.torch.backend import CAPTURED, backend_name, choose_backend
 from kvarts.executor.torch.block_cut import BlockCut
-from kvarts.executor.torch.fingerprint import kv_fingerprint
+from kvarts.executor.torch.flash import FlashBackend, flash_fits
 from kvarts.executor.torch.graphs import DecodeGraphs, Forward
 from kvarts.executor.torch.huge_pages import use_huge_pages
 from kvarts.executor.torch.layers import open_layers
-from kvarts.executor.torch.metadata import AttentionMetadata
+from kvarts.executor.torch.loading import kv_fingerprint
+from kvarts.executor.torch.metadata import AttentionBackend, AttentionMetadata
+from kvarts.executor.torch.numba_backend import NumbaBackend, numba_fits
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.probe import examine
 from kvarts.executor.torch.rotary import TorchRotation
 from kvarts.executor.torch.sampling import TokenSampler
+from kvarts.executor.torch.sdpa import SdpaBackend
 from kvarts.executor.torch.states import PagedStates, keeping
+from kvarts.executor.torch.triton_backend import TritonBackend, triton_fits
 from kvarts.kv.transfer import TransferReport
 from kvarts.sched.plan import PageScores, StepPlan, StepResult
 
-__all__ = ["TorchExecutor"]
+__all__ = ["BACKENDS", "CAPTURED", "TorchExecutor", "backend_name", "choose_backend"]
 
 SCORED_TOKENS = 256
 """Number of prompt tokens that are scored at a time."""
+BACKENDS: dict[str, tuple[Callable[[KVPools], AttentionBackend], Callable[[KVPools], str | None]]] = {
+    "flash": (FlashBackend, flash_fits),
+    "numba": (NumbaBackend, numba_fits),
+    "sdpa": (SdpaBackend, lambda _: None),
+    "triton": (TritonBackend, triton_fits),
+}
+"""By name: the backend, and a function that returns why it does not fit some pools, or None."""
+ON_CUDA = ("triton", "flash", "sdpa")
+ON_OTHERS = ("numba", "sdpa")
+CAPTURED = ("triton",)
+"""Backends whose kernels read all that changes from step to step from the device's memory, as CUDA graphs demand."""
+
+
+def backend_name(pools: KVPools, *more: KVPools, name: str = "auto") -> str:
+    """Return `name`, or for `auto` the device's first backend that fits all pools.
+
+    Raise ConfigError for an unknown name, or a backend that does not fit these pools.
+    """
+    every = (pools, *more)
+    if name == "auto":
+        meant = ON_CUDA if pools.device.type == "cuda" else ON_OTHERS
+        return next(name for name in meant if all(_refusal(name, one) is None for one in every))
+    if name not in BACKENDS:
+        raise ConfigError(f"{name!r} is not known", field="attention", hint=f"Known: auto, {', '.join(BACKENDS)}.")
+    for one in every:
+        if reason := _refusal(name, one):
+            raise ConfigError(f"{name} cannot be had: {reason}", field="attention", hint="Leave it to auto.")
+    return name
+
+
+def _refusal(name: str, pools: KVPools) -> str | None:
+    if pools.kv_dtype != "auto" and name != "sdpa":
+        return f"it reads no KV in {pools.kv_dtype}"
+    return BACKENDS[name][1](pools)
+
+
+def choose_backend(pools: KVPools, name: str = "auto") -> AttentionBackend:
+    """Return the backend that `backend_name` chooses. Raises ConfigError as it does."""
+    make, _ = BACKENDS[backend_name(pools, name=name)]
+    return make(pools)
 
 
 class TorchExecutor:

@@ -9,8 +9,7 @@ import msgspec
 
 from kvarts.clock import VirtualClock
 from kvarts.sampling import SamplingParams
-from kvarts.session.runtime import SessionRuntime
-from kvarts.session.values import Done, SessionInfo, SessionSettings, Token, Update
+from kvarts.session.values import Done, SessionInfo, SessionRuntime, SessionSettings, Token, Update
 
 __all__ = ["OneOwner", "Reading", "SessionsTarget", "SoakClock", "SoakTarget", "VirtualSoakClock", "rss_of"]
 
