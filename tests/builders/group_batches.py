@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kvarts.executor.page_tables import PageTables
+from kvarts.executor.flat_batch import PageTables
 from kvarts.executor.torch.attention import PagedAttention
 from kvarts.executor.torch.block_cut import BlockCut
 from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams

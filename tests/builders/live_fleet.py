@@ -24,7 +24,7 @@ from kvarts.openai_api.served import Ask, Limits, Served
 from kvarts.openai_api.server import Address
 from kvarts.sampling import SamplingParams
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.recorded import RecordedRow, recorded_trace
+from kvarts.traffic.logs import RecordedRow, recorded_trace
 
 from builders.http_client import call
 from builders.parity import Heard

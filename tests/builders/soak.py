@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvarts.session.soak.record import Sample, SoakPlan, SoakRecord
+from kvarts.session.soak.run import Sample, SoakPlan, SoakRecord
 from kvarts.session.soak.target import Reading
 from kvarts.session.values import (
     Done,

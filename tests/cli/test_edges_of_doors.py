@@ -18,7 +18,7 @@ from kvarts.calibrate.design import MOST_STEPS
 from kvarts.connect.sockets import EngineStream
 from kvarts.errors import ConfigError
 from kvarts.plan.sweep import MOST_POINTS
-from kvarts.session.soak.record import load_record
+from kvarts.session.soak.run import load_record
 
 from builders.server_process import kvarts_process
 

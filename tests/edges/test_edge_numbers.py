@@ -25,7 +25,7 @@ from kvarts import (
 )
 from kvarts.cli.options import role_of
 from kvarts.limits import LATEST_NS, TooLateError, brief, check_number, check_whole
-from kvarts.session.soak.record import SoakPlan
+from kvarts.session.soak.run import SoakPlan
 from kvarts.session.values import SessionsConfig, SessionSettings
 from kvarts.sim.hardware import DeviceSettings
 from kvarts.traffic.workload import FixedLength, LogNormalLength, UniformLength

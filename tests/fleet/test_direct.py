@@ -11,7 +11,7 @@ from kvarts.fleet.config import FleetConfig, PoolConfig
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.replay import replay_fleet
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.recorded import RecordedRow, recorded_trace
+from kvarts.traffic.logs import RecordedRow, recorded_trace
 
 from builders.rooms import HAS_AUDIT
 

@@ -12,7 +12,7 @@ from kvarts.fleet.replay import replay_fleet
 from kvarts.kv.page_cache import PageCache
 from kvarts.sched.handoffs import Handoffs
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.recorded import RecordedRow, recorded_trace
+from kvarts.traffic.logs import RecordedRow, recorded_trace
 
 from builders.rooms import HAS_AUDIT
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvarts.errors import ConfigError
-from kvarts.executor.page_tables import PageTables
+from kvarts.executor.flat_batch import PageTables
 from kvarts.executor.torch.block_cut import cut_blocks
 from kvarts.executor.torch.pools import KVPools, LayerShape, page_bytes_of
 from kvarts.hardware.fit import local_kv_groups

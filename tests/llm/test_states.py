@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 import torch
 
 from kvarts.errors import ConfigError
-from kvarts.executor.page_tables import StateBatch, StateTables
+from kvarts.executor.flat_batch import StateBatch, StateTables
 from kvarts.executor.torch.probe import examine
 from kvarts.executor.torch.states import StateMemory, StateShape, StateTensor
 from kvarts.hardware import load_geometry

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.cli.table import render_table
+from kvarts.cli.outputs import render_table
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.events import ChunkComputed, Event, LoadAwaited, LoadStarted, LoadWeighed, StoreStarted, TransferEnded

@@ -13,7 +13,7 @@ from kvarts.hints import Hints, RetainedRange
 from kvarts.openai_api.running import RunningServer
 from kvarts.owners import Owner
 from kvarts.plan.orders import HintedOrder, SoonestReturnOrder
-from kvarts.traffic.recorded import load_recorded
+from kvarts.traffic.logs import load_recorded
 
 from builders.http_client import call
 

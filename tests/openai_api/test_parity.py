@@ -21,7 +21,7 @@ from kvarts.sampling import SamplingParams
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
-from kvarts.traffic.recorded import RecordedRow, recorded_trace
+from kvarts.traffic.logs import RecordedRow, recorded_trace
 
 from builders.grouped import part_groups
 from builders.parity import Heard, Sent, shifted

@@ -19,9 +19,8 @@ import pytest
 from kvarts.cli import soak as command
 from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
 from kvarts.sampling import SamplingParams
-from kvarts.session.soak.record import KvLayers, SoakPlan, SoakRecord, load_record, write_record
 from kvarts.session.soak.rules import judge_soak, render_soak_page
-from kvarts.session.soak.run import run_soak
+from kvarts.session.soak.run import KvLayers, SoakPlan, SoakRecord, load_record, run_soak, write_record
 from kvarts.session.soak.target import Reading, SessionsTarget, rss_of
 from kvarts.session.values import SessionInfo, SessionSettings
 

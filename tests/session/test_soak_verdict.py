@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.session.soak.record import KvLayers, Sample, SoakRecord
 from kvarts.session.soak.rules import SoakRuleResult, expected_bytes, judge_soak
+from kvarts.session.soak.run import KvLayers, Sample, SoakRecord
 
 from builders.soak import BYTES_PER_TOKEN, record_of, with_sample, with_samples
 

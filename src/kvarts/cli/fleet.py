@@ -13,9 +13,9 @@ from kvarts.cli import (
     kv_events,
     record,
 )
+from kvarts.cli.outputs import as_bytes, render_table
 from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.process import print_bytes, tell_whole_pages
-from kvarts.cli.table import as_bytes, render_table
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.fleet.config import SECTIONS, FleetConfig, FleetWorker, is_of_fleet, resolve_fleet

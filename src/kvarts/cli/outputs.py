@@ -1,4 +1,4 @@
-"""Destinations of a command's results: files, the terminal, and pages of HTML that are written and opened."""
+"""Destinations of a command's results: files, a text table of at most 80 columns, and pages of HTML that are opened."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import click
 from kvarts import __version__
 from kvarts.cli.parts import CommandPart, Outputs, load_parts
 from kvarts.cli.process import Progress, print_bytes
-from kvarts.cli.table import render_advice, render_table
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.report.run_directory import DISTRIBUTIONS, REPORT, REQUESTS, RUN
+from kvarts.report.words import LIMITS, UNCERTAIN, in_memory, number, opening, wrapped
+from kvarts.units import as_duration, as_percent
 
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
@@ -24,12 +25,212 @@ if TYPE_CHECKING:
     from kvarts.report.run_page import ShownOverview
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["ReplayFiles", "check_opening", "open_option", "open_page", "write_about", "write_run_page"]
+__all__ = [
+    "ReplayFiles",
+    "as_bytes",
+    "check_opening",
+    "open_option",
+    "open_page",
+    "render_advice",
+    "render_table",
+    "write_about",
+    "write_run_page",
+]
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 LARGE_RUN_BYTES = 4_000_000
 OPEN_HELP = "Open the page in the browser as well."
+LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "queue_ms")
+COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+
+def render_table(summary: dict[str, Any]) -> str:
+    """Return the table with a newline at the end; if nothing was completed, only the reason."""
+    config = summary["config"]
+    completed, rejected = summary["num_completed"], summary["num_rejected"]
+    lines = [f"{_fit(summary['trace'], 44)}: {summary['num_requests']:,} requests", *opening(config), ""]
+    if rejected and not completed:
+        return "\n".join([*lines, _row("requests", _counts(summary, completed, rejected))]) + "\n"
+    lines.append(f"{'':<8}" + "".join(f"{name:>12}" for name in COLUMNS))
+    for name in LATENCIES:
+        values = summary[name]
+        cells = "".join(f"{as_duration(values[column]):>12}" for column in COLUMNS)
+        lines.append(f"{name.removesuffix('_ms').upper():<8}{cells}")
+        spread = summary.get("uncertainty", {}).get(name)
+        if spread is not None:
+            known = "".join(f"{_plus_minus(spread.get(column)):>12}" for column in COLUMNS)
+            lines.append(f"{'':<8}{known}".rstrip())
+    lines += [
+        "",
+        *([_row(*UNCERTAIN)] if summary.get("uncertainty") else []),
+        _row("duration", f"{as_duration(summary['duration_ms'])} in {summary['num_steps']:,} steps"),
+        _row("requests", _counts(summary, completed, rejected)),
+        _row(
+            "throughput",
+            f"{number(summary['request_throughput_per_s'])} requests/s, "
+            f"{number(summary['input_throughput_tokens_per_s'])} in and "
+            f"{number(summary['output_throughput_tokens_per_s'])} out tokens/s",
+        ),
+    ]
+    goodput = summary["goodput"]
+    if goodput is not None:
+        lines.append(
+            _row("goodput", f"{number(goodput['requests_per_s'])} requests/s, {as_percent(goodput['ratio'])} of all")
+        )
+    lines += [
+        _row(
+            "prefix hits",
+            f"{'at least ' if summary.get('prefix_hit_ratio_is_lower_bound') else ''}"
+            f"{as_percent(summary['prefix_hit_ratio'])} of prompt tokens "
+            f"({summary['num_cached_tokens']:,} of {summary['num_input_tokens']:,})",
+        ),
+        *_tiers(summary),
+        *_sessions(summary),
+        _row(
+            "KV pages",
+            f"peak {as_percent(summary['peak_used_pct'])} used, mean {as_percent(summary['mean_used_pct'])}, "
+            f"{_evicted(summary)} evicted",
+        ),
+        *_groups(summary),
+        _row("working set", _working_set(summary)),
+        _row(
+            "preempted",
+            f"{summary['num_preemptions']:,} times, {summary['num_recomputed_tokens']:,} tokens computed again",
+        ),
+        *_wasted(summary),
+        _row("limited by", _limit(summary["limited_by"])),
+        *_warnings(summary),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _plus_minus(value: float | None) -> str:
+    return "" if value is None else f"+-{as_duration(value)}"
+
+
+def _tiers(summary: dict[str, Any]) -> list[str]:
+    """Return rows on hits and transfers by tier; empty without a tier below the device."""
+    transfers = summary["transfers"]
+    if transfers is None:
+        return []
+    ratios = ", ".join(f"{name} {as_percent(ratio)}" for name, ratio in summary["prefix_hit_ratio_by_tier"].items())
+    moved = [f"{name.replace('_', ' ')} {as_bytes(count)}" for name, count in transfers["bytes"].items()]
+    lines = [_row("  by tier", ratios), _row("transfers", ", ".join(moved))]
+    failed, left_out = transfers["num_failed"], transfers["num_pages_without_room"]
+    if failed or left_out:
+        lines.append(_row("", f"{failed:,} failed, {left_out:,} pages found no room to be stored"))
+    return lines
+
+
+def _groups(summary: dict[str, Any]) -> list[str]:
+    """Return a row for each KV group; empty without KV groups."""
+    memory = summary.get("kv_groups", ())
+    lines = []
+    for index, group in enumerate(memory):
+        span = f", {group['kind']} {group['tokens']:,}" if "tokens" in group else f", {group['kind']}"
+        layers = f"{group['layers']} layers{span}"
+        text = f"{layers}: peak {group['peak_used_parts']:,} parts, {group['num_evicted_parts']:,} evicted"
+        lines.append(_row("" if index else "KV groups", text))
+    return lines
+
+
+def _sessions(summary: dict[str, Any]) -> list[str]:
+    """Return rows on sessions; empty if turns are replayed as ordinary requests."""
+    totals = summary.get("sessions")
+    if totals is None:
+        return []
+    unit = "blocks" if "kv_groups" in summary else "pages"
+    lines = [
+        _row(
+            "sessions",
+            f"{totals['num_turns']:,} turns; {totals['num_history_tokens_computed']:,} of "
+            f"{totals['num_history_tokens']:,} tokens of history computed again; "
+            f"{totals['peak_reserved_pages']:,} {unit} kept at most",
+        )
+    ]
+    ends = {
+        "changed history": totals["num_turns_of_changed_history"],
+        "expired": totals["num_expired"],
+        "evicted": totals["num_evicted"],
+        "refused": totals["num_refused_turns"],
+        "pins given up": totals["num_pins_given_up"],
+    }
+    said = ", ".join(f"{count:,} {what}" for what, count in ends.items() if count)
+    return [*lines, _row("", said)] if said else lines
+
+
+def as_bytes(count: float) -> str:
+    """Return `count` in the largest decimal unit in which it is at least 1."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:<14}{value}"
+
+
+def _wasted(summary: dict[str, Any]) -> list[str]:
+    """Return a row on tokens computed for cancelled requests; empty without these."""
+    wasted = summary.get("cancelled")
+    if wasted is None:
+        return []
+    text = f"{wasted['prompt_tokens']:,} prompt and {wasted['output_tokens']:,} output tokens, of cancelled requests"
+    return [_row("wasted", text)]
+
+
+def _counts(summary: dict[str, Any], completed: int, rejected: int) -> str:
+    text = f"{completed:,} completed, {rejected:,} rejected"
+    if "num_cancelled" in summary:
+        text += f", {summary['num_cancelled']:,} cancelled"
+    skipped = summary["num_skipped_lines"]
+    return f"{text}, {skipped:,} bad lines skipped" if skipped else text
+
+
+def _warnings(summary: dict[str, Any]) -> list[str]:
+    """Return rows with warnings about the trace; empty without warnings."""
+    left_out = [f"{count:,} {reason}" for reason, count in summary.get("left_out", {}).items()]
+    said = [f"the trace has rows that are left out: {', '.join(left_out)}"] if left_out else []
+    return [
+        line
+        for warning in (*said, *summary.get("warnings", ()))
+        for line in wrapped(warning, f"{'warning':<14}", " " * 14)
+    ]
+
+
+def _evicted(summary: dict[str, Any]) -> str:
+    count = summary["num_evicted_pages"]
+    return f"{count:,} blocks" if "kv_groups" in summary else f"{count:,}{in_memory(count, summary['config'])}"
+
+
+def _working_set(summary: dict[str, Any]) -> str:
+    pages = summary["working_set_pages"]
+    if pages is None:
+        return "unknown: the trace was read as a stream"
+    size = in_memory(pages, summary["config"])
+    return f"{pages:,} pages{size}, {summary['working_set_to_pool']:,.2f} times the pool"
+
+
+def _limit(limited_by: dict[str, Any]) -> str:
+    cause = limited_by["cause"]
+    text = f"{LIMITS[cause]} {limited_by['lane']}" if cause == "transfers" else LIMITS[cause]
+    share = limited_by["share_of_waiting"].get(cause)
+    return f"{text}\n{'':<14}({as_percent(share)} of the time spent waiting)" if share is not None else text
+
+
+def render_advice(sentence: str | None) -> str:
+    """Return advice as a paragraph after an empty line; empty if `sentence` is None."""
+    if sentence is None:
+        return ""
+    whole = f"{sentence[0].upper()}{sentence[1:]}."
+    return "\n".join(["", *wrapped(whole)]) + "\n"
+
+
+def _fit(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 class ReplayFiles:

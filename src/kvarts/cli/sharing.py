@@ -12,10 +12,9 @@ import click
 import msgspec
 
 from kvarts.cli.options import DERIVED, GroupedOption
-from kvarts.cli.outputs import ReplayFiles
+from kvarts.cli.outputs import ReplayFiles, as_bytes
 from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.process import Progress, print_bytes, tell_whole_pages
-from kvarts.cli.table import as_bytes
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole, writing
 from kvarts.report.run_directory import REPORT, named

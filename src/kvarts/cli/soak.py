@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvarts.sampling import SamplingParams
-    from kvarts.session.soak.record import KvLayers, SoakPlan, SoakRecord
+    from kvarts.session.soak.run import KvLayers, SoakPlan, SoakRecord
     from kvarts.session.soak.target import SoakTarget
     from kvarts.session.values import SessionSettings
 
@@ -82,8 +82,8 @@ def soak_command(
     The exit code is 0 for bounded, 5 for violated and 6 for inconclusive: constant zero, missing or too few samples, or
     too much noise to decide. SIGTERM and SIGINT end the run; the part that has run is then judged.
     """
-    from kvarts.session.soak.record import load_record, write_record
     from kvarts.session.soak.rules import judge_soak, render_soak_page
+    from kvarts.session.soak.run import load_record, write_record
 
     timeline = values.get("kv_timeline")
     if timeline is not None and not virtual:
@@ -140,7 +140,7 @@ def _with_timeline(text: str, exit_code: int, timeline: Path) -> tuple[str, int]
 
 
 def _plan(target: str, values: dict[str, Any]) -> SoakPlan:
-    from kvarts.session.soak.record import SoakPlan
+    from kvarts.session.soak.run import SoakPlan
 
     return SoakPlan(
         target=target,
@@ -159,7 +159,7 @@ def _plan(target: str, values: dict[str, Any]) -> SoakPlan:
 
 
 def _layers(text: str, bound_tokens: int) -> KvLayers:
-    from kvarts.session.soak.record import KvLayers
+    from kvarts.session.soak.run import KvLayers
 
     match = re.fullmatch(r"(\d+)(?:@(\d+))?", text)
     if match is None:

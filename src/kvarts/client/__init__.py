@@ -10,9 +10,8 @@
 It requires grpcio and protobuf (`pip install 'kvarts[grpc]'`), and imports nothing of the server.
 """
 
-from kvarts.client.aio import AsyncSession, AsyncSessions
-from kvarts.client.blocking import Session, Sessions
 from kvarts.client.messages import CallCancelledError, NotAuthenticatedError, ServerError, ServerUnreachableError
+from kvarts.client.sessions import AsyncSession, AsyncSessions, Session, Sessions
 
 __all__ = [
     "AsyncSession",

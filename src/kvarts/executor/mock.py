@@ -17,9 +17,8 @@ from kvarts.clock import Clock
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.executor.base import CostModel, NoRotation
-from kvarts.executor.flat_batch import FlatBatch
+from kvarts.executor.flat_batch import FlatBatch, PageTables
 from kvarts.executor.page_bytes import PageSlots
-from kvarts.executor.page_tables import PageTables
 from kvarts.kv.groups import GroupMemory
 from kvarts.sampling import Logprobs, SamplingParams, TopLogprobs
 from kvarts.sched.plan import StepPlan, StepResult

@@ -13,7 +13,7 @@ import msgspec
 from kvarts.files import write_whole
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
-from kvarts.traffic.recorded import RecordedRow
+from kvarts.traffic.logs import RecordedRow
 
 __all__ = ["ArrivalRecorder"]
 

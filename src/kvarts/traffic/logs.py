@@ -15,10 +15,13 @@ Other fields are ignored. KV caches:
 - Tair's optimizer: `timestamp_us`, `keys` of blocks, `input_len`, `output_len`.
 
 Records of caches without a number of generated tokens, or with 0, are read as requests for one token, with a warning.
+
+A run recorded by a live engine is JSON lines, one request with its tokens per line, by arrival.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -26,12 +29,24 @@ import msgspec
 import numpy as np
 
 from kvarts.content import pack_units
-from kvarts.errors import ConfigError, InputError
+from kvarts.errors import ConfigError, InputError, parts_of
 from kvarts.files import reading
+from kvarts.hints import Hints
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import NO_ID, TraceFile, date_ns, load_rows, unlike_any_other
+from kvarts.traffic.trace_request import DirectRequest
 
-__all__ = ["load_bailian", "load_lmcache", "load_spend_log", "load_tair", "load_token_ids", "load_usage_log"]
+__all__ = [
+    "RecordedRow",
+    "load_bailian",
+    "load_lmcache",
+    "load_recorded",
+    "load_spend_log",
+    "load_tair",
+    "load_token_ids",
+    "load_usage_log",
+    "recorded_trace",
+]
 
 BAILIAN_TOKENS = 16
 
@@ -262,3 +277,97 @@ def _packed(ids: list[int], field: str) -> bytes:
         return np.array(ids, np.int64).astype(np.uint64).tobytes()  # keys are signed in the file
     except (OverflowError, ConfigError):
         raise InputError("ids must be from -2**63 to 2**63 - 1", field=field) from None
+
+
+class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One request. `output`: the tokens it generated. `ended`: its state when the record was written.
+
+    A request that was refused because its pages could never fit generated nothing; its `num_output_tokens` is the
+    number it asked for, so that a replay refuses it too. `began_ns`: start of the run, in runs that have other records.
+    `cancel_after_ns`: time after arrival at which its client gave it up, of a run on a fleet: `output` then has the
+    tokens that would have followed, too. `worker`, `is_left`, `fetches`: see DirectRequest; the last is a line, from 0.
+    """
+
+    arrival_ns: int
+    prompt: list[int]
+    num_output_tokens: int
+    output: list[int] = []
+    max_tokens: int = 0
+    priority: int = 0
+    tenant: str | None = None
+    hints: Hints | msgspec.UnsetType = msgspec.UNSET
+    request_id: str | None = None
+    ended: str = "finished"
+    began_ns: int | msgspec.UnsetType = msgspec.UNSET
+    cancel_after_ns: int | msgspec.UnsetType = msgspec.UNSET
+    worker: int | msgspec.UnsetType = msgspec.UNSET
+    is_left: bool | msgspec.UnsetType = msgspec.UNSET
+    fetches: int | msgspec.UnsetType = msgspec.UNSET
+
+
+def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
+    """Read a recorded run. Raise MissingFileError, or InputError with file and line."""
+    file = TraceFile.of(path)
+    rows: list[RecordedRow] = []
+    num_skipped = 0
+    decoder = msgspec.json.Decoder(RecordedRow)
+    for number, line in file.records():
+        try:
+            row = decoder.decode(line)
+            _request(0, row, 0, {})
+        except (msgspec.DecodeError, ConfigError) as error:
+            if not skip_bad_lines:
+                what, field = parts_of(error)
+                raise InputError(what, path=file.path, line=number, field=field) from error
+            num_skipped += 1
+        else:
+            rows.append(row)
+    if not rows:
+        raise InputError("has no requests", path=file.path, hint="A line is a request of a recorded run.")
+    return recorded_trace(rows, name=file.name, num_skipped_lines=num_skipped)
+
+
+def recorded_trace(
+    rows: list[RecordedRow], *, name: str = "recorded", num_skipped_lines: int = 0, began_ns: int | None = None
+) -> Trace:
+    """Return recorded rows as a trace, without requests that were cancelled before their first token.
+
+    `began_ns`: start of the trace; default: that given in the rows, else the first arrival.
+    """
+    first_ns = min((row.arrival_ns for row in rows), default=0) if began_ns is None else began_ns
+    if began_ns is None and rows and isinstance(rows[0].began_ns, int):
+        first_ns = rows[0].began_ns
+    kept = [row for row in rows if row.num_output_tokens]
+    places = {line: index for index, line in enumerate(line for line, row in enumerate(rows) if row.num_output_tokens)}
+    requests = [_request(index, row, first_ns, places) for index, row in enumerate(kept)]
+    requests.sort(key=lambda request: request.arrival_ns)
+    return Trace(
+        requests,
+        has_output_tokens=True,
+        name=name,
+        num_skipped_lines=num_skipped_lines,
+        left_out={"cancelled before a token": len(rows) - len(kept)} if len(kept) < len(rows) else None,
+    )
+
+
+def _request(index: int, row: RecordedRow, first_ns: int, places: Mapping[int, int]) -> TraceRequest:
+    """Return row `index` of a trace. `places`: the rows of the lines of the file."""
+    is_whole = len(row.output) == row.num_output_tokens
+    direct = None
+    if isinstance(row.worker, int):
+        fetches = places.get(row.fetches) if isinstance(row.fetches, int) else None
+        direct = DirectRequest(row.worker, row.is_left is True, fetches)
+    return TraceRequest(
+        index,
+        row.arrival_ns - first_ns,
+        pack_units(row.prompt),
+        len(row.prompt),
+        row.num_output_tokens,
+        pack_units(row.output) if is_whole else None,
+        row.priority,
+        request_id=row.request_id,
+        tenant=row.tenant,
+        cancel_after_ns=row.cancel_after_ns if isinstance(row.cancel_after_ns, int) else None,
+        hints=row.hints if isinstance(row.hints, Hints) else None,
+        direct=direct,
+    )

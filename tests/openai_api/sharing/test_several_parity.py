@@ -22,7 +22,7 @@ from kvarts.sampling import SamplingParams
 from kvarts.sharing.config import ModelShare, SharingConfig
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
-from kvarts.traffic.recorded import RecordedRow, recorded_trace
+from kvarts.traffic.logs import RecordedRow, recorded_trace
 
 from builders.grouped import part_groups
 from builders.parity import Heard, Sent, shifted

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from kvarts.errors import ConfigError
-from kvarts.executor.page_tables import LayerTable
+from kvarts.executor.flat_batch import LayerTable
 from kvarts.executor.torch.pools import LayerShape
 from kvarts.executor.torch.states import StateShape
 from kvarts.hardware.kv_groups import KvLayer

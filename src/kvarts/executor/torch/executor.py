@@ -16,9 +16,17 @@ import torch
 from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, Ints, Observed, TableBatch
+from kvarts.executor.flat_batch import (
+    WHOLE_PAGES,
+    DecodeMetadata,
+    FlatBatch,
+    Ints,
+    Observed,
+    PageTables,
+    StateTables,
+    TableBatch,
+)
 from kvarts.executor.page_bytes import PageCopier, PageSlots, PageStore
-from kvarts.executor.page_tables import WHOLE_PAGES, PageTables, StateTables
 from kvarts.executor.torch.attention import PagedAttention, attending
 from kvarts.executor.torch.block_cut import BlockCut
 from kvarts.executor.torch.flash import FlashBackend, flash_fits

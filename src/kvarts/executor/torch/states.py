@@ -30,7 +30,7 @@ import msgspec
 import torch
 from torch.nn.functional import pad
 
-from kvarts.executor.page_tables import StateBatch
+from kvarts.executor.flat_batch import StateBatch
 from kvarts.executor.torch.pools import KVPools
 
 __all__ = ["PagedStates", "StateCall", "StateMemory", "StateShape", "StateTensor", "States", "find_states", "keeping"]

@@ -24,7 +24,7 @@ from kvarts.openai_api.meter import GoneEngines, Meter
 from kvarts.openai_api.recorded import ArrivalRecorder
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
-from kvarts.traffic.recorded import RecordedRow
+from kvarts.traffic.logs import RecordedRow
 from kvarts.traffic.trace_request import DirectRequest
 
 __all__ = ["FleetClock", "FleetMeter", "FleetRecorder", "PacedFleet", "WorkerMeters"]

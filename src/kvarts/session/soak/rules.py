@@ -19,7 +19,7 @@ import msgspec
 
 from kvarts.report.page import fill_page
 from kvarts.report.words import duration
-from kvarts.session.soak.record import KvLayers, Sample, SoakRecord
+from kvarts.session.soak.run import KvLayers, Sample, SoakRecord
 from kvarts.session.soak.slope import Slope, slope_of
 
 __all__ = [
