@@ -373,6 +373,7 @@ def open_worker(
     )
     replica = Replica(engine, executor, plans_ahead=config.async_scheduling)
     worker = Worker(index, rank, replica, queue, only_prefills=pool.role == "prefill", leaps=not config.step_by_step)
+    worker.handoffs.has_any_between_steps = pool.role != "mixed"
     if is_mocker:
         worker.handoffs.passes_blocked = False
         worker.handoffs.join_tokens = 0

@@ -48,6 +48,8 @@ class Handoffs:
         """Whether only requests that other engines have computed are admitted."""
         self.passes_blocked = True
         """Whether such requests are admitted before a request that lacks pages."""
+        self.has_any_between_steps = True
+        """Whether pages are taken and released here between steps, for other engines."""
         self.join_tokens = 1
         """Tokens of the budget that each such request takes in the step that admits it."""
         self._joined: list[Request] = []

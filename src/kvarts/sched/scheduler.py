@@ -152,7 +152,7 @@ class Scheduler:
         self._told_blocked: tuple[int, Blocked] | None = None
         self._settles = cache.settles
         # Else others take and release parts between steps, and may use what decodes release.
-        self._settles_late = cache.releases and pages.is_alone and loads is None and handoffs is None
+        self._settles_late = cache.releases and pages.is_alone and loads is None
         self._to_settle: list[Request] | None = None
         """The requests that completed their known tokens in the last step, if its decodes are not settled yet."""
         self._keeps_time = cache.keeps_time
@@ -445,7 +445,7 @@ class Scheduler:
             self.blocked = NOT_BLOCKED
         if self._settles:
             self._to_settle = completing
-            if not self._settles_late:
+            if not self._settles_late or (self.handoffs is not None and self.handoffs.has_any_between_steps):
                 self.settle()
         return finished
 
@@ -489,7 +489,7 @@ class Scheduler:
         finished = self.commit_many(num_steps, end_ns)
         if self._settles:
             self._to_settle = []
-            if not self._settles_late:
+            if not self._settles_late or (self.handoffs is not None and self.handoffs.has_any_between_steps):
                 self.settle()
         return finished
 
