@@ -70,7 +70,7 @@ FORMS: tuple[TraceForm, ...] = (
         title="what a live engine of kvarts recorded",
         signs=_signs("arrival_ns prompt num_output_tokens"),
         example='{"arrival_ns":0,"prompt":[5,6,7],"num_output_tokens":2,"output":[8,9]}',
-        reader="recorded:load_recorded",
+        reader="logs:load_recorded",
         tells_prefixes=True,
     ),
     TraceForm(
