@@ -12,7 +12,6 @@ import torch
 
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.executor.torch.attention import ATTENTION
 from kvarts.executor.torch.pools import page_bytes_of
 from kvarts.executor.torch.probe import Facts, examine
 from kvarts.executor.torch.quantized import Quantization, quantization_of
@@ -182,12 +181,13 @@ def _prompts(model: Any, facts: Facts, count: int, num_tokens: int, seed: int) -
 @contextmanager
 def _by_itself(model: Any) -> Iterator[None]:
     """Have a model attend with its own code."""
+    before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
             yield
     finally:
-        model.set_attn_implementation(ATTENTION)
+        model.set_attn_implementation(before)
 
 
 def generated(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
