@@ -411,7 +411,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         for request in given_up:
             if workload.is_async:
                 scheduler.give_up(request)
-            elif not is_given_up_in_step(request.index):
+            else:
                 engine.cancel(request)
         if is_under_way:
             engine.end()
@@ -423,9 +423,6 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             if is_under_way:
                 engine.log.flush()
             else:
-                for request in given_up:
-                    if is_given_up_in_step(request.index):
-                        scheduler.give_up(request)
                 engine.end()
             # Of those that stopped in the step before, some compute the token that ended them; and of those that were
             # given up during it, some compute a token.
@@ -435,9 +432,6 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             num_gone = engine.plan.batch.num_decodes - len(decoding) if workload.is_async else 0
             recorder.step.tokens.update(dict.fromkeys(decoding + gone[:num_gone], 1))
         else:
-            for request in given_up:
-                if not workload.is_async and is_given_up_in_step(request.index):
-                    engine.cancel(request)
             num_free = scheduler.cache.num_free
             is_under_way = False
             engine.emit()
@@ -449,11 +443,6 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             recorder.step.load = scheduler.num_waiting, scheduler.running.num_running, scheduler.cache.num_used
         yield recorder.step
         step += 1
-
-
-def is_given_up_in_step(index: int) -> bool:
-    """Return whether the client of a request gives it up while a step runs, and not between two steps."""
-    return index % 2 == 0
 
 
 def request_of(workload: Workload, index: int) -> Request:
@@ -578,8 +567,8 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             scheduler.add_request(request)
             num_arrived += 1
         given_up = [name for name in requests if workload.asks[int(name)].gives_up == step]
-        in_step = [name for name in given_up if workload.is_async or is_given_up_in_step(int(name))]
-        give_up(scheduler, requests, [name for name in given_up if name not in in_step])
+        if not workload.is_async:
+            give_up(scheduler, requests, given_up)
         done = Step()
         scheduler.num_uncomputed = 0
         plan = scheduler.schedule()
@@ -595,16 +584,14 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
         note_blocks(done, scheduler.kv_cache_manager.take_events(), copies, publishes=workload.publishes)
         if workload.is_async:
             # As in vLLM's engine, which looks for them when the result of a step is there.
-            give_up(scheduler, requests, in_step)
+            give_up(scheduler, requests, given_up)
             if in_flight is not None:
                 note_cached(cached, scheduler.update_from_output(*in_flight))
             in_flight = None if result is None else (plan, result)
             note_blocks(done, publisher.take_events(), copies, publishes=workload.publishes)
         done.num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        if not workload.is_async:
-            give_up(scheduler, requests, in_step)
-            if result is not None:
-                note_cached(cached, scheduler.update_from_output(plan, result))
+        if not workload.is_async and result is not None:
+            note_cached(cached, scheduler.update_from_output(plan, result))
         for name in [name for name, request in requests.items() if request.is_finished()]:
             done.ended.append(int(name))
             del requests[name]

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -131,6 +131,13 @@ def _words_of(kind: Any) -> Words | None:
     if get_origin(kind) is not Annotated:
         return None
     return next((meta for meta in get_args(kind)[1:] if isinstance(meta, Words)), None)
+
+
+def _choices(kind: Any) -> list[str]:
+    """Return the texts that a type permits, if it permits some alone."""
+    if get_origin(kind) is Literal:
+        return [each for each in get_args(kind) if isinstance(each, str)]
+    return [each for part in get_args(kind) for each in _choices(part)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,8 +291,12 @@ class Given:
             return msgspec.convert(given.value, given.setting.kind)
         except msgspec.ValidationError as error:
             what, inner = parts_of(error)
+            choices = [] if inner or not what.startswith("Invalid enum value") else _choices(given.setting.kind)
             raise ConfigError(
-                what, path=given.source.path, field=given.source.spell(given.setting, inner or "")
+                what,
+                path=given.source.path,
+                field=given.source.spell(given.setting, inner or ""),
+                hint=f"Use one of {', '.join(choices)}." if choices else None,
             ) from error
 
     def source_of(self, key: str) -> ValueSource:

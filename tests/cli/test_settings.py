@@ -280,3 +280,9 @@ def test_without_parts_no_rule_on_effects_is_lost() -> None:
         needed = {what.partition("=")[0] for what in need.needs}
         if (not need.commands or "replay" in need.commands) and own.intersection(need.options) and needed & everything:
             assert needed & own, need
+
+
+def test_an_error_about_a_choice_lists_the_others() -> None:
+    with pytest.raises(ConfigError, match=r"foo.* Use one of none, vllm, sglang, tensorrt-llm") as caught:
+        make_config({"engine": "foo"})
+    assert caught.value.field == "engine"

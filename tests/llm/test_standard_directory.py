@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvarts.executor.torch.decoder import Decoder
 from kvarts.executor.torch.loading import load_model, load_tokenizer
-from kvarts.executor.torch.standard_directory import QWEN2_SPLIT, read_standard, standard_tokenizer_file
+from kvarts.executor.torch.standard_directory import QWEN2_SPLIT, read_standard, read_standard_tokenizer
 from kvarts.llm.check import check_model
 from kvarts.llm.llm import LLM, render_chat
 from kvarts.sampling import SamplingParams
@@ -217,7 +217,7 @@ def test_a_real_tokenizer(kind: str, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(real.chat_template)
     compare(tmp_path)
     change(tmp_path / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
-    assert standard_tokenizer_file(tmp_path) is None
+    assert read_standard_tokenizer(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -244,9 +244,9 @@ def test_a_real_tokenizer(kind: str, tmp_path: Path) -> None:
 def test_other_tokenizers_are_left_to_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     written(tmp_path, "llama")
     (tmp_path / "chat_template.jinja").unlink()
-    assert standard_tokenizer_file(tmp_path) is not None
+    assert read_standard_tokenizer(tmp_path) is not None
     change(tmp_path / "tokenizer_config.json", **changes)
-    assert standard_tokenizer_file(tmp_path) is None
+    assert read_standard_tokenizer(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -255,13 +255,14 @@ def test_other_tokenizers_are_left_to_transformers(changes: dict[str, Any], tmp_
         {"truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}},
         {"model": None},
         {"normalizer": 5},
+        {"normalizer": {"type": "unknown"}},
         {"post_processor": "none"},
     ],
 )
 def test_so_are_files_with_more(changes: dict[str, Any], tmp_path: Path) -> None:
     written(tmp_path, "llama")
     change(tmp_path / "tokenizer.json", **changes)
-    assert standard_tokenizer_file(tmp_path) is None
+    assert read_standard_tokenizer(tmp_path) is None
 
 
 def test_no_token_needs_transformers(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ STAGES = {
     "grammar": (grammars.Grammars, "matcher", lambda this, args: args[0].regex == XYZ),
     "token of a grammar": (grammars.Matcher, "accept", lambda this, args: getattr(this, "is_victim", False)),
     "template": (HubText, "conversation", lambda this, args: args[0][0]["content"] == "victim"),
+    "prompt": (HubText, "encode", lambda this, args: args[0] == "victim"),
     "answer": (Choice, "update", lambda this, args: args[0].params.seed == MARK),
     "last answer": (Choice, "end", lambda this, args: this.request is not None and this.request.priority == 7),
 }
@@ -200,6 +201,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 def failing_body(random: Random, stage: str) -> tuple[str, bytes]:
     if stage == "template":
         return CHAT, b'{"messages": [{"role": "user", "content": "victim"}], "max_tokens": 4}'
+    if stage == "prompt":
+        return COMPLETIONS, b'{"prompt": "victim", "max_tokens": 4}'
     body: dict[str, Any] = {"prompt": [random.randrange(250) for _ in range(9)], "max_tokens": 6, "seed": MARK,
                             "ignore_eos": True, "temperature": 0.7, "logprobs": 1}  # fmt: skip
     return COMPLETIONS, json.dumps(body | CHANGES.get(stage, {})).encode()

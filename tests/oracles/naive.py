@@ -114,8 +114,6 @@ def shortest_first(patience_ns: int) -> HeadFn:
 
 
 class NaiveEngine:
-    drops_first = True
-
     def __init__(
         self,
         *,
@@ -270,14 +268,6 @@ class NaiveEngine:
             self.leaving.append(request)
         else:
             self.cancel(request)
-
-    def drop_first(self, now_ns: int, end_ns: int) -> None:
-        """Whom their clients give up during the step that ends; requests that end with it follow."""
-        if self.drops_first and self.profile == "default" and not self.plans_ahead:
-            given_up = [r for r in self.running + self.waiting if r.gives_up_ns is not None]
-            for request in sorted(given_up, key=lambda r: (r.gives_up_ns, r.seq)):
-                if now_ns < (request.gives_up_ns or 0) < end_ns:
-                    self.cancel(request)
 
     def drop_leaving(self) -> None:
         for request in self.leaving:
@@ -508,21 +498,19 @@ class NaiveEngine:
         duration_ns = self.step_ns(self.cost(batch, self), now_ns)
         end_ns = now_ns + duration_ns
         num_running, num_waiting = len(self.running), self.num_waiting()
-        sampling = [r for r in self.running if r.seq in before and r.computed == r.known]
-        for request in sampling:
-            request.made += 1
-            request.decodes = True
-            request.token_times_ns.append(end_ns)
-            if request.first_token_ns is None:
-                request.first_token_ns = end_ns
-        self.drop_first(now_ns, end_ns)
-        for request in sampling:
-            if request in self.running and request.made == request.num_output:
-                request.last_token_ns = end_ns
-                if not self.plans_ahead:
-                    self.running.remove(request)
-                    self.release(request)
-                self.finished.append(request)
+        for request in list(self.running):
+            if request.seq in before and request.computed == request.known:
+                request.made += 1
+                request.decodes = True
+                request.token_times_ns.append(end_ns)
+                if request.first_token_ns is None:
+                    request.first_token_ns = end_ns
+                if request.made == request.num_output:
+                    request.last_token_ns = end_ns
+                    if not self.plans_ahead:
+                        self.running.remove(request)
+                        self.release(request)
+                    self.finished.append(request)
         has_others = self.waiting or self.joining
         if self.plans_ahead and not has_others and all(each.has_ended and not each.stops for each in self.running):
             self.release_ended()  # else when the next plan is made

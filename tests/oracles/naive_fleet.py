@@ -50,8 +50,6 @@ def decode_only_ns(batch: Batch, engine: NaiveEngine) -> int:
 
 
 class NaiveWorker(NaiveEngine):
-    drops_first = False
-
     def __init__(self, *, is_mocker: bool, cost: CostFn, **settings: int) -> None:
         super().__init__(cost=cost, profile="mocker" if is_mocker else "default", **settings)  # type: ignore[arg-type]
         self.is_mocker = is_mocker

@@ -360,22 +360,20 @@ class NaiveGroupEngine(NaiveEngine):
         end_ns = now_ns + duration_ns
         num_running, num_waiting = len(self.running), len(self.waiting)
         joined: set[int] = set()
-        sampling = [r for r in self.running if r.seq in before and r.computed == r.known]
-        for request in sampling:
-            request.made += 1
-            if request.seq not in self.decoding:
-                joined.add(request.seq)
-            self.decoding.add(request.seq)
-            request.token_times_ns.append(end_ns)
-            if request.first_token_ns is None:
-                request.first_token_ns = end_ns
-        self.drop_first(now_ns, end_ns)
-        for request in sampling:
-            if request in self.running and request.made == request.num_output:
-                request.last_token_ns = end_ns
-                self.running.remove(request)
-                self.release(request)
-                self.finished.append(request)
+        for request in list(self.running):
+            if request.seq in before and request.computed == request.known:
+                request.made += 1
+                if request.seq not in self.decoding:
+                    joined.add(request.seq)
+                self.decoding.add(request.seq)
+                request.token_times_ns.append(end_ns)
+                if request.first_token_ns is None:
+                    request.first_token_ns = end_ns
+                if request.made == request.num_output:
+                    request.last_token_ns = end_ns
+                    self.running.remove(request)
+                    self.release(request)
+                    self.finished.append(request)
         self.joined = joined
         if not self.settles_late:
             self.settle_decodes()

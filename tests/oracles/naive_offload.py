@@ -77,8 +77,6 @@ class NaiveTransfer:
 
 
 class NaiveOffloadEngine(NaiveEngine):
-    drops_first = False
-
     def __init__(
         self,
         *,

@@ -96,8 +96,6 @@ class NaiveDevice:
 
 
 class NaiveTenant(NaiveEngine):
-    drops_first = False
-
     def __init__(
         self,
         device: NaiveDevice,

@@ -37,6 +37,7 @@ def run(case: Case, groups: tuple[PartGroup, ...], keeps: Any, drafter: Knowing)
 
     def look() -> None:
         scheduler = live.engine.scheduler
+        scheduler.settle()  # decodes release when the next step begins
         cache = scheduler.cache
         waits = scheduler.wheel.pages_due() * cache.page_blocks > cache.num_free
         for request in live.requests:

@@ -165,9 +165,22 @@ def _geometry(name: str, source: str, values: dict[str, Any], path: Path | None)
 
 
 def _head_dim(config: ConfigFields, path: Path | None) -> int:
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if num_kv_heads is not None and num_heads % num_kv_heads:
+        raise InputError(
+            f"is {num_kv_heads}, and {num_heads} heads cannot share that many evenly",
+            path=path,
+            field="num_key_value_heads",
+        )
     head_dim = config.head_dim or config.attention_head_dim
     if head_dim is None:
-        head_dim = config.hidden_size // config.num_attention_heads
+        head_dim, rest = divmod(config.hidden_size, num_heads)
+        if head_dim and rest and config.kv_lora_rank is None:
+            raise InputError(
+                f"is {config.hidden_size}, which {num_heads} heads do not divide, and there is no head_dim",
+                path=path,
+                field="hidden_size",
+            )
     if not head_dim:
         raise InputError(
             f"is {config.hidden_size}, less than a number for each of {config.num_attention_heads} heads",
@@ -211,6 +224,8 @@ def _experts(config: ConfigFields, num_layers: int, path: Path | None) -> Expert
     per_token = config.top_k_experts or config.num_experts_per_tok
     if per_token is None:
         raise InputError("is missing", path=path, field="num_experts_per_tok")
+    if per_token > count:
+        raise InputError(f"is {per_token}, and there are {count} experts", path=path, field="num_experts_per_tok")
     size = config.moe_intermediate_size or _width(config, path)
     if size is None:
         raise InputError("is missing", path=path, field="moe_intermediate_size")

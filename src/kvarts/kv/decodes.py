@@ -339,16 +339,30 @@ class Decodes:
         account = self._account
         assert account.shared is None, "what other models do between steps is not known"
         done = self._do(self.steps_to_odd(most_steps), wanted_bytes)
-        # A waiting request examines what odd releases free: it ends the leap, and may be given up before they happen.
-        while len(done.taken) < most_steps and self.is_odd and not wanted_bytes:
+        while len(done.taken) < most_steps and self.is_odd:
             if account.wants is not None and account.wants.has_work:
                 break
             slot = (self.step + 1) % self.page_size
-            if account.promised_bytes + self.num_due[slot] * account.page_bytes > account.free_bytes:
+            kept_bytes = account.promised_bytes + self.num_due[slot] * account.page_bytes
+            if kept_bytes > account.free_bytes:
+                break
+            # A waiting request may be given up before the releases that are enough for it, so these end the leap.
+            most_bytes = account.free_bytes - kept_bytes + self._most_released()
+            if wanted_bytes and (wanted_bytes <= most_bytes or self.filling[slot]):
                 break
             self._end_odd(done)
-            done.add(self._do(self.steps_to_odd(most_steps - len(done.taken)), 0))
+            done.add(self._do(self.steps_to_odd(most_steps - len(done.taken)), wanted_bytes))
         return done
+
+    def _most_released(self) -> int:
+        """Return an upper bound of the bytes that are released at the end of this step, which is odd."""
+        num_bytes = self.given_bytes[self.step % self.page_size]
+        for _, index, holding in self._odd[self.step]:
+            held = holding.held[index]
+            first = held[0].start if held else holding.first_open[index]
+            num_pages = (holding.base + self.step) // self.page_size + 1 - first
+            num_bytes += max(0, num_pages) * self._account.part_bytes[index]
+        return num_bytes
 
     def _end_odd(self, done: RunLeap) -> None:
         """End the last step of `done`, which is odd."""

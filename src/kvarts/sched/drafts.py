@@ -181,7 +181,7 @@ class Drafts:
             self._cache.publish(holding, end)
             if self._loads is not None:
                 self._loads.add_computed(request.content, num_full, holding)
-        if end > before and self._cache.settles:
+        if end > before and self._cache.releases:
             self._ahead.append(request)
 
     def take_ahead(self) -> list[Request]:

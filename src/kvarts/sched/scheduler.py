@@ -157,7 +157,7 @@ class Scheduler:
         """The requests that completed their known tokens in the last step, if its decodes are not settled yet."""
         self._keeps_time = cache.keeps_time
         self._given_up: list[Request] = []
-        """Requests to drop when the step ends; if steps are planned ahead, when the next one is planned."""
+        """Requests to drop when the next step is planned."""
         self._joined: list[Request] = []
         """Requests that started to decode after the last step, if there is a lag."""
         self._unsettled: list[Request] = []
@@ -244,10 +244,8 @@ class Scheduler:
         self.blocked = NOT_BLOCKED
 
     def give_up(self, request: Request) -> None:
-        """Drop `request`, which is given up while a step runs, before requests that end with that step, as in vLLM.
-
-        If the next step is planned already, it is dropped then, and that step computes its tokens.
-        """
+        """Drop `request`, which is given up while a step runs, when the next step is planned: that plan knows it."""
+        assert self._plans_ahead, "else nothing is planned, and `cancel` drops it"
         self._given_up.append(request)
 
     def most_pages_needed(self) -> int:
@@ -425,10 +423,6 @@ class Scheduler:
         finished = self._end_decodes(1, end_ns, stopped)
         completing = self._prefill.completing
         in_turn = bool(self._long_prefill and completing)
-        completed: list[Request] | None = None
-        if self._given_up and not self._plans_ahead:
-            completed = self._prefill.complete(end_ns, stopped)
-            self._drop_before_ends(finished, completed, end_ns)
         if not in_turn:
             self._finish_all(finished, end_ns)
         if self.tiers is not None and result is not None and result.transfer_reports:
@@ -437,8 +431,7 @@ class Scheduler:
         if self.own_pages.computed:
             self.own_pages.settle()
         if completing:
-            if completed is None:
-                completed = self._prefill.complete(end_ns, stopped)
+            completed = self._prefill.complete(end_ns, stopped)
             if in_turn:
                 finished = completed = sorted([*finished, *completed], key=lambda request: request.admission)
             else:
@@ -468,7 +461,7 @@ class Scheduler:
         self.settle()
         if self.running.chunked or self.waiting_with_pages or self.running.stalled or self._unsettled:
             return 0
-        if self.running.ended or (self._given_up and self._plans_ahead):
+        if self.running.ended or self._given_up:
             return 0
         if self.loads is not None and (self.loads.fronts or self.loads.has_ended):
             return 0
@@ -503,8 +496,6 @@ class Scheduler:
     def commit_many(self, num_steps: int, end_ns: int) -> list[Request]:
         """End the last of the advanced steps at `end_ns`; return the requests that finished, in admission order."""
         finished = self._end_decodes(num_steps, end_ns, NONE)
-        if self._given_up and not self._plans_ahead:
-            self._drop_before_ends(finished, [], end_ns)
         self._finish_all(finished, end_ns)
         if self.running.ended:
             self._end_ahead(end_ns)
@@ -880,23 +871,6 @@ class Scheduler:
         self.running.end_again(request)
         num_unnamed = 0 if has_turn or is_read else self.running.num_unnamed(request)
         self.running.release(request, int(took_page), num_unnamed)
-
-    def _drop_before_ends(self, finished: list[Request], completed: list[Request], end_ns: int) -> None:
-        """Drop the requests that were given up during the step that ends; `finished` and `completed` end with it."""
-        given_up, self._given_up = self._given_up, []
-        for request in given_up:
-            if self._tell is not None:
-                self._tell(Cancelled(request.index, end_ns))
-            for ended in (finished, completed):
-                if request in ended:
-                    ended.remove(request)
-                    self.running.release(request)
-                    request.become(RequestState.CANCELLED)
-                    self._end_below(request)
-                    break
-            else:
-                self.cancel(request)
-        self.blocked = NOT_BLOCKED
 
     def _drop_given_up(self, now_ns: int) -> None:
         """Drop the requests that were given up before the step that was just planned; it computes their tokens.

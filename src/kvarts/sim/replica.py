@@ -58,9 +58,6 @@ class Replica:
         self._is_under_way = False
         self._plans_late = True
         """Whether no step runs while the next one is planned: the engine is idle, or its last plan was empty."""
-        loads, handoffs = self.scheduler.loads, self.scheduler.handoffs
-        self._drops_first = loads is None and handoffs is None and engine.config.profile == "default"
-        """Whether these release their pages before the requests that end with the step, as in vLLM."""
         self._dropping: list[Request] = []
         """Requests that were given up since the current activity started."""
         self._leaving: list[Request] = []
@@ -132,7 +129,7 @@ class Replica:
     def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
         """Drop `request`; return False if `finish` will do that, at the end of the current activity or of the next."""
         if self._is_under_way:
-            if request not in self._dropping:
+            if request not in self._dropping and request not in self._leaving:
                 self._dropping.append(request)
             return False
         if request in self._leaving or self._give_up(request):
@@ -211,19 +208,12 @@ class Replica:
     def finish(self) -> list[Request]:
         """End what `start` started; return the requests that finished, in admission order, then those dropped."""
         leaving, self._leaving = self._leaving, []
-        if self._dropping and self._drops_first and not (self.is_pausing or self.plans_ahead):
-            # They end with those that finish, but before these.
-            leaving, self._dropping = self._dropping, []
-            for request in leaving:
-                self.scheduler.give_up(request)
         finished = self._finish()
         if self._joining is not None and self._is_idle:
             self._plans_late = True
         dropping, self._dropping = self._dropping, []
         for request in dropping:
-            if request in finished or request in leaving:
-                continue
-            if not self._give_up(request):
+            if request not in finished and not self._give_up(request):
                 self.cancel(request, self.engine.now_ns)
                 finished.append(request)
         for request in leaving:

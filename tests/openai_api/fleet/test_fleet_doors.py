@@ -159,6 +159,7 @@ def test_a_client_that_goes_leaves_nothing_at_either_worker() -> None:
             params = leave(fleet)
             body = {"prompt": PROMPT, "max_tokens": 50, "kv_transfer_params": params}
             gone = OpenStream(fleet.urls[2], "/v1/completions", body)
+            fleet.wait_until(lambda: fleet.num_live > 0)  # else nobody has fetched the prompt, which is held for 30 s
             time.sleep(seconds)
             gone.close()
             fleet.wait_until(lambda: not any(fleet.metric(worker, "kvarts:pages", state="used") for worker in (0, 2)))

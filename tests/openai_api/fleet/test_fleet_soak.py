@@ -81,7 +81,7 @@ def test_nothing_is_left_of_clients_that_come_and_go(router: str, has_host: bool
         return choices
 
     async def client(until_s: float) -> None:
-        while time.monotonic() < until_s:
+        while time.monotonic() < until_s or (num_whole <= 50 and time.monotonic() < until_s + 30):  # a slow machine
             tokens = [draw.randrange(3)] * draw.choice([3, 17, 33]) + [draw.randrange(4)] * draw.randrange(8)
             served, params = (fleet.front.served if draw.random() < 0.7 else draw.choice(doors)), None
             if draw.random() < 0.3:

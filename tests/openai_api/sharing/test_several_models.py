@@ -34,9 +34,9 @@ def sample(text: str, name: str, **labels: str) -> float:
 
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 5
-    while not condition() and time.monotonic() < deadline:
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
         time.sleep(0.002)
-    assert condition()
 
 
 def ask(server: RunningServer, model: str | None, num_tokens: int = 4, **fields: Any) -> Any:

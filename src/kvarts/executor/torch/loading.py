@@ -20,7 +20,7 @@ from kvarts.executor.torch.gguf_tokenizer import FileTokenizer, read_tokenizer
 from kvarts.executor.torch.packing import pack_linears
 from kvarts.executor.torch.probe import examine
 from kvarts.executor.torch.quantized import check_scheme, quantize
-from kvarts.executor.torch.standard_directory import read_standard, standard_tokenizer_file
+from kvarts.executor.torch.standard_directory import read_standard, read_standard_tokenizer
 
 __all__ = ["fingerprint", "kv_fingerprint", "load_model", "load_tokenizer"]
 
@@ -171,14 +171,12 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
 
-    found = standard_tokenizer_file(Path(path))
+    found = read_standard_tokenizer(Path(path))
+    if found is not None:
+        backend, chat_template = found
+        return FileTokenizer(backend, of_transformers, chat_template=chat_template)
     try:
-        if found is None:
-            return of_transformers()
-        from tokenizers import Tokenizer
-
-        file, chat_template = found
-        return FileTokenizer(Tokenizer.from_file(str(file)), of_transformers, chat_template=chat_template)
+        return of_transformers()
     except (OSError, ValueError):
         return None
 

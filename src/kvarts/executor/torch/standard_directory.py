@@ -16,7 +16,7 @@ from kvarts.executor.torch.decoder import Decoder, DecoderConfig
 from kvarts.executor.torch.huge_pages import allocate
 from kvarts.executor.torch.packing import is_packed
 
-__all__ = ["read_standard", "standard_tokenizer_file"]
+__all__ = ["read_standard", "read_standard_tokenizer"]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 NEEDED = {
@@ -212,18 +212,20 @@ class _Merges(msgspec.Struct, frozen=True):
     ignore_merges: bool = False
 
 
-def standard_tokenizer_file(directory: Path) -> tuple[Path, str | None] | None:
-    """Return the tokenizer.json and the chat template of a directory, or None.
+def read_standard_tokenizer(directory: Path) -> tuple[Any, str | None] | None:
+    """Return the tokenizer of the library `tokenizers` and the chat template of a directory.
 
-    None means that transformers might not use the file as it is, and no error.
+    None if transformers might not use its tokenizer.json as it is.
     """
     try:
-        return _tokenizer_file(directory)
+        return _read_tokenizer(directory)
     except Exception:  # whatever is wrong with the files, transformers says it
         return None
 
 
-def _tokenizer_file(directory: Path) -> tuple[Path, str | None] | None:
+def _read_tokenizer(directory: Path) -> tuple[Any, str | None] | None:
+    from tokenizers import Tokenizer
+
     config, settings = _json(directory / "config.json"), _json(directory / "tokenizer_config.json")
     path = directory / "tokenizer.json"
     if config is None or settings is None or "auto_map" in config:
@@ -257,7 +259,9 @@ def _tokenizer_file(directory: Path) -> tuple[Path, str | None] | None:
     if any(one is not None for one in adds[:2]) and not _adds_nothing(file.post_processor):
         return None
     template = _template(directory, settings)
-    return None if template is not None and not isinstance(template, str) else (path, template)
+    if template is not None and not isinstance(template, str):
+        return None
+    return Tokenizer.from_file(str(path)), template
 
 
 def _template(directory: Path, settings: dict[str, Any]) -> Any:
