@@ -286,5 +286,5 @@ def test_a_client_needs_nothing_of_a_server() -> None:
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     modules = set(printed.stdout.split())
     assert "kvarts.client.sessions" in modules
-    heavy = {"torch", "numpy", "transformers", "kvarts.serve", "kvarts.engine", "kvarts.session.values", "click"}
+    heavy = {"torch", "numpy", "transformers", "kvarts.serve", "kvarts.engine", "kvarts.session.sessions", "click"}
     assert modules & heavy == set()
