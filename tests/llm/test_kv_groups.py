@@ -109,8 +109,11 @@ def test_allocated_tensors_are_what_the_groups_say(family: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_sequence_holds_what_later_tokens_see(family: str, windowed: Any) -> None:
-    """Token by token and layer by layer: pages with a token that the next one attends to, and no other."""
+def test_a_sequence_holds_what_its_last_token_sees(family: str, windowed: Any) -> None:
+    """Token by token and layer by layer: pages with a token that the last one attended to, and no other.
+
+    What no later token attends to is released when the next step begins, as in vLLM.
+    """
     model, _ = windowed(family)
     layers = [layer for number, layer in enumerate(examine(model).layers) if layer.owner == number]
     kinds = [
@@ -122,10 +125,10 @@ def test_a_sequence_holds_what_later_tokens_see(family: str, windowed: Any) -> N
     engine.step()
     for num_tokens in range(31, 31 + GREEDY.max_tokens - 2):
         engine.step()
-        # What is computed is one token behind what is known; the next token sees itself and those before it.
+        # What is computed is one token behind what is known.
         num_bytes = 0
         for kind, token_bytes in kinds:
-            first_seen = 0 if kind == FULL else max(0, num_tokens - WINDOW + 1)
+            first_seen = 0 if kind == FULL else max(0, num_tokens - WINDOW)
             num_bytes += len({token // PAGE_SIZE for token in range(first_seen, num_tokens)}) * token_bytes
         assert engine.kv_live_bytes() == num_bytes * PAGE_SIZE
 

@@ -468,7 +468,7 @@ class LLM:
         return self._executor.pools.num_pages
 
     def kv_live_bytes(self) -> int:
-        """Return the bytes of the pages that requests currently use."""
+        """Return the bytes of the pages that requests use, those that a window passed in the last step included."""
         return self._core.scheduler.cache.num_used * self._executor.pools.page_bytes
 
     def check(self) -> None:
