@@ -19,6 +19,7 @@ import msgspec
 
 from kvarts.errors import ConfigError, InputError, MissingFileError, parts_of
 from kvarts.files import is_replaceable, reading
+from kvarts.units import parse_bytes
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -98,6 +99,50 @@ class Moved(msgspec.Struct, frozen=True):
     bytes: dict[str, Count] = {}
 
 
+class MemoryBelow(msgspec.Struct, frozen=True):
+    """The tiers below the device in a run's configuration, in pages, or in bytes or text such as `64GiB`."""
+
+    host_memory: Count | str | None = None
+    host_pages: Count | None = None
+    disk_memory: Count | str | None = None
+    disk_pages: Count | None = None
+
+    def __post_init__(self) -> None:
+        for size in (self.host_memory, self.disk_memory):
+            if isinstance(size, str):
+                parse_bytes(size)
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """The part of a run's configuration that is shown: only its types are used."""
+
+    model: str | None = None
+    device: str | None = None
+    profile: str | None = None
+    engine: str | None = None
+    kv_groups: str | None = None
+    pages: Count | None = None
+    page_size: Count | None = None
+    page_bytes: Real | None = None
+    kv_bytes_per_token: Real | None = None
+    replicas: Count | None = None
+    offload: MemoryBelow | None = None
+    cost: SetupCost | str | None = None
+
+
+class SetupCost(msgspec.Struct, frozen=True):
+    """The part of a cost model that is shown with a run's configuration."""
+
+    model: str | None = None
+    llm: str | None = None
+    device: str | None = None
+    weight_dtype: str | None = None
+    kv_dtype: str | None = None
+    tensor_parallel: Count | None = None
+    data_parallel: Count | None = None
+    pipeline_parallel: Count | None = None
+
+
 class RunReport(msgspec.Struct, frozen=True):
     """The part of a report that is shown."""
 
@@ -136,6 +181,13 @@ class RunReport(msgspec.Struct, frozen=True):
     advice: str | None = None
     models: dict[str, dict[str, Any]] | None = None
     """Report of each model, in a run of several."""
+
+    def __post_init__(self) -> None:
+        try:
+            msgspec.convert(self.config, Setup)
+        except (msgspec.ValidationError, ConfigError) as error:
+            what, field = parts_of(error)
+            raise ValueError(f"is not the configuration of a run: {field or 'a size'}: {what}") from error
 
 
 class RequestRow(msgspec.Struct, frozen=True, gc=False):
