@@ -374,6 +374,7 @@ def test_coefficients_belong_to_the_device_and_geometry_to_the_model(tmp_path: A
             "kv_memory: 1GiB hold no page of 131,072 bytes beside 14,679,539,712 bytes of states of 256 sequences",
         ),
         ({"model": "llama-3.1-8b", "device": "l40s", "kv_memory": "much"}, "'much' is not a size"),
+        ({"model": "llama-3.1-8b", "device": "l40s", "tensor_parallel": 3}, "cannot share the 32 attention heads"),
         ({"model": "llama-3.1-8b", "device": "l40s", "tensor_parallel": 0}, "tensor_parallel"),
         ({"model": "llama-3.1-8b", "device": "cpu:", "tensor_parallel": 2}, "has no link"),
         ({"model": "llama-3.1-8b", "device": "l40s", "kv_dtype": "bf8"}, "kv_dtype: 'bf8' is not known"),

@@ -310,6 +310,13 @@ class RooflineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             linked = None  # each rank is a separate engine
         if linked is not None and not self.hardware.link_bytes_per_s:
             raise ConfigError(f"{self.device} has no link to a second one", field=f"cost.{linked}")
+        num_heads = self.geometry.num_heads
+        if num_heads % self.tensor_parallel:
+            raise ConfigError(
+                f"{self.tensor_parallel} devices cannot share the {num_heads} attention heads of {self.llm} evenly",
+                field="cost.tensor_parallel",
+                hint="Engines refuse that, too: give a divisor of the number of heads.",
+            )
         if self.expert_parallel > 1:
             if not has_experts:
                 raise ConfigError(f"{self.llm} has no experts", field="cost.expert_parallel")
