@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,13 +12,17 @@ from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.events import Blocked
+from kvarts.kv.group_pages import GroupPages
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.request import Request, RequestState
 from kvarts.sched.policy import PriorityPolicy, WaitingQueue
 from kvarts.sched.running import RunningOrder
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sched.wheel import DecodeWheel
 
-from builders.engines import make_scheduler
+from builders.engines import make_replica, make_scheduler, request_of
+from builders.engines import run as run_engine
+from builders.grouped import FULL, WINDOW
 
 
 def request(index: int, num_prompt: int = 4, num_output: int = 4, *, priority: int = 0, page_size: int = 4) -> Request:
@@ -218,3 +224,16 @@ def test_more_sequences_than_tokens_are_refused_with_a_way_out() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(max_num_batched_tokens=64)
     assert "set max_num_seqs to 64 or less" in str(caught.value)
+
+
+def test_an_engine_at_rest_is_examined_whole_also_with_windows() -> None:
+    """Its last decode has left what the end of its last step would release: nothing is left to wait for."""
+    memory = GroupMemory((PartGroup(FULL, 2), WINDOW), "all")
+    replica = make_replica(EngineConfig(num_pages=20, page_size=4), memory=memory)
+    run_engine(replica, request_of(0, range(40), max_tokens=10))
+    scheduler = replica.scheduler
+    assert scheduler.cache.follows_decodes and not scheduler.has_work
+    scheduler.check()
+    cast(GroupPages, scheduler.cache).num_promised += 1
+    with pytest.raises(AssertionError, match="L1"):
+        scheduler.check()

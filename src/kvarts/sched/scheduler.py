@@ -915,7 +915,9 @@ class Scheduler:
     def check(self) -> None:
         """Assert laws L1, L2 and L3, between steps, and that each request is in the queue that its state requires."""
         if self._to_settle is not None and self.cache.follows_decodes:
-            return  # the cache has not ended the last step
+            if self.has_work:
+                return  # the cache has not ended the last step
+            self.settle()  # nothing decodes, so that releases nothing
         if not self.cache.is_check_due(at_rest=not self.has_work):
             return
         for request in (*self.waiting, *self.waiting_with_pages):
