@@ -207,3 +207,33 @@ def replayed_with(
     )
     report = replay(case.case.trace(), config, observers_of=partial(told_to, told) if is_told else None)
     return report, [of_requests(each) for each in told.values()]
+
+
+def with_changes(config: FleetConfig, **changes: Any) -> FleetConfig:
+    """Return `config` with settings of all its workers changed."""
+    each = [structs.replace(pool, each=structs.replace(pool.each, **changes)) for pool in config.pools]
+    return structs.replace(config, pools=tuple(each))
+
+
+def assert_same_however_replayed(case: Case, config: FleetConfig) -> None:
+    """Replay in leaps, step by step, with an audit and with readers of every event: requests and steps are the same."""
+    told: dict[int, Told] = {}
+
+    def readers_of(worker: FleetWorker) -> list[Told]:
+        told[worker.index] = Told()
+        return [told[worker.index]]
+
+    fast: FleetReport = replay(case.trace(), with_changes(config, audit=False))
+    others = [
+        replay(case.trace(), with_changes(config, audit=False, step_by_step=True)),
+        replay(case.trace(), config),
+        replay(case.trace(), config, observers_of=readers_of),
+    ]
+    for other in others:
+        assert other.to_json() == fast.to_json()
+        assert other.requests_jsonl() == fast.requests_jsonl()
+        for name, column in fast.steps.items():
+            assert other.steps[name].tobytes() == column.tobytes(), name
+    summary = fast.summary
+    ends = sum(summary.get(f"num_{end}", 0) for end in ("completed", "rejected", "failed", "cancelled"))
+    assert ends == summary["num_requests"]

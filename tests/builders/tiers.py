@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from kvarts.content import Content
 from kvarts.engine import Engine
+from kvarts.kv.runs import holding_of_transfer
+from kvarts.kv.span_tree import SpanTree
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.page_layout import PageLayout
+from kvarts.offload.part_tier import PartTier
 from kvarts.sim.replica import Replica
 
-__all__ = ["NoLinks", "offloader_of"]
+__all__ = ["NoLinks", "offloader_of", "store_parts"]
 
 
 def offloader_of(engine: Engine | Replica) -> Offloader[PageLayout]:
@@ -15,6 +19,18 @@ def offloader_of(engine: Engine | Replica) -> Offloader[PageLayout]:
     tiers = engine.scheduler.tiers
     assert isinstance(tiers, Offloader)
     return tiers
+
+
+def store_parts(tier: PartTier, tree: SpanTree, content: Content, group: int, start: int, end: int) -> None:
+    """Store what is missing of pages [start, end) of a group in `tier`, whose parts are in `tree`."""
+    pin = holding_of_transfer(len(tier.groups))
+    with tree.spans_of(content, end) as spans:
+        for span, begin, stop in spans:
+            page = max(begin, start)
+            while page < stop and (missing := tier.gap(span, group, page, stop))[0] < stop:
+                tier.place(span, group, *missing, pin)
+                page = missing[1]
+    tier.settle(pin, is_stored=True)
 
 
 class NoLinks:

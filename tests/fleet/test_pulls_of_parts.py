@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from kvarts.executor.cost import LinearCost
-from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig
+from kvarts.fleet.config import FleetConfig, PoolConfig
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
 from kvarts.hardware.kv_groups import KvLayer
@@ -22,9 +22,9 @@ from kvarts.settings import SettingError
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
-from builders.fleet import FleetCase, fleets
+from builders.fleet import FleetCase, assert_same_however_replayed, fleets
 from builders.group_tiers import COST, returning
-from builders.grouped import FULL, Told, part_groups
+from builders.grouped import FULL, part_groups
 from builders.tiered import tiers_below
 
 MS = 1_000_000
@@ -65,36 +65,11 @@ def pools(draw: st.DrawFn) -> tuple[Case, FleetConfig]:
     return case, FleetConfig(pools=(pool,), **links)
 
 
-def with_changes(config: FleetConfig, **changes: Any) -> FleetConfig:
-    each = [structs.replace(pool, each=structs.replace(pool.each, **changes)) for pool in config.pools]
-    return structs.replace(config, pools=tuple(each))
-
-
 @pytest.mark.laws
 @given(pools())
 def test_leaps_laws_and_readers_of_every_event_change_nothing(drawn: tuple[Case, FleetConfig]) -> None:
     """L1, L2, L5, L8, L14: in leaps, step by step, and with the laws of each worker asserted."""
-    case, config = drawn
-    told: dict[int, Told] = {}
-
-    def readers_of(worker: FleetWorker) -> list[Told]:
-        told[worker.index] = Told()
-        return [told[worker.index]]
-
-    fast: FleetReport = replay(case.trace(), with_changes(config, audit=False))
-    others = [
-        replay(case.trace(), with_changes(config, audit=False, step_by_step=True)),
-        replay(case.trace(), config),
-        replay(case.trace(), config, observers_of=readers_of),
-    ]
-    for other in others:
-        assert other.to_json() == fast.to_json()
-        assert other.requests_jsonl() == fast.requests_jsonl()
-        for name, column in fast.steps.items():
-            assert other.steps[name].tobytes() == column.tobytes(), name
-    summary = fast.summary
-    ends = sum(summary.get(f"num_{end}", 0) for end in ("completed", "rejected", "failed", "cancelled"))
-    assert ends == summary["num_requests"]
+    assert_same_however_replayed(*drawn)
 
 
 @pytest.mark.laws

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from kvarts.content import Content
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
-from kvarts.kv.runs import holding_of_transfer
-from kvarts.kv.span_tree import SpanTree
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.peer_parts import PeerParts, PeerPartsView
 
 from builders.tiered_machine import part_groups, prompts
+from builders.tiers import store_parts
 from oracles.naive_group_tier import NaiveBelow, NaiveTier, NaiveTieredGroups
 
 pytestmark = pytest.mark.laws
@@ -35,18 +34,6 @@ class SomeLinks:
 
     def within_ns(self, source: int, worker: int, num_bytes: int) -> int:
         return 0
-
-
-def store(tier: PartTier, tree: SpanTree, content: Content, group: int, start: int, end: int) -> None:
-    """Store what is missing of pages [start, end) of a group in `tier`, whose parts are in `tree`."""
-    pin = holding_of_transfer(len(tier.groups))
-    with tree.spans_of(content, end) as spans:
-        for span, begin, stop in spans:
-            page = max(begin, start)
-            while page < stop and (missing := tier.gap(span, group, page, stop))[0] < stop:
-                tier.place(span, group, *missing, pin)
-                page = missing[1]
-    tier.settle(pin, is_stored=True)
 
 
 @given(
@@ -97,7 +84,7 @@ def test_the_engine_is_read_with_whose_parts_a_match_is_the_longest(
         if first_page >= end:
             continue
         start = end - 1 if memory.groups[group].is_state else first_page
-        store(hosts[engine], caches[engine].tree, content, group, start, end)
+        store_parts(hosts[engine], caches[engine].tree, content, group, start, end)
         for page in range(start, end):
             key = group, naive[0].name(tokens, None, page)
             if engine == 0:

@@ -20,7 +20,7 @@ from kvarts.offload.shared_parts import SharedParts
 
 from builders.grouped import FULL, WINDOW
 from builders.tiered_machine import TieredMachine, part_groups, prompts
-from builders.tiers import NoLinks
+from builders.tiers import NoLinks, store_parts
 from oracles.naive_group_tier import NaiveBelow, NaiveTier, NaiveTieredGroups
 
 pytestmark = pytest.mark.laws
@@ -237,14 +237,7 @@ def test_a_match_across_trees_finds_what_a_match_by_part_finds(
         if first_page >= end:
             continue
         start = end - 1 if memory.groups[group].is_state else first_page
-        pin = holding_of_transfer(len(memory.groups))
-        with tree.spans_of(content, end) as spans:
-            for span, begin, stop in spans:
-                page = max(begin, start)
-                while page < stop and (missing := tier.gap(span, group, page, stop))[0] < stop:
-                    tier.place(span, group, *missing, pin)
-                    page = missing[1]
-        tier.settle(pin, is_stored=True)
+        store_parts(tier, tree, content, group, start, end)
         for page in range(start, end):
             key = group, naive.name(tokens, None, page)
             naive.below[is_shared].here[key] = NaiveBelow(key)
