@@ -10,11 +10,11 @@ Needs kvarts[torch]. transformers' `generate` and its continuous batching run in
 of kvarts, with the worker of its own benchmark; `--quantization`: this one with fewer bits. With `--busy`, another
 process keeps one CPU busy meanwhile. Every engine is a process that stays; each round asks all of them in turn, so that
 they meet the same machine. Tokens a second while all sequences decode, with their prompts computed before; medians of
-rounds. Ratios are medians of the ratios within a round. Processor milliseconds per token are those of an engine's
-process and its descendants; above 1, their ratios say that kvarts takes less. What each says first is compared with
-what kvarts says: the same model, the same work. With `--prefill` (and `--without continuous`, which does not tell),
-prompt tokens a second until the first token. The last column is the share of a step of kvarts that is not the model:
-scheduler, tables, commit, and the choice of tokens.
+rounds. Ratios are medians of the ratios within a round. Processor milliseconds per token include the child processes
+of an engine; a ratio above 1 means that kvarts takes less. The first tokens of each engine are compared with those of
+kvarts: the same model, the same work. `--prefill` also measures prompt tokens per second until the first token; it
+needs `--without continuous`, which does not report that time. The last column is the share of a step of kvarts that is
+not the model: scheduler, tables, commit, and the choice of tokens.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class UnderWay(msgspec.Struct, eq=False):
     """How long before its end the request of a load can compute on."""
     deadline_ns: int = ALL
     least_ns: int = 0
-    """When that part of a load ends of which it is known."""
+    """The earliest time at which a load can end, as far as is known."""
     lane: str = ""
     """The channel that a load waits for."""
     begin_ns: int = 0

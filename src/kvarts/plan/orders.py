@@ -365,7 +365,7 @@ class ArcOrder(QueuesOrder):
 
 
 class TimedOrder(RankedOrder):
-    """A RankedOrder of which ranks change with time: that of a run when its `place.until_ns` passes.
+    """A RankedOrder whose ranks change with time: the rank of a run changes when its `place.until_ns` passes.
 
     `hints`: those of the request whose runs are released. Ties are LRU.
     """
@@ -375,7 +375,7 @@ class TimedOrder(RankedOrder):
         self.hints: Hints | None = None
         self.now_ns = 0
         self._kept = RankedRuns()
-        """Listed runs of which the time has not passed, by that."""
+        """Listed runs whose `until_ns` has not passed, ordered by it."""
 
     def place_of(self, before: Any, *, is_last: bool) -> Any:
         """Return the place of a run that is released now. `is_last`: it has the last pages of its request."""
