@@ -61,9 +61,7 @@ class RunMachine(RuleBasedStateMachine):
         shares: str,
         aligns: bool,
     ) -> None:
-        self.pages = GroupedCache(
-            groups, page_size=page_size, total_bytes=total_bytes, keeps=keeps, aligns=aligns
-        )
+        self.pages = GroupedCache(groups, page_size=page_size, total_bytes=total_bytes, keeps=keeps, aligns=aligns)
         memory = GroupMemory(groups, keeps, aligns=aligns)
         self.runs = RunCache(memory, page_size=page_size, total_bytes=total_bytes)
         self.memories = [MemoryOfOne(self.runs)] if shares != "no" else []

@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvarts.combines import check_combination
+from kvarts.config import StateMode
 from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.pool import PageId
@@ -28,10 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCORINGS",
-    "GroupKeeps",
     "STATE_SPAN",
+    "GroupKeeps",
     "GroupMemory",
-    "StateMode",
     "HeavyPages",
     "OwnPages",
     "PageTable",
@@ -47,9 +47,6 @@ __all__ = [
 Retention = Literal["all", "tails"]
 """The parts of windows and chunks that are kept: `all`, as in vLLM, or the `tails`, to which the token after the last
 full page of a marked end, or of the whole sequence, attends."""
-StateMode = Literal["snapshots", "all", "align"]
-"""The states that are kept: `snapshots` at ends of prompts; one after `all` pages; or one after the last page of each
-chunk of a prompt, which ends at a page: `align`. The last two are modes of vLLM."""
 STATE_SPAN = 2
 """The span of states that are kept by page: a token needs the state after the token before it."""
 
@@ -160,7 +157,9 @@ def with_states(groups: tuple[PartGroup, ...], mode: StateMode) -> tuple[PartGro
     """Return `groups` with the states of `mode`."""
     if mode == "snapshots":
         return groups
-    by_page = [replace(group, layer=replace(group.layer, span=STATE_SPAN)) if group.is_state else group for group in groups]
+    by_page = [
+        replace(group, layer=replace(group.layer, span=STATE_SPAN)) if group.is_state else group for group in groups
+    ]
     return tuple(by_page)
 
 

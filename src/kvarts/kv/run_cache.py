@@ -307,9 +307,12 @@ class RunCache(RunAccount):
         """Return whether the current step computes the last page of `match`, or a copy of it."""
         end = match.num_pages
         for content, start, stop in self.computed:
-            if start < end <= stop and content.salt == match.content.salt:
-                if content is match.content or content.common_pages(match.content, 0, end) == end:
-                    return True
+            if (
+                start < end <= stop
+                and content.salt == match.content.salt
+                and content.common_pages(match.content, 0, end) == end
+            ):
+                return True
         return False
 
     def held_bytes(self, holding: RunHolding) -> int:
