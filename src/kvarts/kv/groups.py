@@ -110,6 +110,12 @@ class GroupMemory(msgspec.Struct, frozen=True):
         return any(group.is_state for group in self.groups)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether there is one group, and it keeps every token in blocks that are whole pages."""
+        only = self.groups[0]
+        return len(self.groups) == self.divisor == 1 and not only.is_bounded
+
+    @property
     def page_bytes(self) -> int:
         """The bytes of a page with its parts in every group."""
         return sum(group.part_bytes for group in self.groups if not group.is_state)

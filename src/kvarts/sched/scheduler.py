@@ -162,7 +162,7 @@ class Scheduler:
         """Requests that started to decode after the last step, if there is a lag."""
         self._unsettled: list[Request] = []
         """Decodes whose releases are postponed to their turn in the next step, in the order of admission."""
-        self.has_sides = cache.settles or loads is not None
+        self.has_sides = bool(cache.counts()) or loads is not None
         """Whether `side_counts` is not empty."""
 
     # Adding and removing requests -------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Scheduler:
         num_blocks = cache.num_beyond(num_tokens, self._page_size, num_most)
         if not num_blocks or request.own is not None:
             return None
-        blocks = "pages" if cache.page_blocks == 1 and not cache.settles else "blocks"
+        blocks = "blocks" if cache.counts() else "pages"
         room = cache.room_words
         if self.pages.num_most != cache.pool.total:
             room = "beside what is guaranteed to other models there are"
