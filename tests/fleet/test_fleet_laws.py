@@ -250,25 +250,26 @@ def test_nothing_starves_and_nothing_deadlocks_by_default(
     memories(),
     queues(),
     st.integers(1, 3),
+    st.tuples(st.booleans(), st.booleans()),
 )
 def test_a_pool_of_mixed_workers_is_replicas(
-    case: Case, timeout_s: float | None, retries: int, memory: dict[str, Any], queue: dict[str, Any], replicas: int
+    case: Case,
+    timeout_s: float | None,
+    retries: int,
+    memory: dict[str, Any],
+    queue: dict[str, Any],
+    replicas: int,
+    plans: tuple[bool, bool],
 ) -> None:
-    """A fleet without handoffs is the replay of as many replicas, to the byte.
-
-    Except that replicas by vLLM's rules, without tiers, release the pages of requests that were given up during a step
-    before those of requests that end with it.
-    """
+    """A fleet without handoffs is the replay of as many replicas, to the byte."""
     if "groups" in memory:
         case.profile = "default"
-    if case.profile == "default" and "offload" not in memory:
-        timeout_s = None
-        for row in case.rows:
-            row.cancel_after_ms = None
     retries = 0 if timeout_s is None else retries
+    is_async, stops = plans
     config = case.config(
-        replicas=replicas, client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **memory, **queue
-    )
+        replicas=replicas, client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, async_scheduling=is_async,
+        stop_tokens=stops, **memory, **queue,
+    )  # fmt: skip
     fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
     mine, plain = replay(case.trace(), fleet), replay(case.trace(), config)
     for name in ("first_admitted_ms", "first_token_ms", "last_token_ms", "cached_tokens", "replica", "preemptions"):
