@@ -248,6 +248,10 @@ class Scheduler:
         assert self._plans_ahead, "else nothing is planned, and `cancel` drops it"
         self._given_up.append(request)
 
+    def take_back(self, request: Request) -> None:
+        """Do not drop `request` when the next step is planned: it leaves before."""
+        self._given_up.remove(request)
+
     def most_pages_needed(self) -> int:
         """Return the most pages that any of the requests here may need, of those that take pages."""
         requests = [*self.waiting, *self.running]
