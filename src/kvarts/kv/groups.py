@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import msgspec
 
-from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.pool import PageId
@@ -454,6 +453,8 @@ def retained_by_group(memory: GroupMemory, whole: SinkWindow) -> list[tuple[Grou
 
     Raise ConfigError for a model that cannot have such sequences.
     """
+    from kvarts.combines import check_combination
+
     for group in memory.groups:
         if group.is_state:
             check_combination({"windows": "window", "states": "kv_groups"})

@@ -10,19 +10,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from sys import byteorder
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvarts.content import UNIT_BYTES
 from kvarts.errors import ConfigError
 from kvarts.few import arrays_pay
-from kvarts.traffic.formats import load_trace
 from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace, TraceRequest, spell
 from kvarts.traffic.trace_request import Units
-from kvarts.traffic.workload import Workload
 from kvarts.units import as_number
+
+if TYPE_CHECKING:
+    from kvarts.traffic.workload import Workload
 
 __all__ = ["TraceInfo", "trace_info", "working_set_pages"]
 
@@ -78,7 +79,8 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
 def _pages_by_id(requests: RequestColumns, unit_tokens: int, page_size: int) -> int | None:
     """Return the working set if every id always follows the same id, or always none: then it stands for a prefix.
 
-    A prefix has the pages that end in its last unit, as far as any of its prompts fills them. Return None for other ids.
+    A prefix has the pages that end in its last unit, as far as any of its prompts fills them. Return None for other
+    ids.
     """
     import numpy as np
 
@@ -209,10 +211,14 @@ def trace_info(traffic: Trace | Workload | Path | str) -> TraceInfo:
     """
     import numpy as np
 
-    if isinstance(traffic, Workload):
-        trace = traffic.trace()
+    if isinstance(traffic, Trace):
+        trace = traffic
+    elif isinstance(traffic, Path | str):
+        from kvarts.traffic.formats import load_trace
+
+        trace = load_trace(traffic)
     else:
-        trace = traffic if isinstance(traffic, Trace) else load_trace(traffic)
+        trace = traffic.trace()
     requests = trace.requests
     if not requests:
         raise ConfigError("has no requests that are known beforehand", field="traffic", hint="Give a list of them.")

@@ -20,7 +20,6 @@ import msgspec
 from kvarts.errors import InputError, parts_of
 from kvarts.files import sample_of
 from kvarts.limits import check_whole
-from kvarts.traffic.implied import accumulated, broken_sessions
 from kvarts.traffic.mooncake_request import has_too_many_ids, request_of
 from kvarts.traffic.plain_rows import add_plain
 from kvarts.traffic.request_columns import RequestColumns
@@ -237,6 +236,8 @@ def load_mooncake(
         )
     unit_tokens, has_output_tokens = reader.trace_block_size, reader.has_output_tokens
     if session_turns == "deltas":
+        from kvarts.traffic.implied import accumulated
+
         requests = accumulated(requests, unit_tokens, file.path)
         unit_tokens, has_output_tokens = 1, True
     elif session_turns is None and knows_prefixes and reader.has_sessions:
@@ -255,6 +256,8 @@ def load_mooncake(
 
 def _refuse_deltas(requests: Sequence[TraceRequest], path: Path) -> None:
     """Raise InputError if the later turns of sessions appear to be deltas."""
+    from kvarts.traffic.implied import broken_sessions
+
     broken, num_sessions = broken_sessions(requests)
     if len(broken) < num_sessions or not any(session.shrinks for session in broken):
         return
