@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvarts.build import TierSettings, build_engine
+from kvarts.build import TierSettings, build_engine, preparation_of
 from kvarts.clock import Clock, PacedClock, PutOffClock
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
@@ -152,7 +152,7 @@ def mock_model(
         memory=groups,
         readers=readers,
         audit=audit,
-        offload=offload,
+        tiers=preparation_of(offload),
         make_order=make_order,
         prefill=PrefillCost(cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens),
         moves_pages=False,
