@@ -22,7 +22,6 @@ from kvarts.files import sample_of
 from kvarts.limits import check_whole
 from kvarts.traffic.implied import accumulated, broken_sessions
 from kvarts.traffic.mooncake_request import NS_PER_MS, has_too_many_ids, request_of
-from kvarts.traffic.plain_rows import add_plain
 from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import SKIP_HINT, TraceFile
@@ -85,7 +84,7 @@ class MooncakeReader:
             rows = self._decode_whole(block)
             num_added = 0
             if requests is None and rows is not None:
-                num_added = add_plain(rows, row_number, self.trace_block_size, columns)
+                num_added = columns.add(rows, row_number, self.trace_block_size)
                 row_number += num_added
                 self.num_rows += num_added
             lines = self._decode_by_line(first_line, block) if rows is None else enumerate(rows, first_line)
