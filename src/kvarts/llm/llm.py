@@ -17,9 +17,8 @@ from kvarts.errors import ConfigError, first_line
 from kvarts.event_log import EventReader
 from kvarts.executor.base import Executor
 from kvarts.executor.torch.executor import TorchExecutor
-from kvarts.executor.torch.grammars import Grammars
 from kvarts.executor.torch.loading import load_model, load_tokenizer
-from kvarts.executor.torch.sampling import BatchSampler, processors_of
+from kvarts.executor.torch.sampling import BatchSampler, Grammars, processors_of
 from kvarts.executor.wrappers import MeasuredCost, MeasuringExecutor
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.transfer import TransferTotals
