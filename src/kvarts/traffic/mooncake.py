@@ -21,7 +21,6 @@ from kvarts.errors import InputError, parts_of
 from kvarts.files import sample_of
 from kvarts.limits import check_whole
 from kvarts.traffic.mooncake_request import has_too_many_ids, request_of
-from kvarts.traffic.plain_rows import add_plain
 from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import SKIP_HINT, TraceFile
@@ -87,7 +86,7 @@ class MooncakeReader:
             num_added = 0
             plain = self._decode_plain(block) if requests is None else None
             if plain is not None:
-                num_added = add_plain(plain, row_number, self.trace_block_size, columns)
+                num_added = columns.add(plain, row_number, self.trace_block_size)
                 row_number += num_added
                 self.num_rows += num_added
                 if num_added == len(plain):
