@@ -337,7 +337,7 @@ def _settle_places(memory: GroupMemory, page_size: int) -> tuple[int, ...]:
     places: set[int] = set()
     for group in memory.groups:
         span = group.layer.span or 1
-        if group.layer.kind == "window":
+        if group.layer.kind == "window" or group.has_states_by_page:
             places.add((span - 1) % page_size)
         elif group.layer.kind == "chunk":
             places.update(range(0, page_size, gcd(span, page_size)))
