@@ -133,7 +133,7 @@ def traced(prompts: list[list[int]]) -> Trace:
 
 @pytest.mark.parametrize(("mode", "cached"), [("snapshots", 0), ("all", 1392), ("align", 1392)])
 def test_states_by_page_are_found_where_a_prompt_leaves_others(mode: str, cached: int) -> None:
-    """Prompts of 1,500 tokens share their first 1,400. In `align`, the second ends a chunk where it leaves the first."""
+    """Prompts of 1,500 tokens share their first 1,400. In `align`, the second ends a chunk there."""
     trace = traced([[*range(1400), *range(5000 + 100 * index, 5100 + 100 * index)] for index in range(3)])
     config = make_config(
         {"model": "granite-4.0-h-tiny", "device": "h100-80gb", "kv_groups": "all", "mamba_cache_mode": mode}

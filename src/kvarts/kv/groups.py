@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import msgspec
 from msgspec.structs import replace
 
-from kvarts.combines import check_combination
 from kvarts.config import StateMode
 from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
@@ -121,6 +120,12 @@ class GroupMemory(msgspec.Struct, frozen=True):
     def has_states(self) -> bool:
         """Whether each running request has a state."""
         return any(group.is_state for group in self.groups)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is one group, and it keeps every token in blocks that are whole pages."""
+        only = self.groups[0]
+        return len(self.groups) == self.divisor == 1 and not only.is_bounded
 
     @property
     def has_states_by_page(self) -> bool:
@@ -476,6 +481,8 @@ def retained_by_group(memory: GroupMemory, whole: SinkWindow) -> list[tuple[Grou
 
     Raise ConfigError for a model that cannot have such sequences.
     """
+    from kvarts.combines import check_combination
+
     for group in memory.groups:
         if group.is_state:
             check_combination({"windows": "window", "states": "kv_groups"})

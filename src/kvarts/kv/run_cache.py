@@ -305,15 +305,13 @@ class RunCache(RunAccount):
 
     def is_of_step(self, match: RunMatch) -> bool:
         """Return whether the current step computes the last page of `match`, or a copy of it."""
-        end = match.num_pages
-        for content, start, stop in self.computed:
-            if (
-                start < end <= stop
-                and content.salt == match.content.salt
-                and content.common_pages(match.content, 0, end) == end
-            ):
-                return True
-        return False
+        end, asked = match.num_pages, match.content
+        return any(
+            start < end <= stop
+            and content.salt == asked.salt
+            and (content is asked or content.common_pages(asked, 0, end) == end)
+            for content, start, stop in self.computed
+        )
 
     def held_bytes(self, holding: RunHolding) -> int:
         """Return the bytes of all parts of `holding`, including those that others hold."""

@@ -71,7 +71,7 @@ class AlignedChunks:
         self._most_tokens = most_tokens
 
     def num_tokens(self, request: Request, start: int, num_tokens: int, branch: int) -> int:
-        """Return how many of the tokens [start, start + num_tokens) the next chunk computes; 0 if it ends no page.
+        """Return how many of the tokens [start, start + num_tokens) the next chunk computes; 0 short of a page end.
 
         `branch`: the tokens that the request has in common with another one, or 0.
         """

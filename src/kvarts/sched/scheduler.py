@@ -178,7 +178,7 @@ class Scheduler:
         """Requests that started to decode after the last step, if there is a lag."""
         self._unsettled: list[Request] = []
         """Decodes whose releases are postponed to their turn in the next step, in the order of admission."""
-        self.has_sides = cache.settles or loads is not None
+        self.has_sides = bool(cache.counts()) or loads is not None
         """Whether `side_counts` is not empty."""
 
     # Adding and removing requests -------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Scheduler:
         num_blocks = cache.num_beyond(num_tokens, self._page_size, num_most)
         if not num_blocks or request.own is not None:
             return None
-        blocks = "pages" if cache.page_blocks == 1 and not cache.settles else "blocks"
+        blocks = "blocks" if cache.counts() else "pages"
         room = cache.room_words
         if self.pages.num_most != cache.pool.total:
             room = "beside what is guaranteed to other models there are"
@@ -263,6 +263,10 @@ class Scheduler:
         """Drop `request`, which is given up while a step runs, when the next step is planned: that plan knows it."""
         assert self._plans_ahead, "else nothing is planned, and `cancel` drops it"
         self._given_up.append(request)
+
+    def take_back(self, request: Request) -> None:
+        """Do not drop `request` when the next step is planned: it leaves before."""
+        self._given_up.remove(request)
 
     def most_pages_needed(self) -> int:
         """Return the most pages that any of the requests here may need, of those that take pages."""
