@@ -277,6 +277,8 @@ class JournalGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     sink: Count = 0
 
     def __str__(self) -> str:
+        if self.kind == "state":
+            return self.kind if self.tokens is None else f"{self.kind} by page"
         return self.kind if self.tokens is None else f"{self.kind} {self.tokens:,}"
 
     def needed(self, num_pages: int, page_size: int) -> tuple[range, range]:

@@ -50,6 +50,8 @@ class LedgerGroup(msgspec.Struct, frozen=True):
     is_sparse: bool = False
 
     def __str__(self) -> str:
+        if self.kind == "state":
+            return self.kind if self.span is None else f"{self.kind} by page"
         return self.kind if self.span is None else f"{self.kind} {self.span}"
 
     @property
