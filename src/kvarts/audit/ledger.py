@@ -56,7 +56,7 @@ class LedgerGroup(msgspec.Struct, frozen=True):
 
     @property
     def is_state(self) -> bool:
-        """Whether a running sequence has one state, of which snapshots are made."""
+        """Whether a running sequence has one state, and leaves snapshots."""
         return self.kind == "state" and self.span is None
 
     @property

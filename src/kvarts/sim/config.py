@@ -184,7 +184,7 @@ class ReplayConfig(
     async_scheduling: Annotated[
         bool,
         setting(
-            "Plan the next step while one runs, as vLLM does since 0.14: a request that arrives joins one step later, "
+            "Plan the next step while one runs, as vLLM does since 0.14. A request that arrives joins one step later, "
             "and one that ends keeps its place and its memory for one more plan."
         ),
     ] = False
