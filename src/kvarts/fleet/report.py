@@ -128,7 +128,7 @@ class FleetReport(Report):
             ],
         }
 
-    def _faults(self, raw: dict[str, Any]) -> dict[str, Any]:
+    def _faults(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return the number of faults and their cost; empty if no faults were configured."""
         if not self.config.faults:
             return {}
