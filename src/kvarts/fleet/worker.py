@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvarts.events import Blocked
 from kvarts.executor.simulated import LeapTimes
@@ -16,6 +16,8 @@ from kvarts.sched.policy import NEVER_NS
 from kvarts.sim.replica import MOST_STEPS, Replica
 
 __all__ = ["Queue", "Worker"]
+
+NOT_BLOCKED: Final = Blocked.NOT
 
 
 class Queue(Protocol):
@@ -214,4 +216,4 @@ class Worker:
 
     def changed(self) -> None:
         """Record that the head of the queue may be admitted now."""
-        self.scheduler.blocked = Blocked.NOT
+        self.scheduler.blocked = NOT_BLOCKED
