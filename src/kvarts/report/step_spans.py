@@ -50,18 +50,18 @@ _STORED_FIELDS = (
     "released",
     "running",
     "waiting",
+    "loading",
     "others",
 )
 """The columns from which `as_fields` makes those of HOW_FIELDS and SPAN_FIELDS.
 
 `flags`: `how`, from LEAP on `is_leap`, and from BLOCKED on `blocked`. `first`, `second`: of a leap, `known_tokens` and
 `num_steps`, and its running requests are its decodes and tokens; of a step, `decodes` and `tokens`. `others`:
-`admitted`, and from PREEMPTED on `preempted`, and from LOADING on `loading`.
+`admitted`, and from PREEMPTED on `preempted`.
 """
 LEAP: Final = 4
 BLOCKED: Final = 8
-PREEMPTED: Final = 1 << 20
-LOADING: Final = 1 << 40
+PREEMPTED: Final = 1 << 31
 LISTED_TIMES: Final = 1
 """The durations are listed, one per step. Otherwise a single step takes `took_ns`, and several are by the rule."""
 LISTED_PAGES: Final = 2
@@ -95,8 +95,6 @@ def as_fields(stored: dict[str, Numbers], where: Callable[[Numbers, Numbers, Num
     first, second, flags = stored.pop("first"), stored.pop("second"), stored.pop("flags")
     others = stored.pop("others")
     is_leap = flags % BLOCKED // LEAP
-    after = others // PREEMPTED
-    more = LOADING // PREEMPTED
     nothing = first - first
     return {
         **stored,
@@ -108,8 +106,7 @@ def as_fields(stored: dict[str, Numbers], where: Callable[[Numbers, Numbers, Num
         "is_leap": is_leap,
         "blocked": flags // BLOCKED,
         "admitted": others % PREEMPTED,
-        "preempted": after % more,
-        "loading": after // more,
+        "preempted": others // PREEMPTED,
     }
 
 
@@ -182,8 +179,6 @@ class StepSpans:
                 if fields[12]:
                     self.preemptions += [(fields[0], preemption) for preemption in fields[12]]
                     others += len(fields[12]) * PREEMPTED
-                if fields[16]:
-                    others += fields[16] * LOADING
                 spans += (
                     fields[2],
                     fields[9],
@@ -195,6 +190,7 @@ class StepSpans:
                     fields[5],
                     fields[6],
                     fields[7],
+                    fields[16],
                     others,
                 )
                 if fields[13]:
@@ -236,7 +232,8 @@ class StepSpans:
                     fields[6],
                     fields[7],
                     fields[8],
-                    fields[13] * LOADING if fields[13] else 0,
+                    fields[13],
+                    0,
                 )
                 if fields[10]:
                     spans += fields[10]
