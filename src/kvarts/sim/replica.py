@@ -5,6 +5,8 @@ The events of a leap are the same as if its steps had been done one by one.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from kvarts.engine import Engine
@@ -24,8 +26,10 @@ from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
-from kvarts.sim.joining import Joining
 from kvarts.sim.router import Routed
+
+if TYPE_CHECKING:
+    from kvarts.sim.joining import Joining
 
 __all__ = ["NEVER_NS", "Replica", "tell_by_step"]
 
@@ -53,7 +57,11 @@ class Replica:
         self._decode_times = getattr(executor, "decode_times", None)
         self._tiers = engine.tiers
         self._leaps = not step_by_step
-        self._joining = Joining() if plans_ahead else None
+        self._joining: Joining | None = None
+        if plans_ahead:
+            from kvarts.sim.joining import Joining
+
+            self._joining = Joining()
         self._pool_tokens = engine.config.pool_tokens
         self._is_under_way = False
         self._plans_late = True
