@@ -62,8 +62,8 @@ def test_prefill_and_decode_workers_and_their_tiers_are_as_the_naive_ones(
         decode, prefill = handoff.decode, handoff.prefill
         target = case.num_prefills + handoff.target
         below = [0] * len(names)
-        for worker, seq in {(handoff.source, prefill.seq), (target, decode.seq)}:
-            loaded = workers[worker].below_tokens.get(seq, [0] * len(names))
+        for worker in (target,) if handoff.is_local else (handoff.source, target):
+            loaded = workers[worker].below_tokens.get(decode.seq, [0] * len(names))
             below = [count + more for count, more in zip(below, loaded, strict=True)]
         expected = {
             "source": target if handoff.is_local else handoff.source,

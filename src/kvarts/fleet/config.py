@@ -156,7 +156,8 @@ class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         setting(
             "What adds and takes away workers: script,30s=3:1,90s=1:3 for numbers of prefill and decode workers from "
             "times on; queue,target=4 or kv,target=70 by requests that wait or percent of pages in use, as an HPA "
-            "does; llm-d. All but the script take every=15s, least=1 and most=8.",
+            "does; dynamo,context=32768, llm-d or llm-d-v2, as these do. All but the script take every=15s, least=1 "
+            "and most=8.",
             flag="--scaler",
             metavar="POLICY",
         ),

@@ -107,7 +107,7 @@ class FleetReport(Report):
         done = raw["status"] == COMPLETED
         handed = {name: column[done] for name, column in raw.items()}
         waits = {}
-        if len(self.config.pools) > 1:
+        if any(pool.role != "mixed" for pool in self.config.pools):
             handed = {name: column[handed["held_ns"] > -1] for name, column in handed.items()}
             # Pages that are reserved before the prompt is computed are not waited for.
             handed["reserved_ns"] = _no_earlier(handed["reserved_ns"], handed["held_ns"])
