@@ -276,6 +276,9 @@ class Pool:
                 worker.scheduler.waiting.num_waiting_tokens
                 + sum(handoff.decode.num_prompt_tokens for handoff in worker.pending),
                 worker.scheduler.cache.num_used / worker.scheduler.cache.pool.total,
+                worker.scheduler.wheel.known_tokens
+                + sum(each.num_computed for each in worker.scheduler.running.chunked),
+                worker.replica.config.pool_tokens,
             )
             for worker in self.active
         )

@@ -106,7 +106,7 @@ class FleetReport(Report):
     def _fleet(self) -> dict[str, Any]:
         raw = self._request_log.numbers()
         waits = {}
-        if len(self.config.pools) > 1:
+        if any(pool.role != "mixed" for pool in self.config.pools):
             is_handed = (raw["status"] == COMPLETED) & (raw["held_ns"] > -1)
             times = dict.fromkeys(name for _, start, end in WAITS for name in (start, end))
             handed = {name: raw[name][is_handed] for name in times}
