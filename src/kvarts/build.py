@@ -15,7 +15,7 @@ from kvarts.kv.cache import Cache, Pins
 from kvarts.kv.eviction import EvictionOrder, LruOrder, TreeWatcher
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool, IdPool
-from kvarts.kv.transfer import PrefillTimes
+from kvarts.kv.transfer import LoadKv, PrefillTimes
 from kvarts.kv.tree import PrefixTree
 from kvarts.rooms import from_room
 from kvarts.sched.drafts import Drafter
@@ -48,6 +48,9 @@ class PreparedTiers(Protocol):
 
     is_lazy: bool
     """Whether the choice of what to store depends on which is evicted next."""
+
+    load_kv: LoadKv
+    """How requests wait for their loads; `placed` if there are KV groups."""
 
     num_tiers: int
     """The number of tiers whose parts are in the tree of the device, if there are KV groups."""
@@ -145,6 +148,7 @@ def build_engine(
             stores_go_first=is_lazy,
             is_lru=make_order is LruOrder,
             full_prompt_hits=below is not None and below.full_prompt_hits,
+            loads_have_turns=below is not None and below.load_kv == "async",
             at_branches=config.snapshots == "branches",
             plans_ahead=plans_ahead,
             finds_prefixes=finds_prefixes,
@@ -184,8 +188,13 @@ def build_engine(
     loads: Loads | None = None
     if below is not None:
         tiers = below.open_below(cache, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
-        if memory is None:
+        if memory is None and below.load_kv == "placed":
             loads = Loads(tiers, cache, waiting, page_size, tell)
+        elif memory is None:
+            from kvarts.sched.connector_loads import AsyncLoads, SyncLoads
+
+            make_loads = AsyncLoads if below.load_kv == "async" else SyncLoads
+            loads = make_loads(tiers, cache, waiting, page_size, tell)
         else:
             from kvarts.sched.group_loads import GroupLoads
 

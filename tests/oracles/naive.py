@@ -369,6 +369,14 @@ class NaiveEngine:
     def admit_loaded(self, now_ns: int, budget: int, before: dict[int, int]) -> int:
         return budget
 
+    def go_on_with_loads(self, head: NaiveRequest, now_ns: int, budget: int, before: dict[int, int]) -> int:
+        """After a head has begun to run, to load, or to wait for a load."""
+        return budget
+
+    def lacks_for_load(self, head: NaiveRequest, hits: list[Page]) -> bool:
+        """Whether it would load, and waits for memory to do so."""
+        return False
+
     def awaits_load(self, head: NaiveRequest, hits: list[Page]) -> bool:
         return False
 
@@ -454,25 +462,35 @@ class NaiveEngine:
             took[request.seq] = (request, want)
             budget -= want
         self.compute_given(took, before)
+        self.is_held_back = False
         if not num_preempted:
             budget = self.compute_fronts(budget, before)
             budget = self.admit_loaded(now_ns, budget, before)
         while not num_preempted and self.waiting and self.num_seated() < self.max_num_seqs and budget:
+            if self.is_held_back:
+                break
             head = self.choose_head(self.waiting, now_ns)
             hits = self.lookup(head)
             shared = sum(1 for page in hits if self.is_used(page))
             if not self.fits(head, self.pages_for(head.known) - shared + self.num_kept(self.num_pages)):
                 break
+            place = self.waiting.index(head)
             self.waiting.remove(head)
             if self.awaits_load(head, hits):
+                budget = self.go_on_with_loads(head, now_ns, budget, before)
                 continue
+            if self.lacks_for_load(head, hits):
+                self.waiting.insert(place, head)
+                break
             self.pin(hits)
             head.pages = list(hits)
             if self.starts_load(head, hits, now_ns):
                 budget = self.compute_fronts(budget, before)
+                budget = self.go_on_with_loads(head, now_ns, budget, before)
                 continue
             before[head.seq] = len(hits) * self.page_size
             budget -= self.enter(head, before[head.seq], budget, now_ns)
+            budget = self.go_on_with_loads(head, now_ns, budget, before)
         self.plan_stores()
         mark = self.higher(mark)
         computing = [*self.running, *self.loading_with_front()]

@@ -81,6 +81,7 @@ class Offload(TierSettings, Protocol):
     """The tiers below the device, as configured by kvarts.OffloadConfig."""
 
     load_overlap: str
+    load_kv: str
     """Whether replays compute while later layers are loaded: `none` or `layers`."""
     bus: int | str | None
     """A bandwidth that the channels of a replay share."""
@@ -186,6 +187,8 @@ class LLM:
         """Number of pages of each tier below the device, by name; of blocks with KV groups."""
         if self.offload is not None and self.offload.load_overlap == "layers":
             check_combination({"layers": "offload.load_overlap", "model": "model"})
+        if self.offload is not None and self.offload.load_kv != "placed":
+            check_combination({f"{self.offload.load_kv}_loads": "offload.load_kv", "model": "model"})
         if self.offload is not None and self.offload.bus is not None:
             check_combination({"bus": "offload.bus", "model": "model"})
         if self.offload is not None and self.offload.copy_slowdown:
