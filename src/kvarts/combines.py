@@ -99,7 +99,9 @@ REFUSED = (
         for loads in ("async_loads", "sync_loads")
         for refusal in (
             Refusal((loads, "model"), "its requests wait with a place", "Leave it out."),
-            Refusal((loads, "kv_groups"), "requests promise each other the memory that loads need", WHOLE),
+            Refusal((loads, "kv_groups"), "it is not modelled", WHOLE),
+            Refusal((loads, "store"), "other workers can delay its loads", "Leave it out."),
+            Refusal((loads, "pulls"), "other workers can delay its loads", "Leave it out."),
             Refusal((loads, "layers"), "each says when a request runs"),
             Refusal((loads, "several"), "it is not modelled", "Leave it out."),
             Refusal((loads, "fleet"), "it is not modelled", "Leave it out."),
