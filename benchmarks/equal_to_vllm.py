@@ -32,9 +32,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
 
 import msgspec
+import numpy as np
 import vllm
 from vllm import envs
-from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -44,7 +45,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -53,8 +54,8 @@ from kvarts.build import build_engine
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import EventReader
-from kvarts.events import Admitted, ChunkComputed, Event, Finished, PagesRemoved, PagesStored, Preemption
-from kvarts.executor.base import CostModel
+from kvarts.events import Admitted, ChunkComputed, DraftTaken, Event, Finished, PagesRemoved, PagesStored, Preemption
+from kvarts.executor.base import CostModel, Executor
 from kvarts.executor.cost import LinearCost, PolynomialCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.hardware.kv_groups import KvLayer
@@ -64,6 +65,7 @@ from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.transfer import Loaded, LoadKv, Offer, Weighed
 from kvarts.request import Request, RequestState
 from kvarts.routers.config import Routing
+from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.serve.kv_events.batches import Batch, Wire
 from kvarts.serve.kv_events.config import EventGroup
 from kvarts.serve.kv_events.reader import KvEventReader
@@ -95,6 +97,8 @@ class Ask(msgspec.Struct):
     """The first pages of its tokens that a tier below the device has."""
     load_steps: int = 1
     """The steps from the beginning of a load to the plan that knows its end."""
+    drafts: list[tuple[int, int]] = []
+    """After each of its tokens: the tokens drafted next, and how many of them are right."""
     num_good: int = NEVER
     """The pages of its first load that arrive; the tier loses the others."""
 
@@ -148,6 +152,8 @@ class Workload(msgspec.Struct):
     is_async: bool = False
     load_kv: LoadKv | None = None
     """How requests wait for loads from a tier below the device; None without such a tier."""
+    num_draft_slots: int = 0
+    """The most tokens of a draft; 0 without drafts."""
     finds_prefixes: bool = True
     num_ranks: int = 1
     report_every: int = 0
@@ -254,6 +260,8 @@ def draw_workload(row: str, seed: int) -> Workload:
         workload.long_prefill_token_threshold = draw.choice([1, 2, page_size, 3 * page_size + 1, 8 * page_size])
     if row in ("watermark", "limited", "async-limited"):
         workload.watermark = draw.choice([0.01, 0.05, 0.2, 0.5])
+    if row == "drafts":
+        draw_drafts(workload, draw)
     if row in LOAD_ROWS:
         draw_loads(workload, row, draw)
     workload.publishes = row == "published"
@@ -276,6 +284,26 @@ def draw_workload(row: str, seed: int) -> Workload:
             span = draw.randint(2, 8 * page_size)
         workload.groups = [FULL, (kind, span)]
     return workload
+
+
+def draw_drafts(workload: Workload, draw: random.Random) -> None:
+    """Draft tokens for every request, of which none, some or all are right, within its limit of tokens."""
+    slots = workload.num_draft_slots = draw.choice([1, 2, 4, 7])
+    least = workload.max_num_seqs * (1 + slots)
+    workload.max_num_batched_tokens = max(least, workload.max_num_batched_tokens)
+    is_right = draw.choice([0.1, 0.5, 0.9])
+    for ask in workload.asks:
+        ask.output = [draw.randrange(2, 50) for _ in range(draw.randint(1, 80))]
+        ask.drafts = []
+        for place in range(len(ask.output)):
+            num_drafted = min(draw.choice([0, slots, draw.randint(0, slots)]), len(ask.output) - place - 2)
+            num_right = 0
+            while num_right < num_drafted and draw.random() < is_right:
+                num_right += 1
+            ask.drafts.append((max(0, num_drafted), num_right))
+    size = workload.page_size
+    most = max(-(-(len(ask.prompt) + len(ask.output)) // size) for ask in workload.asks)
+    workload.num_pages = most + draw.choice([1, 3, 8, 20, 60, 200])
 
 
 def draw_loads(workload: Workload, row: str, draw: random.Random) -> None:
@@ -318,6 +346,7 @@ ROWS = {
     "async-aborts": "asynchronous scheduling, several windows and chunks, three priorities, most end with a stop "
     "token, clients give up 3 of 10 requests",
     "async-limited": "asynchronous scheduling, a threshold and a watermark, three priorities",
+    "drafts": "drafts of tokens, planned before prompts",
     "loads": "synchronous loads of a connector",
     "async-loads": "asynchronous loads of a connector, some with a watermark or a threshold",
     "failed-loads": "asynchronous loads of a connector, of which half bring fewer pages",
@@ -335,6 +364,7 @@ class Recorder:
     def __init__(self, *, page_size: int, with_events: bool) -> None:
         self.step = Step()
         self.num_hit: dict[int, int] = {}
+        self.num_drafted: dict[int, int] = {}
         self.keys: dict[int, BlockKeys] = {}
         self._page_size = page_size
         self._with_events = with_events
@@ -345,6 +375,8 @@ class Recorder:
         for event in events:
             if isinstance(event, ChunkComputed):
                 step.tokens[event.request] = event.end - event.start
+            elif isinstance(event, DraftTaken):
+                self.num_drafted[event.request] = event.end - event.start
             elif isinstance(event, Admitted):
                 step.admitted[event.request] = event.num_hit_pages * self._page_size
             elif isinstance(event, Preemption):
@@ -404,6 +436,10 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         watermark=workload.watermark,
     )
     tiers = None if workload.load_kv is None else Below(workload)
+    executor: Executor = SimExecutor(workload.cost)
+    drafter = None
+    if workload.num_draft_slots:
+        executor, drafter = Sampler(workload), Drafts(workload)
     recorder = Recorder(page_size=workload.page_size, with_events=workload.with_events and not workload.publishes)
     readers: list[EventReader] = [recorder]
     if workload.publishes:
@@ -411,13 +447,15 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         readers.append(KvEventReader(sink, algorithm="sha256", clears=False))
     engine = build_engine(
         config,
-        SimExecutor(workload.cost),
+        executor,
         memory=memory_of(workload.groups),
         num_blocks=workload.num_blocks,
         readers=readers,
         plans_ahead=workload.is_async,
         finds_prefixes=workload.finds_prefixes,
         below=tiers,
+        drafter=drafter,
+        num_draft_slots=workload.num_draft_slots,
         moves_pages=False,
     )
     requests: list[Request] = []
@@ -443,6 +481,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         if tiers is not None:
             tiers.begin(step)
         recorder.step = Step()
+        recorder.num_drafted = {}
         given_up = [request for request, ask in zip(requests, asks, strict=False) if ask.gives_up == step]
         given_up = [each for each in given_up if each.state not in (RequestState.FINISHED, RequestState.CANCELLED)]
         for request in given_up:
@@ -468,6 +507,8 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             gone = [index for index in gone if index not in recorder.step.preempted]
             num_gone = engine.plan.batch.num_decodes - len(decoding) if workload.is_async else 0
             recorder.step.tokens.update(dict.fromkeys(decoding + gone[:num_gone], 1))
+            for index in set(recorder.num_drafted) & set(decoding):
+                recorder.step.tokens[index] += recorder.num_drafted[index]
         else:
             num_free = scheduler.cache.num_free
             is_under_way = False
@@ -480,6 +521,54 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             recorder.step.load = scheduler.num_waiting, scheduler.running.num_running, scheduler.cache.num_used
         yield recorder.step
         step += 1
+
+
+class Sampler:
+    """An executor of tokens: it samples those of the workload, and accepts the drafts that are right."""
+
+    needs_page_ids = True
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._row_of: dict[int, int] = {}
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Return the next token of each row, after the drafts that are right."""
+        asks = self._workload.asks
+        tokens = np.zeros(self._workload.max_num_seqs, np.uint64)
+        accepted = []
+        for chunk in plan.batch.chunks:
+            self._row_of[chunk.row] = chunk.request_index
+            if chunk.is_last:
+                tokens[chunk.row] = asks[chunk.request_index].output[chunk.num_known_tokens - chunk.num_prompt_tokens]
+        if plan.decodes is not None:
+            drafted = [] if plan.drafts is None else plan.drafts.rows.tolist()
+            for row, position in zip(plan.decodes.rows.tolist(), plan.decodes.positions.tolist(), strict=True):
+                ask = asks[self._row_of[row]]
+                place = position + 1 - len(ask.prompt)
+                num_right = ask.drafts[place - 1][1] if row in drafted else 0
+                if num_right:
+                    accepted.append((row, num_right))
+                tokens[row] = ask.output[place + num_right]
+        return StepResult(STEP_NS, tokens, accepted=tuple(accepted))
+
+
+class Drafts:
+    """kvarts' drafter of the workload."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._asks = workload.asks
+
+    def draft(self, request: Request, num_most: int, batch: Any) -> Any:
+        """Return right tokens, then wrong ones."""
+        ask = self._asks[request.index]
+        place = request.content.num_known_tokens - len(ask.prompt)
+        num_drafted, num_right = ask.drafts[place - 1]
+        assert num_drafted <= num_most
+        return np.array([*ask.output[place : place + num_right], *[1] * (num_drafted - num_right)], np.uint64)
+
+    def judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Learn nothing."""
 
 
 class Below:
@@ -578,7 +667,8 @@ def request_of(workload: Workload, index: int) -> Request:
     if isinstance(ask, TracedAsk):
         content = ask.trace.content(ask.row, page_size=workload.page_size, owner=index)
         return Request(index, content, ask.row.num_prompt_tokens, len(ask.output), ask.row.arrival_ns)
-    content = Content.from_tokens(ask.prompt + ask.output, page_size=workload.page_size, owner=index)
+    known = ask.prompt if workload.num_draft_slots else ask.prompt + ask.output
+    content = Content.from_tokens(known, page_size=workload.page_size, owner=index)
     request = Request(index, content, len(ask.prompt), len(ask.output), ask.step * STEP_NS, -ask.priority)
     request.stops = ask.stops
     return request
@@ -661,6 +751,15 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     config.cache_config.enable_prefix_caching = workload.finds_prefixes
     config.kv_events_config.enable_kv_cache_events = workload.with_events
     kv = cache_config(workload.groups, num_blocks, page_size, state_tokens=MAX_MODEL_LEN)
+    config.speculative_config = None
+    if workload.num_draft_slots:
+        config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=workload.num_draft_slots,
+            prompt_lookup_max=2,
+            target_model_config=config.model_config,
+            target_parallel_config=config.parallel_config,
+        )
     make = _WatchedAsync if workload.is_async else _Watched
     unit = page_size
     if ("state", None) in workload.groups:
@@ -711,6 +810,9 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
         for name, num_computed in zip(resumed.req_ids, resumed.num_computed_tokens, strict=True):
             if name in resumed.resumed_req_ids:
                 done.admitted[int(name)] = num_computed
+        for name, ids in plan.scheduled_spec_decode_tokens.items():
+            if ids[0] == -1:
+                done.tokens[int(name)] -= len(ids)  # a request that was admitted takes the room of a draft
         done.preempted = sorted(int(name) for name in plan.preempted_req_ids or ())
         result = sampled(plan, requests, workload) if plan.total_num_scheduled_tokens else None
         if connector is not None and (loaded := connector.take_ended()) is not None:
@@ -727,6 +829,8 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
         done.num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if not workload.is_async and result is not None:
             note_cached(cached, scheduler.update_from_output(plan, result))
+            if workload.num_draft_slots:
+                scheduler.update_draft_token_ids(drafted(plan, requests, workload))
         for name in [name for name, request in requests.items() if request.is_finished()]:
             done.ended.append(int(name))
             del requests[name]
@@ -884,6 +988,13 @@ def sampled(plan: Any, requests: dict[str, Any], workload: Workload) -> Any:
     tokens = []
     for name in names:
         request = requests[name]
+        if workload.num_draft_slots:
+            ask, place = workload.asks[int(name)], request.num_output_tokens
+            ids = plan.scheduled_spec_decode_tokens.get(name, [])
+            num_right = ask.drafts[place - 1][1] if ids and ids[0] != -1 else 0
+            is_last = request.num_computed_tokens - len(ids) == request.num_tokens
+            tokens.append(ask.output[place : place + num_right + 1] if is_last else [])
+            continue
         num_in_flight = max(0, request.num_output_placeholders - 1)  # without the token of this step
         is_last = request.num_computed_tokens == request.num_tokens + num_in_flight
         place, output = request.num_output_tokens + num_in_flight, workload.asks[int(name)].output
@@ -892,6 +1003,20 @@ def sampled(plan: Any, requests: dict[str, Any], workload: Workload) -> Any:
     return ModelRunnerOutput(
         req_ids=names, req_id_to_index={name: place for place, name in enumerate(names)}, sampled_token_ids=tokens
     )
+
+
+def drafted(plan: Any, requests: dict[str, Any], workload: Workload) -> Any:
+    """Return what a drafter answers after a step: right tokens, then wrong ones, for each request with a new token."""
+    names, tokens = [], []
+    for name in plan.num_scheduled_tokens:
+        request = requests[name]
+        if request.is_finished() or not request.num_output_tokens:
+            continue
+        ask, place = workload.asks[int(name)], request.num_output_tokens
+        num_drafted, num_right = ask.drafts[place - 1]
+        names.append(name)
+        tokens.append([*ask.output[place : place + num_right], *[1] * (num_drafted - num_right)])
+    return DraftTokenIds(names, tokens)
 
 
 def note_cached(cached: dict[int, int], outputs: Any) -> None:

@@ -102,6 +102,7 @@ def build_engine(
     prefill: PrefillTimes | None = None,
     audit: bool = False,
     drafter: Drafter | None = None,
+    num_draft_slots: int = 0,
     holds_pages: bool = False,
     hands_over: bool = False,
     plans_ahead: bool = False,
@@ -120,7 +121,8 @@ def build_engine(
     default: if it needs page ids; otherwise transfers take the time of their channels. `audit`: assert the laws of
     page accounting after every step and, unless the device is shared, check every event against an independent
     ledger. `drafter`: proposes draft tokens, for an executor that verifies them; executors in virtual time compute no
-    tokens and do not support one. `holds_pages`: pages are kept in use between requests. `hands_over`: other engines
+    tokens and do not support one. `num_draft_slots`: drafts come first, see Scheduler; this excludes the independent
+    ledger, and KV groups. `holds_pages`: pages are kept in use between requests. `hands_over`: other engines
     compute the prompts of requests or continue them; this excludes the independent ledger. `plans_ahead`: a step is
     planned while the one before it runs, as in Scheduler; not for executors that compute tokens. `finds_prefixes`:
     False for an engine without a prefix cache, whose requests find nothing. `step_ns`: the expected duration of a step,
@@ -138,7 +140,7 @@ def build_engine(
     is_lazy = memory is not None and below is not None and below.is_lazy
     # The ledger follows handoffs of whole pages without tiers, of engines that plan one step after the other.
     knows_handoffs = memory is None and offload is None and config.profile == "default" and not plans_ahead
-    if audit and cache is None and (knows_handoffs or not hands_over):
+    if audit and cache is None and not num_draft_slots and (knows_handoffs or not hands_over):
         auditor = from_room("audit.auditor", "Auditor", field="audit")(
             config.num_pages if memory is None else num_blocks,
             config.page_size,
@@ -218,6 +220,7 @@ def build_engine(
         tell=tell,
         pins=pins,
         drafter=drafter,
+        num_draft_slots=num_draft_slots,
         plans_ahead=plans_ahead,
         finds_prefixes=finds_prefixes,
         step_ns=step_ns,

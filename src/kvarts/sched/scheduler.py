@@ -63,7 +63,8 @@ class Scheduler:
     `cache`: the pages, counted in blocks (Cache). `pages`: the source of pages and of the token budget. `waiting`: the
     queue; its policy chooses the next request. `loads`: requests that wait for a tier below the device, or None.
     `handoffs`: requests that two engines work on, or None. `batch`: rows for an executor that needs page ids; plans
-    then name pages, rows and tokens. `drafter`: guesses tokens for such an executor. `settle_places`: the places in a
+    then name pages, rows and tokens. `drafter`: guesses tokens for such an executor; with `num_draft_slots`, drafts of
+    up to so many tokens come before prompts, as in vLLM, else after them. `settle_places`: the places in a
     page at which a token no longer needs a page that the token before it needed. `step_ns`: the expected duration of a
     step, for `max_itl_ms` of the config. `plans_ahead`: the next step is planned while one runs, as by vLLM's
     asynchronous scheduling. So a request that ends keeps its place and its pages until the next step is planned, and a
@@ -84,6 +85,7 @@ class Scheduler:
         tell: Tell | None = None,
         pins: Pins | None = None,
         drafter: Drafter | None = None,
+        num_draft_slots: int = 0,
         settle_places: tuple[int, ...] = (),
         step_ns: StepNs | None = None,
         plans_ahead: bool = False,
@@ -143,7 +145,20 @@ class Scheduler:
         """Drafted tokens, for an executor that reports which drafts are right; else None."""
         if drafter is not None:
             assert batch is not None, "only an executor of tokens can tell which drafts are right"
-            self.drafts = Drafts(drafter, self.wheel, cache, batch, loads=self.loads, tell=tell)
+            self.drafts = Drafts(
+                drafter, self.wheel, cache, batch, loads=self.loads, tell=tell, num_slots=num_draft_slots
+            )
+        self._drafts_first = self.drafts if num_draft_slots else None
+        if self._drafts_first is not None:
+            assert not cache.settles, "parts of pages are taken at other places"
+            self.running.names_at_turns = True
+            if (most := config.max_num_seqs * (1 + num_draft_slots)) > config.max_num_batched_tokens:
+                raise ConfigError(
+                    f"{config.max_num_seqs} sequences with {num_draft_slots} drafted tokens each may need {most} tokens "
+                    f"a step, and its budget is {config.max_num_batched_tokens}",
+                    field="max_num_batched_tokens",
+                    hint="Raise it, or lower max_num_seqs or num_speculative_tokens.",
+                )
         self._page_size = config.page_size
         self._max_num_seqs = config.max_num_seqs
         self._long_prefill = config.long_prefill_token_threshold
@@ -352,13 +367,18 @@ class Scheduler:
             if self.running.chunked:
                 self._order_turns(now_ns)
         goes_on = True
-        if unsettled := self._unsettled:
+        drafts_first = self._drafts_first
+        if drafts_first is not None:
+            goes_on = drafts_first.take_turns(self.running, preemptor, self._pool_tokens, now_ns)
+        elif unsettled := self._unsettled:
             self._unsettled = []
             goes_on = preemptor.take_turns(unsettled, now_ns)
         elif num_due := wheel.pages_due():
             goes_on = preemptor.take_due(num_due, now_ns)
         with_new_table = self.own_pages.turn(wheel) if self._batch is not None else ()
         budget = self.pages.token_budget - wheel.num_decoding
+        if drafts_first is not None:
+            budget -= drafts_first.num_planned()
         chunks: list[Chunk] = []
         if self.running.chunked and budget > 0 and goes_on:
             # A part of a budget may be just enough for the decodes.
@@ -396,10 +416,14 @@ class Scheduler:
         batch = self._batch
         if batch is None:
             return StepPlan(wheel.step, plan_batch, admitted, preempted, num_joined=num_joined)
-        decodes = batch.decodes(wheel.step, wheel.needing_page(), with_new_table) if wheel.num_decoding else None
+        needing_page = () if drafts_first is not None else wheel.needing_page()
+        decodes = batch.decodes(wheel.step, needing_page, with_new_table) if wheel.num_decoding else None
         drafts: DraftRows | None = None
         if decodes is not None and self.drafts is not None:
-            drafts, decodes = self.drafts.take(decodes, plan_batch, self.pages.token_budget)
+            if drafts_first is not None:
+                drafts, decodes = drafts_first.planned(decodes)
+            else:
+                drafts, decodes = self.drafts.take(decodes, plan_batch, self.pages.token_budget)
             if drafts is not None:
                 self.cache.look(self.mark)
                 plan_batch = replace(plan_batch, num_drafted=len(drafts.rows))
@@ -565,6 +589,8 @@ class Scheduler:
         handoffs, most_tokens = self.handoffs, self._prefill.most_tokens
         admitted: list[int] = []
         self.blocked = NOT_BLOCKED
+        drafts, num_padded = self._drafts_first, 0
+        has_prefills, has_running = bool(chunks), bool(chunks or self.wheel.num_decoding)
         if loads is not None and loads.fronts:
             for load in loads.fronts.copy():
                 if budget > 0:
@@ -605,6 +631,15 @@ class Scheduler:
             hit_tokens = _hit_tokens(request, match.num_pages)
             num_new = min(budget, most_tokens) + hit_tokens - match.num_pages * page_size
             num_wanted = cache.num_to_admit(match, num_known, num_new, watermark)
+            if drafts is not None:
+                # As in vLLM, a request with one token to compute takes the room of a whole draft, unless prompts are
+                # computed in this step.
+                is_padded = num_known - hit_tokens == 1 and not has_prefills and (has_running or hit_tokens > 0)
+                num_padded = drafts.num_slots if is_padded else 0
+                if 1 + num_padded > budget:
+                    self.blocked = FOR_BUDGET
+                    break
+                num_wanted = max(num_wanted, cache.num_to_admit(match, num_known + num_padded, num_new, watermark))
             num_short = num_wanted - pages.num_free_to_admit(num_wanted)
             if num_short > 0:
                 num_matched = 0 if cache.lender is None else cache.num_lent_of(match)
@@ -652,6 +687,9 @@ class Scheduler:
                 reach = cache.reach(request.content, limit)
                 tell(Admitted(request.index, request.content, match.num_pages, reach=reach))
             request.holding = cache.open(match)
+            if num_padded:
+                cache.take_for(request.holding, num_known + num_padded)
+                budget -= num_padded
             if request.content.swapped_tokens:
                 assert loads is not None, "only what has tiers below keeps states"
                 loads.tiers.resumed(request.content)
