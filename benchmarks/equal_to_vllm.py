@@ -61,7 +61,7 @@ from kvarts.executor.simulated import SimExecutor
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.keys import BlockKeys
 from kvarts.kv.eviction import LruOrder
-from kvarts.kv.groups import GroupMemory, PartGroup
+from kvarts.kv.groups import STATE_SPAN, GroupMemory, PartGroup
 from kvarts.kv.transfer import Loaded, LoadKv, Offer, Weighed
 from kvarts.request import Request, RequestState
 from kvarts.routers.config import Routing
@@ -278,6 +278,8 @@ def draw_workload(row: str, seed: int) -> Workload:
         windows = [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 3))]
         chunks = [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(1, 3))]
         workload.groups = [FULL, *windows, *chunks]
+    elif row.startswith("states"):
+        add_states(workload, row, draw)
     elif row in ("window", "chunk", "async-window", "async-chunk"):
         kind, span = row.removeprefix("async-"), page_size * draw.randint(1, 6)
         if kind == "window":
@@ -321,6 +323,23 @@ def draw_loads(workload: Workload, row: str, draw: random.Random) -> None:
         workload.long_prefill_token_threshold = draw.choice([0, 0, 8 * workload.page_size])
 
 
+def add_states(workload: Workload, row: str, draw: random.Random) -> None:
+    """Make `workload` one of a row with states in pages: in half of them windows, chunks, and three priorities."""
+    kind = "aligned" if row.startswith("states-align") else "states"
+    page_size = workload.page_size
+    states: list[tuple[str, int | None]] = [(kind, None)] * draw.randint(1, 2)
+    workload.groups = [FULL, *states]
+    if draw.random() < 0.5:
+        workload.policy = "priority"
+        for ask in workload.asks:
+            ask.priority = draw.randrange(3)
+        workload.groups += [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 2))]
+        workload.groups += [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(0, 1))]
+    if draw.random() < 0.2:
+        workload.long_prefill_token_threshold = draw.choice([page_size, 3 * page_size + 1, 8 * page_size])
+    workload.is_async = row.endswith("async")
+
+
 LOAD_ROWS = ("loads", "async-loads", "failed-loads")
 ROWS = {
     "full": "one full group, first come, first served",
@@ -350,6 +369,11 @@ ROWS = {
     "loads": "synchronous loads of a connector",
     "async-loads": "asynchronous loads of a connector, some with a watermark or a threshold",
     "failed-loads": "asynchronous loads of a connector, of which half bring fewer pages",
+    "states-all": "states after all pages (mamba_cache_mode all), half with windows, chunks and three priorities",
+    "states-align": "states at the ends of chunks (mamba_cache_mode align), half with windows, chunks and three "
+    "priorities",
+    "states-all-async": "the same as states-all with asynchronous scheduling",
+    "states-align-async": "the same as states-align with asynchronous scheduling",
 }
 
 
@@ -421,8 +445,10 @@ def memory_of(groups: list[tuple[str, int | None]]) -> GroupMemory | None:
     """Return the KV groups of a model; None for one group that keeps everything."""
     if groups == [FULL]:
         return None
-    layers = [KvLayer(kind=kind, num_heads=1, head_numbers=32, span=span) for kind, span in groups]  # type: ignore[arg-type]
-    return GroupMemory(tuple(PartGroup(layer, part_bytes=1) for layer in layers), keeps="all")
+    kinds = [("state", STATE_SPAN) if kind in ("states", "aligned") else (kind, span) for kind, span in groups]
+    layers = [KvLayer(kind=kind, num_heads=1, head_numbers=32, span=span) for kind, span in kinds]  # type: ignore[arg-type]
+    parts = tuple(PartGroup(layer, part_bytes=1) for layer in layers)
+    return GroupMemory(parts, keeps="all", aligns=("aligned", None) in groups)
 
 
 def run_kvarts(workload: Workload) -> Iterator[Step]:
@@ -435,7 +461,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         long_prefill_token_threshold=workload.long_prefill_token_threshold,
         watermark=workload.watermark,
     )
-    tiers = None if workload.load_kv is None else Below(workload)
+    tiers: Any = None if workload.load_kv is None else Below(workload)
     executor: Executor = SimExecutor(workload.cost)
     drafter = None
     if workload.num_draft_slots:
@@ -749,6 +775,8 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     config.scheduler_config.long_prefill_token_threshold = workload.long_prefill_token_threshold
     config.scheduler_config.watermark = workload.watermark
     config.cache_config.enable_prefix_caching = workload.finds_prefixes
+    has_states, aligns = (("states", None) in workload.groups), (("aligned", None) in workload.groups)
+    config.cache_config.mamba_cache_mode = "align" if aligns else "all" if has_states else "none"
     config.kv_events_config.enable_kv_cache_events = workload.with_events
     kv = cache_config(workload.groups, num_blocks, page_size, state_tokens=MAX_MODEL_LEN)
     config.speculative_config = None

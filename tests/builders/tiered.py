@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvarts.offload.config import OffloadConfig
+from kvarts.offload.config import LoadKv, OffloadConfig
 
 from builders.case import Case, cases
 from oracles.naive import polynomial_ns
@@ -25,16 +25,28 @@ class Tiered:
 
 @st.composite
 def tiered(
-    draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = False, limits: bool = False, with_bus: bool = True
+    draw: st.DrawFn,
+    *,
+    max_requests: int = 24,
+    cancels: bool = False,
+    limits: bool = False,
+    with_bus: bool = True,
+    all_loads: bool = False,
 ) -> Tiered:
     case = draw(cases(max_requests=max_requests, cancels=cancels, limits=limits))
-    return Tiered(case, draw(tiers_below(with_bus=with_bus)))
+    return Tiered(case, draw(tiers_below(with_bus=with_bus, all_loads=all_loads)))
 
 
 @st.composite
-def tiers_below(draw: st.DrawFn, *, of_groups: bool = False, with_bus: bool = True) -> OffloadConfig:
-    """Host memory and files, in sizes that fill up; `of_groups`: only what tiers of parts of pages can have."""
-    load_kv = "placed" if of_groups else draw(st.sampled_from(["placed", "placed", "async", "sync"]))
+def tiers_below(
+    draw: st.DrawFn, *, of_groups: bool = False, with_bus: bool = True, all_loads: bool = False
+) -> OffloadConfig:
+    """Host memory and files, in sizes that fill up; `of_groups`: only what tiers of parts of pages can have.
+
+    `all_loads`: requests may also wait without a place, or not wait.
+    """
+    modes: tuple[LoadKv, ...] = ("placed", "placed", "async", "sync") if all_loads else ("placed",)
+    load_kv = draw(st.sampled_from(modes))
     num_host = draw(st.sampled_from([1, 3, 8, 30, 200]))
     # A page takes from microseconds, less than a step, to many steps.
     rates = st.sampled_from([50_000, 1_000_000, 1_000_000_000])
