@@ -396,6 +396,23 @@ class NaiveEngine:
     def end_step(self) -> None:
         pass
 
+    # What an engine that drafts does besides.
+
+    def num_drafted(self, request: NaiveRequest) -> int:
+        """The tokens drafted for a request that has its turn."""
+        return 0
+
+    def num_right(self, request: NaiveRequest) -> int:
+        """How many of them were right."""
+        return 0
+
+    def begin_admissions(self, before: dict[int, int]) -> None:
+        pass
+
+    def num_padded(self, head: NaiveRequest, hits: list[Page]) -> int:
+        """The tokens for which a head needs room besides those that it computes."""
+        return 0
+
     # What an engine that shares its device does besides.
 
     def fits(self, head: NaiveRequest, num_pages: int) -> bool:
@@ -442,6 +459,7 @@ class NaiveEngine:
             want = min(request.known - request.computed, budget, self.most_tokens)
             if want == 0:
                 continue
+            want += self.num_drafted(request)
             need = self.pages_for(request.computed + want) - len(request.pages)
             if not request.decodes and self.is_in_order():
                 self.compute_given(took, before)  # of equal pages theirs come first
@@ -463,6 +481,7 @@ class NaiveEngine:
             budget -= want
         self.compute_given(took, before)
         self.is_held_back = False
+        self.begin_admissions(before)
         if not num_preempted:
             budget = self.compute_fronts(budget, before)
             budget = self.admit_loaded(now_ns, budget, before)
@@ -472,7 +491,10 @@ class NaiveEngine:
             head = self.choose_head(self.waiting, now_ns)
             hits = self.lookup(head)
             shared = sum(1 for page in hits if self.is_used(page))
-            if not self.fits(head, self.pages_for(head.known) - shared + self.num_kept(self.num_pages)):
+            num_padded = self.num_padded(head, hits)
+            if 1 + num_padded > budget:
+                break
+            if not self.fits(head, self.pages_for(head.known + num_padded) - shared + self.num_kept(self.num_pages)):
                 break
             place = self.waiting.index(head)
             self.waiting.remove(head)
@@ -489,6 +511,10 @@ class NaiveEngine:
                 budget = self.go_on_with_loads(head, now_ns, budget, before)
                 continue
             before[head.seq] = len(hits) * self.page_size
+            budget -= num_padded
+            head.pages += [
+                self.take_page() for _ in range(self.pages_for(head.known + num_padded) - len(hits)) if num_padded
+            ]
             budget -= self.enter(head, before[head.seq], budget, now_ns)
             budget = self.go_on_with_loads(head, now_ns, budget, before)
         self.plan_stores()
@@ -518,7 +544,9 @@ class NaiveEngine:
         num_running, num_waiting = len(self.running), self.num_waiting()
         for request in list(self.running):
             if request.seq in before and request.computed == request.known:
-                request.made += 1
+                num_right = self.num_right(request)
+                request.computed += num_right
+                request.made += 1 + num_right
                 request.decodes = True
                 request.token_times_ns.append(end_ns)
                 if request.first_token_ns is None:
