@@ -157,6 +157,7 @@ class Transfers:
     def use_early(self, transfer: int) -> None:
         """Record that the planned step uses the pages of a load under way: no request waits for it any longer."""
         self._count_waits(self._under_way[transfer])
+        self._under_way[transfer].is_early = True
         self._used.append(transfer)
 
     def step_ns(self, now_ns: int, duration_ns: int) -> int:

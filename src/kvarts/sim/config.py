@@ -297,6 +297,8 @@ class ReplayConfig(
             "windows": getattr(self.sessions, "window", None) is not None and "sessions.window",
             "tiers": self.offload is not None and "offload",
             "layers": getattr(self.offload, "load_overlap", "none") == "layers" and "offload.load_overlap",
+            "async_loads": getattr(self.offload, "load_kv", "placed") == "async" and "offload.load_kv",
+            "sync_loads": getattr(self.offload, "load_kv", "placed") == "sync" and "offload.load_kv",
             "bus": getattr(self.offload, "bus", None) is not None and "offload.bus",
             "copies": getattr(self.offload, "copy_slowdown", 0.0) > 0 and "offload.copy_slowdown",
             "orders": self.eviction is not _default_eviction() and "eviction",
