@@ -449,7 +449,11 @@ class Report:
         unit_tokens, page_size = self._trace.unit_tokens, self.config.page_size
         groups = [group for log in self.step_logs for group in log.memory.get("kv_groups", ())]
         finds_prefixes = not getattr(self.config, "no_prefix_caching", False)
-        if finds_prefixes and page_size < unit_tokens and any(group["kind"] == "state" for group in groups):
+        if (
+            finds_prefixes
+            and page_size < unit_tokens
+            and any(group["kind"] == "state" and "tokens" not in group for group in groups)
+        ):
             said.append(
                 f"layers have a state, and a hash id of the trace stands for {unit_tokens} tokens: with pages of "
                 f"{page_size}, most snapshots at the ends of prompts are never found; use --page-size "
