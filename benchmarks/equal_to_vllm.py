@@ -61,8 +61,7 @@ from kvarts.keys import BlockKeys
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.request import Request, RequestState
 from kvarts.routers.config import Routing
-from kvarts.serve.kv_events.batches import Batch, Wire
-from kvarts.serve.kv_events.config import EventGroup
+from kvarts.serve.kv_events.batches import Batch, EventGroup, Wire
 from kvarts.serve.kv_events.reader import KvEventReader
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace

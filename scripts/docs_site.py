@@ -24,7 +24,7 @@ from typing import Any
 import click
 
 import kvarts
-from kvarts.cli.helps import EXAMPLES, GROUPS, SUMMARIES
+from kvarts.cli.effects import EXAMPLES, GROUPS, SUMMARIES
 from kvarts.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import click
 import pytest
 
-from kvarts.cli.helps import COMMON, EXAMPLES, GROUPS, SUMMARIES
+from kvarts.cli.effects import COMMON, EXAMPLES, GROUPS, SUMMARIES
 from kvarts.cli.main import COMMANDS, cli
 
 from builders.calls import commands

@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import click
 import msgspec
 
-from kvarts.cli.effects import check_effects
-from kvarts.cli.helps import common_of, examples_of, groups_of, summary_of
+from kvarts.cli.effects import check_effects, common_of, examples_of, groups_of, summary_of
 from kvarts.errors import ConfigError, did_you_mean
 from kvarts.files import check_outputs
 from kvarts.settings import Flags, Given, Section, Setting

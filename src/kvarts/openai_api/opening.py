@@ -1,4 +1,8 @@
-"""Assembly of a server: a model or a mock, its text, its metrics, and the application around them."""
+"""Assembly of a server: a model or a mock, its text, its metrics, and the application around them.
+
+A mock of a model is the engine of a replay, advanced step by step on a clock that keeps pace with real time. Its decisions about pages depend only on its configuration, its arrivals and their order, so a replay of recorded
+arrivals makes the same decisions at the same model time, event for event.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,13 @@ its layers, or on how often a layer attends.
 
 PagedAttention writes keys and values into the pools, and has a backend attend through the page tables. It does not
 matter whether a page was computed earlier, left by another request or loaded from a tier below.
+
+Latents (MLA) are attended to as they are, without expanding them to keys and values of every head.
+
+A model of transformers with latents expands them in `expand_kv` of its attention modules, right before it asks for
+attention. With an Attention that keeps latents, `expand_kv` returns the latents instead, and what the expansion would
+do to keys and values is done to queries and outputs: score and sum are linear in both, so that the results are the
+same, except for rounding (DeepSeek-V2, section 2.1.3; the matrices are "absorbed").
 """
 
 from __future__ import annotations
