@@ -14,7 +14,7 @@ from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
 from kvarts.kv.cache import Cache, Pins
 from kvarts.kv.eviction import EvictionOrder, LruOrder, TreeWatcher
-from kvarts.kv.page_cache import PageCache
+from kvarts.kv.page_cache import OneGroupCache, PageCache
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.transfer import PrefillTimes
 from kvarts.kv.tree import PrefixTree
@@ -200,8 +200,11 @@ def build_engine(
         moves_pages = executor.needs_page_ids
     is_shared = pages is not None
     if cache is None:
-        if memory is None:
-            cache = _page_cache(config, make_order, below, tell, with_page_ids=executor.needs_page_ids)
+        needs_ids = executor.needs_page_ids
+        # Ids, events and tiers name the parts of a group.
+        counts_only = below is None and tell is None and not (needs_ids or holds_pages)
+        if memory is None or (memory.is_whole and counts_only):
+            cache = _page_cache(config, make_order, below, tell, memory, with_page_ids=needs_ids)
         else:
             assert num_blocks is not None
             cache = open_group_cache(
@@ -308,12 +311,17 @@ def _page_cache(
     make_order: Callable[[], EvictionOrder],
     below: PreparedTiers | None,
     tell: Tell | None,
+    memory: GroupMemory | None,
     *,
     with_page_ids: bool,
 ) -> PageCache:
+    """Return a cache of whole pages; with `memory`, they are counted as the parts of its only group."""
     pool = IdPool(config.num_pages) if with_page_ids else CountPool(config.num_pages)
     order, watcher = (make_order(), None) if below is None else (below.order, below.watcher)
-    return PageCache(pool, PrefixTree(order, tell, watcher=watcher))
+    tree = PrefixTree(order, tell, watcher=watcher)
+    if memory is None:
+        return PageCache(pool, tree)
+    return OneGroupCache(pool, tree, page_bytes=memory.page_bytes, most_new_tokens=config.max_num_batched_tokens)
 
 
 def _audited_groups(memory: GroupMemory) -> tuple[object, ...]:
@@ -329,7 +337,7 @@ def _settle_places(memory: GroupMemory, page_size: int) -> tuple[int, ...]:
     places: set[int] = set()
     for group in memory.groups:
         span = group.layer.span or 1
-        if group.layer.kind == "window":
+        if group.layer.kind == "window" or group.has_states_by_page:
             places.add((span - 1) % page_size)
         elif group.layer.kind == "chunk":
             places.update(range(0, page_size, gcd(span, page_size)))

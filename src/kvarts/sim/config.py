@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, g
 
 import msgspec
 
-from kvarts.combines import check_combination
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, MOST_SECONDS, check_number, check_whole
@@ -279,7 +278,7 @@ class ReplayConfig(
             raise SettingError(f"{self.cost!r} is neither a cost model nor callable", "cost")
         self._check_ranks()
         self._check_groups()
-        check_combination(self.features)
+        check_features(self.features)
         for field in ("eviction", "admission"):
             if not callable(getattr(self, field)):
                 raise SettingError(
@@ -571,6 +570,14 @@ def resolve_replay(
         return msgspec.structs.replace(config, whole_pages=_reason(refused))
 
 
+def check_features(features: Mapping[str, str]) -> None:
+    """Raise SettingError if some of the features are refused together; a single one never is."""
+    if len(features) > 1:
+        from kvarts.combines import check_combination
+
+        check_combination(features)
+
+
 def _reason(error: ConfigError) -> str:
     """Return the refusal with the name of the field at fault, however the user spelled it."""
     cause = error.__cause__
@@ -591,7 +598,7 @@ def _resolved(
     config = build_replay(given, sections, facts)
     try:
         config.check_tiers()
-        check_combination({**config.features, **asked})
+        check_features({**config.features, **asked})
     except ConfigError as error:
         raise given.named(error, ()) from error
     return config

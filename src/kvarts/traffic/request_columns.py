@@ -12,7 +12,7 @@ from typing import overload
 
 from kvarts.content import UNIT_BYTES
 from kvarts.traffic.plain_rows import plain_columns, requests_of
-from kvarts.traffic.trace_request import MooncakeRow, TraceRequest
+from kvarts.traffic.trace_request import PlainRow, TraceRequest
 
 __all__ = ["RequestColumns"]
 
@@ -60,8 +60,8 @@ class RequestColumns(Sequence[TraceRequest]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def add(self, rows: list[MooncakeRow], first_row: int, trace_block_size: int) -> int:
-        """Add the requests of the first of `rows`, up to one that is not valid or not plain; return how many.
+    def add(self, rows: list[PlainRow], first_row: int, trace_block_size: int) -> int:
+        """Add the requests of the first of `rows`, up to one with too many or too few ids; return how many.
 
         The first of `rows` is row `first_row` of its file. An id that is not valid prevents all of them from being
         added.
