@@ -12,8 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, pairwise
-from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -26,6 +25,9 @@ from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import SKIP_HINT, TraceFile
 from kvarts.traffic.trace_request import After, MooncakeRow
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["BLOCK_TOKENS", "MooncakeReader", "Turns", "load_mooncake"]
 
@@ -53,7 +55,6 @@ class MooncakeReader:
         self.trace_block_size = BLOCK_TOKENS if trace_block_size is None else trace_block_size
         check_whole(self.trace_block_size, "trace_block_size")
         self._file = TraceFile.of(path)
-        self.path = self._file.path
         self.skip_bad_lines = skip_bad_lines
         self.num_skipped = 0
         self.num_rows = 0
@@ -65,6 +66,11 @@ class MooncakeReader:
         """Rows with a `wait_for`, by row number; `load_mooncake` resolves the names."""
         self._refuse_too_many = trace_block_size is None
         self._decoder = msgspec.json.Decoder(MooncakeRow)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._file.path
 
     def __iter__(self) -> Iterator[TraceRequest]:
         row_number = 0
@@ -228,8 +234,8 @@ def load_mooncake(
         requests = accumulated(requests, unit_tokens, file.path)
         unit_tokens, has_output_tokens = 1, True
     elif session_turns is None and knows_prefixes and reader.has_sessions:
-        _refuse_deltas(requests, file.path)
-    requests = _in_arrival_order(requests, file.path)
+        _refuse_deltas(requests, file.place)
+    requests = _in_arrival_order(requests, file.place)
     return Trace(
         requests,
         unit_tokens=unit_tokens,
@@ -241,7 +247,7 @@ def load_mooncake(
     )
 
 
-def _refuse_deltas(requests: Sequence[TraceRequest], path: Path) -> None:
+def _refuse_deltas(requests: Sequence[TraceRequest], path: str) -> None:
     """Raise InputError if the later turns of sessions appear to be deltas."""
     from kvarts.traffic.implied import broken_sessions
 
@@ -288,7 +294,7 @@ def _with_waits(requests: Sequence[TraceRequest], waits: dict[int, MooncakeRow],
     return waiting
 
 
-def _in_arrival_order(requests: Sequence[TraceRequest], path: Path) -> Sequence[TraceRequest]:
+def _in_arrival_order(requests: Sequence[TraceRequest], path: str) -> Sequence[TraceRequest]:
     """Return requests sorted by time; a request without a time is placed directly after the one it waits for."""
     if isinstance(requests, RequestColumns):
         return requests.in_arrival_order()
