@@ -73,7 +73,7 @@ class Pictures:
             write_whole(self._html_file, render_page(values))
             open_page(self._html_file, opens=self._opens)
         for path in self._plot_files:
-            from kvarts.plan.pictures import draw
+            from kvarts.plan.page import draw
 
             write_whole(path, draw(values, "png" if path.suffix == ".png" else "svg"))
 

@@ -19,7 +19,7 @@ from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolv
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvarts.build import PreparedTiers
+    from kvarts.build import TierSettings
     from kvarts.executor.base import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.groups import GroupMemory, PartGroup
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvarts.traffic.source import Source
     from kvarts.traffic.trace import Trace
 
-__all__ = ["SECTIONS", "ReplayConfig", "Slo", "TiersBelow", "make_config", "resolve_replay"]
+__all__ = ["SECTIONS", "ReplayConfig", "Slo", "make_config", "resolve_replay"]
 
 MOST_SPEEDUP = 1e12
 MOST_COST_FACTOR = 1e6
@@ -51,6 +51,9 @@ else:  # the rooms of these are imported where they are used: help prints these 
 
     class RouterMaker:
         """Makes the policy of a router: a class, or a function without arguments."""
+
+    class TierSettings:
+        """Settings of the tiers below the device of each replica, such as OffloadConfig."""
 
     class RoutingSettings:
         """Settings of a router's knowledge of its workers, such as Routing."""
@@ -76,34 +79,6 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             value = getattr(self, field)
             if value is not None:
                 check_number(value, field, above=True, most=MOST_MS)
-
-
-class TiersBelow(Protocol):
-    """Settings of the tiers below the device of each replica."""
-
-    def prepare(
-        self, config: EngineConfig, make_order: Callable[[], EvictionOrder], memory: GroupMemory | None = None
-    ) -> PreparedTiers | None:
-        """Prepare tiers below an engine of `config`, with eviction orders made by `make_order`; None for no tier."""
-
-    def tiers(self, page_size: int) -> dict[str, int]:
-        """Return the pages of each tier by its name, the fastest tier first."""
-
-    def bytes_per_s(self, field: str) -> int:
-        """Return the bandwidth of a channel, such as `h2d`."""
-
-    def for_model(self, kv_bytes_per_token: int, num_layers: int | None = None) -> TiersBelow:
-        """Return the same settings for a model with `kv_bytes_per_token`, and with `num_layers` layers if known."""
-
-    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
-        """Return, by name, the blocks of each tier below a device with the KV groups of `memory`.
-
-        Raise ConfigError if a tier supports whole pages only.
-        """
-
-    @property
-    def is_lazy(self) -> bool:
-        """Whether the pages to store depend on which are evicted next."""
 
 
 class ReplaySessions(Protocol):
@@ -253,7 +228,7 @@ class ReplayConfig(
             default="all for a model whose layers keep less, if the other options permit it, else off",
         ),
     ] = "off"
-    offload: TiersBelow | None = None
+    offload: TierSettings | None = None
     sessions: ReplaySessions | None = None
     routing: RoutingSettings | None = None
     placement: Placement | None = None

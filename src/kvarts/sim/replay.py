@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast, over
 
 from msgspec import structs
 
-from kvarts.build import build_engine
+from kvarts.build import build_engine, preparation_of
 from kvarts.event_log import EventReader
 from kvarts.executor.base import VirtualExecutor
 from kvarts.executor.cost import PrefillCost
@@ -261,7 +261,7 @@ def _open(config: ReplayConfig, readers: Sequence[EventReader], executor: Virtua
         num_waiting=MANY_EVENTS,
         policy=config.admission(),
         make_order=config.eviction,
-        offload=config.offload,
+        tiers=preparation_of(config.offload),
         prefill=prefill_cost(config),
         audit=config.audit,
         holds_pages=config.sessions is not None and config.sessions.holds_pages,

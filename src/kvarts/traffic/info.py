@@ -32,6 +32,9 @@ __all__ = ["TraceInfo", "trace_info", "working_set_pages"]
 PAGE_SIZE = 16
 SLAB = 20_000
 """Number of prompts compared at once, to bound memory."""
+MOST_SPARSE = 4
+"""Ids that are this many times as large as there are ids are not used as places of a table."""
+NO_ID, UNSEEN = -1, -2
 
 
 def working_set_pages(trace: Trace, page_size: int) -> int | None:
@@ -44,6 +47,10 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     if not requests:
         return None
     if isinstance(requests, RequestColumns):
+        if arrays_pay(len(requests.ids)):
+            num_pages = _pages_by_id(requests, trace.unit_tokens, page_size)
+            if num_pages is not None:
+                return num_pages
         lengths: Iterable[tuple[int, int]] = zip(requests.prompts, requests.outputs, strict=True)
         groups = _alike(requests.first_ids(), [None] * len(requests))
     else:
@@ -69,6 +76,43 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
                 page_size,
             )
     return num_pages
+
+
+def _pages_by_id(requests: RequestColumns, unit_tokens: int, page_size: int) -> int | None:
+    """Return the working set if every id always follows the same id, or always none: then it stands for a prefix.
+
+    A prefix has the pages that end in its last unit, as far as any of its prompts fills them. Return None for other
+    ids.
+    """
+    import numpy as np
+
+    ids, ends = np.frombuffer(requests.ids, requests.ids.typecode), np.frombuffer(requests.ends, np.int64)
+    num_ids = int(ids.max()) + 1
+    if num_ids > MOST_SPARSE * len(ids) or num_ids > np.iinfo(np.int32).max:
+        return None
+    prompts, outputs = (np.frombuffer(column, "i").astype(np.int64) for column in (requests.prompts, requests.outputs))
+    before, num_new = np.full(num_ids, UNSEEN, np.int32), np.zeros(num_ids, np.int32)
+    start = 0
+    for first in range(0, len(ends), SLAB):
+        lasts = ends[first : first + SLAB] - start - 1
+        part = ids[start : start + int(lasts[-1]) + 1].astype(np.int64)
+        start += len(part)
+        firsts = np.concatenate(([0], lasts[:-1] + 1))
+        follows = np.concatenate(([NO_ID], part[:-1]))
+        follows[firsts] = NO_ID
+        known = before[part]
+        before[part] = follows
+        if ((known != follows) & (known != UNSEEN)).any() or (before[part] != follows).any():
+            return None
+        place = np.arange(len(part)) - np.repeat(firsts, lasts - firsts + 1)
+        num_before, num_after = place * unit_tokens // page_size, (place + 1) * unit_tokens // page_size
+        is_last = np.zeros(len(part), bool)
+        is_last[lasts] = True
+        num_new[part[~is_last]] = (num_after - num_before)[~is_last]
+        np.maximum.at(num_new, part[lasts], prompts[first : first + SLAB] // page_size - num_before[lasts])
+    # A sequence's last token is never computed.
+    num_private = int(((prompts + outputs - 1) // page_size - prompts // page_size).sum())
+    return num_private + int(num_new.sum(dtype=np.int64))
 
 
 def _first_unit(units: Units) -> int:

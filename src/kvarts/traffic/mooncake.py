@@ -11,25 +11,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 from kvarts.errors import InputError, parts_of
 from kvarts.files import sample_of
 from kvarts.limits import check_whole
-from kvarts.traffic.mooncake_request import NS_PER_MS, has_too_many_ids, request_of
-from kvarts.traffic.plain_rows import add_plain
+from kvarts.traffic.mooncake_request import has_too_many_ids, request_of
 from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import SKIP_HINT, TraceFile
-from kvarts.traffic.trace_request import After, MooncakeRow
+from kvarts.traffic.trace_request import NS_PER_MS, After, MooncakeRow, PlainRow
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["BLOCK_TOKENS", "MooncakeReader", "Turns", "load_mooncake"]
+
+Row = TypeVar("Row")
 
 BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -65,12 +67,16 @@ class MooncakeReader:
         self.waits: dict[int, MooncakeRow] = {}
         """Rows with a `wait_for`, by row number; `load_mooncake` resolves the names."""
         self._refuse_too_many = trace_block_size is None
-        self._decoder = msgspec.json.Decoder(MooncakeRow)
+        self._plain_decoder = msgspec.json.Decoder(PlainRow)
 
     @property
     def path(self) -> Path:
         """The file."""
         return self._file.path
+
+    @cached_property
+    def _decoder(self) -> msgspec.json.Decoder[MooncakeRow]:
+        return msgspec.json.Decoder(MooncakeRow)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         row_number = 0
@@ -87,14 +93,15 @@ class MooncakeReader:
         requests: list[TraceRequest] | None = None
         row_number = 0
         for first_line, block in self._blocks():
-            rows = self._decode_whole(block)
             num_added = 0
-            if requests is None and rows is not None:
-                num_added = add_plain(rows, row_number, self.trace_block_size, columns)
+            plain = self._decode_plain(block) if requests is None else None
+            if plain is not None:
+                num_added = columns.add(plain, row_number, self.trace_block_size)
                 row_number += num_added
                 self.num_rows += num_added
-            lines = self._decode_by_line(first_line, block) if rows is None else enumerate(rows, first_line)
-            for line, row in islice(lines, num_added, None):
+                if num_added == len(plain):
+                    continue
+            for line, row in islice(self._decode(first_line, block), num_added, None):
                 request = self._request(line, row, row_number)
                 row_number += 1
                 if request is None:
@@ -154,12 +161,11 @@ class MooncakeReader:
 
     def _decode_whole(self, block: bytes) -> list[MooncakeRow] | None:
         """Return the rows of a block; None if one is malformed or blank, and rows must be decoded line by line."""
-        try:
-            rows = self._decoder.decode_lines(block)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None
-        # With blank lines, line numbers cannot be taken from positions in `rows`.
-        return rows if len(rows) == block.count(b"\n") + (not block.endswith(b"\n")) else None
+        return _decoded(self._decoder, block)
+
+    def _decode_plain(self, block: bytes) -> list[PlainRow] | None:
+        """Return the rows of a block if all are plain, else None."""
+        return _decoded(self._plain_decoder, block)
 
     def _decode_by_line(self, first_line: int, block: bytes) -> Iterator[tuple[int, MooncakeRow]]:
         """Decode line by line, to find the malformed ones."""
@@ -189,6 +195,16 @@ class MooncakeReader:
         raise InputError(
             error.what, path=self.path, line=line, field=error.field, hint=error.hint or SKIP_HINT
         ) from error
+
+
+def _decoded(decoder: msgspec.json.Decoder[Row], block: bytes) -> list[Row] | None:
+    """Return what each line of a block is; None if there are blank lines, or one cannot be decoded."""
+    try:
+        rows = decoder.decode_lines(block)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    # With blank lines, line numbers cannot be taken from positions in `rows`.
+    return rows if len(rows) == block.count(b"\n") + (not block.endswith(b"\n")) else None
 
 
 def load_mooncake(

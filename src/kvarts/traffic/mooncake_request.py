@@ -6,11 +6,10 @@ from kvarts.content import pack_units
 from kvarts.errors import ConfigError, InputError
 from kvarts.limits import LATEST_NS, brief
 from kvarts.traffic.trace_file import unlike_any_other
-from kvarts.traffic.trace_request import MooncakeRow, TraceRequest
+from kvarts.traffic.trace_request import NS_PER_MS, MooncakeRow, TraceRequest
 
 __all__ = ["has_too_many_ids", "request_of"]
 
-NS_PER_MS = 1_000_000
 SIZES = tuple(1 << power for power in range(13))
 """Numbers of tokens per id in published traces."""
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from kvarts.hints import Hints
 from kvarts.limits import LATEST_NS, MOST_COUNT
 
-__all__ = ["After", "DirectRequest", "MooncakeRow", "TraceRequest", "Units"]
+__all__ = ["NS_PER_MS", "After", "DirectRequest", "MooncakeRow", "PlainRow", "TraceRequest", "Units"]
+
+NS_PER_MS = 1_000_000
 
 Units = bytes | tuple[range, ...]
 """Ids of 8 bytes each, or ranges of token ids that are expanded only while the request is alive."""
@@ -86,3 +88,22 @@ class MooncakeRow(msgspec.Struct, gc=False):
     tool_wait_ms: int | float | None = None
     cancel_after_ms: Annotated[float, msgspec.Meta(ge=0, le=LATEST_NS / 1e6)] | None = None
     hints: Hints | None = None
+
+
+class PlainRow(msgspec.Struct, gc=False):
+    """A request of which only time, lengths and ids are given: all that most rows have. Another row is not decoded."""
+
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
+    output_length: Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
+    timestamp: Annotated[int, msgspec.Meta(ge=0, le=LATEST_NS // NS_PER_MS)]
+    hash_ids: list[int]
+    delay: None = None
+    session_id: None = None
+    priority: Literal[0] = 0
+    output_token_ids: None = None
+    request_id: None = None
+    tenant: None = None
+    wait_for: None = None
+    tool_wait_ms: int | float | None = None
+    cancel_after_ms: None = None
+    hints: None = None
