@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, get_args
 
 import msgspec
@@ -18,6 +17,8 @@ from kvarts.sim.engines import EngineName, engine_of, with_engine
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvarts.build import TierSettings
     from kvarts.executor.base import CostModel
     from kvarts.kv.eviction import EvictionOrder
