@@ -14,7 +14,7 @@ from kvarts.kv.group_needs import GroupNeeds
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.sim.replay import replay
 
-from builders.case import Case, Row, branching_cases, cases
+from builders.case import Case, Row, branching_cases, cases, following_cases
 from builders.grouped import FULL, STATES, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
 from builders.rooms import HAS_AUDIT, ROUTERS
 from oracles.naive import polynomial_ns
@@ -145,6 +145,24 @@ def test_fast_forward_equals_step_by_step(case: Case, groups: tuple[PartGroup, .
         assert fast.requests_jsonl() == slow.requests_jsonl()
         for name, column in fast.steps.items():
             assert column.tobytes() == slow.steps[name].tobytes(), name
+
+
+@given(
+    following_cases(),
+    st.lists(st.tuples(st.integers(2, 24), st.sampled_from([0, 0, 0, 2])), min_size=1, max_size=2),
+    st.sampled_from(["all", "tails"]),
+)
+def test_windows_that_pass_the_same_pages_are_as_in_the_naive_engine(
+    case: Case, windows: list[tuple[int, int]], keeps: str
+) -> None:
+    """L1, L4, L5, L7, L8, and the audit: whoever passes a page last lists it, and others take no step for it."""
+    layers = [KvLayer(kind="window", num_heads=1, head_numbers=2, span=span, sink=sink) for span, sink in windows]
+    groups = (PartGroup(FULL, 1), *(PartGroup(layer, 2) for layer in layers))
+    assert_grouped_as_in_naive(case, groups, keeps)
+    for changes in ({}, {"concurrency": 3}):
+        config = {"kv_groups": keeps, "groups": groups, **changes}
+        slow = replay(case.trace(), case.config(step_by_step=True, **config))
+        assert_same_outcome(replay(case.trace(), case.config(**config)), slow)
 
 
 @given(cases(max_requests=24) | cases(max_requests=24, cancels=True), part_groups(), st.sampled_from(["all", "tails"]))

@@ -80,11 +80,11 @@ class KnownRequest:
     `drafted`: tokens that were drafted for it in this step. `load`: the pages it waits for, until it is admitted, else
     None; `offer`: from which page on so many pages of each tier are loaded, if not all that is below; `front`: the
     first page that it computes before these, while they are loaded; `awaited`: the transfer for another request that it
-    waits for, or -1; `is_cancelled`: it is gone when its load has ended. `has_decoded`: it continues with chunks after
-    it has decoded. `is_unread`: a decode computed the last of its tokens. `last`: the tokens that it knows when it
-    ends. `stops`: it computes the token that ends it as well. `swapped`: while it waits after a preemption that kept
-    its state, the tokens that the state is of; else 0. `resumed`: the tokens of the state from which it began, if that
-    was kept; else 0.
+    waits for, or -1; `has_arrived`: its load has ended, and it had no turn since; `is_cancelled`: it is gone when its
+    load has ended. `has_decoded`: it continues with chunks after it has decoded. `is_unread`: a decode computed the
+    last of its tokens. `last`: the tokens that it knows when it ends. `stops`: it computes the token that ends it as
+    well. `swapped`: while it waits after a preemption that kept its state, the tokens that the state is of; else 0.
+    `resumed`: the tokens of the state from which it began, if that was kept; else 0.
     """
 
     __slots__ = (
@@ -97,6 +97,7 @@ class KnownRequest:
         "content",
         "drafted",
         "front",
+        "has_arrived",
         "has_decoded",
         "is_cancelled",
         "is_running",
@@ -126,7 +127,7 @@ class KnownRequest:
         self.branch = self.swapped = self.resumed = 0
         self.load: range | None = None
         self.offer: tuple[int, tuple[tuple[str, int], ...]] | None = None
-        self.is_cancelled = False
+        self.is_cancelled = self.has_arrived = False
 
 
 class RequestParts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvarts import __version__
@@ -16,6 +15,8 @@ from kvarts.report.words import LIMITS, UNCERTAIN, in_memory, number, opening, w
 from kvarts.units import as_duration, as_percent
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvarts.cli.parts import CommandPart, Outputs
     from kvarts.event_log import EventReader
     from kvarts.report.report import Report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, get_args
 
 import msgspec
@@ -18,6 +17,8 @@ from kvarts.sim.engines import EngineName, engine_of, with_engine
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvarts.build import TierSettings
     from kvarts.executor.base import CostModel
     from kvarts.kv.eviction import EvictionOrder
@@ -305,6 +306,8 @@ class ReplayConfig(
             "windows": getattr(self.sessions, "window", None) is not None and "sessions.window",
             "tiers": self.offload is not None and "offload",
             "layers": getattr(self.offload, "load_overlap", "none") == "layers" and "offload.load_overlap",
+            "async_loads": getattr(self.offload, "load_kv", "placed") == "async" and "offload.load_kv",
+            "sync_loads": getattr(self.offload, "load_kv", "placed") == "sync" and "offload.load_kv",
             "bus": getattr(self.offload, "bus", None) is not None and "offload.bus",
             "copies": getattr(self.offload, "copy_slowdown", 0.0) > 0 and "offload.copy_slowdown",
             "orders": self.eviction is not _default_eviction() and "eviction",
