@@ -16,7 +16,7 @@ from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, branching_cases, cases, following_cases
 from builders.grouped import FULL, STATES, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
-from builders.rooms import ROUTERS
+from builders.rooms import HAS_AUDIT, ROUTERS
 from oracles.naive import polynomial_ns
 from oracles.naive_group_engine import NaiveGroupEngine
 from oracles.parts import Part
@@ -174,6 +174,24 @@ def test_who_reads_every_event_changes_nothing(case: Case, groups: tuple[PartGro
         assert_same_outcome(report, replay(case.trace(), case.config(kv_groups=keeps, groups=groups, **changes)))
         _, told_slowly = told_by(case, groups, keeps, step_by_step=True, **changes)
         assert [replica.plain() for replica in told] == [replica.plain() for replica in told_slowly]
+
+
+@given(
+    branching_cases() | cases(max_requests=24, limits=True) | cases(max_requests=24, cancels=True),
+    part_groups().filter(lambda groups: any(group.is_state for group in groups)),
+    st.sampled_from(["all", "align"]),
+    st.sampled_from(["all", "tails"]),
+)
+def test_states_by_page_are_the_same_in_leaps_and_for_readers(
+    case: Case, groups: tuple[PartGroup, ...], mode: str, keeps: str
+) -> None:
+    """L1, L2, L5, and the audit, which finds every hit by itself."""
+    case.profile = "default"
+    config = {"kv_groups": keeps, "groups": groups, "mamba_cache_mode": mode}
+    fast = replay(case.trace(), case.config(**config))
+    assert_same_outcome(fast, replay(case.trace(), case.config(step_by_step=True, **config)))
+    report, _ = told_by(case, groups, keeps, mamba_cache_mode=mode, audit=HAS_AUDIT)
+    assert_same_outcome(report, fast)
 
 
 @given(cases(max_requests=40), st.sampled_from([1, 3]), st.sampled_from(["all", "tails"]))
