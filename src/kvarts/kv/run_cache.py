@@ -109,9 +109,7 @@ class RunCache(RunAccount):
         holding.branch = match.branch * self.page_size
         last.num_users += 1
         for pieces in found:
-            path = [
-                run if run.start == start and run.end == end else run.cut(start, end) for run, start, end in pieces
-            ]
+            path = [run if run.start == start and run.end == end else run.cut(start, end) for run, start, end in pieces]
             self.hold_path(path, holding)
             if self.eviction_order is None:
                 # Windows of others that passed them page by page have left them in pieces.
