@@ -66,8 +66,7 @@ from kvarts.kv.transfer import Loaded, LoadKv, Offer, Weighed
 from kvarts.request import Request, RequestState
 from kvarts.routers.config import Routing
 from kvarts.sched.plan import StepPlan, StepResult
-from kvarts.serve.kv_events.batches import Batch, Wire
-from kvarts.serve.kv_events.config import EventGroup
+from kvarts.serve.kv_events.batches import Batch, EventGroup, Wire
 from kvarts.serve.kv_events.reader import KvEventReader
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace

@@ -343,7 +343,13 @@ def _page_cache(
 def _audited_groups(memory: GroupMemory) -> tuple[object, ...]:
     make_group = from_room("audit.ledger", "LedgerGroup", field="audit")
     return tuple(
-        make_group(group.layer.kind, group.part_bytes // memory.block_bytes, group.layer.span, group.layer.sink)
+        make_group(
+            group.layer.kind,
+            group.part_bytes // memory.block_bytes,
+            group.layer.span,
+            group.layer.sink,
+            memory.aligns and group.has_states_by_page,
+        )
         for group in memory.groups
     )
 

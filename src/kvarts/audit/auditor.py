@@ -132,9 +132,9 @@ class Auditor:
         )
         if self._evictions is not None:
             self._evictions.ledger = self.ledger
-        self._has_states = any(group.kind == "state" for group in groups)
+        self._has_states = any(group.is_state for group in groups)
         self._finds_branches = at_branches and self._has_states
-        self._page_blocks = sum(group.part_blocks for group in self.ledger.groups if group.kind != "state")
+        self._page_blocks = sum(group.part_blocks for group in self.ledger.groups if not group.is_state)
         self._held = RequestParts(self.ledger, self._digests, self._found, page_size, names_private=self._has_groups)
         self._below = PartsBelow(
             self._held, self.ledger, self._digests, self._found, page_size, goes_first=stores_go_first

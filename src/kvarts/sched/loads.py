@@ -97,6 +97,9 @@ class LowerTiers(Protocol):
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
         """Pin and return the pages [start, limit) of `content` that the tiers have; None if there are none."""
 
+    def found(self, content: Content, start: int, limit: int) -> tuple[int, ...]:
+        """Return how many of the pages [start, limit) of `content` each tier of this engine alone adds, in turn."""
+
     def coming(self, content: Content, start: int, limit: int) -> Coming | None:
         """Return the pages of `content` from `start` on that other engines are storing below; None without any."""
 
