@@ -123,6 +123,8 @@ def _groups(summary: dict[str, Any]) -> list[str]:
     lines = []
     for index, group in enumerate(memory):
         span = f", {group['kind']} {group['tokens']:,}" if "tokens" in group else f", {group['kind']}"
+        if group["kind"] == "state" and "tokens" in group:
+            span = ", state by page"
         layers = f"{group['layers']} layers{span}"
         text = f"{layers}: peak {group['peak_used_parts']:,} parts, {group['num_evicted_parts']:,} evicted"
         lines.append(_row("" if index else "KV groups", text))
