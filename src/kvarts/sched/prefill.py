@@ -146,7 +146,7 @@ class Prefill:
         self.most_tokens: int = MOST_COUNT
         """The most tokens of one request in the step being planned."""
         self._published = -1
-        """Decodes admitted before this have published what they fill in the step being planned."""
+        """Decodes admitted before this have published the pages that they fill in the step being planned."""
         self._running = running
         self._cache = cache
         self._own_pages = own_pages
