@@ -81,7 +81,8 @@ def test_the_function_is_the_command() -> None:
 def test_the_columns_of_routers_are_apart() -> None:
     """A duration of minutes is ten characters long."""
     point = {
-        "router": "prefix", "age": None, "hit_ratio": 0.5, "most_to_mean_tokens": 1.0, "slo_ratio": None, "command": "kvarts replay",
+        "router": "prefix", "age": None, "hit_ratio": 0.5, "most_to_mean_tokens": 1.0, "slo_ratio": None,
+        "command": "kvarts replay",
         "ttft_ms": {"mean": 192_000.0, "p99": 454_000.0}, "tpot_ms": {"p99": 454_000.0},
     }  # fmt: skip
     routers = {"slo": {}, "replicas": 2, "points": [point]}
