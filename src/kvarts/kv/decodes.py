@@ -510,6 +510,9 @@ class Decodes:
 
     def catch_up(self, stream: Stream) -> None:
         """Bring the runs of `stream`, and of its holding, up to date with the last step."""
+        if stream.seen == self.step:
+            return
+        stream.seen = self.step
         holding, index = stream.holding, stream.group
         page = self._first_seen[index].page(holding.base + self.step)
         at = stream.high
@@ -603,7 +606,8 @@ class Decodes:
                 for holding in tuple(run.holders):
                     of_holder = holding.streams[index]
                     if of_holder is not None:
-                        self.catch_up(of_holder)
+                        if of_holder.seen != self.step:
+                            self.catch_up(of_holder)
                         span.is_moving = True
                 stream = run.stream
                 if stream is not None and not stream.trim(run):

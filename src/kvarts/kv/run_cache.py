@@ -109,12 +109,13 @@ class RunCache(RunAccount):
         holding.branch = match.branch * self.page_size
         last.num_users += 1
         for pieces in found:
-            path = [run.cut(start, end) for run, start, end in pieces]
+            path = [run if run.start == start and run.end == end else run.cut(start, end) for run, start, end in pieces]
             self.hold_path(path, holding)
             if self.eviction_order is None:
                 # Windows of others that passed them page by page have left them in pieces.
                 for before, piece in pairwise(path):
-                    piece.join_held(before)
+                    if before.span is piece.span:
+                        piece.join_held(before)
         if self.wants is not None and length <= content.num_known_pages:
             for index in self._bounded:
                 for run in holding.held[index]:

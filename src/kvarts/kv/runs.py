@@ -596,8 +596,8 @@ class Stream:
     the page that is evicted next. `high`: the first page that is not released, as far as `runs` are up to date: these
     have the pages in between, except for the ranges of `holes`, which it no longer lists. `last`: no page from there on
     is released; NEVER while it continues. `gate`: the page at which the first of `runs` has nothing left, if that is
-    known. `is_silent`: another decode holds each page when the window of `holding` passes it, and lists it later, so
-    nothing is listed and nothing counted.
+    known. `seen`: the step with which it is up to date. `is_silent`: another decode holds each page when the window of
+    `holding` passes it, and lists it later, so nothing is listed and nothing counted.
     """
 
     __slots__ = (
@@ -612,6 +612,7 @@ class Stream:
         "last",
         "low",
         "runs",
+        "seen",
         "slot",
     )
 
@@ -624,6 +625,7 @@ class Stream:
         self.slot = slot
         self.keeps = keeps
         self.is_silent = is_silent
+        self.seen = -1
         self.low = self.high = page
         self.last = NEVER
         self.gate = NEVER

@@ -908,7 +908,8 @@ class Scheduler:
                 for request in joined:
                     cache.start_decoding(holding_of(request), request.admission)
             return
-        cache.count()  # others may have taken free pages
+        if not self.pages.is_alone:
+            cache.count()  # others may have taken free pages
         takes_turns = False
         if self._takes_turns:
             others = self.running.chunked + joined
