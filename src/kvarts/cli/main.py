@@ -17,6 +17,7 @@ from kvarts.cli.process import (
     end,
     guard_streams,
     handle_signals,
+    is_compiled,
     say,
     signal_that_came,
 )
@@ -30,12 +31,7 @@ __all__ = ["main", "run", "run_main", "version_line"]
 
 def version_line() -> str:
     """Return the version, and which build this is: compiled if the engine is a compiled library, else interpreted."""
-    from importlib.util import find_spec
-
-    engine = find_spec("kvarts.engine")
-    assert engine is not None and engine.origin is not None
-    build = "interpreted" if engine.origin.endswith(".py") else "compiled"
-    return f"kvarts, version {__version__} ({build})"
+    return f"kvarts, version {__version__} ({'compiled' if is_compiled() else 'interpreted'})"
 
 
 def _call(words: Sequence[str]) -> object:
