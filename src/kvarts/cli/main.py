@@ -9,7 +9,6 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from kvarts import __version__
 from kvarts.cli.plain import plain_call
 from kvarts.cli.process import (
     ReaderGoneError,
@@ -25,17 +24,7 @@ from kvarts.errors import KvartsError, OutputError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main", "run", "run_main", "version_line"]
-
-
-def version_line() -> str:
-    """Return the version, and which build this is: compiled if the engine is a compiled library, else interpreted."""
-    from importlib.util import find_spec
-
-    engine = find_spec("kvarts.engine")
-    assert engine is not None and engine.origin is not None
-    build = "interpreted" if engine.origin.endswith(".py") else "compiled"
-    return f"kvarts, version {__version__} ({build})"
+__all__ = ["main", "run", "run_main"]
 
 
 def _call(words: Sequence[str]) -> object:
