@@ -49,7 +49,7 @@ BATCHES = st.lists(st.lists(EVENTS, max_size=4), max_size=6)
 
 def judged(batches: list[list[Any]]) -> WatchVerdict:
     file = io.BytesIO()
-    journal = StreamJournal(file, total_blocks=4)
+    journal = StreamJournal(file.write, total_blocks=4)
     watched = Watched(total_blocks=4, journal=journal)
     watched.begin(is_complete=True)
     for seq, events in enumerate(batches):

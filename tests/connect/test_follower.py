@@ -49,7 +49,7 @@ def test_without_a_replay_what_is_lost_is_told_and_the_rest_goes_on() -> None:
 
 def test_what_is_lost_is_asked_for_and_what_comes_twice_is_taken_once() -> None:
     engine, seen = Published(knows_state=False), Seen()
-    follower = Follower(seen, engine)
+    follower = Follower(seen, engine.ask)
     follower.start()
     sent = batches(engine, 6)
     for seq in (0, 1, 4, 5):
@@ -60,7 +60,7 @@ def test_what_is_lost_is_asked_for_and_what_comes_twice_is_taken_once() -> None:
 
 def test_of_a_gap_that_is_older_than_the_buffer_the_rest_is_lost() -> None:
     engine, seen = Published(knows_state=False, buffer=3), Seen()
-    follower = Follower(seen, engine)
+    follower = Follower(seen, engine.ask)
     follower.start()
     sent = batches(engine, 2)
     follower.receive(*sent[0])
@@ -71,7 +71,7 @@ def test_of_a_gap_that_is_older_than_the_buffer_the_rest_is_lost() -> None:
 
 def test_of_a_gap_that_is_older_than_the_buffer_full_state_is_taken_where_there_is_one() -> None:
     engine, seen = Published(buffer=3), Seen()
-    follower = Follower(seen, engine)
+    follower = Follower(seen, engine.ask)
     follower.start()
     sent = batches(engine, 2)
     follower.receive(*sent[0])
@@ -84,7 +84,7 @@ def test_of_a_gap_that_is_older_than_the_buffer_full_state_is_taken_where_there_
 def test_a_late_beginning_is_complete_where_the_buffer_goes_back_to_the_first(buffer: int, first: list[Any]) -> None:
     engine, seen = Published(knows_state=False, buffer=buffer), Seen()
     batches(engine, 3)
-    follower = Follower(seen, engine)
+    follower = Follower(seen, engine.ask)
     follower.start()
     assert seen.told == first
 
@@ -92,7 +92,7 @@ def test_a_late_beginning_is_complete_where_the_buffer_goes_back_to_the_first(bu
 def test_a_late_beginning_is_complete_with_full_state() -> None:
     engine, seen = Published(buffer=1), Seen()
     sent = batches(engine, 3)
-    follower = Follower(seen, engine)
+    follower = Follower(seen, engine.ask)
     follower.start()
     follower.receive(*sent[2])  # it came while state was asked for
     follower.receive(*engine.toggle(9))
@@ -103,7 +103,7 @@ def test_a_late_beginning_is_complete_with_full_state() -> None:
 @pytest.mark.parametrize("knows_state", [True, False])
 def test_a_number_that_goes_down_is_another_engine(knows_state: bool) -> None:
     engine, seen = Published(knows_state=knows_state), Seen()
-    follower = Follower(seen, engine)
+    follower = Follower(seen, engine.ask)
     follower.start()
     for batch in batches(engine, 3):
         follower.receive(*batch)
@@ -119,7 +119,7 @@ def test_a_number_that_goes_down_is_another_engine(knows_state: bool) -> None:
 
 def test_another_engine_that_is_further_along_is_told_by_what_it_answers() -> None:
     engine, seen = Published(knows_state=False), Seen()
-    follower = Follower(seen, engine)
+    follower = Follower(seen, engine.ask)
     follower.start()
     for batch in batches(engine, 3):
         follower.receive(*batch)
@@ -133,7 +133,7 @@ def test_another_engine_that_is_further_along_is_told_by_what_it_answers() -> No
 
 def test_after_a_broken_connection_what_was_missed_is_asked_for() -> None:
     engine, seen = Published(knows_state=False), Seen()
-    follower = Follower(seen, engine)
+    follower = Follower(seen, engine.ask)
     follower.start()
     follower.receive(*engine.toggle(0))
     batches(engine, 2)
@@ -155,7 +155,7 @@ class FollowMachine(RuleBasedStateMachine):
         for block in range(num_before):
             self.engine.toggle(block)
         self.watched = Watched()
-        self.follower = Follower(self.watched, self.engine)
+        self.follower = Follower(self.watched, self.engine.ask)
         self.follower.start()
         self.is_lost = False
 

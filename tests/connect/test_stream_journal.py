@@ -42,7 +42,7 @@ def held(journal: Journal) -> dict[str, set[tuple[int, ...]]]:
 
 def watched_to(path: Path, *batches: list[object]) -> Watched:
     with path.open("wb") as file:
-        journal = StreamJournal(file, total_blocks=9)
+        journal = StreamJournal(file.write, total_blocks=9)
         watched = Watched(journal=journal)
         watched.begin(is_complete=True)
         for seq, events in enumerate(batches):
@@ -89,7 +89,7 @@ class Telling:
 
     def __init__(self) -> None:
         self.file = io.BytesIO()
-        self.journal = StreamJournal(self.file, total_blocks=0)
+        self.journal = StreamJournal(self.file.write, total_blocks=0)
         self.watched = Watched(journal=self.journal)
         self.watched.begin(is_complete=True)
 

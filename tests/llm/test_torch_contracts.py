@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from kvarts.event_log import EventReader
 from kvarts.executor.base import Executor
 from kvarts.executor.torch.executor import TorchExecutor
 from kvarts.executor.torch.loading import load_model
+from kvarts.executor.torch.sampling import BatchSampler
 from kvarts.executor.torch.tiny import write_tiny
 from kvarts.llm.profile import Profile
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.laws
 
 
 class Greedy:
-    """A TokenSampler that takes the largest logit and never stops."""
+    """A sampler that takes the largest logit and never stops."""
 
     def sample(self, request_indices: Sequence[int], logits: torch.Tensor) -> tuple[Any, Any]:
         tokens = logits.argmax(-1).cpu().numpy()
@@ -59,7 +60,7 @@ def model(family: str) -> Any:
 
 class TestTorchExecutor(ExecutorContract):
     def make(self) -> Executor:
-        return TorchExecutor(model("llama"), CONFIG, Greedy())
+        return TorchExecutor(model("llama"), CONFIG, cast(BatchSampler, Greedy()))
 
 
 class TestProfile(EventReaderContract):

@@ -6,9 +6,8 @@ from importlib import import_module
 
 import click
 
-from kvarts.cli.main import version_line
 from kvarts.cli.options import Group
-from kvarts.cli.process import signal_that_came
+from kvarts.cli.process import signal_that_came, version_line
 
 __all__ = ["COMMANDS", "call_command", "cli"]
 

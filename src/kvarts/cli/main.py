@@ -9,7 +9,6 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from kvarts import __version__
 from kvarts.cli.plain import plain_call
 from kvarts.cli.process import (
     ReaderGoneError,
@@ -17,7 +16,6 @@ from kvarts.cli.process import (
     end,
     guard_streams,
     handle_signals,
-    is_compiled,
     say,
     signal_that_came,
 )
@@ -26,12 +24,7 @@ from kvarts.errors import KvartsError, OutputError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main", "run", "run_main", "version_line"]
-
-
-def version_line() -> str:
-    """Return the version, and which build this is: compiled if the engine is a compiled library, else interpreted."""
-    return f"kvarts, version {__version__} ({'compiled' if is_compiled() else 'interpreted'})"
+__all__ = ["main", "run", "run_main"]
 
 
 def _call(words: Sequence[str]) -> object:

@@ -34,8 +34,7 @@ def plain_call(words: Sequence[str]) -> Callable[[], int] | None:
 
 
 def _print_version() -> int:
-    from kvarts.cli.main import version_line
-    from kvarts.cli.process import print_bytes
+    from kvarts.cli.process import print_bytes, version_line
 
     print_bytes(f"{version_line()}\n".encode())
     return 0

@@ -26,6 +26,7 @@ from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from kvarts import __version__
 from kvarts.errors import OutputError
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ __all__ = [
     "say",
     "signal_that_came",
     "tell_whole_pages",
+    "version_line",
 ]
 
 STANDARD_STREAMS = (0, 1, 2)
@@ -395,3 +397,8 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def version_line() -> str:
+    """Return the version, and which build this is: compiled if the engine is a compiled library, else interpreted."""
+    return f"kvarts, version {__version__} ({'compiled' if is_compiled() else 'interpreted'})"

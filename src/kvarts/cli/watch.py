@@ -97,7 +97,7 @@ def watch_command(endpoint: str, **values: Any) -> int:
 
             file = _LiveFile(values["events_file"])
             stack.callback(file.close)
-            journal = StreamJournal(file, total_blocks=values["total_blocks"] or 0)
+            journal = StreamJournal(file.write, total_blocks=values["total_blocks"] or 0)
             stack.callback(journal.close)
         watched = Watched(
             total_blocks=values["total_blocks"],
@@ -139,7 +139,7 @@ def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any
     def open_timeline(total_blocks: int | None, block_size: int | None) -> WatchedTimeline:
         file = _LiveFile(values["timeline_file"])
         stack.callback(file.close)
-        timeline = WatchedTimeline(file, total_blocks=total_blocks, block_size=block_size)
+        timeline = WatchedTimeline(file.write, total_blocks=total_blocks, block_size=block_size)
         stack.callback(timeline.close)
         return timeline
 

@@ -9,8 +9,8 @@ A KV timeline has one row per sample of the engine's metrics, which contain fact
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -28,7 +28,7 @@ from kvarts.journal import (
     StoredLine,
 )
 
-__all__ = ["JOURNAL_MEDIA", "StreamJournal", "WatchedTimeline", "Written"]
+__all__ = ["JOURNAL_MEDIA", "StreamJournal", "WatchedTimeline"]
 
 JOURNAL_MEDIA = {"GPU": "device", "CPU": "host", "CPU_PINNED": "host", "STORAGE": "disk", "DISK": "disk"}
 """Names of the tiers in a journal; other media keep their names, in lower case."""
@@ -36,13 +36,6 @@ JOURNAL_MEDIA = {"GPU": "device", "CPU": "host", "CPU_PINNED": "host", "STORAGE"
 MS = 1000.0
 MAX_TOKENS = 1 << 23
 """Limit of the tokens of all known runs, 8 bytes each."""
-
-
-class Written(Protocol):
-    """A file, as far as it is written."""
-
-    def write(self, data: bytes, /) -> object:
-        """Write all of `data`."""
 
 
 class _Run(msgspec.Struct, eq=False):
@@ -67,13 +60,13 @@ class _Place(msgspec.Struct):
 
 
 class StreamJournal:
-    """Writes lines to `file`, which remains the caller's; `close` writes the last. It only tracks the stored blocks.
+    """Writes lines with `write`; `close` writes the last. It only tracks the stored blocks.
 
     `total_blocks`: blocks of the device; 0 if unknown.
     """
 
-    def __init__(self, file: Written, *, total_blocks: int) -> None:
-        self._file = file
+    def __init__(self, write: Callable[[bytes], object], *, total_blocks: int) -> None:
+        self._write_bytes = write
         self._total_blocks = total_blocks
         self._encode = msgspec.json.Encoder().encode
         self._num_lines = 0
@@ -143,7 +136,7 @@ class StreamJournal:
     def _begin(self, block_size: int) -> None:
         self._is_begun = True
         head = Head(kvarts_journal=JOURNAL_VERSION, block_size_tokens=block_size, total_blocks=self._total_blocks)
-        self._file.write(self._encode(head) + b"\n")
+        self._write_bytes(self._encode(head) + b"\n")
 
     def _place(self, event: Stored, at: int, end: int) -> bool:
         """Assign pages of a run to blocks [at, end) of an event, all unknown. Return False beyond MAX_TOKENS."""
@@ -221,7 +214,7 @@ class StreamJournal:
         return {"n": self._num_lines, "step": self._seq, "t_ms": self._time_ms, "request": run.number}
 
     def _write(self, line: Line) -> None:
-        self._file.write(self._encode(line) + b"\n")
+        self._write_bytes(self._encode(line) + b"\n")
         self._num_lines += 1
 
 
@@ -230,14 +223,14 @@ def _tier(medium: str) -> str:
 
 
 class WatchedTimeline:
-    """Writes rows to `file`, as JSON lines. The file remains the caller's; `close` writes the totals.
+    """Writes rows with `write`, as JSON lines; `close` writes the totals.
 
     Rows are samples of a running engine: they may miss its peaks, and preemptions are those since the previous row. A
     sample without usage or requests gives no row, and neither does any if a size was not observed (None).
     """
 
-    def __init__(self, file: Written, *, total_blocks: int | None, block_size: int | None) -> None:
-        self._file = file
+    def __init__(self, write: Callable[[bytes], object], *, total_blocks: int | None, block_size: int | None) -> None:
+        self._write_bytes = write
         self._total = total_blocks or 0
         self._encode = msgspec.json.Encoder().encode
         self._peak_pct = 0.0
@@ -277,4 +270,4 @@ class WatchedTimeline:
         self._write({"peak_used_pct": self._peak_pct, "preemption_count": self._num_preempted})
 
     def _write(self, line: object) -> None:
-        self._file.write(self._encode(line) + b"\n")
+        self._write_bytes(self._encode(line) + b"\n")

@@ -1,12 +1,12 @@
 """The sockets of a watch: published batches in order, and requests for past ones.
 
-It does no input or output: batches are passed in, and its requests are answered by an `Asker`.
+A Follower does no input or output: batches are passed in, and its requests are answered by a function.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from kvarts.connect.decoding import MAX_BATCH_BYTES
 from kvarts.errors import ConfigError
 from kvarts.reach import check_endpoint
 
-__all__ = ["FULL_STATE", "Asker", "EngineStream", "Followed", "Follower", "Follows", "Numbered"]
+__all__ = ["FULL_STATE", "EngineStream", "Followed", "Follower", "Follows", "Numbered"]
 
 FULL_STATE = -2
 """Number that requests the full state. An engine without support for it returns no batches."""
@@ -28,11 +28,8 @@ Numbered = tuple[int, bytes]
 """The number of a batch, and its payload."""
 
 
-class Asker(Protocol):
-    """Answers requests for past batches."""
-
-    def ask(self, start: int) -> Sequence[Numbered] | None:
-        """Return the batches available from `start` on, or the full state for FULL_STATE; None without an answer."""
+Ask = Callable[[int], Sequence[Numbered] | None]
+"""Returns the batches available from a number on, or the full state for FULL_STATE; None without an answer."""
 
 
 class Follows(Protocol):
@@ -63,11 +60,11 @@ class Followed(msgspec.Struct):
 
 
 class Follower:
-    """Owner of the number of the last batch passed to `follows`. `asker`: None without a replay endpoint."""
+    """Owner of the number of the last batch passed to `follows`. `ask`: None without a replay endpoint."""
 
-    def __init__(self, follows: Follows, asker: Asker | None = None) -> None:
+    def __init__(self, follows: Follows, ask: Ask | None = None) -> None:
         self._follows = follows
-        self._asker = asker
+        self._past = ask
         self.counts = Followed()
         self.last: int | None = None
         """Number of the last batch applied; None before the first."""
@@ -88,7 +85,7 @@ class Follower:
 
     def reconnected(self) -> None:
         """Find out whether the engine is still the same, and request missed batches."""
-        past = None if self.last is None or self._asker is None else self._asker.ask(self.last)
+        past = None if self.last is None or self._past is None else self._past(self.last)
         if past is None:
             return  # the next batch will show whether it is another
         # The same engine has at least the last batch.
@@ -190,7 +187,7 @@ class Follower:
         self._follows.lose(first, last)
 
     def _ask(self, start: int) -> Sequence[Numbered]:
-        answer = None if self._asker is None else self._asker.ask(start)
+        answer = None if self._past is None else self._past(start)
         return answer or ()
 
 

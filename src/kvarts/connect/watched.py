@@ -323,7 +323,7 @@ class Watch:
         on_look: Callable[[Watch], object] | None = None,
     ) -> None:
         self.watched = watched
-        self.follower = Follower(watched, stream)
+        self.follower = Follower(watched, None if stream is None else stream.ask)
         self.looks = looks
         self.timeline: WatchedTimeline | None = None
         self._stream = stream

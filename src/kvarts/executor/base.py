@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["CostModel", "Executor", "LateRotation", "NoRotation", "VirtualExecutor", "are_many", "whole_ns"]
+__all__ = ["CostModel", "Executor", "VirtualExecutor", "are_many", "no_rotation", "whole_ns"]
 
 FEW_STEPS = 30
 """Below this many steps a Python loop is faster than NumPy's calls."""
@@ -74,15 +74,5 @@ def whole_ns(ns: npt.NDArray[np.floating]) -> list[int]:
     return durations
 
 
-class LateRotation(Protocol):
-    """Rotation of queries and keys in attention, instead of before it."""
-
-    def enable(self) -> None:
-        """Rotate late the sequences that ask for it. Raise ConfigError if the model does not support it."""
-
-
-class NoRotation:
-    """The LateRotation of an executor that computes no keys."""
-
-    def enable(self) -> None:
-        """Do nothing."""
+def no_rotation() -> None:
+    """Do nothing: an executor that computes no keys rotates none late."""

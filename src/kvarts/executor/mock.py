@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvarts.clock import Clock
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.executor.base import CostModel, NoRotation
+from kvarts.executor.base import CostModel, no_rotation
 from kvarts.executor.flat_batch import FlatBatch, PageTables
 from kvarts.executor.page_bytes import PageSlots
 from kvarts.kv.groups import GroupMemory
@@ -114,7 +114,7 @@ class MockExecutor:
         if not 0.0 < speedup < float("inf"):
             raise ConfigError(f"must be a finite number above 0, got {speedup}", field="speedup")
         self.slots = PageSlots(config.num_pages if groups is None else num_blocks, config.page_size)
-        self.rotation = NoRotation()
+        self.rotate_late = no_rotation
         self.late_ns = 0
         """The longest delay so far between a step's intended end and its real end."""
         num_each = 1 if groups is None else groups.page_bytes // groups.block_bytes

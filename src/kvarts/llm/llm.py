@@ -255,7 +255,7 @@ class LLM:
             config=self.config,
             clock=self._clock,
             slots=self._executor.slots,
-            rotation=self._executor.rotation,
+            rotate_late=self._executor.rotation.enable,
             kv=pools,
             token_bytes=pools.page_bytes // pools.page_size,
             vocab_size=self._vocab_size,

@@ -23,7 +23,6 @@ from kvarts.clock import Clock
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.errors import KvartsError
-from kvarts.executor.base import LateRotation
 from kvarts.executor.page_bytes import PageBytes, PageSlots
 from kvarts.kv.groups import GroupMemory
 from kvarts.llm.llm_engine import EngineDeadError, Gone, Listener, LLMEngine, Outbox, RequestFailedError
@@ -476,7 +475,7 @@ class ModelHost:
     config: EngineConfig
     clock: Clock
     slots: PageSlots
-    rotation: LateRotation
+    rotate_late: Callable[[], None]
     kv: PageBytes
     token_bytes: int
     vocab_size: int

@@ -77,7 +77,7 @@ def mock_host(
         config=config,
         clock=clock,
         slots=executor.slots,
-        rotation=executor.rotation,
+        rotate_late=executor.rotate_late,
         kv=NoPageBytes(),
         token_bytes=token_bytes,
         vocab_size=vocab_size,

@@ -470,7 +470,7 @@ class SessionTable:
         if settings.window is None and settings.retention == "host" and self.host.core.tiers is None:
             raise _needs_host_memory()
         if settings.positions == "cache":
-            self.host.rotation.enable()
+            self.host.rotate_late()
         if settings.window is None:
             return None
         return keeps_of(settings, self.host)

@@ -44,7 +44,7 @@ __all__ = [
     "Ints",
     "LatentShape",
     "PagedAttention",
-    "Rotary",
+    "Rotate",
     "attending",
     "find_latent",
     "is_absorbed",
@@ -76,18 +76,15 @@ class AttentionParams(msgspec.Struct, frozen=True):
         return attended * torch.sigmoid(log_sums - self.sinks.float())[..., None].to(attended.dtype)
 
 
-class Rotary(Protocol):
-    """The rotation of a model's queries and keys by their positions."""
-
-    def rotate(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return `states` [tokens, heads, head_dim] as the layer rotates them at `positions` [tokens]."""
+Rotate = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Returns states [tokens, heads, head_dim] as a layer rotates them at positions [tokens]."""
 
 
 class AttentionMetadata:
     """Where each token of one step is written, and which pages it attends to.
 
     `slots` [tokens]: the slots in the pools for each token's keys and values. Decodes are the first tokens of the
-    batch, one per sequence; chunks follow. `rotary`: for chunks with queries and keys that are not rotated yet.
+    batch, one per sequence; chunks follow. `rotate`: for chunks with queries and keys that are not rotated yet.
     """
 
     def __init__(
@@ -97,12 +94,12 @@ class AttentionMetadata:
         slots: Ints,
         chunks: Sequence[ChunkMetadata],
         decodes: DecodeMetadata,
-        rotary: Rotary | None = None,
+        rotate: Rotate | None = None,
     ) -> None:
         self.device = device
         self.chunks = chunks
         self.decodes = decodes
-        self.rotary = rotary
+        self.rotate = rotate
         self.slots = self.tensor(slots)
 
     @cached_property

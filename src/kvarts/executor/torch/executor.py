@@ -38,7 +38,7 @@ from kvarts.executor.torch.numba_backend import NumbaBackend, numba_fits
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.probe import examine
 from kvarts.executor.torch.rotary import TorchRotation
-from kvarts.executor.torch.sampling import TokenSampler
+from kvarts.executor.torch.sampling import BatchSampler
 from kvarts.executor.torch.sdpa import SdpaBackend
 from kvarts.executor.torch.states import PagedStates, keeping
 from kvarts.executor.torch.triton_backend import TritonBackend, triton_fits
@@ -107,7 +107,7 @@ class TorchExecutor:
         self,
         model: Any,
         config: EngineConfig,
-        sampler: TokenSampler,
+        sampler: BatchSampler,
         *,
         num_host_pages: int = 0,
         files: PageStore | None = None,
@@ -261,7 +261,7 @@ class TorchExecutor:
         """Prepare attention for a step. Return its metadata, one entry per page table."""
         every = [
             AttentionMetadata(
-                self.pools.device, slots=one.slots, chunks=one.chunks, decodes=one.decodes, rotary=self.rotation.rotary
+                self.pools.device, slots=one.slots, chunks=one.chunks, decodes=one.decodes, rotate=self.rotation.rotate
             )
             for one in tables
         ]

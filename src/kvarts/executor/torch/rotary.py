@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvarts.errors import ConfigError
-from kvarts.executor.torch.attention import AttentionCall, attending
+from kvarts.executor.torch.attention import AttentionCall, Rotate, attending
 from kvarts.executor.torch.probe import examine
 
 __all__ = ["ModelRotary", "TorchRotation"]
@@ -18,22 +18,22 @@ PROBED_POSITIONS = (3, 11)
 
 
 class TorchRotation:
-    """The LateRotation of a transformers model. `rotary` is None until it is enabled."""
+    """Rotation of queries and keys in attention, instead of before it. `rotate` is None until it is enabled."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.rotary: ModelRotary | None = None
+        self.rotate: Rotate | None = None
 
     def enable(self) -> None:
         """Find the rotation of the model, and check it against the model."""
-        if self.rotary is None:
+        if self.rotate is None:
             rotary = ModelRotary(self._model)
             rotary.check()
-            self.rotary = rotary
+            self.rotate = rotary.rotate
 
 
 class ModelRotary:
-    """A Rotary that applies the rotation of `model` to queries and keys rotated at position 0.
+    """Applies the rotation of `model` to queries and keys rotated at position 0.
 
     Raises ConfigError if no rotation is found in the model.
     """

@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from kvarts.errors import ConfigError
 from kvarts.sampling import Logprobs, SamplingParams, StructuredOutputs, TopLogprobs
 
-__all__ = ["BatchSampler", "Grammars", "Matcher", "Sampler", "SamplingParams", "TokenSampler", "processors_of"]
+__all__ = ["BatchSampler", "Grammars", "Matcher", "Sampler", "SamplingParams", "processors_of"]
 
 MAX_KEPT = 64
 """Compiled grammars in the cache."""
@@ -172,40 +172,10 @@ INFINITY_BITS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 """The bits of infinity. As integers, those of positive numbers are in the numbers' order, and above those of others."""
 
 
-class TokenSampler(Protocol):
-    """Chooses tokens. Requests are registered before their first chunk.
-
-    Promises never to raise: an error in one request ends that request, by a token that is an end.
-    """
-
-    @property
-    def num_scored(self) -> int:
-        """Number of active requests that asked for the log-probabilities of their prompts."""
-
-    def num_to_score(self, request_index: int) -> int:
-        """Return the length of the prompt if the request asked for its log-probabilities, else 0."""
-
-    def score(self, request_index: int, start: int, logits: torch.Tensor) -> None:
-        """Record the log-probabilities of a prompt's tokens after positions from `start` on. `logits` [positions,
-        vocabulary].
-        """
-
-    def sample(self, request_indices: Sequence[int], logits: torch.Tensor) -> tuple[Tokens, Flags]:
-        """Return a token for each request, and whether that token ends it. `logits` [requests, vocabulary]."""
-
-    def sample_drafted(
-        self, request_indices: Sequence[int], logits: torch.Tensor, drafts: Sequence[Sequence[int]]
-    ) -> tuple[Tokens, Flags, list[int]]:
-        """Return as `sample` does, and the number of accepted drafted tokens per request; the token follows these.
-
-        `logits`: per request, a row for the token after its known tokens, and a row for the token after each drafted
-        one. A drafted token is accepted if it equals the token sampled in its place and does not end the request.
-        Tokens, and all state that sampling changes, are therefore the same as without drafts.
-        """
-
-
 class BatchSampler:
-    """The TokenSampler of requests with SamplingParams. Owner of the sampling state of each request.
+    """Chooses tokens by the SamplingParams of requests. Owner of the sampling state of each request.
+
+    Never raises while sampling: an error in one request ends that request, by a token that is an end.
 
     A request is added when it is submitted, and dropped when it has ended. `grammars`: compiles the grammars of
     structured outputs; None if these are not supported.

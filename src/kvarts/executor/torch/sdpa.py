@@ -126,11 +126,11 @@ class SdpaBackend:
         late = chunk.late
         to_sink = None
         if late is not None:
-            rotary = self._metadata.rotary
-            assert rotary is not None
-            key_states = rotary.rotate(layer, key_states, late.keys)
-            to_sink = _grouped(rotary.rotate(layer, queries, late.queries_to_sink), num_kv_heads)
-            queries = rotary.rotate(layer, queries, late.queries)
+            rotate = self._metadata.rotate
+            assert rotate is not None
+            key_states = rotate(layer, key_states, late.keys)
+            to_sink = _grouped(rotate(layer, queries, late.queries_to_sink), num_kv_heads)
+            queries = rotate(layer, queries, late.queries)
         # [kv_heads, 1, places, head_dim]
         keys, values = (states.transpose(0, 1)[:, None] for states in (key_states, value_states))
         grouped = _grouped(queries, num_kv_heads)

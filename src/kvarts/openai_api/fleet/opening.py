@@ -18,7 +18,7 @@ import msgspec
 from kvarts.config import EngineConfig
 from kvarts.decoders import convert
 from kvarts.event_log import EventReader
-from kvarts.executor.base import NoRotation
+from kvarts.executor.base import no_rotation
 from kvarts.executor.page_bytes import NoPageBytes, PageSlots
 from kvarts.fleet.config import FleetConfig, FleetWorker
 from kvarts.fleet.faults import Fault
@@ -333,7 +333,7 @@ class OpenedFleet:
             config=of_host,
             clock=self._clock,
             slots=PageSlots(1, config.page_size),
-            rotation=NoRotation(),
+            rotate_late=no_rotation,
             kv=NoPageBytes(),
             token_bytes=config.token_bytes,
             vocab_size=VOCABULARY_SIZE,
