@@ -35,9 +35,7 @@ def test_columns_are_counted_as_a_set_of_prefixes_counts_them(data: st.DataObjec
     prompts = data.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=6))
     if data.draw(st.booleans(), label="ids stand for prefixes"):
         names: dict[tuple[int, ...], int] = {}
-        prompts = [
-            [names.setdefault(tuple(ids[: end + 1]), len(names)) for end in range(len(ids))] for ids in prompts
-        ]
+        prompts = [[names.setdefault(tuple(ids[: end + 1]), len(names)) for end in range(len(ids))] for ids in prompts]
     columns = RequestColumns()
     seen = set()
     num_private = 0

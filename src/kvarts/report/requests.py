@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from kvarts.columns import Column, Rows
 from kvarts.few import Few, Numbers, arrays_pay
@@ -11,8 +12,11 @@ from kvarts.traffic.trace import TraceRequest
 
 __all__ = ["CANCELLED", "COMPLETED", "FAILED", "NO_REPLICA", "REJECTED", "RequestLog"]
 
-COMPLETED, REJECTED, FAILED, CANCELLED = 0, 1, 2, 3
-NO_REPLICA = -1
+COMPLETED: Final = 0
+REJECTED: Final = 1
+FAILED: Final = 2
+CANCELLED: Final = 3
+NO_REPLICA: Final = -1
 """Replica of a request that its client cancelled while it waited in the router."""
 
 _REQUEST_FIELDS = (
@@ -59,26 +63,26 @@ class RequestLog:
     ) -> None:
         """Add `request`, which generated its last token. `more`: the values of the further columns."""
         num_output = request.num_output_tokens if status == CANCELLED else request.max_tokens
-        self._rows.add(
-            (
-                request.index,
-                row.row,
-                status,
-                replica,
-                request.arrival_ns,
-                request.num_prompt_tokens,
-                num_output,
-                request.first_admitted_ns,
-                request.first_token_ns,
-                -1 if status == CANCELLED else request.last_token_ns,
-                request.largest_hit_tokens if self._largest_hit_counts else request.cached_tokens,
-                request.num_admissions,
-                request.num_preemptions,
-                request.recomputed_tokens,
-                *(self._cached_below(request) if self._num_tiers else ()),
-                *more,
-            )
+        fields = (
+            request.index,
+            row.row,
+            status,
+            replica,
+            request.arrival_ns,
+            request.num_prompt_tokens,
+            num_output,
+            request.first_admitted_ns,
+            request.first_token_ns,
+            -1 if status == CANCELLED else request.last_token_ns,
+            request.largest_hit_tokens if self._largest_hit_counts else request.cached_tokens,
+            request.num_admissions,
+            request.num_preemptions,
+            request.recomputed_tokens,
         )
+        if self._num_tiers or more:
+            self._rows.add((*fields, *(self._cached_below(request) if self._num_tiers else ()), *more))
+        else:
+            self._rows.add(fields)
         if request.stalls_ns:
             self.stalls_ns += request.stalls_ns
         if row.request_id is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol, cast
 
-from msgspec.structs import astuple
 from mypy_extensions import mypyc_attr
 
 from kvarts.columns import Column, Rows
@@ -121,42 +120,38 @@ class StepSpans:
         durations_ns, pages_taken = self._durations_ns.recent, self._pages_taken.recent
         for event in events:
             if isinstance(event, StepDone):
-                # One call for all fields costs as much as reading two of them.
-                fields = astuple(event)
-                step, start_ns, duration_ns, used, cached, released, running, waiting, blocked = fields[:9]
-                decodes, tokens, admitted, preemptions, tiers, _, reserved, loading = fields[9:17]
-                if reserved != self._num_reserved:
-                    self._note_reserved(step, reserved)
+                preemptions = event.preemptions
+                if event.num_reserved != self._num_reserved:
+                    self._note_reserved(event.step, event.num_reserved)
                 if preemptions:
-                    self.preemptions += [(step, preemption) for preemption in preemptions]
+                    self.preemptions += [(event.step, preemption) for preemption in preemptions]
                 spans += (
-                    duration_ns,
+                    event.duration_ns,
                     0,
                     0,
                     1,
-                    start_ns,
-                    used,
-                    cached,
-                    released,
-                    running,
-                    waiting,
-                    blocked,
-                    decodes,
-                    tokens,
+                    event.start_ns,
+                    event.num_used,
+                    event.num_cached,
+                    event.num_released,
+                    event.num_running,
+                    event.num_waiting,
+                    event.blocked,
+                    event.num_decodes,
+                    event.num_tokens,
                     len(preemptions),
-                    admitted,
+                    event.num_admitted,
                     0,
-                    loading,
+                    event.num_loading,
                 )
-                spans += tiers
+                if event.tiers:
+                    spans += event.tiers
                 self._num_spans += 1
                 self._num_steps += 1
             elif isinstance(event, LeapDone):
-                fields = astuple(event)
-                step, start_ns, times, taken, used, cached, released, running, waiting, blocked = fields[:10]
-                tiers, _, reserved, loading, parts = fields[10:]
-                if reserved != self._num_reserved:
-                    self._note_reserved(step, reserved)
+                times, taken, running = event.durations_ns, event.pages_taken, event.num_running
+                if event.num_reserved != self._num_reserved:
+                    self._note_reserved(event.step, event.num_reserved)
                 took_ns, known_tokens, how = -1, 0, 0
                 if isinstance(times, list):
                     how = LISTED_TIMES
@@ -177,23 +172,24 @@ class StepSpans:
                     known_tokens,
                     how,
                     num_steps,
-                    start_ns,
-                    used,
-                    cached,
-                    released,
+                    event.start_ns,
+                    event.num_used,
+                    event.num_cached,
+                    event.num_released,
                     running,
-                    waiting,
-                    blocked,
+                    event.num_waiting,
+                    event.blocked,
                     running,
                     running,
                     0,
                     0,
                     1,
-                    loading,
+                    event.num_loading,
                 )
-                spans += tiers
-                if parts is not None:
-                    self.part_steps.add(parts)
+                if event.tiers:
+                    spans += event.tiers
+                if event.parts is not None:
+                    self.part_steps.add(event.parts)
             elif isinstance(event, AtRest):
                 counts = event.num_used, event.num_cached, event.num_released
                 self._rests.add((event.step, event.time_ns, *counts, event.num_reserved, *event.tiers))
@@ -204,11 +200,9 @@ class StepSpans:
 
     def _note_due(self, due: PagesDue) -> None:
         self._period = due.period
-        if due.offsets:
-            rows: list[int] = []
-            for offset, count in zip(due.offsets, due.counts, strict=True):
-                rows += (self._num_spans, offset, count)
-            self._pages_due.add(rows)
+        counts = due.counts
+        for place, offset in enumerate(due.offsets):
+            self._pages_due.add((self._num_spans, offset, counts[place]))
 
     def _note_reserved(self, step: int, num_pages: int) -> None:
         self._num_reserved = num_pages
