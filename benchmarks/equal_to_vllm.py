@@ -58,7 +58,7 @@ from kvarts.executor.cost import LinearCost, PolynomialCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.keys import BlockKeys
-from kvarts.kv.groups import GroupMemory, PartGroup
+from kvarts.kv.groups import STATE_SPAN, GroupMemory, PartGroup
 from kvarts.request import Request, RequestState
 from kvarts.routers.config import Routing
 from kvarts.serve.kv_events.batches import Batch, Wire
@@ -257,12 +257,31 @@ def draw_workload(row: str, seed: int) -> Workload:
         windows = [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 3))]
         chunks = [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(1, 3))]
         workload.groups = [FULL, *windows, *chunks]
+    elif row.startswith("states"):
+        add_states(workload, row, draw)
     elif row in ("window", "chunk", "async-window", "async-chunk"):
         kind, span = row.removeprefix("async-"), page_size * draw.randint(1, 6)
         if kind == "window":
             span = draw.randint(2, 8 * page_size)
         workload.groups = [FULL, (kind, span)]
     return workload
+
+
+def add_states(workload: Workload, row: str, draw: random.Random) -> None:
+    """Make `workload` one of a row with states in pages: in half of them windows, chunks, and three priorities."""
+    kind = "aligned" if row.startswith("states-align") else "states"
+    page_size = workload.page_size
+    states: list[tuple[str, int | None]] = [(kind, None)] * draw.randint(1, 2)
+    workload.groups = [FULL, *states]
+    if draw.random() < 0.5:
+        workload.policy = "priority"
+        for ask in workload.asks:
+            ask.priority = draw.randrange(3)
+        workload.groups += [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 2))]
+        workload.groups += [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(0, 1))]
+    if draw.random() < 0.2:
+        workload.long_prefill_token_threshold = draw.choice([page_size, 3 * page_size + 1, 8 * page_size])
+    workload.is_async = row.endswith("async")
 
 
 ROWS = {
@@ -289,6 +308,11 @@ ROWS = {
     "async-aborts": "asynchronous scheduling, several windows and chunks, three priorities, most end with a stop "
     "token, clients give up 3 of 10 requests",
     "async-limited": "asynchronous scheduling, a threshold and a watermark, three priorities",
+    "states-all": "states after all pages (mamba_cache_mode all), half with windows, chunks and three priorities",
+    "states-align": "states at the ends of chunks (mamba_cache_mode align), half with windows, chunks and three "
+    "priorities",
+    "states-all-async": "the same as states-all with asynchronous scheduling",
+    "states-align-async": "the same as states-align with asynchronous scheduling",
 }
 
 
@@ -357,8 +381,10 @@ def memory_of(groups: list[tuple[str, int | None]]) -> GroupMemory | None:
     """Return the KV groups of a model; None for one group that keeps everything."""
     if groups == [FULL]:
         return None
-    layers = [KvLayer(kind=kind, num_heads=1, head_numbers=32, span=span) for kind, span in groups]  # type: ignore[arg-type]
-    return GroupMemory(tuple(PartGroup(layer, part_bytes=1) for layer in layers), keeps="all")
+    kinds = [("state", STATE_SPAN) if kind in ("states", "aligned") else (kind, span) for kind, span in groups]
+    layers = [KvLayer(kind=kind, num_heads=1, head_numbers=32, span=span) for kind, span in kinds]  # type: ignore[arg-type]
+    parts = tuple(PartGroup(layer, part_bytes=1) for layer in layers)
+    return GroupMemory(parts, keeps="all", aligns=("aligned", None) in groups)
 
 
 def run_kvarts(workload: Workload) -> Iterator[Step]:
@@ -532,6 +558,8 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     config.scheduler_config.long_prefill_token_threshold = workload.long_prefill_token_threshold
     config.scheduler_config.watermark = workload.watermark
     config.cache_config.enable_prefix_caching = workload.finds_prefixes
+    has_states, aligns = (("states", None) in workload.groups), (("aligned", None) in workload.groups)
+    config.cache_config.mamba_cache_mode = "align" if aligns else "all" if has_states else "none"
     config.kv_events_config.enable_kv_cache_events = workload.with_events
     kv = cache_config(workload.groups, num_blocks, page_size, state_tokens=MAX_MODEL_LEN)
     make = _WatchedAsync if workload.is_async else _Watched

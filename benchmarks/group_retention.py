@@ -13,9 +13,9 @@ import argparse
 import time
 from pathlib import Path
 
-from kvarts.hardware import load_geometry
 from kvarts.hardware.fit import local_kv_groups
 from kvarts.hardware.kv_groups import KvLayer
+from kvarts.hardware.model_config import load_geometry
 from kvarts.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.runs import RunHolding

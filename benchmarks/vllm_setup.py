@@ -48,7 +48,8 @@ def cache_config(
 ) -> KVCacheConfig:
     """Return the configuration of KV groups, each a kind and a span, in one memory of `num_blocks` blocks.
 
-    `state_tokens`: the maximum number of tokens of a request; a group "state" keeps one state for all of them.
+    `state_tokens`: the maximum number of tokens of a request; a group "state" keeps one state for all of them. Groups
+    "states" and "aligned" keep states as `mamba_cache_mode` "all" and "align".
     """
     specs = [
         KVCacheGroupSpec([f"layer.{place}"], _spec(kind, span, page_size, state_tokens))
@@ -63,8 +64,9 @@ def _spec(kind: str, span: int | None, page_size: int, state_tokens: int) -> obj
         return SlidingWindowSpec(sliding_window=span, **common)
     if kind == "chunk":
         return ChunkedLocalAttentionSpec(attention_chunk_size=span, **common)
-    if kind == "states":
-        return MambaSpec(block_size=page_size, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode="all")
+    if kind in ("states", "aligned"):
+        mode = "all" if kind == "states" else "align"
+        return MambaSpec(block_size=page_size, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
     if kind == "state":
         return MambaSpec(block_size=state_tokens, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode="none")
     return FullAttentionSpec(**common)

@@ -24,8 +24,8 @@ from typing import Any
 import click
 
 import kvarts
+from kvarts.cli.commands import cli
 from kvarts.cli.helps import EXAMPLES, GROUPS, SUMMARIES
-from kvarts.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 METRICS = ROOT / "src" / "kvarts" / "openai_api" / "metrics.py"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import gcd
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
@@ -13,11 +14,11 @@ from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
 from kvarts.kv.cache import Cache, Pins
 from kvarts.kv.eviction import EvictionOrder, LruOrder, TreeWatcher
-from kvarts.kv.page_cache import PageCache
+from kvarts.kv.page_cache import OneGroupCache, PageCache
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.transfer import PrefillTimes
 from kvarts.kv.tree import PrefixTree
-from kvarts.rooms import from_room
+from kvarts.rooms import from_room, function_named
 from kvarts.sched.drafts import Drafter
 from kvarts.sched.handoffs import Handoffs
 from kvarts.sched.input_batch import InputBatch
@@ -32,7 +33,7 @@ if TYPE_CHECKING:  # only an engine with KV groups pays for them
     from kvarts.kv.groups import GroupMemory
     from kvarts.sched.group_loads import GroupTiers
 
-__all__ = ["PreparedTiers", "TierSettings", "build_engine", "open_group_cache"]
+__all__ = ["PrepareTiers", "PreparedTiers", "TierSettings", "build_engine", "open_group_cache", "preparation_of"]
 
 
 class PreparedTiers(Protocol):
@@ -69,15 +70,56 @@ class PreparedTiers(Protocol):
 
 
 class TierSettings(Protocol):
-    """Settings of tiers below a device."""
+    """Settings of tiers below a device, as kvarts.OffloadConfig has them."""
 
-    def prepare(
-        self, config: EngineConfig, make_order: Callable[[], EvictionOrder], memory: GroupMemory | None = None
-    ) -> PreparedTiers | None:
-        """Prepare tiers below an engine of `config` that evicts by orders from `make_order`; None without tiers.
+    opened_by: ClassVar[str]
+    """The function, as `module:function`, that prepares the tiers of these settings: see PrepareTiers."""
 
-        `memory`: the KV groups of a device that has any. Raise ConfigError for tiers that store whole pages only.
+    @property
+    def is_lazy(self) -> bool:
+        """Whether the pages to store depend on which are evicted next."""
+
+    @property
+    def load_overlap(self) -> str:
+        """`layers` if a step may compute layers while others are loaded."""
+
+    @property
+    def bus(self) -> int | str | None:
+        """The rate that the channels share; None if each has its own."""
+
+    @property
+    def copy_slowdown(self) -> float:
+        """How much longer a step takes while pages are copied: 0.5 for half as long again."""
+
+    def tiers(self, page_size: int) -> dict[str, int]:
+        """Return the pages of each tier by its name, the fastest tier first."""
+
+    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
+        """Return, by name, the blocks of each tier below a device with the KV groups of `memory`.
+
+        Raise ConfigError if a tier supports whole pages only.
         """
+
+    def bytes_per_s(self, field: str) -> int:
+        """Return the bandwidth of a channel, such as `h2d`."""
+
+    def for_model(self, kv_bytes_per_token: int, num_layers: int | None = None) -> Self:
+        """Return the same settings for a model with `kv_bytes_per_token`, and with `num_layers` layers if known."""
+
+
+PrepareTiers = Callable[[EngineConfig, Callable[[], EvictionOrder], "GroupMemory | None"], PreparedTiers | None]
+"""Prepares tiers below an engine with a config, an eviction order and KV groups, if any; returns None without tiers.
+
+Raises ConfigError for tiers that store whole pages only, below a device with KV groups.
+"""
+
+
+def preparation_of(settings: TierSettings | None, **of_files: Any) -> PrepareTiers | None:
+    """Return what prepares the tiers of `settings`; None without settings.
+
+    `of_files`: the keys and the namespace of the pages in files, for the function that opens these tiers.
+    """
+    return None if settings is None else partial(function_named(settings.opened_by), settings, **of_files)
 
 
 def build_engine(
@@ -93,7 +135,7 @@ def build_engine(
     pages: PageSource | None = None,
     policy: AdmissionPolicy | None = None,
     make_order: Callable[[], EvictionOrder] = LruOrder,
-    offload: TierSettings | None = None,
+    tiers: PrepareTiers | None = None,
     below: PreparedTiers | None = None,
     moves_pages: bool | None = None,
     prefill: PrefillTimes | None = None,
@@ -111,8 +153,8 @@ def build_engine(
     by default as many as `config.num_pages` pages occupy. `readers`: readers of its events; `num_waiting`: number of
     events that may wait, as in EventLog. `log`, `cache` and `pages`: those of an engine that shares its device,
     instead of a new log with these readers and a separate pool. `policy`: chooses the next waiting request; default:
-    by priority, then arrival. `make_order`: makes the order in which runs are evicted. `offload`: tiers below the
-    device; `below`: instead, tiers that were prepared for the tree of `cache`. `prefill`: compute times of prompts,
+    by priority, then arrival. `make_order`: makes the order in which runs are evicted. `tiers`: prepares tiers below
+    the device; `below`: instead, tiers that were prepared for the tree of `cache`. `prefill`: compute times of prompts,
     for the choice between computing and loading; default: measured. `moves_pages`: the executor performs transfers;
     default: if it needs page ids; otherwise transfers take the time of their channels. `audit`: assert the laws of
     page accounting after every step and, unless the device is shared, check every event against an independent
@@ -127,14 +169,14 @@ def build_engine(
     """
     if config.max_itl_ms is not None and step_ns is None:
         raise ConfigError("needs an engine of its own, with a cost of steps", field="max_itl_ms", hint="Leave it out.")
-    if offload is not None:
+    if tiers is not None:
         assert cache is None, "the tree of a given cache was made without these tiers"
-        below = offload.prepare(config, make_order, memory)
+        below = tiers(config, make_order, memory)
     if memory is not None and num_blocks is None:
         num_blocks = memory.num_blocks(config.num_pages)
     is_lazy = memory is not None and below is not None and below.is_lazy
     # The ledger follows handoffs of whole pages without tiers, of engines that plan one step after the other.
-    knows_handoffs = memory is None and offload is None and config.profile == "default" and not plans_ahead
+    knows_handoffs = memory is None and tiers is None and config.profile == "default" and not plans_ahead
     if audit and cache is None and (knows_handoffs or not hands_over):
         auditor = from_room("audit.auditor", "Auditor", field="audit")(
             config.num_pages if memory is None else num_blocks,
@@ -158,8 +200,11 @@ def build_engine(
         moves_pages = executor.needs_page_ids
     is_shared = pages is not None
     if cache is None:
-        if memory is None:
-            cache = _page_cache(config, make_order, below, tell, with_page_ids=executor.needs_page_ids)
+        needs_ids = executor.needs_page_ids
+        # Ids, events and tiers name the parts of a group.
+        counts_only = below is None and tell is None and not (needs_ids or holds_pages)
+        if memory is None or (memory.is_whole and counts_only):
+            cache = _page_cache(config, make_order, below, tell, memory, with_page_ids=needs_ids)
         else:
             assert num_blocks is not None
             cache = open_group_cache(
@@ -183,13 +228,13 @@ def build_engine(
     waiting = WaitingQueue(PriorityPolicy() if policy is None else policy, blocks_of)
     loads: Loads | None = None
     if below is not None:
-        tiers = below.open_below(cache, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
+        lower = below.open_below(cache, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
         if memory is None:
-            loads = Loads(tiers, cache, waiting, page_size, tell)
+            loads = Loads(lower, cache, waiting, page_size, tell)
         else:
             from kvarts.sched.group_loads import GroupLoads
 
-            loads = GroupLoads(cast("GroupTiers", tiers), cast("GroupPages", cache), waiting, page_size, tell)
+            loads = GroupLoads(cast("GroupTiers", lower), cast("GroupPages", cache), waiting, page_size, tell)
     batch: InputBatch | None = None
     if executor.needs_page_ids:
         if cache.settles:
@@ -266,12 +311,17 @@ def _page_cache(
     make_order: Callable[[], EvictionOrder],
     below: PreparedTiers | None,
     tell: Tell | None,
+    memory: GroupMemory | None,
     *,
     with_page_ids: bool,
 ) -> PageCache:
+    """Return a cache of whole pages; with `memory`, they are counted as the parts of its only group."""
     pool = IdPool(config.num_pages) if with_page_ids else CountPool(config.num_pages)
     order, watcher = (make_order(), None) if below is None else (below.order, below.watcher)
-    return PageCache(pool, PrefixTree(order, tell, watcher=watcher))
+    tree = PrefixTree(order, tell, watcher=watcher)
+    if memory is None:
+        return PageCache(pool, tree)
+    return OneGroupCache(pool, tree, page_bytes=memory.page_bytes, most_new_tokens=config.max_num_batched_tokens)
 
 
 def _audited_groups(memory: GroupMemory) -> tuple[object, ...]:
@@ -287,7 +337,7 @@ def _settle_places(memory: GroupMemory, page_size: int) -> tuple[int, ...]:
     places: set[int] = set()
     for group in memory.groups:
         span = group.layer.span or 1
-        if group.layer.kind == "window":
+        if group.layer.kind == "window" or group.has_states_by_page:
             places.add((span - 1) % page_size)
         elif group.layer.kind == "chunk":
             places.update(range(0, page_size, gcd(span, page_size)))

@@ -7,7 +7,7 @@ Each class has the exit code of the command line.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "did_you_mean",
     "first_line",
     "parts_of",
+    "renamed",
 ]
 
 MOST_PROBLEM_CHARS = 200
@@ -55,6 +56,12 @@ class KvartsError(Exception):
 
 class ConfigError(KvartsError):
     """An invalid setting: an unknown name, a value out of range, or settings that exclude each other."""
+
+
+def renamed(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
+    """Return `error`; if its field has another name in `names`, with that name. The field of a file stays."""
+    name = None if error.path is not None or error.field is None else names.get(error.field)
+    return error if name is None else ConfigError(error.what, hint=error.hint, field=name)
 
 
 class MissingFileError(KvartsError):

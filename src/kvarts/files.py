@@ -11,7 +11,6 @@ All commands and rooms read and write through this module, which guarantees:
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import os
 import stat
@@ -526,6 +525,8 @@ def open_private(path: Path, flags: int) -> int:
 
 def _lock(number: int, path: Path) -> None:
     """Lock an open directory until it is closed. File systems without locks are accepted."""
+    import fcntl
+
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -11,6 +11,7 @@ sources, builds structs from them, and names settings in errors as the user wrot
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -32,12 +33,16 @@ __all__ = [
     "SettingError",
     "ValueSource",
     "Words",
+    "given_by_flags",
     "given_by_keywords",
     "given_in",
     "keyword_of",
+    "param_of",
     "parts_of_error",
     "setting",
+    "settings_by_param",
     "settings_of",
+    "value_kind",
 ]
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -359,9 +364,8 @@ class Given:
 
         `values` of fields take precedence over given ones. Raise ConfigError that names settings as they were given.
         """
-        settings = settings_of(struct, table)
         known = facts or {}
-        for setting in settings:
+        for setting in settings_of(struct, table) if self._values or known else ():
             if setting.field in values:
                 continue
             if setting.key in self:
@@ -371,7 +375,7 @@ class Given:
         try:
             return struct(**values)
         except ConfigError as error:
-            raise self.named(error, settings) from error
+            raise self.named(error, settings_of(struct, table)) from error
 
     def error(self, key: str, what: str, *, hint: str | None = None) -> ConfigError:
         """Return an error about the value given for `key`."""
@@ -448,6 +452,53 @@ def given_in(values: Mapping[str, Any], sections: Sequence[Section], path: Path 
             for last, leaf in _table(item, key, path).items():
                 _add(given, of_name, f"{key}.{last}", leaf, source, _in_table(of_name, key))
     return given
+
+
+def settings_by_param(sections: Iterable[Section]) -> dict[str, Setting]:
+    """Return the settings that have a flag, by the name of the option's parameter."""
+    return {
+        param_of(setting): setting
+        for section in sections
+        if not section.is_named
+        for setting in section.settings
+        if setting.flag is not None
+    }
+
+
+def given_by_flags(params: Mapping[str, Any], sections: Iterable[Section]) -> Given:
+    """Return the settings given by options, by the names of their parameters; other keys of `params` are ignored."""
+    given = Given()
+    for param, setting in settings_by_param(sections).items():
+        value = params.get(param)
+        if value is not None and value != ():
+            given.add(setting, value, Flags())
+    return given
+
+
+def param_of(setting: Setting) -> str:
+    """Return the name of the parameter of a setting's option."""
+    assert setting.flag is not None
+    return "set_" + setting.flag.removeprefix("--").replace("-", "_")
+
+
+def value_kind(kind: Any) -> Any:
+    """Return how an option of a type is written: a number (int, float), a flag (bool), one of a range of whole numbers,
+    one of a tuple of words, or any text (str); None if the option can be repeated.
+
+    A union of several types becomes text, which the struct parses.
+    """
+    if get_origin(kind) is Annotated:
+        kind, *metas = get_args(kind)
+        least = next((meta.ge for meta in metas if isinstance(meta, msgspec.Meta) and meta.ge is not None), None)
+        return value_kind(kind) if least is None else range(int(least), sys.maxsize)
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if get_origin(kind) is tuple:
+        return None
+    of_union = [part for part in get_args(kind) if part is not type(None)]
+    if of_union:
+        return value_kind(of_union[0]) if len(of_union) == 1 else str
+    return kind if kind in (bool, int, float) else str
 
 
 def given_by_keywords(values: Mapping[str, Any], sections: Sequence[Section]) -> Given:

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import click
 
-from kvarts.cli.main import cli, main
+from kvarts.cli.commands import cli
+from kvarts.cli.main import main
 from kvarts.cli.options import role_of
 
 from builders.rooms import has_every_room

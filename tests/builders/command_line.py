@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvarts.cli.options import given_by_flags
-from kvarts.cli.replay import ReplayCommand, all_sections, replay_command
-from kvarts.settings import Given
+from kvarts.cli.replay import ReplayCommand, replay_command
+from kvarts.cli.replaying import all_sections
+from kvarts.settings import Given, given_by_flags
 
 __all__ = ["parsed"]
 

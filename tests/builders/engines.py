@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvarts.build import build_engine
+from kvarts.build import build_engine, preparation_of
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import EventReader
@@ -27,16 +27,19 @@ def make_replica(
     *,
     readers: Sequence[EventReader] = (),
     step_by_step: bool = False,
+    offload: Any = None,
     **kwargs: Any,
 ) -> Replica:
     """An engine in virtual time; a step takes a millisecond unless `executor` says otherwise."""
     executor = executor or SimExecutor(LinearCost(step_ms=1.0))
-    return Replica(build_engine(config, executor, readers=readers, **kwargs), executor, step_by_step=step_by_step)
+    engine = build_engine(config, executor, readers=readers, tiers=preparation_of(offload), **kwargs)
+    return Replica(engine, executor, step_by_step=step_by_step)
 
 
-def make_scheduler(config: EngineConfig, **kwargs: Any) -> Scheduler:
+def make_scheduler(config: EngineConfig, *, offload: Any = None, **kwargs: Any) -> Scheduler:
     """A scheduler of pages that are only counted."""
-    return build_engine(config, SimExecutor(LinearCost(step_ms=1.0)), **kwargs).scheduler
+    executor = SimExecutor(LinearCost(step_ms=1.0))
+    return build_engine(config, executor, tiers=preparation_of(offload), **kwargs).scheduler
 
 
 def whole_pages(cache: Cache) -> PageCache:

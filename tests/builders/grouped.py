@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvarts.content import Content
 from kvarts.events import Event
 from kvarts.hardware.kv_groups import KvKind, KvLayer
-from kvarts.kv.groups import PartGroup
+from kvarts.kv.groups import STATE_SPAN, PartGroup
 from kvarts.report.report import Report
 from kvarts.report.requests import CANCELLED, REJECTED
 from kvarts.sim.replay import replay
@@ -28,10 +28,15 @@ STATES = (PartGroup(FULL, 2), PartGroup(KvLayer(kind="state", state_bytes=1), 3)
 
 
 @st.composite
-def layers(draw: st.DrawFn, kind: KvKind, spans: st.SearchStrategy[int], sinks: list[int]) -> KvLayer:
-    """A layer of `kind`: with a span if it is bounded, and one of `sinks` if it is a window."""
+def layers(
+    draw: st.DrawFn, kind: KvKind, spans: st.SearchStrategy[int], sinks: list[int], *, by_page: bool = False
+) -> KvLayer:
+    """A layer of `kind`: with a span if it is bounded, and one of `sinks` if it is a window.
+
+    `by_page`: states may be kept by page.
+    """
     if kind == "state":
-        return KvLayer(kind=kind, state_bytes=1)
+        return KvLayer(kind=kind, state_bytes=1, span=draw(st.sampled_from([None, STATE_SPAN])) if by_page else None)
     return KvLayer(
         kind=kind,
         num_heads=1,
@@ -42,15 +47,15 @@ def layers(draw: st.DrawFn, kind: KvKind, spans: st.SearchStrategy[int], sinks: 
 
 
 @st.composite
-def part_groups(draw: st.DrawFn) -> tuple[PartGroup, ...]:
-    """One group that keeps all tokens, most often, and up to two that keep less."""
+def part_groups(draw: st.DrawFn, *, by_page: bool = False) -> tuple[PartGroup, ...]:
+    """One group that keeps all tokens, most often, and up to two that keep less. `by_page`: as of `layers`."""
     kinds: list[KvKind] = ["window", "window", "window", "chunk", "state", "latent"]
     groups = [PartGroup(FULL, draw(st.sampled_from([1, 2, 3])))] if draw(st.integers(0, 4)) else []
     for _ in range(draw(st.integers(0 if groups else 1, 2))):
         kind = draw(st.sampled_from(kinds))
         if kind == "state" and not groups:
             kind = "window"
-        layer = draw(layers(kind, st.sampled_from([1, 2, 3, 4, 6, 8, 16]), [0, 0, 0, 1, 3]))
+        layer = draw(layers(kind, st.sampled_from([1, 2, 3, 4, 6, 8, 16]), [0, 0, 0, 1, 3], by_page=by_page))
         groups.append(PartGroup(layer, draw(st.sampled_from([1, 1, 2, 4, 5]))))
     return tuple(groups)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kvarts.build import TierSettings, build_engine
+from kvarts.build import PrepareTiers, build_engine
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.engine import Engine
@@ -297,7 +297,7 @@ class LiveRun:
         config: EngineConfig,
         num_blocks: int,
         *,
-        offload: TierSettings | None = None,
+        tiers: PrepareTiers | None = None,
         drafter: Drafter | None = None,
         readers: Sequence[EventReader] = (),
     ) -> None:
@@ -315,7 +315,7 @@ class LiveRun:
             num_blocks=num_blocks,
             readers=[self.steps, *readers],
             audit=HAS_AUDIT,
-            offload=offload,
+            tiers=tiers,
             drafter=drafter,
         )
         self.requests = [self._request(request, config) for request in requests]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 from hypothesis import strategies as st
@@ -11,7 +12,8 @@ from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.executor.page_bytes import PageCopier
 from kvarts.kv.transfer import Direction, Transfer, TransferReport
-from kvarts.offload.config import FilesBelow, OffloadConfig
+from kvarts.offload.config import OffloadConfig
+from kvarts.offload.opening import prepare_tiers
 from kvarts.offload.pagefiles import PageFiles
 from kvarts.sched.drafts import Drafter
 from kvarts.sched.plan import StepPlan, StepResult
@@ -117,7 +119,7 @@ def check_outputs(
         executor,
         between_steps=between_steps,
         drafter=drafter,
-        offload=FilesBelow(config=offload, known_keys=() if files is None else tuple(files.keys()), namespace="toy"),
+        tiers=partial(prepare_tiers, offload, known_keys=() if files is None else files.keys(), namespace="toy"),
     )
     assert_undisturbed(arrivals, requests, cancelled)
     offloader = offloader_of(engine)

@@ -346,7 +346,7 @@ def test_calibration_refuses_what_it_cannot_do() -> None:
 def test_a_run_directory_is_compared(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
-    from kvarts.cli.main import cli
+    from kvarts.cli.commands import cli
 
     cost = RUN / "cost.toml"
     run, page = tmp_path / "run", tmp_path / "compare.html"

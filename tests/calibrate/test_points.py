@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from kvarts.calibrate.course import Course, course_of, with_constants
 from kvarts.calibrate.points import Point, load_points
 from kvarts.calibrate.shared import Errors, fit_points, halves_of, record, test_halves
-from kvarts.cli.main import cli
+from kvarts.cli.commands import cli
 from kvarts.errors import ConfigError, InputError, KvartsError
 from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.roofline_settings import COEFFICIENTS, load_constants, shipped_constants

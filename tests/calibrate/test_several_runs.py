@@ -18,7 +18,7 @@ from kvarts.calibrate.coefficients import cost_toml, names_of
 from kvarts.calibrate.comparison import load_replayed, replayed_of
 from kvarts.calibrate.design import CANDIDATES, design
 from kvarts.calibrate.run import FittedRun
-from kvarts.cli.main import cli
+from kvarts.cli.commands import cli
 from kvarts.errors import InputError, KvartsError
 from kvarts.executor.cost_spec import parse_cost
 from kvarts.executor.roofline import RooflineCost

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import click
 import pytest
 
+from kvarts.cli.commands import COMMANDS, cli
 from kvarts.cli.helps import COMMON, EXAMPLES, GROUPS, SUMMARIES
-from kvarts.cli.main import COMMANDS, cli
 
 from builders.calls import commands
 from builders.rooms import has_every_room

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 from kvarts.cli.effects import NEEDS
-from kvarts.cli.options import options_of, settings_by_param
+from kvarts.cli.options import options_of
 from kvarts.cli.parts import concern_parts, load_parts
-from kvarts.cli.replay import OWN_SECTIONS, OneRun, all_sections, read_settings, replay_command
+from kvarts.cli.replay import replay_command
+from kvarts.cli.replaying import OWN_SECTIONS, OneRun, all_sections, read_settings
 from kvarts.errors import ConfigError
-from kvarts.settings import Flags, Given, Section, Setting, given_in, settings_of
+from kvarts.settings import Flags, Given, Section, Setting, given_in, settings_by_param, settings_of
 from kvarts.sim.config import ReplayConfig, make_config
 
 from builders.command_line import parsed

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from kvarts.cli.main import main
-from kvarts.cli.replay import OneRun, all_sections, read_settings
+from kvarts.cli.replaying import OneRun, all_sections, read_settings
 from kvarts.traffic.mooncake import load_mooncake
 
 from builders.claude_sessions import write_claude_sessions

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs_site import PARTS, generated_pages, with_links
-from kvarts.cli.main import COMMANDS
+from kvarts.cli.commands import COMMANDS
 
 from builders.rooms import has_every_room
 

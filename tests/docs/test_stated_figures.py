@@ -17,7 +17,7 @@ import pytest
 from kvarts import load_trace, replay
 from kvarts.calibrate import compare, load_measured
 from kvarts.calibrate.comparison import Comparison, replayed_of
-from kvarts.cli.replay import all_sections
+from kvarts.cli.replaying import all_sections
 from kvarts.executor.roofline_settings import shipped_constants
 from kvarts.files import SAMPLES
 from kvarts.sim.config import make_config

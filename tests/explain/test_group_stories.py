@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvarts.errors import InputError
 from kvarts.explain.hits import KINDS, NOT_KEPT, hit_ledger
-from kvarts.explain.overview import overview_of
 from kvarts.explain.reading import Journal, load_journal
 from kvarts.explain.story import story_of_block, story_of_request
+from kvarts.explain.sums import overview_of
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.journal import AdmittedLine, GivenBackLine, RemovedLine, StoredLine
 from kvarts.kv.groups import PartGroup

@@ -65,6 +65,12 @@ def queues(draw: st.DrawFn) -> dict[str, Any]:
     return {"router": router, "routing": Routing(queue_threshold=threshold, queue=order)}
 
 
+@st.composite
+def plans(draw: st.DrawFn) -> dict[str, Any]:
+    """Settings with which the next step may be planned while one runs, and tokens end requests."""
+    return {"async_scheduling": draw(st.booleans()), "stop_tokens": draw(st.booleans())}
+
+
 def replayed(case: FleetCase, **changes: Any) -> FleetReport:
     report: FleetReport = replay(case.case.trace(), case.config(**changes))
     return report
@@ -144,6 +150,7 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
     memories(),
     stores(),
     queues(),
+    plans(),
 )
 def test_fast_forward_equals_step_by_step(
     case: FleetCase,
@@ -152,13 +159,14 @@ def test_fast_forward_equals_step_by_step(
     memory: dict[str, Any],
     store: StoreSettings | None,
     queue: dict[str, Any],
+    plan: dict[str, Any],
 ) -> None:
     """L5, with workers that come, go and fail, links that they share, and queues in routers; their events, too."""
     if "groups" in memory:
         case.case.profile = "default"
     if store is not None:
         memory = with_store(memory)
-    memory = {**memory, **queue}
+    memory = {**memory, **queue, **plan}
     is_told = bool(case.case.rows[0].num_output_tokens % 2)
     fast, told = replayed_with(case, policy, is_shared, memory, store, is_told=is_told, step_by_step=False)
     slow, told_slowly = replayed_with(case, policy, is_shared, memory, store, is_told=is_told, step_by_step=True)
@@ -228,14 +236,18 @@ def test_a_worker_that_fails_has_nothing_left_to_store() -> None:
     assert report.summary["num_completed"] == 1
 
 
-@given(fleets(profile="default", cancels=True), memories(), stores(), queues())
+@given(fleets(profile="default", cancels=True), memories(), stores(), queues(), plans())
 def test_nothing_starves_and_nothing_deadlocks_by_default(
-    case: FleetCase, memory: dict[str, Any], store: StoreSettings | None, queue: dict[str, Any]
+    case: FleetCase,
+    memory: dict[str, Any],
+    store: StoreSettings | None,
+    queue: dict[str, Any],
+    plan: dict[str, Any],
 ) -> None:
     """L8: every request that can ever run ends."""
     if store is not None:
         memory = with_store(memory)
-    memory = {**memory, **queue}
+    memory = {**memory, **queue, **plan}
     summary = replay(case.case.trace(), structs.replace(case.config(**memory), store=store)).summary
     assert summary["num_failed"] == 0
     assert summary["fleet"]["num_deadlocks"] == 0
@@ -250,24 +262,23 @@ def test_nothing_starves_and_nothing_deadlocks_by_default(
     memories(),
     queues(),
     st.integers(1, 3),
+    plans(),
 )
 def test_a_pool_of_mixed_workers_is_replicas(
-    case: Case, timeout_s: float | None, retries: int, memory: dict[str, Any], queue: dict[str, Any], replicas: int
+    case: Case,
+    timeout_s: float | None,
+    retries: int,
+    memory: dict[str, Any],
+    queue: dict[str, Any],
+    replicas: int,
+    plan: dict[str, Any],
 ) -> None:
-    """A fleet without handoffs is the replay of as many replicas, to the byte.
-
-    Except that replicas by vLLM's rules, without tiers, release the pages of requests that were given up during a step
-    before those of requests that end with it.
-    """
+    """A fleet without handoffs is the replay of as many replicas, to the byte."""
     if "groups" in memory:
         case.profile = "default"
-    if case.profile == "default" and "offload" not in memory:
-        timeout_s = None
-        for row in case.rows:
-            row.cancel_after_ms = None
     retries = 0 if timeout_s is None else retries
     config = case.config(
-        replicas=replicas, client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **memory, **queue
+        replicas=replicas, client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **memory, **queue, **plan
     )
     fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
     mine, plain = replay(case.trace(), fleet), replay(case.trace(), config)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvarts import load_trace
-from kvarts.cli.replay import all_sections
+from kvarts.cli.replaying import all_sections
 from kvarts.errors import ConfigError
 from kvarts.fleet.config import FleetConfig
 from kvarts.plan.fleet_search import FleetKinds, FleetSearch

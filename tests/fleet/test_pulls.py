@@ -19,7 +19,7 @@ from kvarts.fleet.report import FleetReport
 from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.peers import PeerMemory
-from kvarts.routers.exact import EventIndex
+from kvarts.routers.directory import EventIndex
 from kvarts.routers.policies import PrefixAware
 from kvarts.routers.view import Asked, View
 from kvarts.settings import SettingError

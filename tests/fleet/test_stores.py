@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
 
 from kvarts.executor.cost import LinearCost
 from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
@@ -15,6 +18,10 @@ from kvarts.settings import SettingError
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
+from builders.laws import assert_steps_as_in_naive
+from builders.tiered import BYTES_PER_TOKEN, Tiered, naive_settings, tiered
+from oracles.naive import Batch, NaiveEngine
+from oracles.naive_store import NaiveStore, NaiveStoreEngine, NaiveStoreFleet, NaiveStoreLinks
 
 MS = 1_000_000
 PAGE_BYTES = 10 * 131_072
@@ -121,3 +128,90 @@ def test_a_step_uses_the_layers_of_host_memory_early_and_not_those_of_the_store(
     _, from_store, _, _, from_host = first_tokens(report)
     assert from_store == 1000 + 40 + 201
     assert from_host == pytest.approx(6000 + from_host_ms, abs=0.01)
+
+
+A_TOKEN_A_MS = LinearCost(chunk_token_ms=1.0, decode_ms=1.0)
+
+
+def a_token_a_ms(batch: Batch, engine: NaiveEngine) -> int:
+    """Of the step that is planned, or of a prompt alone that is weighed."""
+    num_tokens = engine.max_num_batched_tokens - engine.budget_left
+    if batch.prefills and batch.prefills[0][0].seq < 0:
+        num_tokens = sum(end - start for _, start, end in batch.prefills)
+    return num_tokens * MS
+
+
+RATES = st.sampled_from([100_000, 1_000_000, 5_000_000, 1_000_000_000, 1_000_000_000])
+"""A token takes from a microsecond to 10 ms, and one to compute."""
+
+
+def with_one_text(tiers: Tiered) -> Tiered:
+    """Return `tiers` with prompts that begin alike, on workers that have many tokens to compute."""
+    case = tiers.case
+    longest = max((row.units for row in case.rows), key=len)
+    for row in case.rows:
+        row.units, row.tenant, row.priority = longest[: len(row.units)], None, 0
+    case.num_pages += 20
+    return tiers
+
+
+@pytest.mark.laws
+@given(
+    tiered(max_requests=14, with_bus=False).map(with_one_text) | tiered(max_requests=14, with_bus=False),
+    st.booleans(),
+    st.sampled_from([1, 2, 2, 3]),
+    st.sampled_from([1, 4, 20, 200, 200]),
+    st.tuples(RATES, RATES),
+    st.sampled_from([0, 0, 100, 5000]),
+)
+def test_workers_that_share_a_store_are_as_the_naive_ones(
+    tiers: Tiered, has_host: bool, num_workers: int, num_pages: int, rates: tuple[int, int], latency_us: int
+) -> None:
+    """L1 to L4, L7, L8: requests, steps, what is loaded from whom, and what is in the store at the end."""
+    offload = structs.replace(tiers.offload, copy_slowdown=0.0, policy="eager", disk_pages=None)
+    case, tiers.offload = tiers.case, offload
+    case.profile, case.replicas = "default", num_workers
+    page_bytes = BYTES_PER_TOKEN * case.page_size
+    rate, worker_rate = rates
+    links = NaiveStoreLinks(rate / 1e9, worker_rate / 1e9, latency_us * 1000)
+    naive = NaiveStoreFleet(NaiveStore(num_pages), links, page_bytes)
+    settings = {**naive_settings(tiers), "cost": a_token_a_ms, "swaps": has_host and offload.preemption_mode == "swap"}
+    settings["tiers"] = settings["tiers"] if has_host else []
+    naive.engines = [NaiveStoreEngine(index=index, fleet=naive, **settings) for index in range(num_workers)]
+    for engine in naive.engines:
+        engine.all_names = naive.engines[0].all_names
+    requests = case.naive_requests()
+    naive.run(requests)
+
+    offload = offload if has_host else structs.replace(offload, host_pages=None)
+    each = case.config(audit=True, cost=A_TOKEN_A_MS, offload=offload, replicas=num_workers)
+    store = StoreSettings(pages=num_pages, rate=rate, worker_rate=worker_rate, latency_us=latency_us)
+    fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=each),), store=store)
+    assert fleet.stored_unit_bytes == page_bytes
+    report: FleetReport = replay(case.trace(), fleet)
+    rows = report.request_columns
+    names = ("host", "store") if has_host else ("store",)
+    for index, request in enumerate(requests):
+        if request.rejected:
+            continue
+        mine = {name: int(column[index]) for name, column in rows.items()}
+        assert request.replica is not None
+        below = naive.engines[request.replica].below_tokens.get(request.seq, [0] * len(names))
+        expected = {
+            "replica": request.replica,
+            "first_admitted_ns": request.first_admitted_ns,
+            "first_token_ns": request.first_token_ns,
+            "last_token_ns": request.last_token_ns,
+            "cached_tokens": request.others_hit_tokens,
+            "preemptions": request.preemptions,
+            **{f"{name}_tokens": tokens for name, tokens in zip(names, below, strict=True)},
+        }
+        assert {name: mine[name] for name in expected} == expected, index
+    for index, engine in enumerate(naive.engines):
+        assert_steps_as_in_naive(report.step_logs[index], engine)
+    used = report.summary["fleet"]["store"]
+    assert {(row["reader"], row["writer"]): row["pages"] for row in used["loaded"]} == {
+        (engine.index_of_engine, writer): count for engine in naive.engines for writer, count in engine.loaded.items()
+    }
+    assert used["num_cached_pages"] == naive.store.num_cached()
+    assert used["num_evicted_pages"] == len(naive.store.evicted)

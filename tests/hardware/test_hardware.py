@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
-from kvarts.hardware import Device, Geometry, MemoryFit, fit_memory, load_device, load_geometry
-from kvarts.hardware.device import device_names
-from kvarts.hardware.fit import local_kv_bytes_per_token, local_weight_bytes
-from kvarts.hardware.model_config import preset_names
+from kvarts.hardware.device import Device, device_names, load_device
+from kvarts.hardware.fit import MemoryFit, fit_memory, local_kv_bytes_per_token, local_weight_bytes
+from kvarts.hardware.geometry import Geometry
+from kvarts.hardware.model_config import load_geometry, preset_names
 
 # Counted over the modules that transformers 5.23 builds from the same configurations.
 PARAMETERS = {

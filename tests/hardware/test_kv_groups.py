@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
-from kvarts.hardware import Geometry, KvLayer, fit_memory, load_device, load_geometry
-from kvarts.hardware.fit import fit_sequences, local_kv_groups, sequence_bytes
-from kvarts.hardware.kv_groups import KvKind, grouped
+from kvarts.hardware.device import load_device
+from kvarts.hardware.fit import fit_memory, fit_sequences, local_kv_groups, sequence_bytes
+from kvarts.hardware.geometry import Geometry
+from kvarts.hardware.kv_groups import KvKind, KvLayer, grouped
+from kvarts.hardware.model_config import load_geometry
 
 from oracles.naive_kv_groups import kept_bits, kept_pages, kept_tokens
 

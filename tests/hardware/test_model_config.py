@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvarts.errors import ConfigError, InputError, KvartsError
-from kvarts.hardware import Geometry, load_geometry
+from kvarts.hardware.geometry import Geometry
+from kvarts.hardware.model_config import load_geometry
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvarts.cli.main import cli
+from kvarts.cli.commands import cli
 
 
 def shown(*arguments: str) -> str:

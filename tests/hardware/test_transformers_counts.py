@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvarts.hardware import load_geometry
-from kvarts.hardware.model_config import preset_names
+from kvarts.hardware.model_config import load_geometry, preset_names
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.laws
 @st.composite
 def part_groups(draw: st.DrawFn) -> PartGroup:
     kinds: list[KvKind] = ["full", "window", "window", "chunk", "latent", "state"]
-    layer = draw(layers(draw(st.sampled_from(kinds)), st.integers(1, 9), [0, 0, 1, 3]))
+    layer = draw(layers(draw(st.sampled_from(kinds)), st.integers(1, 9), [0, 0, 1, 3], by_page=True))
     return PartGroup(layer, part_bytes=draw(st.sampled_from([1, 1, 2, 5])))
 
 

@@ -45,17 +45,25 @@ class Both:
 
 class RunMachine(RuleBasedStateMachine):
     @initialize(
-        groups=part_groups(),
+        groups=part_groups(by_page=True),
+        aligns=st.booleans(),
         page_size=st.integers(1, 4),
         total_bytes=st.sampled_from([8, 20, 40, 60]),
         keeps=st.sampled_from(["all", "tails"]),
         shares=st.sampled_from(["no", "runs", "both"]),
     )
     def build(
-        self, groups: tuple[PartGroup, ...], page_size: int, total_bytes: int, keeps: Retention, shares: str
+        self,
+        groups: tuple[PartGroup, ...],
+        page_size: int,
+        total_bytes: int,
+        keeps: Retention,
+        shares: str,
+        aligns: bool,
     ) -> None:
-        self.pages = GroupedCache(groups, page_size=page_size, total_bytes=total_bytes, keeps=keeps)
-        self.runs = RunCache(GroupMemory(groups, keeps), page_size=page_size, total_bytes=total_bytes)
+        self.pages = GroupedCache(groups, page_size=page_size, total_bytes=total_bytes, keeps=keeps, aligns=aligns)
+        memory = GroupMemory(groups, keeps, aligns=aligns)
+        self.runs = RunCache(memory, page_size=page_size, total_bytes=total_bytes)
         self.memories = [MemoryOfOne(self.runs)] if shares != "no" else []
         if shares == "both":
             self.memories.append(MemoryOfOne(self.pages))
@@ -149,6 +157,8 @@ class RunMachine(RuleBasedStateMachine):
     def advance(self, data: st.DataObject, num_new: int, is_end: bool) -> None:
         both = data.draw(st.sampled_from(self.computing()))
         num_tokens = both.by_page.num_tokens
+        if self.pages.aligns and num_tokens % self.pages.page_size:
+            num_new = min(num_new, -num_tokens % self.pages.page_size)
         assert self.runs.missing_bytes(both.by_run, num_new) == self.pages.missing_bytes(both.by_page, num_new)
         self.runs.settle(both.by_run, num_tokens)
         if self.pages.advance(both.by_page, num_new, is_end=is_end):
@@ -275,13 +285,16 @@ class NamedMachine(RunMachine):
     """Blocks with ids and events, as a real model and a journal have them: every full page is findable at once."""
 
     @initialize(
-        groups=part_groups(),
+        groups=part_groups(by_page=True),
+        aligns=st.booleans(),
         page_size=st.integers(1, 4),
         num_blocks=st.integers(4, 60),
         keeps=st.sampled_from(["all", "tails"]),
     )
-    def build(self, groups: tuple[PartGroup, ...], page_size: int, num_blocks: int, keeps: Retention) -> None:
-        memory = GroupMemory(groups, keeps)
+    def build(
+        self, groups: tuple[PartGroup, ...], page_size: int, num_blocks: int, keeps: Retention, aligns: bool
+    ) -> None:
+        memory = GroupMemory(groups, keeps, aligns=aligns)
         total_bytes = num_blocks * memory.block_bytes
         self.of_pages: list[Event] = []
         self.of_runs: list[Event] = []
@@ -292,6 +305,7 @@ class NamedMachine(RunMachine):
             keeps=keeps,
             blocks=IdPool(num_blocks),
             tell=self.of_pages.append,
+            aligns=aligns,
         )
         self.runs = RunCache(
             memory,
@@ -358,7 +372,8 @@ class OrderedMachine(NamedMachine):
     """Under eviction orders other than least recently used, which list runs here and single parts there."""
 
     @initialize(
-        groups=part_groups(),
+        groups=part_groups(by_page=True),
+        aligns=st.booleans(),
         page_size=st.integers(1, 4),
         num_blocks=st.integers(4, 60),
         keeps=st.sampled_from(["all", "tails"]),
@@ -373,9 +388,10 @@ class OrderedMachine(NamedMachine):
         keeps: Retention,
         make_order: Callable[[], EvictionOrder],
         shares: bool,
+        aligns: bool,
     ) -> None:
-        super().build(groups, page_size, num_blocks, keeps)
-        memory = GroupMemory(groups, keeps)
+        super().build(groups, page_size, num_blocks, keeps, aligns)
+        memory = GroupMemory(groups, keeps, aligns=aligns)
         total_bytes = num_blocks * memory.block_bytes
         with_ids = not shares
         self.pages = GroupedCache(
@@ -385,6 +401,7 @@ class OrderedMachine(NamedMachine):
             keeps=keeps,
             blocks=IdPool(num_blocks) if with_ids else None,
             tell=self.of_pages.append,
+            aligns=aligns,
             order=make_order(),
         )
         self.runs = RunCache(

@@ -15,9 +15,8 @@ import torch
 
 from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
 from kvarts.executor.torch import gguf_file
-from kvarts.executor.torch.gguf_file import GgufFile
+from kvarts.executor.torch.gguf_file import SPLITS, GgufFile, read_tokenizer
 from kvarts.executor.torch.gguf_model import read_model
-from kvarts.executor.torch.gguf_tokenizer import SPLITS, read_tokenizer
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams
 

@@ -18,8 +18,7 @@ from kvarts.clock import VirtualClock
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.events import Arrived, Rejected
-from kvarts.llm.listener import EngineDeadError
-from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.llm_engine import EngineDeadError, LLMEngine
 from kvarts.llm.loop import EngineLoop
 from kvarts.llm.text import DetokenizingExecutor
 from kvarts.sampling import Logprobs, SamplingParams

@@ -14,8 +14,8 @@ pytest.importorskip("torch", reason="real models need kvarts[torch]")
 from kvarts.config import EngineConfig
 from kvarts.executor.torch import sampling
 from kvarts.llm import llm_engine, loop, speculation
-from kvarts.llm.listener import RequestFailedError
 from kvarts.llm.llm import LLM
+from kvarts.llm.llm_engine import RequestFailedError
 from kvarts.llm.text import Completion, Generation
 from kvarts.sampling import SamplingParams
 

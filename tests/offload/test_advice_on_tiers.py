@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvarts.cli.replay import all_sections
+from kvarts.cli.replaying import all_sections
 from kvarts.report.report import Report
 from kvarts.sim.config import make_config
 from kvarts.sim.replay import replay

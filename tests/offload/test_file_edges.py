@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
@@ -19,7 +20,7 @@ from random import Random
 import pytest
 
 from kvarts.errors import ConfigError, OutputError
-from kvarts.offload.config import FilesBelow
+from kvarts.offload.opening import prepare_tiers
 from kvarts.offload.pagefiles import MOST_KEY_BYTES, PageFiles, file_bytes
 
 from builders.serving import serve
@@ -204,8 +205,8 @@ def test_a_smaller_limit_stores_again(tmp_path: Path, knows_keys: bool) -> None:
     arrivals, config, offload = busy(disk_pages=6)
     other = [replace(a, prompt=[token + 7 for token in a.prompt]) for a in arrivals]
     executor = TieredToy(config, offload, Random(2), files)
-    below = FilesBelow(config=offload, known_keys=tuple(files.keys()) if knows_keys else (), namespace="toy")
-    serve(other, config, executor, offload=below)
+    tiers = partial(prepare_tiers, offload, known_keys=files.keys() if knows_keys else (), namespace="toy")
+    serve(other, config, executor, tiers=tiers)
     assert set(files.directory.glob("*/*.kv")) - before
     assert bytes_in(tmp_path) == files.num_bytes <= 6 * size
 
@@ -225,8 +226,8 @@ def test_two_engines_without_a_namespace_read_none_of_each_others_pages(tmp_path
         files = PageFiles(tmp_path, max_bytes=1 << 20)
         executor = TieredToy(config, offload, Random(index), files)
         executor.fails = 0.0
-        below = FilesBelow(config=offload, known_keys=tuple(files.keys()))
-        engine, _, _ = serve(arrivals[:1], config, executor, offload=below)
+        tiers = partial(prepare_tiers, offload, known_keys=files.keys())
+        engine, _, _ = serve(arrivals[:1], config, executor, tiers=tiers)
         assert offloader_of(engine).counts.num_loads == 0
     assert len(files.keys()) > 0
 

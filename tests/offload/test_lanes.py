@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from functools import partial
 from importlib.resources import files
 from random import Random
 from typing import Any, cast
@@ -23,8 +24,8 @@ from kvarts.kv.pool import IdPool
 from kvarts.kv.transfer import TransferReport
 from kvarts.kv.tree import PrefixTree
 from kvarts.offload.channel import Channel, MeasuredChannel, MeasuredPrefill
-from kvarts.offload.config import FilesBelow, OffloadConfig
-from kvarts.offload.opening import open_offloader
+from kvarts.offload.config import OffloadConfig
+from kvarts.offload.opening import open_offloader, prepare_tiers
 from kvarts.report.advice import advice
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sim.config import ReplayConfig
@@ -248,7 +249,8 @@ def test_requests_outlive_transfers_that_are_never_reported(policy: str) -> None
     arrivals, config, offload = busy(policy)
     offload = msgspec.structs.replace(offload, deadline_s=20e-9)  # a step begins every nanosecond
     executor = Forgetful(config, offload, Random(1))
-    engine, requests, cancelled = serve(arrivals, config, executor, offload=FilesBelow(config=offload, namespace="toy"))
+    tiers = partial(prepare_tiers, offload, namespace="toy")
+    engine, requests, cancelled = serve(arrivals, config, executor, tiers=tiers)
     assert_undisturbed(arrivals, requests, cancelled)
     counts = offloader_of(engine).counts
     assert counts.num_late > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.build import TierSettings
+from kvarts.build import PrepareTiers
 from kvarts.config import EngineConfig
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.offload.config import OffloadConfig
+from kvarts.offload.opening import prepare_tiers
 from kvarts.request import RequestState
 
 from builders.case import Case, Row
@@ -45,7 +47,7 @@ def requests_of(case: Case) -> list[NaiveRequest]:
     return requests
 
 
-def run_of(case: Case, groups: tuple[PartGroup, ...], keeps: Any, offload: TierSettings) -> LiveRun:
+def run_of(case: Case, groups: tuple[PartGroup, ...], keeps: Any, tiers: PrepareTiers) -> LiveRun:
     memory = GroupMemory(groups, keeps)
     config = EngineConfig(
         num_pages=case.num_pages,
@@ -53,7 +55,7 @@ def run_of(case: Case, groups: tuple[PartGroup, ...], keeps: Any, offload: TierS
         max_num_batched_tokens=case.max_num_batched_tokens,
         max_num_seqs=case.max_num_seqs,
     )
-    return LiveRun(requests_of(case), memory, config, memory.num_blocks(case.num_pages), offload=offload)
+    return LiveRun(requests_of(case), memory, config, memory.num_blocks(case.num_pages), tiers=tiers)
 
 
 @given(
@@ -81,11 +83,13 @@ def test_every_token_finds_what_it_attends_to(
     A second engine finds the files that the first one has left.
     """
     offload = OffloadConfig(host_pages=host_pages, disk_pages=disk_pages, policy=policy)
-    live = run_of(case, groups, keeps, offload.with_known([], "test"))
+    live = run_of(case, groups, keeps, partial(prepare_tiers, offload, known_keys=[], namespace="test"))
     live.executor.delays_reports, live.executor.loses = delays, loses
     live.run()
     check(live)
-    again = run_of(case, groups, keeps, offload.with_known(live.executor.files, "test"))
+    again = run_of(
+        case, groups, keeps, partial(prepare_tiers, offload, known_keys=live.executor.files, namespace="test")
+    )
     again.executor.files = live.executor.files
     again.run()
     check(again)
@@ -109,11 +113,11 @@ def test_a_load_that_brings_a_wrong_block_is_noticed() -> None:
     rows = [Row(seq * 100, [seq % 3 * 50 + unit for unit in range(22)], 22, 4, None, 0, None) for seq in range(9)]
     case = Case(rows, 1, 4, 7, 64, 2, "default", 1)
     offload = OffloadConfig(host_pages=100)
-    right = run_of(case, groups, "tails", offload)
+    right = run_of(case, groups, "tails", partial(prepare_tiers, offload))
     right.run()
     assert right.executor.num_loads > 2
     assert sum(request.cached_tokens for request in right.requests) == 6 * 20
-    wrong = run_of(case, groups, "tails", offload)
+    wrong = run_of(case, groups, "tails", partial(prepare_tiers, offload))
     wrong.executor.loads_wrong = True
     with pytest.raises(AssertionError, match="its block holds another"):
         wrong.run()
@@ -125,15 +129,15 @@ def test_a_later_engine_reads_the_files_of_the_first() -> None:
     rows = [Row(seq * 100, [seq * 50 + unit for unit in range(22)], 22, 4, None, 0, None) for seq in range(3)]
     case = Case(rows, 1, 4, 12, 64, 2, "default", 1)
     offload = OffloadConfig(host_pages=100, disk_pages=100)
-    first = run_of(case, groups, "tails", offload.with_known([], "test"))
+    first = run_of(case, groups, "tails", partial(prepare_tiers, offload, known_keys=[], namespace="test"))
     first.run()
     files = first.executor.files
     assert {len(slots) for slots in files.values()} == {1 * 4, 2 * 4}
-    other = run_of(case, groups, "tails", offload.with_known(files, "another model"))
+    other = run_of(case, groups, "tails", partial(prepare_tiers, offload, known_keys=files, namespace="another model"))
     other.executor.files = files.copy()
     other.run()
     assert not other.executor.num_loads_of_files
-    again = run_of(case, groups, "tails", offload.with_known(files, "test"))
+    again = run_of(case, groups, "tails", partial(prepare_tiers, offload, known_keys=files, namespace="test"))
     again.executor.files = files
     again.run()
     assert again.executor.num_loads_of_files
@@ -146,4 +150,4 @@ def test_a_copy_that_the_step_computes_is_not_stored_in_it() -> None:
     rows = [Row(0, [0], num_tokens, 1, None, 0, None) for num_tokens in (4, 4, 4)]
     case = Case(rows, 4, 1, 5, 4, 4, "default", 1)
     groups = (PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=2), 1),)
-    run_of(case, groups, "all", OffloadConfig(host_pages=2)).run()
+    run_of(case, groups, "all", partial(prepare_tiers, OffloadConfig(host_pages=2))).run()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvarts.cli.replay import all_sections
+from kvarts.cli.replaying import all_sections
 from kvarts.offload.config import OffloadConfig
 from kvarts.settings import given_in
 from kvarts.sim.config import resolve_replay

@@ -6,6 +6,7 @@ meanwhile; tiers are reset. The output is that of an undisturbed run.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from kvarts.config import EngineConfig
 from kvarts.kv.transfer import Direction, TransferReport
 from kvarts.offload.config import OffloadConfig
+from kvarts.offload.opening import prepare_tiers
 from kvarts.offload.pagefiles import PageFiles, file_bytes
 from kvarts.sched.plan import StepPlan, StepResult
 
@@ -92,7 +94,7 @@ def test_a_page_copied_to_the_wrong_place_changes_the_output() -> None:
     arrivals, config, offload = busy()
     executor = ReadsElsewhere(config, offload, Random(0))
     executor.fails = 0.0
-    _, requests, _ = serve(arrivals, config, executor, offload=offload)
+    _, requests, _ = serve(arrivals, config, executor, tiers=partial(prepare_tiers, offload))
     assert [output_of(request) for request in requests] != [generate(a.prompt, a.num_output) for a in arrivals]
 
 

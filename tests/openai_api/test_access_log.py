@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvarts.errors import OutputError
-from kvarts.openai_api.access_log import FLUSH_S, AccessLog
+from kvarts.openai_api.access import FLUSH_S, AccessLog
 from kvarts.openai_api.running import RunningServer
 from kvarts.owners import Owner
 

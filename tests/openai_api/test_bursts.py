@@ -14,8 +14,8 @@ import uvloop
 
 from kvarts.clock import PutOffClock, VirtualClock
 from kvarts.executor.wrappers import WaitingExecutor
-from kvarts.llm import listener as outboxes
-from kvarts.llm.listener import Outbox
+from kvarts.llm import llm_engine as outboxes
+from kvarts.llm.llm_engine import Outbox
 from kvarts.openai_api.answer import Answer
 from kvarts.openai_api.running import RunningServer
 

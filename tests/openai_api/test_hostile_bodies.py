@@ -18,7 +18,7 @@ pytest.importorskip("llguidance", reason="grammars need llguidance")
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvarts.executor.torch import grammars, sampling
+from kvarts.executor.torch import sampling
 from kvarts.executor.torch.gguf_file import find_gguf
 from kvarts.executor.torch.tiny import write_tiny
 from kvarts.llm import llm_engine
@@ -49,8 +49,8 @@ STAGES = {
     "sampling": (sampling.Sampler, "choose", lambda this, args: this._params.seed == MARK),
     "sampler": (sampling.Sampler, "__init__", lambda this, args: args[0].seed == MARK),
     "scores": (sampling._PromptScores, "note", lambda this, args: this._num_top == 7),
-    "grammar": (grammars.Grammars, "matcher", lambda this, args: args[0].regex == XYZ),
-    "token of a grammar": (grammars.Matcher, "accept", lambda this, args: getattr(this, "is_victim", False)),
+    "grammar": (sampling.Grammars, "matcher", lambda this, args: args[0].regex == XYZ),
+    "token of a grammar": (sampling.Matcher, "accept", lambda this, args: getattr(this, "is_victim", False)),
     "template": (HubText, "conversation", lambda this, args: args[0][0]["content"] == "victim"),
     "prompt": (HubText, "encode", lambda this, args: args[0] == "victim"),
     "answer": (Choice, "update", lambda this, args: args[0].params.seed == MARK),
@@ -237,14 +237,14 @@ def test_hostile_bodies_change_no_answer(url: str, monkeypatch: pytest.MonkeyPat
             return whole(this, *args, **settings)
 
         monkeypatch.setattr(owner, name, failing)
-    made = grammars.Grammars.matcher
+    made = sampling.Grammars.matcher
 
-    def marking(this: grammars.Grammars, wanted: StructuredOutputs) -> grammars.Matcher:
+    def marking(this: sampling.Grammars, wanted: StructuredOutputs) -> sampling.Matcher:
         matcher: Any = made(this, wanted)
         matcher.is_victim = wanted.regex == UVW
         return matcher  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(grammars.Grammars, "matcher", marking)
+    monkeypatch.setattr(sampling.Grammars, "matcher", marking)
     random = Random(5)
     stages = list(STAGES)
     bodies = [

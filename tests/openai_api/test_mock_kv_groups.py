@@ -20,7 +20,7 @@ from kvarts.config import EngineConfig
 from kvarts.executor.cost import LinearCost
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import GroupMemory, PartGroup
-from kvarts.openai_api.mock import mock_model
+from kvarts.openai_api.opening import mock_model
 
 from builders.grouped import FULL, WINDOW
 from builders.http_client import call

@@ -424,9 +424,9 @@ def test_a_grammar_that_becomes_too_complex_ends_its_own_request_with_its_name(
 ) -> None:
     """As an error of the request, not of the server; and another request is answered as it is alone."""
     pytest.importorskip("llguidance")
-    from kvarts.executor.torch import grammars
+    from kvarts.executor.torch import sampling
 
-    monkeypatch.setattr(grammars, "MOST_ITEMS", 60)
+    monkeypatch.setattr(sampling, "MOST_ITEMS", 60)
     other = {"prompt": "another", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
     alone = complete(url, **other)["choices"]
     wanted = {"guided_grammar": AMBIGUOUS} if field == "guided_grammar" else {field: {"grammar": AMBIGUOUS}}

@@ -268,10 +268,11 @@ class GroupedCache(PartPool):
         check_whole(num_new, "num_new")
         end_page = -(-(holding.num_tokens + num_new) // self.page_size)
         num_pages = end_page - -(-holding.num_tokens // self.page_size)
-        return sum(
-            group.part_bytes * (holding.states[index] is None if group.is_state else num_pages)
-            for index, group in enumerate(self.groups)
-        )
+        num_bytes = 0
+        for index, group in enumerate(self.groups):
+            count = min(num_pages, 1) if self._aligned[index] else num_pages
+            num_bytes += group.part_bytes * (holding.states[index] is None if group.is_state else count)
+        return num_bytes
 
     def _grow(self, holding: GroupedHolding, num_new: int, is_end: bool) -> None:
         first_page = -(-holding.num_tokens // self.page_size)
@@ -279,7 +280,7 @@ class GroupedCache(PartPool):
         end_page = -(-holding.num_tokens // self.page_size)
         for index, group in enumerate(self.groups):
             if not group.is_state:
-                pages = range(first_page, end_page)
+                pages = range(first_page, end_page)[-1:] if self._aligned[index] else range(first_page, end_page)
                 holding.parts[index].update(zip(pages, self._take(index, len(pages)), strict=True))
             elif holding.states[index] is None:
                 (holding.states[index],) = self._take(index, 1)

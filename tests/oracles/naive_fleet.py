@@ -578,9 +578,10 @@ class NaiveFleet:
         if worker in self.decodes:
             if handoff.target >= 0 and worker.drop(handoff.decode):
                 self.send(worker.try_to_reserve(now))
-        elif worker.drop(handoff.prefill):
+        else:
+            worker.drop(handoff.prefill)
             self.notes.append(handoff.request.seq)
-            if handoff.held_ns >= 0:
+            if handoff.held_ns >= 0 and handoff.released_ns < 0:
                 handoff.released_ns = now
         self.note_given_up(handoff, now)
 
@@ -612,6 +613,10 @@ class NaiveFleet:
         if worker in self.decodes:
             for request in done:
                 worker.release(request)
+        for what, handoff in worker.interrupts:
+            request = handoff.decode if worker in self.decodes else handoff.prefill
+            if what == "drop" and request not in done and request not in worker.held:
+                worker.drop(request)
         reserved = worker.try_to_reserve(now)
         deferred, worker.deferred = worker.deferred, []
         self.send(reserved)
@@ -700,6 +705,8 @@ class NaiveFleet:
             else:
                 self.actions.append(("activate", handoff))
         elif what == "activate":
+            if handoff.given_up:
+                return
             if target.end_ns is not None:
                 target.deferred.append((what, handoff))
                 return
@@ -901,6 +908,8 @@ class NaiveFleet:
         self.actions.append(("release", handoff))
 
     def compute_instead(self, handoff: NaiveHandoff, target: NaiveWorker, now: int) -> None:
+        if handoff.given_up:
+            return
         self.forget(handoff.decode, target)
         self.compute_here(handoff, target)
         target.refused_at = -1

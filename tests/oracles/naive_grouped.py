@@ -22,13 +22,23 @@ Name = tuple[str | None, tuple[int, ...]]
 @cache
 def needed_pages(layer: KvLayer, num_tokens: int, page_size: int) -> frozenset[int]:
     """Return the pages of the first `num_tokens` tokens that a token from there on needs."""
-    if layer.kind == "state":
+    if has_state(layer):
         ends = num_tokens % page_size == 0 and num_tokens > 0
         return frozenset({num_tokens // page_size - 1} if ends else ())
     seen: set[int] = set()
     for position in range(num_tokens, num_tokens + (layer.span or 0) + 1):
         seen |= {other for other in seen_by(layer, position) if other < num_tokens}
     return frozenset(position // page_size for position in seen)
+
+
+def has_state(layer: KvLayer) -> bool:
+    """Return whether a sequence has one state of `layer`, and leaves snapshots of it."""
+    return layer.kind == "state" and layer.span is None
+
+
+def is_bounded(layer: KvLayer) -> bool:
+    """Return whether sequences release parts of `layer` while they run."""
+    return layer.kind in ("window", "chunk") or (layer.kind == "state" and layer.span is not None)
 
 
 def is_made(token: object) -> bool:
@@ -109,7 +119,7 @@ class NaiveGroups:
         Layers that keep all tokens have all pages up to there.
         """
         whole = [index for index, (layer, _) in enumerate(self.groups) if layer.kind in ("full", "latent")]
-        if not whole or not any(layer.kind == "state" for layer, _ in self.groups):
+        if not whole or not any(has_state(layer) for layer, _ in self.groups):
             return 0
         length = 0
         while length < limit and all((index, self.name(tokens, salt, length)) in self.copies for index in whole):
@@ -127,7 +137,7 @@ class NaiveGroups:
     def take(self, group: int) -> NaivePart:
         """Take a part; evict as many as that needs, the least recently released first."""
         self.take_bytes(self.groups[group][1])
-        return NaivePart(group, is_kept=self.keeps_all or self.groups[group][0].kind not in ("window", "chunk"))
+        return NaivePart(group, is_kept=self.keeps_all or not is_bounded(self.groups[group][0]))
 
     def release(self, part: NaivePart, *, is_passed: bool = False) -> None:
         """End a hold of a part. `is_passed`: its sequence goes on."""
@@ -203,7 +213,7 @@ class NaiveGroups:
         old = {position // self.page_size for position in range(sequence.num_tokens)}
         new = {position // self.page_size for position in range(sequence.num_tokens + num_new)} - old
         for index, (layer, part_bytes) in enumerate(self.groups):
-            if layer.kind == "state":
+            if has_state(layer):
                 asked += part_bytes if index not in sequence.states else 0
             else:
                 asked += part_bytes * len(new)
@@ -215,7 +225,7 @@ class NaiveGroups:
         sequence.num_tokens += num_new
         new = {position // self.page_size for position in range(sequence.num_tokens)} - old
         for index, (layer, _) in enumerate(self.groups):
-            if layer.kind == "state":
+            if has_state(layer):
                 if index not in sequence.states:
                     sequence.states[index] = self.take(index)
                 continue
@@ -224,7 +234,7 @@ class NaiveGroups:
         for page in range(sequence.num_tokens // self.page_size):
             for index, (layer, _) in enumerate(self.groups):
                 part = sequence.parts[index].get(page)
-                if layer.kind != "state" and part is not None and part.name is None:
+                if not has_state(layer) and part is not None and part.name is None:
                     self.publish(part, self.name(sequence.tokens, sequence.salt, page))
         if is_end:
             self.keep_tails(sequence)
@@ -235,7 +245,7 @@ class NaiveGroups:
         """Keep what the token after the last full page needs."""
         full_tokens = sequence.num_tokens // self.page_size * self.page_size
         for index, (layer, _) in enumerate(self.groups):
-            for page in self.needed(layer, full_tokens) if layer.kind in ("window", "chunk") else ():
+            for page in self.needed(layer, full_tokens) if is_bounded(layer) else ():
                 if page in sequence.parts[index]:
                     sequence.parts[index][page].is_kept = True
 
@@ -245,7 +255,7 @@ class NaiveGroups:
         missing = [
             index
             for index, (layer, _) in enumerate(self.groups)
-            if layer.kind == "state" and (index, name) not in self.copies
+            if has_state(layer) and (index, name) not in self.copies
         ]
         if sum(self.groups[index][1] for index in missing) <= self.free_bytes():
             for index in missing:

@@ -20,7 +20,7 @@ def seen_by(layer: KvLayer, position: int) -> set[int]:
     if layer.kind in ("full", "latent"):
         return set(before)
     span = layer.span or 0
-    if layer.kind == "window":
+    if layer.kind in ("window", "state"):  # a state by page is needed as long as a window of two tokens
         return {other for other in before if other < layer.sink or position - other < span}
     if layer.kind == "chunk":
         return {other for other in before if other // span == position // span}

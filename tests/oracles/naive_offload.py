@@ -383,8 +383,12 @@ class NaiveOffloadEngine(NaiveEngine):
         self.settle_lists()
         self.mark_held(request)
         self.ready.append((request, num_pages, by_tier))
-        back = [follower for follower, leader in self.following if leader is request]
-        self.following = [pair for pair in self.following if pair[1] is not request]
+        self.let_follow(request)
+
+    def let_follow(self, awaited: NaiveRequest) -> None:
+        """Whoever waited for it is first in the queue again."""
+        back = [follower for follower, leader in self.following if leader is awaited]
+        self.following = [pair for pair in self.following if pair[1] is not awaited]
         self.waiting[:0] = back
         if self.profile == "default":
             self.waiting.sort(key=lambda r: -r.priority)
@@ -474,7 +478,7 @@ class NaiveOffloadEngine(NaiveEngine):
                 wanted.append((self.names(request, num_pages), start, seq))
         stores = []
         held = []
-        room = self.room("d2h")
+        room = self.room(self.write_lane(0))
         for sequence, start, seq in wanted:
             position = start
             if room:
@@ -499,7 +503,7 @@ class NaiveOffloadEngine(NaiveEngine):
             self.wanted.pop(seq, None)
         if stores:
             num_pages = sum(len(placement.new) for _, placement in stores)
-            self.begin(NaiveTransfer(-1, self.lane("d2h", num_pages), "store", stores, held))
+            self.begin(NaiveTransfer(-1, self.lane(self.write_lane(0), num_pages), "store", stores, held))
         if self.spills and not self.is_behind:
             self.plan_spills()
 
@@ -591,7 +595,7 @@ class NaiveOffloadEngine(NaiveEngine):
                 runs[-1].append(name)
             else:
                 runs.append([name])
-        room = self.room("disk_write")
+        room = self.room(self.write_lane(1))
         for index, run in enumerate(runs):
             here = run[: next((i for i, name in enumerate(run) if not host.is_stored(name)), len(run))]
             position = len(run[0].chain()) - 1
@@ -611,7 +615,7 @@ class NaiveOffloadEngine(NaiveEngine):
                 break
         self.unmark_removed()
         if stores:
-            end_ns = self.lane("disk_write", sum(len(placement.new) for _, placement in stores))
+            end_ns = self.lane(self.write_lane(1), sum(len(placement.new) for _, placement in stores))
             self.begin(NaiveTransfer(-1, end_ns, "spill", stores, [], sources))
 
     # Transfers --------------------------------------------------------------------------------------------
@@ -689,7 +693,7 @@ class NaiveOffloadEngine(NaiveEngine):
                 continue
             num_pages -= self.num_idle(transfer)
             self.transfers.remove(transfer)
-            if is_last:
+            if is_last and not self.is_open_end(self.write_lane(0)):
                 num_bytes = sum(len(placement.new) for _, placement in transfer.stores) * self.page_bytes
                 took_ns = self.latency_ns["d2h"] + -(-num_bytes * 10**9 // self.rates["d2h"])
                 self.lane_free_ns["d2h"] = max(self.now_ns, self.lane_free_ns["d2h"] - took_ns)
@@ -718,6 +722,9 @@ class NaiveOffloadEngine(NaiveEngine):
     def place_of(self, tier: NaiveTier) -> int:
         return [each is tier for each in self.tiers].index(True)
 
+    def write_lane(self, place: int) -> str:
+        return "disk_write" if place else "d2h"
+
     def lane_of(self, tier: NaiveTier) -> str:
         return "h2d" if tier is self.tiers[0] else "disk_read"
 
@@ -730,6 +737,10 @@ class NaiveOffloadEngine(NaiveEngine):
     def pull_ns(self, num_pages: int) -> int:
         """How long pages take from another engine."""
         raise NotImplementedError
+
+    def write_to_await(self, head: NaiveRequest, position: int) -> tuple[NaiveRequest, int, int] | None:
+        """What another engine writes below from a page on: whom to wait for, up to which page, and until when."""
+        return None
 
     def offers(self, head: NaiveRequest, position: int) -> list[tuple[NaiveTier, int, int]]:
         limit = (head.known if self.full_prompt_hits else head.known - 1) // self.page_size
@@ -757,7 +768,8 @@ class NaiveOffloadEngine(NaiveEngine):
         position = len(hits)
         offers = self.offers(head, position)
         self.chosen_load = []
-        if not offers:
+        write = self.write_to_await(head, offers[-1][2] if offers else position)
+        if not offers and write is None:
             return False
         compute_ns = self.prefill_ns(position * self.page_size, head.known)
         # Where running requests leave no room for another one, those behind wait for memory, which a load keeps longer.
@@ -822,6 +834,8 @@ class NaiveOffloadEngine(NaiveEngine):
                 leader_ends_ns = max(transfer.end_ns, transfer.front_ends_ns)
                 if any(self.is_open_end(self.lane_of(tier)) for tier, *_ in transfer.loads):
                     leader_ends_ns = 1 << 62  # nobody knows
+        if leader is None and write is not None:
+            leader, furthest, leader_ends_ns = write
         if leader is not None and worth_ns(furthest) - (leader_ends_ns - self.now_ns) >= most_ns:
             self.following.append((head, leader))
             return True

@@ -43,6 +43,7 @@ class PartPool:
         blocks: IdPool | None = None,
         tell: Tell | None = None,
         order: EvictionOrder | None = None,
+        aligns: bool = False,
     ) -> None:
         check_whole(page_size, "page_size", most=MOST_PAGE_TOKENS)
         check_whole(total_bytes, "total_bytes", least=0, most=MOST_BYTES)
@@ -72,6 +73,9 @@ class PartPool:
         """Parts that have gone out of use since the beginning, by group."""
         self.num_published = 0
         """How often something of known tokens, which others may find, became findable since the beginning."""
+        self.aligns = aligns
+        self._aligned = [aligns and group.has_states_by_page for group in groups]
+        """Whether a group has a part only of the last page that a chunk takes."""
         self._names = PageNames(len(groups))
         self._shared: SharedMemory | None = None
         self._released: OrderedDict[Part, int] = OrderedDict()

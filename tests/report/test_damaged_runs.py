@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvarts.cli.main import COMMANDS, main
+from kvarts.cli.commands import COMMANDS
+from kvarts.cli.main import main
 
 from builders.rooms import missing_room
 

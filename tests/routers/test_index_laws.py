@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.content import Content
-from kvarts.routers.approximate import ActiveBlocks, IndexRule, PlacementIndex
-from kvarts.routers.exact import EventIndex
-from kvarts.routers.spans import IndexTree
+from kvarts.routers.directory import ActiveBlocks, EventIndex, IndexRule, IndexTree, PlacementIndex
 
 from oracles.naive_routers import NaiveActive, NaiveIndex, NaivePlacements
 

@@ -247,6 +247,6 @@ def test_a_table_of_sessions_can_be_given_as_values() -> None:
 
 
 def _sections() -> Any:
-    from kvarts.cli.replay import all_sections
+    from kvarts.cli.replaying import all_sections
 
     return all_sections()

@@ -11,7 +11,7 @@ import pytest
 
 from kvarts.clock import VirtualClock
 from kvarts.errors import ConfigError
-from kvarts.llm.listener import EngineDeadError, RequestFailedError
+from kvarts.llm.llm_engine import EngineDeadError, RequestFailedError
 from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.session.opening import open_sessions

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvarts import ConfigError, ModelShare, ReplayConfig, SharingConfig
-from kvarts.cli.replay import all_sections
-from kvarts.hardware import load_geometry
+from kvarts.cli.replaying import all_sections
+from kvarts.hardware.model_config import load_geometry
 from kvarts.settings import given_in
 from kvarts.sharing.config import check_each, resolve_shares
 

@@ -20,6 +20,7 @@ from kvarts.executor.cost import LinearCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.kv.eviction import LruOrder
 from kvarts.offload.config import OffloadConfig
+from kvarts.offload.opening import prepare_tiers
 from kvarts.request import Request
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.report import SharedReport
@@ -130,7 +131,7 @@ def test_models_that_fall_ill_leave_nothing_behind(case: Sharing, tiers: Offload
 def test_a_model_goes_when_its_transfers_have_ended() -> None:
     device = SharedDevice(64)
     config = EngineConfig(num_pages=64, page_size=1, max_num_batched_tokens=16, max_num_seqs=4)
-    below = OffloadConfig(host_pages=8, kv_bytes_per_token=1).prepare(config, LruOrder)
+    below = prepare_tiers(OffloadConfig(host_pages=8, kv_bytes_per_token=1), config, LruOrder)
     assert below is not None
     part = device.register("a", page_bytes=1, order=below.order, watcher=below.watcher)
     part.token_budget = 16

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.traffic.info import working_set_pages
-from kvarts.traffic.plain_rows import add_plain
 from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_request import PlainRow
@@ -48,7 +47,7 @@ def test_columns_are_counted_as_a_set_of_prefixes_counts_them(data: st.DataObjec
         num_full = prompt // page_size
         seen |= {tuple(tokens[: page_size * (page + 1)]) for page in range(num_full)}
         num_private += (prompt + output - 1) // page_size - num_full
-    assert add_plain(rows, 0, unit_tokens, columns) == len(rows)
+    assert columns.add(rows, 0, unit_tokens) == len(rows)
     trace = Trace(columns, unit_tokens=unit_tokens)
     assert np.array(columns.ids).size, "NumPy is loaded, so that columns are counted as arrays"
     assert working_set_pages(trace, page_size) == len(seen) + num_private

@@ -8,7 +8,7 @@ import pytest
 
 from kvarts import load_mooncake, load_trace
 from kvarts.calibrate.measured import load_measured
-from kvarts.cli.replay import OneRun, all_sections, read_settings
+from kvarts.cli.replaying import OneRun, all_sections, read_settings
 from kvarts.errors import MissingFileError
 from kvarts.files import SAMPLES, located, read_bytes, where_samples_are
 

@@ -155,7 +155,7 @@ def _weights(starts: Times, ends: Times, begins: Times, stops: Times, shares: Va
 
 
 def _middle(batches: tuple[Batch, ...], num_steps: int) -> tuple[Batch, ...]:
-    """Return the batches of the middle one of `num_steps` steps of a leap."""
+    """Return the batches of the middle step of a leap of `num_steps` steps."""
     later = (num_steps - 1) // 2
     return tuple(
         Batch(each.chunks, each.num_decodes, each.decode_known_tokens + later * each.num_decodes, 1) for each in batches

@@ -17,7 +17,7 @@ import msgspec
 from kvarts.errors import InputError, parts_of
 from kvarts.executor.roofline import RooflineCost
 from kvarts.files import read_text
-from kvarts.hardware import load_geometry
+from kvarts.hardware.model_config import load_geometry
 from kvarts.limits import brief
 from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.traffic.trace import Trace

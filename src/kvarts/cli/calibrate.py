@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from kvarts.cli.options import INPUT, OUTPUT, Command, given_by_flags, options_of
-from kvarts.cli.outputs import check_opening, open_option, open_page
+from kvarts.cli.options import INPUT, OUTPUT, Command, open_option, options_of
+from kvarts.cli.outputs import check_opening, open_page
 from kvarts.cli.process import Progress, print_json
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.limits import MOST_COUNT, check_whole
-from kvarts.settings import Given, given_in
+from kvarts.settings import Given, given_by_flags, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 
 if TYPE_CHECKING:

@@ -6,15 +6,14 @@ Only typed options are refused. Keys of a file are not, because other commands m
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import click
-from click.core import ParameterSource
-
-from kvarts.cli.helps import path_of
 from kvarts.errors import ConfigError
 
-__all__ = ["MODES", "NEEDS", "Mode", "Need", "check_effects"]
+if TYPE_CHECKING:
+    import click
+
+__all__ = ["MODES", "NEEDS", "Mode", "Need", "check_effects", "check_typed"]
 
 
 class Need(NamedTuple):
@@ -120,8 +119,22 @@ def check_effects(
     `is_set`: returns whether a file sets an option. `facts`: conditions of modes that are not options, such as
     NO_REPLAY.
     """
+    from kvarts.cli.helps import path_of
+
     flags = _flags_of(context)
     typed = {flag: context.params[name] for flag, name in flags.items() if _is_typed(context, name)}
+    check_typed(path_of(context), flags, typed, is_set=is_set, facts=facts)
+
+
+def check_typed(
+    command: str,
+    flags: Collection[str],
+    typed: Mapping[str, Any],
+    *,
+    is_set: Callable[[str], bool] = lambda flag: False,
+    facts: Collection[str] = (),
+) -> None:
+    """Raise ConfigError as `check_effects` does. `flags`: the options of `command`; `typed`: the values of some."""
 
     def is_given(what: str) -> bool:
         flag, equals, value = what.partition("=")
@@ -129,7 +142,6 @@ def check_effects(
             return flag in typed or is_set(flag)
         return str(typed.get(flag)) == value or (flag not in typed and is_set(what))
 
-    command = path_of(context)
     for mode in MODES:
         if mode.unless and is_given(mode.unless):
             continue
@@ -175,4 +187,6 @@ def _flags_of(context: click.Context) -> dict[str, str]:
 
 
 def _is_typed(context: click.Context, name: str) -> bool:
+    from click.core import ParameterSource
+
     return name in context.params and context.get_parameter_source(name) is ParameterSource.COMMANDLINE

@@ -14,9 +14,8 @@ from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.files import reading
 
 if TYPE_CHECKING:
-    from kvarts.explain.overview import Overview
     from kvarts.explain.reading import Journal
-    from kvarts.explain.sums import RequestTimes
+    from kvarts.explain.sums import Overview, RequestTimes
     from kvarts.report.run_directory import RunDirectory
 
 __all__ = ["overview_for", "story_command"]
@@ -86,8 +85,8 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
 
 def overview_for(run: RunDirectory, on_progress: Callable[[int], object] | None = None) -> Overview | None:
     """Return the overview of a run's journals for its page; None without journals."""
-    from kvarts.explain.overview import overview_of
     from kvarts.explain.reading import load_journal
+    from kvarts.explain.sums import overview_of
 
     journals = [load_journal(path, on_progress=on_progress) for _, path in run.journals()]
     return overview_of(journals) if journals else None

@@ -136,7 +136,7 @@ class FleetRun:
 
     def load(self) -> tuple[Trace, Sequence[Trace]]:
         """Load the trace."""
-        from kvarts.cli.replay import load_traffic
+        from kvarts.cli.replaying import load_traffic
 
         trace = load_traffic(self._given, self._trace)
         self.config = with_eviction(self.config, self._given, trace)

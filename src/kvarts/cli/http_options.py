@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from kvarts.event_log import EventReader
-    from kvarts.openai_api.access_log import AccessLog
+    from kvarts.openai_api.access import AccessLog
     from kvarts.openai_api.opening import Opened
     from kvarts.openai_api.server import HttpDoors, Lifecycle
     from kvarts.owners import Keys
@@ -275,7 +275,7 @@ def _access_log(path: Path | None) -> AccessLog | None:
     """Return the access log at `path`, if there is to be one. Raise OutputError."""
     if path is None:
         return None
-    from kvarts.openai_api.access_log import AccessLog
+    from kvarts.openai_api.access import AccessLog
 
     check_writable(path)
     return AccessLog(path, say)

@@ -1,108 +1,58 @@
-"""`kvarts`: the group of commands. The only place that turns an error into a message and an exit code."""
+"""`kvarts`: one command line, from its words to an exit code. The only place that turns errors into messages and codes.
+
+Simple command lines are read by `kvarts.cli.plain`, which costs little. All others are read by click.
+"""
 
 from __future__ import annotations
 
 import signal
-from importlib import import_module
-from importlib.util import find_spec
-
-import click
+import sys
+from typing import TYPE_CHECKING
 
 from kvarts import __version__
-from kvarts.cli.options import Group
+from kvarts.cli.plain import plain_call
 from kvarts.cli.process import (
     ReaderGoneError,
     Terminated,
     end,
     guard_streams,
     handle_signals,
+    say,
     signal_that_came,
 )
 from kvarts.errors import KvartsError, OutputError
 
-__all__ = ["how_built", "main", "run", "run_main", "version_option"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-HELP = """KV-cache engine for LLM serving: planning, testing and proving KV memory.
-
-\b
-Exit codes: 0 ok, 2 bad usage, 3 missing file, 4 unreadable input,
-5 violated, 6 inconclusive, 7 a result could not be written,
-130 interrupted, 143 terminated.
-
-\b
-Begin with:
-  kvarts replay                 twelve bundled sessions on one H100
-  kvarts trace list             more bundled traces, for any command
-  kvarts plan my.jsonl          how much memory a trace of your own needs
-"""
+__all__ = ["main", "run", "run_main", "version_line"]
 
 
-COMMANDS = {
-    "calibrate": "calibrate",
-    "chat": "chat",
-    "compare": "calibrate",
-    "generate": "llm_prompts",
-    "mock": "mock",
-    "model": "model",
-    "plan": "plan",
-    "profile": "llm_prompts",
-    "replay": "replay",
-    "report": "report",
-    "serve": "serve",
-    "soak": "soak",
-    "story": "explain",
-    "sweep": "plan",
-    "trace": "trace",
-    "verify": "verify",
-    "watch": "watch",
-}
-"""The commands, each with the module of `kvarts.cli` that defines it."""
+def version_line() -> str:
+    """Return the version, and which build this is: compiled if the engine is a compiled library, else interpreted."""
+    from importlib.util import find_spec
 
-
-def how_built() -> str:
-    """Return `compiled` if the engine is a compiled library, else `interpreted`."""
     engine = find_spec("kvarts.engine")
     assert engine is not None and engine.origin is not None
-    return "interpreted" if engine.origin.endswith(".py") else "compiled"
+    build = "interpreted" if engine.origin.endswith(".py") else "compiled"
+    return f"kvarts, version {__version__} ({build})"
 
 
-def _tell(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
-    if is_asked and not ctx.resilient_parsing:
-        click.echo(f"kvarts, version {__version__} ({how_built()})")
-        ctx.exit()
+def _call(words: Sequence[str]) -> object:
+    """Run a command line."""
+    call = plain_call(words)
+    if call is not None:
+        return call()
+    from kvarts.cli.commands import call_command
 
-
-version_option = click.option(
-    "--version", is_flag=True, expose_value=False, is_eager=True, help="Show the version and exit.", callback=_tell
-)
-
-
-class Commands(Group):
-    """A group that imports a command's module when it is called: `replay` does not load the imports of `calibrate`."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, in the order of the help."""
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command; None if `cmd_name` is not a command."""
-        if cmd_name not in COMMANDS:
-            return None
-        command: click.Command = getattr(import_module(f"kvarts.cli.{COMMANDS[cmd_name]}"), f"{cmd_name}_command")
-        return command
-
-
-@click.group(cls=Commands, help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
-@version_option
-def cli() -> None:
-    """Run a command of the group."""
+    return call_command()
 
 
 def main() -> int:
     """Run the command line in `sys.argv`; return the exit code."""
     try:
-        code = cli(standalone_mode=False)
-    except (click.Abort, KeyboardInterrupt):
+        code = _call(sys.argv[1:])
+    except KeyboardInterrupt:
         return _failed("interrupted", 128 + signal.SIGINT)
     except Terminated as error:
         return _failed("terminated", 128 + error.number)
@@ -120,9 +70,6 @@ def _code_of(error: Exception) -> int:
             return error.exit_code  # nothing is left to print
         case KvartsError():
             return _failed(str(error).replace("\n", "\\n"), error.exit_code)
-        case click.ClickException():
-            error.show()
-            return error.exit_code
         case BrokenPipeError():
             return 7  # where a caller of `main` uses other streams than those of `guard_streams`
         case OSError():
@@ -137,9 +84,7 @@ def _code_of(error: Exception) -> int:
 
 
 def _failed(what: str, code: int) -> int:
-    # Names in files may have escapes of terminals, or NUL; the audit's findings are lines.
-    told = "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in what)
-    click.echo(f"kvarts: {told}", err=True)
+    say(f"kvarts: {what}")  # lines if it is the audit's findings
     return code
 
 

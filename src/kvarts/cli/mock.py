@@ -25,12 +25,12 @@ from kvarts.cli.http_options import (
     need_http,
     serve_http,
 )
-from kvarts.cli.options import INPUT, Command, GroupedOption, given_by_flags, options_of
+from kvarts.cli.options import INPUT, Command, GroupedOption, options_of
 from kvarts.cli.process import tell_whole_pages
-from kvarts.cli.replay import all_sections
+from kvarts.cli.replaying import all_sections
 from kvarts.errors import ConfigError, MissingFileError
 from kvarts.rooms import from_room
-from kvarts.settings import Given
+from kvarts.settings import Given, given_by_flags
 
 if TYPE_CHECKING:
     from kvarts.cli.http_options import DoorsBehind, OneOfSeveral, ReadersOf

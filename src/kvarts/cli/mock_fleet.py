@@ -43,7 +43,7 @@ def over_file(params: Mapping[str, Any], given: Given, sections: Any) -> Given:
     """Return the settings of the command line over those of the file that `--fleet` names, if it does."""
     if params["fleet"] is None:
         return given
-    from kvarts.cli.replay import read_settings
+    from kvarts.cli.replaying import read_settings
 
     return given.over(read_settings(params["fleet"], sections))
 

@@ -8,17 +8,17 @@ import click
 import msgspec
 
 from kvarts.cli import llm_model
-from kvarts.cli.options import Command, Group, given_by_flags, options_of
+from kvarts.cli.options import Command, Group, options_of
 from kvarts.cli.process import print_json
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.settings import Section
+from kvarts.settings import Section, given_by_flags
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
 from kvarts.units import as_memory
 
 if TYPE_CHECKING:
-    from kvarts.hardware import Geometry, MemoryFit
-    from kvarts.hardware.fit import LocalGroup, SequenceFit
+    from kvarts.hardware.fit import LocalGroup, MemoryFit, SequenceFit
+    from kvarts.hardware.geometry import Geometry
     from kvarts.hardware.kv_groups import KvLayer
 
 __all__ = ["group_values", "layers_text", "model_command", "numbers_text", "sequence_rows"]
@@ -174,8 +174,9 @@ def show_command(model: str, sequence_tokens: int | None, as_json: bool, **setti
     MODEL is a name that `kvarts model list` prints, a config.json as Hugging Face models have it, or a directory with
     one.
     """
-    from kvarts.hardware import fit_memory, load_device, load_geometry
-    from kvarts.hardware.fit import fit_sequences, local_kv_bytes_per_token, local_kv_groups
+    from kvarts.hardware.device import load_device
+    from kvarts.hardware.fit import fit_memory, fit_sequences, local_kv_bytes_per_token, local_kv_groups
+    from kvarts.hardware.model_config import load_geometry
 
     given = given_by_flags(settings, SECTIONS)
     formats, on, engine = given.build(ModelSettings), given.build(DeviceSettings), given.build(EngineConfig)

@@ -7,19 +7,19 @@ library's exit codes and messages.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import inf, isfinite
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 import click
 import msgspec
 
 from kvarts.cli.effects import check_effects
 from kvarts.cli.helps import common_of, examples_of, groups_of, summary_of
-from kvarts.errors import ConfigError, did_you_mean
+from kvarts.errors import ConfigError, did_you_mean, renamed
 from kvarts.files import check_outputs
-from kvarts.settings import Flags, Given, Section, Setting
+from kvarts.settings import Section, Setting, param_of, value_kind
 
 __all__ = [
     "ALIASES",
@@ -32,12 +32,11 @@ __all__ = [
     "Group",
     "GroupedOption",
     "PathRole",
-    "given_by_flags",
     "grouped",
     "in_our_words",
+    "open_option",
     "options_of",
     "role_of",
-    "settings_by_param",
 ]
 
 PathRole = Literal["input", "output", "derived", "directory"]
@@ -77,6 +76,7 @@ ANSWERS = {
     "-q": "give --weight-dtype fp8, and --kv-dtype for KV",
 }
 """Options of `vllm serve` without an equivalent, and what to do instead."""
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 HELP_ALL = "kvarts.help_all"
 NEVER = ("--reclaim-after",)
 """Options that accept `inf`, which means never."""
@@ -211,10 +211,10 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except ConfigError as error:
-            option = self._typed(error)
-            if option is None:
+            typed = renamed(error, self._typed())
+            if typed is error:
                 raise
-            raise ConfigError(error.what, hint=error.hint, field=option) from error
+            raise typed from error
 
     def _check_values(self, ctx: click.Context) -> None:
         """Raise ConfigError for NaN, infinity except in NEVER, and text that is not UTF-8; no click range does."""
@@ -227,15 +227,14 @@ class Command(click.Command):
                 if isinstance(text, str) and not _is_text(text):
                     raise ConfigError("is not text in UTF-8", field=param.opts[0])
 
-    def _typed(self, error: ConfigError) -> str | None:
-        """Return the option or argument that the field of an error stands for; None if it is neither."""
-        if error.path is not None or error.field is None:
-            return None
+    def _typed(self) -> dict[str, str]:
+        """Return the options and arguments by the fields of errors that they stand for."""
+        typed: dict[str, str] = {}
         for param in self.params:
-            names = {param.name, *(name.removeprefix("--").replace("-", "_") for name in param.opts)}
-            if error.field in names:
-                return param.opts[0] if param.param_type_name == "option" else param.human_readable_name
-        return None
+            shown = param.opts[0] if param.param_type_name == "option" else param.human_readable_name
+            for name in (param.name or "", *(name.removeprefix("--").replace("-", "_") for name in param.opts)):
+                typed.setdefault(name, shown)
+        return typed
 
 
 def _is_text(argument: str) -> bool:
@@ -304,6 +303,11 @@ def grouped(group: str) -> Callable[..., Callable[[Callable[..., Any]], Callable
     return option
 
 
+def open_option(option: Callable[..., Decorator] = click.option) -> Decorator:
+    """Return the `--open` option of a command that has `--html`; `option` is its decorator."""
+    return option("--open", "opens", is_flag=True, help="Open the page in the browser as well.")
+
+
 def options_of(sections: Iterable[Section], only: Sequence[str] | None = None) -> list[click.Option]:
     """Return an option for each setting that has a flag; with `only`, for the settings with these keys.
 
@@ -318,32 +322,6 @@ def options_of(sections: Iterable[Section], only: Sequence[str] | None = None) -
     ]
 
 
-def settings_by_param(sections: Iterable[Section]) -> dict[str, Setting]:
-    """Return the settings that have a flag, by the name of the option's parameter."""
-    return {
-        _param(setting): setting
-        for section in sections
-        if not section.is_named
-        for setting in section.settings
-        if setting.flag is not None
-    }
-
-
-def given_by_flags(params: Mapping[str, Any], sections: Iterable[Section]) -> Given:
-    """Return the settings given by the options of `options_of`; other keys of `params` are ignored."""
-    given = Given()
-    for param, setting in settings_by_param(sections).items():
-        value = params.get(param)
-        if value is not None and value != ():
-            given.add(setting, value, Flags())
-    return given
-
-
-def _param(setting: Setting) -> str:
-    assert setting.flag is not None
-    return "set_" + setting.flag.removeprefix("--").replace("-", "_")
-
-
 def _option(setting: Setting, group: str) -> click.Option:
     assert setting.flag is not None
     text = setting.help
@@ -351,7 +329,7 @@ def _option(setting: Setting, group: str) -> click.Option:
     if default:
         text += f" [{default}]"
     return GroupedOption(
-        [setting.flag, _param(setting)],
+        [setting.flag, param_of(setting)],
         group=group,
         default=None,
         help=text,
@@ -367,18 +345,17 @@ def _default_text(default: Any) -> str:
 
 
 def _attributes(kind: Any) -> dict[str, Any]:
-    """Return click's attributes for a type. A union of several types becomes text, which the struct parses."""
-    if get_origin(kind) is Annotated:
-        kind, *metas = get_args(kind)
-        least = next((meta.ge for meta in metas if isinstance(meta, msgspec.Meta) and meta.ge is not None), None)
-        return _attributes(kind) if least is None else {"type": click.IntRange(min=int(least))}
-    if get_origin(kind) is Literal:
-        return {"type": click.Choice(get_args(kind))}
-    if get_origin(kind) is tuple:
-        return {"multiple": True}
-    of_union = [part for part in get_args(kind) if part is not type(None)]
-    if of_union:
-        return _attributes(of_union[0]) if len(of_union) == 1 else {}
-    if kind is bool:
-        return {"is_flag": True}
-    return {"type": kind} if kind in (int, float) else {}
+    """Return click's attributes for a type."""
+    match value_kind(kind):
+        case range() as numbers:
+            return {"type": click.IntRange(min=numbers.start)}
+        case tuple() as choices:
+            return {"type": click.Choice(choices)}
+        case None:
+            return {"multiple": True}
+        case each if each is bool:
+            return {"is_flag": True}
+        case each if each is str:
+            return {}
+        case each:
+            return {"type": each}

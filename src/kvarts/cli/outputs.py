@@ -8,18 +8,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from kvarts import __version__
-from kvarts.cli.parts import CommandPart, Outputs, load_parts
-from kvarts.cli.process import Progress, print_bytes
+from kvarts.cli.process import Progress, print_bytes, say
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole
-from kvarts.report.run_directory import DISTRIBUTIONS, REPORT, REQUESTS, RUN
 from kvarts.report.words import LIMITS, UNCERTAIN, in_memory, number, opening, wrapped
 from kvarts.units import as_duration, as_percent
 
 if TYPE_CHECKING:
+    from kvarts.cli.parts import CommandPart, Outputs
     from kvarts.event_log import EventReader
     from kvarts.report.report import Report
     from kvarts.report.run_page import ShownOverview
@@ -29,7 +26,6 @@ __all__ = [
     "ReplayFiles",
     "as_bytes",
     "check_opening",
-    "open_option",
     "open_page",
     "render_advice",
     "render_table",
@@ -37,10 +33,7 @@ __all__ = [
     "write_run_page",
 ]
 
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
 LARGE_RUN_BYTES = 4_000_000
-OPEN_HELP = "Open the page in the browser as well."
 LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "queue_ms")
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
@@ -257,7 +250,11 @@ class ReplayFiles:
         self._as_json = as_json
         self._reports = [path for path in (report_file,) if path is not None]
         self._requests = [path for path in (requests_file,) if path is not None]
-        of_parts = [part.results(config, places, run_dir, model) for part in (load_parts() if parts is None else parts)]
+        if parts is None:
+            from kvarts.cli.parts import load_parts
+
+            parts = load_parts()
+        of_parts = [part.results(config, places, run_dir, model) for part in parts]
         self._more: list[Outputs] = [results for results in of_parts if results is not None]
         pages = [path for path in (html_file,) if path is not None]
         for path in (*self._reports, *self._requests, *pages):
@@ -266,6 +263,8 @@ class ReplayFiles:
         self.paths = [*self._reports, *self._requests, *pages, *of_results]
         self._run_dir = run_dir
         if run_dir is not None:
+            from kvarts.report.run_directory import REPORT, REQUESTS
+
             self._reports.append(run_dir / REPORT)
             self._requests.append(run_dir / REQUESTS)
 
@@ -301,7 +300,7 @@ class ReplayFiles:
 
 def write_about(run_dir: Path, report: Report) -> None:
     """Write the files of a run directory that no option names: distributions, and the command."""
-    from kvarts.report.run_directory import run_json
+    from kvarts.report.run_directory import DISTRIBUTIONS, RUN, run_json
 
     write_whole(run_dir / DISTRIBUTIONS, report.distributions_json())
     write_whole(run_dir / RUN, run_json(__version__, ["kvarts", *_without_page(sys.argv[1:])]))
@@ -317,11 +316,6 @@ def _without_page(words: Sequence[str]) -> list[str]:
     return kept
 
 
-def open_option(option: Callable[..., Decorator] = click.option) -> Decorator:
-    """Return the `--open` option of a command that has `--html`; `option` is its decorator."""
-    return option("--open", "opens", is_flag=True, help=OPEN_HELP)
-
-
 def check_opening(html_file: Path | None, *, opens: bool) -> None:
     """Raise ConfigError if a page is to be opened but is not a file."""
     if opens and html_file is not None and is_standard_output(html_file):
@@ -335,7 +329,7 @@ def open_page(html_file: Path | None, *, opens: bool) -> None:
     import webbrowser
 
     if not webbrowser.open(html_file.resolve().as_uri()):
-        click.echo(f"kvarts: found no browser; open {html_file} yourself", err=True)
+        say(f"kvarts: found no browser; open {html_file} yourself")
 
 
 def write_run_page(run_dir: Path, html_file: Path, *, opens: bool) -> None:
@@ -354,5 +348,5 @@ def write_run_page(run_dir: Path, html_file: Path, *, opens: bool) -> None:
         page = render_html(run, overviews)
     write_whole(html_file, page)
     if not is_standard_output(html_file):
-        click.echo(f"kvarts: wrote {html_file}", err=True)
+        say(f"kvarts: wrote {html_file}")
     open_page(html_file, opens=opens)

@@ -9,11 +9,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import click
-
 from kvarts.settings import Given, Section
 
 if TYPE_CHECKING:
+    import click
+
     from kvarts.sim.config import ReplayConfig
     from kvarts.traffic.trace import Trace
 

@@ -12,17 +12,18 @@ import click
 from click.core import ParameterSource
 
 from kvarts.cli.effects import NO_REPLAY, check_effects
-from kvarts.cli.options import DIRECTORY, INPUT, OUTPUT, Command, given_by_flags, grouped, options_of
-from kvarts.cli.outputs import check_opening, open_option, open_page
+from kvarts.cli.options import DIRECTORY, INPUT, OUTPUT, Command, grouped, open_option, options_of
+from kvarts.cli.outputs import check_opening, open_page
 from kvarts.cli.parts import load_parts
 from kvarts.cli.plan_options import TIER_NAMES, PlanOptions, Share, ShareType, divided, fleet_kinds
 from kvarts.cli.process import Progress, print_bytes, print_json, tell_whole_pages
-from kvarts.cli.replay import all_sections, load_traffic, over_sample_settings, paths_in, read_settings, set_by
+from kvarts.cli.replaying import all_sections, load_traffic, over_sample_settings, paths_in, read_settings, set_by
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.files import check_outputs, check_writable, is_standard_output, sample_of, write_whole
 from kvarts.limits import MOST_PAGES, brief
 from kvarts.plan.policy import check_policy, with_policy
+from kvarts.settings import given_by_flags
 from kvarts.sim.config import resolve_replay
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Pictures:
             write_whole(self._html_file, render_page(values))
             open_page(self._html_file, opens=self._opens)
         for path in self._plot_files:
-            from kvarts.plan.pictures import draw
+            from kvarts.plan.page import draw
 
             write_whole(path, draw(values, "png" if path.suffix == ".png" else "svg"))
 

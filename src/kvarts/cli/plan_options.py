@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from kvarts.cli.process import Progress, tell_whole_pages
-from kvarts.cli.replay import all_sections
+from kvarts.cli.replaying import all_sections
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_BYTES_PER_TOKEN, brief
 from kvarts.plan.commands import CommandLines, command_line
@@ -330,8 +330,8 @@ def divided(shares: tuple[Share, ...], given: Given, page_size: int) -> dict[str
 
 
 def _token_bytes(share: Share) -> int:
-    from kvarts.hardware import load_geometry
     from kvarts.hardware.fit import local_kv_bytes_per_token
+    from kvarts.hardware.model_config import load_geometry
 
     if share.token_bytes is not None:
         return share.token_bytes

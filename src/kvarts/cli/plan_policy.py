@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvarts.cli.parts import CommandPart, ReplayRun
-from kvarts.cli.replay import OneRun
+from kvarts.cli.replaying import OneRun
 from kvarts.plan.policy import KEY, SECTION, check_policy, with_policy
 from kvarts.settings import Given, Section
 

@@ -15,20 +15,16 @@ from __future__ import annotations
 import errno
 import gc
 import io
-import logging
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from _thread import allocate_lock, start_new_thread
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from threading import Event, Thread
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-
-import click
-import msgspec
 
 from kvarts.errors import OutputError
 
@@ -47,6 +43,7 @@ __all__ = [
     "narrate",
     "print_bytes",
     "print_json",
+    "say",
     "signal_that_came",
     "tell_whole_pages",
 ]
@@ -60,6 +57,7 @@ KEPT_BYTES = 4 * 1024 * 1024
 
 
 _came: list[int] = []
+NARRATOR = "kvarts"
 SILENT_S = 2.0
 EVERY_S = 10.0
 BAR_AFTER_S, BAR_EVERY_S = 1.0, 0.2
@@ -250,6 +248,19 @@ def end(code: int) -> None:
     os._exit(code)
 
 
+def say(text: str) -> None:
+    """Write a line, or several, to standard error. Control characters, such as in names of files, are escaped."""
+    if sys.stderr is None:
+        return
+    shown = (
+        text
+        if text.isprintable()
+        else "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+    )
+    sys.stderr.write(f"{shown}\n")
+    sys.stderr.flush()
+
+
 def print_bytes(text: bytes) -> None:
     """Write to standard output. Raise OutputError if that fails."""
     try:
@@ -263,28 +274,33 @@ def print_bytes(text: bytes) -> None:
 
 def print_json(value: Any) -> None:
     """Print one JSON value on standard output, indented, with a newline."""
+    import msgspec
+
     print_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
 def tell_whole_pages(config: ReplayConfig, of: str = "the model") -> None:
     """Say why pages are whole, though layers keep less and KV groups are the default."""
     if config.whole_pages:
-        click.echo(f"kvarts: pages are whole, though layers of {of} keep less: {config.whole_pages}", err=True)
-
-
-class _Narrator(logging.Handler):
-    """A log handler that prints kvarts' messages on standard error, in the form of a command's own lines."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a line."""
-        click.echo(f"kvarts: {record.getMessage()}", err=True)
+        say(f"kvarts: pages are whole, though layers of {of} keep less: {config.whole_pages}")
 
 
 def narrate() -> None:
     """Send kvarts' log to standard error from now on: messages about long work, and warnings about a model."""
+    import logging  # only long commands have a log
+
+    class Narrator(logging.Handler):
+        """A log handler that prints kvarts' messages on standard error, in the form of a command's own lines."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            """Write a line."""
+            say(f"kvarts: {record.getMessage()}")
+
     logger = logging.getLogger("kvarts")
-    if not any(isinstance(handler, _Narrator) for handler in logger.handlers):
-        logger.addHandler(_Narrator())
+    if not any(handler.get_name() == NARRATOR for handler in logger.handlers):
+        narrator = Narrator()
+        narrator.set_name(NARRATOR)
+        logger.addHandler(narrator)
         logger.setLevel(logging.INFO)
         logger.propagate = False
 
@@ -303,12 +319,14 @@ class Progress:
         self._unit = unit
         self._num_done = 0
         self._begun_s = monotonic()
-        self._ended = Event()
+        self._is_running = allocate_lock()  # those of `threading` cost a short command as much as its replay
+        self._is_running.acquire()
+        self._is_drawing = allocate_lock()
+        self._is_drawing.acquire()
         is_terminal = sys.stderr.isatty()
         if not is_terminal and large is not None and total is not None and total >= large:
-            click.echo(f"kvarts: {what}, {total:,} {unit}", err=True)
-        self._thread = Thread(target=self._draw if is_terminal else self._tell, daemon=True)
-        self._thread.start()
+            say(f"kvarts: {what}, {total:,} {unit}")
+        start_new_thread(self._narrate, (self._draw if is_terminal else self._tell,))
 
     def update(self, num_done: int = 1) -> None:
         """Count more units as done."""
@@ -320,20 +338,30 @@ class Progress:
 
     def close(self) -> None:
         """Stop, and remove the bar."""
-        self._ended.set()
-        self._thread.join()
+        self._is_running.release()
+        self._is_drawing.acquire()
+
+    def _narrate(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        finally:
+            self._is_drawing.release()
+
+    def _has_ended(self, within_s: float) -> bool:
+        """Return whether the work ends within some seconds."""
+        return self._is_running.acquire(timeout=within_s)
 
     def _tell(self) -> None:
         wait_s = SILENT_S
-        while not self._ended.wait(wait_s):
+        while not self._has_ended(wait_s):
             wait_s = EVERY_S
             of_all = "" if self._total is None else f" of {self._total:,}"
             done = f"{self._num_done:,}{of_all} {self._unit}" if self._unit else f"{monotonic() - self._begun_s:.0f} s"
             with suppress(OSError, ValueError):  # narration that cannot be written is dropped
-                click.echo(f"kvarts: {self._what}: {done}", err=True)
+                say(f"kvarts: {self._what}: {done}")
 
     def _draw(self) -> None:
-        if self._ended.wait(BAR_AFTER_S):
+        if self._has_ended(BAR_AFTER_S):
             return
         from tqdm import tqdm
 
@@ -346,7 +374,7 @@ class Progress:
                 bar.total = self._total
                 bar.update(self._num_done - bar.n)
                 bar.refresh()
-                is_over = self._ended.wait(BAR_EVERY_S)
+                is_over = self._has_ended(BAR_EVERY_S)
 
     def __enter__(self) -> Progress:
         return self

@@ -2,79 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from kvarts.cli.effects import check_effects
-from kvarts.cli.options import DERIVED, DIRECTORY, INPUT, Command, given_by_flags, grouped, options_of
-from kvarts.cli.outputs import check_opening, open_option, write_run_page
-from kvarts.cli.parts import CommandPart, Outputs, ReplayRun, concern_parts, load_parts
-from kvarts.cli.process import Progress, tell_whole_pages
-from kvarts.files import PREFIX, SAMPLES, check_outputs
-from kvarts.report.run_directory import REPORT
-from kvarts.settings import Flags, Given, Section, given_in
-from kvarts.sim.config import SECTIONS, resolve_replay
-from kvarts.traffic.settings import SECTION as TRAFFIC
-from kvarts.traffic.settings import load_given
+from kvarts.cli.options import DERIVED, DIRECTORY, INPUT, Command, grouped, open_option, options_of
+from kvarts.cli.parts import CommandPart, concern_parts, load_parts
+from kvarts.cli.replaying import OWN_SECTIONS, all_sections, read_settings, run_replay
+from kvarts.settings import Given, Section, given_by_flags
 
-if TYPE_CHECKING:
-    from kvarts.traffic.trace import Trace
-
-__all__ = [
-    "OWN_SECTIONS",
-    "OneRun",
-    "ReplayCommand",
-    "all_sections",
-    "load_traffic",
-    "over_sample_settings",
-    "paths_in",
-    "read_settings",
-    "replay_command",
-    "set_by",
-]
-
-SAMPLE = "agents"
-SAMPLE_SETTINGS = {"model": "llama-3.1-8b", "device": "h100-80gb"}
-"""By their keys. With these, the pages nearly suffice for the prefixes that the sessions return to."""
-INCONCLUSIVE = 6
-
-OWN_SECTIONS = (*SECTIONS, TRAFFIC)
+__all__ = ["ReplayCommand", "replay_command"]
 
 result = grouped("Results")
-
-
-def load_traffic(given: Given, trace: Path | None) -> Trace:
-    """Load the trace named on the command line, else the traffic that the settings file describes, else the sample."""
-    with Progress("reading the trace" if trace is None else f"reading {trace}"):
-        found = load_given(given, trace)
-    if found is None:
-        click.echo(f"kvarts: replaying {SAMPLES[SAMPLE].what}; give a TRACE to replay your own", err=True)
-        found = load_given(given, f"{PREFIX}{SAMPLE}")
-    assert found is not None
-    return found
-
-
-def over_sample_settings(given: Given, sections: Sequence[Section]) -> Given:
-    """Return the given settings, with the sample's model and device for those that are missing.
-
-    If `cost` is given, nothing is added: it determines the time of steps without a model and device.
-    """
-    sample = Given()
-    spellings = Flags({key: f"{key} of the sample" for key in SAMPLE_SETTINGS})
-    if "cost" not in given:
-        for setting in (setting for section in sections if not section.is_named for setting in section.settings):
-            if setting.key in SAMPLE_SETTINGS:
-                sample.add(setting, SAMPLE_SETTINGS[setting.key], spellings)
-    return given.over(sample)
-
-
-def all_sections() -> tuple[Section, ...]:
-    """Return all settings, including those of the parts."""
-    return (*OWN_SECTIONS, *(section for part in load_parts() for section in part.sections))
 
 
 class ReplayCommand(Command):
@@ -170,74 +112,17 @@ def replay_command(
     parts = context.command.parts
     sections = all_sections() if parts else OWN_SECTIONS
     given = _given_on_command_line(params, sections, parts).over(read_settings(config_file, sections))
-    for part in parts:
-        part.check(given)
-    check_effects(context, is_set=set_by(given, sections))
-    runs = [part.run(given, trace, sections, params) for part in parts]
-    if trace is None and config_file is None:
-        given = over_sample_settings(given, sections)
-    run: ReplayRun = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections, parts)
-    run_dir: Path | None = params.pop("run_dir")
-    check_opening(html_file, opens=opens)
-    inputs = [path for path in (trace, config_file, *run.inputs, *paths_in(given)) if path is not None]
-    with ExitStack() as stack:
-        folder = None if run_dir is None else stack.enter_context(_new_directory(run_dir))
-        if folder is None and html_file is not None:
-            from tempfile import TemporaryDirectory
-
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvarts-")))
-        outputs = run.outputs({**params, "run_dir": folder, "html_file": html_file})
-        check_outputs(outputs.paths, inputs, run_dir=run_dir)
-        from kvarts.sim.replay import replay
-
-        traffic, traces = run.load()
-        with outputs.observers() as observers_of, _progress(traces) as progress:
-            report = replay(traffic, run.config, on_progress=progress.update, observers_of=observers_of)
-        outputs.write(report)
-        if folder is not None and html_file is not None:
-            write_run_page(folder, html_file, opens=opens)
-    return INCONCLUSIVE if nothing_fits(report.summary) else 0
-
-
-def _new_directory(run_dir: Path) -> AbstractContextManager[Path]:
-    from kvarts.files import new_directory
-
-    return new_directory(run_dir, last=REPORT)
-
-
-def nothing_fits(summary: Mapping[str, Any]) -> bool:
-    """Return whether a replay has no results because every request was rejected."""
-    return not summary.get("num_completed", 1) and bool(summary["num_rejected"])
-
-
-def set_by(given: Given, sections: Sequence[Section]) -> Callable[[str], bool]:
-    """Return a function that returns whether an option, `--option=value` or a table `[[name]]` was given."""
-    keys = {each.flag: each.key for section in sections if not section.is_named for each in section.settings}
-
-    def is_set(what: str) -> bool:
-        if what.startswith("[["):
-            return bool(given.names(what.strip("[]")))
-        flag, equals, value = what.partition("=")
-        key = keys.get(flag)
-        return key is not None and key in given and (not equals or str(given[key]) == value)
-
-    return is_set
-
-
-def paths_in(given: Given) -> list[Path]:
-    """Return the files that settings name: those of models and costs."""
-    keys = [key for key in ("model", "cost", *given.in_table("models")) if key in given]
-    texts = [given[key] for key in keys if key.rpartition(".")[2] in ("model", "cost")]
-    return [Path(text) for text in texts if isinstance(text, str)]
-
-
-def read_settings(config_file: Path | None, sections: Sequence[Section]) -> Given:
-    """Return a file's settings. Raise ConfigError for an unknown key, MissingFileError and InputError for the file."""
-    if config_file is None:
-        return Given()
-    from kvarts.files import read_toml
-
-    return given_in(read_toml(config_file, hint="Check the path of the configuration."), sections, config_file)
+    return run_replay(
+        given,
+        trace,
+        sections,
+        parts,
+        params,
+        check_effects=lambda is_set: check_effects(context, is_set=is_set),
+        config_file=config_file,
+        html_file=html_file,
+        opens=opens,
+    )
 
 
 def _given_on_command_line(params: dict[str, Any], sections: Sequence[Section], parts: Sequence[CommandPart]) -> Given:
@@ -249,41 +134,3 @@ def _given_on_command_line(params: dict[str, Any], sections: Sequence[Section], 
     for part in parts:
         given = part.given(params).over(given)
     return given
-
-
-class OneRun:
-    """A replay of one model. Raises ConfigError when constructed, before any work is done.
-
-    `parts`: those whose results it writes; None for all.
-    """
-
-    def __init__(
-        self, given: Given, trace: Path | None, sections: Sequence[Section], parts: Sequence[CommandPart] | None = None
-    ) -> None:
-        self._given = given
-        self._trace = trace
-        self._parts = parts
-        self.config = resolve_replay(given, sections)
-        tell_whole_pages(self.config)
-
-    @property
-    def inputs(self) -> list[Path]:
-        """The trace that the settings file names."""
-        return [self._given.path_of("trace")] if "trace" in self._given else []
-
-    def outputs(self, places: Mapping[str, Any]) -> Outputs:
-        """Return the outputs, with their paths checked."""
-        from kvarts.cli.outputs import ReplayFiles
-
-        return ReplayFiles(self.config, parts=self._parts, **places)
-
-    def load(self) -> tuple[Trace, Sequence[Trace]]:
-        """Load the trace."""
-        trace = load_traffic(self._given, self._trace)
-        return trace, [trace]
-
-
-def _progress(traces: Sequence[Trace]) -> Progress:
-    known = [trace.requests for trace in traces]
-    num_requests = sum(map(len, filter(None, known))) if None not in known else None
-    return Progress("replaying", num_requests, "requests")

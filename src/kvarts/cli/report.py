@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from kvarts.cli.options import INPUT, OUTPUT, Command
-from kvarts.cli.outputs import check_opening, open_option, write_run_page
+from kvarts.cli.options import INPUT, OUTPUT, Command, open_option
+from kvarts.cli.outputs import check_opening, write_run_page
 from kvarts.cli.process import Progress
 from kvarts.files import check_writable, is_standard_output
 

@@ -128,8 +128,8 @@ class LoadStarted(msgspec.Struct, frozen=True, gc=False):
     `by_tier`: the number of pages from each tier, in order. The request has `num_held_pages` pages from now on. With KV
     groups, a load contains all parts that the groups need to resume from there and that the device lacks. The request
     then has as many blocks, or may allocate them when it begins to run. `time_ns`: when it began, if that was between
-    steps; else -1. `num_front_pages`: pages after those found that are computed meanwhile; the load brings the pages
-    after these.
+    steps; else -1. `num_front_pages`: pages right after those found, which are computed during the load; the load
+    brings the pages after them.
     """
 
     transfer: int

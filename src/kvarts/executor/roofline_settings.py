@@ -23,7 +23,8 @@ from kvarts.files import read_toml
 from kvarts.limits import MOST_COUNT, MOST_DRAFTED, MOST_MS, MOST_REPLICAS, check_number, check_whole
 
 if TYPE_CHECKING:
-    from kvarts.hardware import Device, Geometry
+    from kvarts.hardware.device import Device
+    from kvarts.hardware.geometry import Geometry
 
 __all__ = [
     "COEFFICIENTS",

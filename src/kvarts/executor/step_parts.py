@@ -15,7 +15,7 @@ from kvarts.sched.plan import Batch
 
 if TYPE_CHECKING:
     from kvarts.executor.roofline_settings import RooflineSettings
-    from kvarts.hardware import Sparse
+    from kvarts.hardware.geometry import Sparse
 
 __all__ = ["StepParts", "format_of", "graph_size"]
 

@@ -517,7 +517,7 @@ def _num_layers(config: ReplayConfig) -> int | None:
     """Return the layers of a worker's model; None if the config names no model."""
     if config.placement is None:
         return None
-    from kvarts.hardware import load_geometry  # imported only for transfers that depend on layers
+    from kvarts.hardware.model_config import load_geometry  # imported only for transfers that depend on layers
 
     return load_geometry(config.placement.model).num_layers
 

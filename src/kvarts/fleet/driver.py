@@ -22,9 +22,12 @@ from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import Worker
 from kvarts.report.requests import FAILED
+from kvarts.request import RequestState
 from kvarts.sched.policy import NEVER_NS
 
 __all__ = ["FleetDriver"]
+
+ENDED = (RequestState.FINISHED, RequestState.HELD)
 
 
 class FleetDriver(Moves):
@@ -275,6 +278,10 @@ class FleetDriver(Moves):
 
     def _finish(self, worker: Worker, now_ns: int) -> None:
         finished = worker.finish()
+        dropped = [request for request in finished if request.state not in ENDED]
+        if dropped:
+            worker.refused_at = -1  # they have freed resources
+            finished = [request for request in finished if request not in dropped]
         if worker.is_clearing:
             worker.is_clearing = False
             worker.engine.clear_cache()
@@ -294,10 +301,13 @@ class FleetDriver(Moves):
                 self._of[handoff.decode] = handoff
                 if handoff.is_left:
                     self._leave(handoff, now_ns)
-                else:
+                if handoff.is_given_up:
+                    worker.interrupts.append((self._drop, handoff))
+                elif not handoff.is_left:
                     self._actions.append((self._send, handoff))
             else:
                 self._end(handoff, worker)
+        worker.interrupts += [(self._note_dropped, self._of[request]) for request in dropped]
         if worker.interrupts or worker.is_failing:
             self._interrupted.append(worker)
 

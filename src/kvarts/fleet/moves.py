@@ -1,7 +1,7 @@
 """Requests on their way through the workers of a fleet: their transitions, and the consequences of each.
 
-A worker drops a request only between steps: during a step, the drop waits for its end, whatever the step does to the
-request. The same holds for the requests that a failing worker loses.
+A worker drops a request as any engine does: between steps, or if it has planned another step already, with that one;
+the rest of the fleet learns of it after what has ended by then. A failing worker loses its requests between steps.
 """
 
 from __future__ import annotations
@@ -574,6 +574,8 @@ class Moves:
             self._activate_now(handoff, now_ns)
 
     def _activate_now(self, handoff: Handoff, now_ns: int) -> None:
+        if handoff.is_given_up:
+            return
         worker = self.workers[handoff.target]
         worker.handoffs.activate(handoff.decode, now_ns)
         worker.changed()
@@ -662,25 +664,42 @@ class Moves:
         if handoff.is_coming:
             self._links.cancel(handoff, now_ns)
             handoff.num_bytes = 0
-        if is_busy:
+        request = handoff.decode
+        if handoff.at_source and worker.index == handoff.source:
+            assert handoff.prefill is not None
+            request = handoff.prefill
+        if not is_busy:
+            self._drop(handoff, worker, now_ns)
+        elif request.state is RequestState.HELD:
             worker.interrupts.append((self._drop, handoff))
         else:
-            self._drop(handoff, worker, now_ns)
+            worker.replica.give_up(request, now_ns, is_busy=True)
 
     def _drop(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Drop every part of a request from `worker`, which is idle. Its pages are free at once."""
-        if handoff.at_source and worker.index == handoff.source:
-            prefill = handoff.prefill
-            assert prefill is not None
-            if prefill.state is RequestState.HELD:
+        """Drop every part of a request from `worker`, which is idle; at once, unless its next step is planned."""
+        request = handoff.decode
+        is_source = handoff.at_source and worker.index == handoff.source
+        if is_source:
+            assert handoff.prefill is not None
+            request = handoff.prefill
+            if request.state is RequestState.HELD:
                 self._release_now(handoff, now_ns)
                 return
-            worker.replica.cancel(prefill, now_ns)
-            self._leave_source(handoff, worker)
-        elif handoff.at_target and worker.index == handoff.target:
-            worker.replica.cancel(handoff.decode, now_ns)
-            self._leave_target(handoff, worker)
+        elif not (handoff.at_target and worker.index == handoff.target):
+            return
+        if not worker.replica.give_up(request, now_ns, is_busy=False):
+            self._roused.add(worker.index)
+            return
+        self._note_dropped(handoff, worker, now_ns)
+        if not is_source:
             self._try_again(worker, now_ns, is_busy=False)
+
+    def _note_dropped(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
+        """Record that `worker` has dropped its part of a request."""
+        if handoff.at_source and worker.index == handoff.source:
+            self._leave_source(handoff, worker)
+        else:
+            self._leave_target(handoff, worker)
 
     def _try_again(self, worker: Worker, now_ns: int, *, is_busy: bool) -> None:
         """Retry reservations after another request has freed resources, at the end of the step under way."""
@@ -802,6 +821,8 @@ class Moves:
             self._roused.add(index)
 
     def _restart(self, handoff: Handoff) -> None:
+        if handoff.is_given_up:
+            return
         handoff.num_restarts += 1
         self._withdraw(handoff)
         self._actions.append((self._send, handoff))
@@ -829,6 +850,8 @@ class Moves:
 
     def _compute_instead(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
         """Release the reservation on `worker`, which is idle, and queue the request there."""
+        if handoff.is_given_up:
+            return
         worker.withdraw(handoff.decode, now_ns)
         self._compute_here(handoff, worker, now_ns)
         self._try_again(worker, now_ns, is_busy=False)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
-from kvarts.build import TierSettings, build_engine
+from kvarts.build import PrepareTiers, TierSettings, build_engine, preparation_of
 from kvarts.event_log import EventReader
 from kvarts.executor.base import CostModel
 from kvarts.executor.cost import PrefillCost
@@ -29,7 +29,6 @@ from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.rooms import from_room
 from kvarts.sim.arrivals import Arrivals
-from kvarts.sim.config import TiersBelow
 from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, trace_of
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import Router
@@ -201,8 +200,8 @@ class BuiltFleet:
 class BelowTiers(Protocol):
     """Something below the tiers of workers that is not of one of them."""
 
-    def below(self, worker: int, offload: TiersBelow | None, kv_bytes_per_token: int) -> TierSettings:
-        """Return the settings of the tiers of `worker`: those of `offload`, and this below them."""
+    def below(self, worker: int, offload: TierSettings | None, kv_bytes_per_token: int) -> PrepareTiers:
+        """Return what prepares the tiers of `worker`: those of `offload`, and this below them."""
 
 
 class WorkersStore(SharedPages, BelowTiers, Protocol):
@@ -352,10 +351,10 @@ def open_worker(
         cost = DecodeOnly(cost)
     executor = SimExecutor(cost)
     queue = ByReservation() if is_mocker else ByAge()
-    offload: TierSettings | None = config.offload
+    tiers = preparation_of(config.offload)
     if shared is not None:
         token_bytes = TOKEN_BYTES if config.placement is None else config.placement.kv_bytes_per_token
-        offload = shared.below(index, config.offload, token_bytes)
+        tiers = shared.below(index, config.offload, token_bytes)
     engine = build_engine(
         config,
         executor,
@@ -364,7 +363,7 @@ def open_worker(
         num_waiting=num_waiting,
         policy=queue if pool.role == "decode" else config.admission(),
         make_order=config.eviction,
-        offload=offload,
+        tiers=tiers,
         prefill=prefill_cost(config),
         audit=config.audit,
         hands_over=True,

@@ -109,6 +109,9 @@ class Worker:
                     raise TooLateError
                 return True
         while not replica.prepare(now_ns):
+            if replica.has_leaving:  # they have left with this plan, and `finish` returns them
+                self.end_ns = replica.pause(now_ns)
+                return True
             if scheduler.has_released:
                 replica.join(now_ns)
                 continue  # for that memory
@@ -192,7 +195,10 @@ class Worker:
         self.replica.leap(self._start_ns, times)
 
     def finish(self) -> list[Request]:
-        """End the step or leap under way; return the requests that ended here or are held, in admission order."""
+        """End the step or leap under way; return the requests that ended here, are held, or were dropped with it.
+
+        They are in the order of admission; those that were dropped come last.
+        """
         if self._times is not None:
             self._num_wanted += self._num_wanted
             self._do_leap(self._times)

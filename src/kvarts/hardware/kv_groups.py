@@ -22,9 +22,10 @@ class KvLayer(msgspec.Struct, frozen=True, kw_only=True):
 
     `full`: keys and values of all tokens; `latent`: one vector per token; `window`: keys and values of the last `span`
     tokens and the first `sink`; `chunk`: those of the tokens since the last multiple of `span`; `state`: `state_bytes`,
-    independent of the length; `shared`: nothing, since it reads the KV of another layer, with that layer's `span`;
-    `none`: nothing, since it processes each token separately. A token has `num_heads` times `head_numbers` numbers;
-    devices divide heads, never their numbers.
+    independent of the length, or with a `span` of 2 as many for each page, of which a token needs those of its own page
+    and of the page of the token before it; `shared`: nothing, since it reads the KV of another layer, with that layer's
+    `span`; `none`: nothing, since it processes each token separately. A token has `num_heads` times `head_numbers`
+    numbers; devices divide heads, never their numbers.
     """
 
     kind: KvKind

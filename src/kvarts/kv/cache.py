@@ -104,6 +104,8 @@ class Cache:
     """
 
     __slots__ = (
+        "aligns",
+        "defers",
         "follows_decodes",
         "has_page_ids",
         "keeps_time",
@@ -152,6 +154,10 @@ class Cache:
         """Whether `settle` must be called: blocks are of parts of pages, in KV groups."""
         self.releases = False
         """Whether running requests release parts that none of their later tokens attends to: some group keeps less."""
+        self.aligns = False
+        """Whether chunks of prompts end at pages, because states are kept only where chunks end."""
+        self.defers = False
+        """Whether `begin_step` must be called: a request cannot begin after a state that the same step computes."""
         self.keeps_time = False
         """Whether `set_time` has an effect: its eviction order uses times and the hints of requests."""
         self.follows_decodes = False
@@ -371,6 +377,24 @@ class Cache:
 
     def set_time(self, now_ns: int) -> None:
         """Set the time at which holdings are opened and closed from now on."""
+
+    def begin_step(self) -> None:
+        """Begin a step: no state is computed in it yet."""
+
+    def note_state(self, content: Content, page: int) -> None:
+        """Treat the state after the first `page` pages of `content` as one that the current step computes."""
+
+    def is_of_step(self, match: Match) -> bool:
+        """Return whether the current step computes the state after `match`, or a copy of it."""
+        return False
+
+    def branch_of(self, match: Match) -> int:
+        """Return the tokens up to which groups that keep all tokens have its content, if that is more than `match`."""
+        return 0
+
+    def branch(self, holding: Holding) -> int:
+        """Return the same for a sequence, as of when it began."""
+        return 0
 
     def refresh(self, num_free: int) -> None:
         """Record that `num_free` blocks are free, in a memory from which others take as well."""

@@ -23,7 +23,8 @@ class FirstSeen:
         self._layer = layer
         self._page_size = page_size
         # The reach of a window is the same at every position; in other layers it is not.
-        self._lag = FAR - layer.first_seen(FAR) if layer.kind == "window" else -1
+        has_lag = layer.kind == "window" or (layer.kind == "state" and layer.span is not None)
+        self._lag = FAR - layer.first_seen(FAR) if has_lag else -1
 
     def page(self, position: int) -> int:
         """Return the page of the first token after the sink that the token at `position` attends to."""
@@ -62,18 +63,32 @@ class GroupNeeds:
         self._whole_blocks = sum(blocks for group, blocks in self._groups if group.layer.kind in ("full", "latent"))
         self._keeps_all = [not (group.is_state or group.is_bounded) for group, _ in self._groups]
         bounded = [(group.layer, blocks) for group, blocks in self._groups if group.is_bounded]
+        self._new_caps = [1 if memory.aligns and layer.kind == "state" else FAR for layer, _ in bounded]
         self._caps = [(self._cap(layer), blocks) for layer, blocks in bounded]
         # Chunks that begin inside a page may reach into one page more, which vLLM's cap does not count.
         self._most = [
             (self._cap(layer, most_kept) + (layer.kind == "chunk" and (layer.span or 1) % page_size > 0), blocks)
             for layer, blocks in bounded
         ]
+        if memory.aligns:
+            # The state before a chunk or two, and the one after it.
+            most = 2 if most_kept is None or most_kept == most_new else 3
+            self._most = [
+                (most if layer.kind == "state" else cap, blocks)
+                for (layer, _), (cap, blocks) in zip(bounded, self._most, strict=True)
+            ]
+        self._less_in_chunk = sum(blocks for layer, blocks in bounded if memory.aligns and layer.kind == "state")
         self._state_blocks = sum(blocks for group, blocks in self._groups if group.is_state)
         self.page_blocks = sum(blocks for group, blocks in self._groups if not group.is_state)
         """The blocks that a decode takes for the first token of a page."""
 
     def _cap(self, layer: KvLayer, most_kept: int | None = None) -> int:
-        """Return the most pages of a window or a chunk, as vLLM counts them, and those of the sink."""
+        """Return the most pages of a window or a chunk, as vLLM counts them, and those of the sink.
+
+        States that are kept by page have no cap.
+        """
+        if layer.kind == "state":
+            return FAR
         most, span = self.most_new if most_kept is None else most_kept, layer.span or 1
         if layer.kind == "chunk":
             return -(-(span + most) // self._page_size)
@@ -198,9 +213,10 @@ class GroupNeeds:
         num_hit = start // self._page_size
         num_pages = -(-num_known // self._page_size)
         in_all = self._whole_blocks * (num_pages - num_hit)
-        for cap, part_blocks in self._caps:
-            in_all += part_blocks * max(0, min(num_pages, cap) - num_hit)
-        in_step = self.page_blocks * (-(-end // self._page_size) - num_hit)
+        for (cap, part_blocks), new_cap in zip(self._caps, self._new_caps, strict=True):
+            in_all += part_blocks * min(max(0, min(num_pages, cap) - num_hit), new_cap)
+        num_new = -(-end // self._page_size) - num_hit
+        in_step = self.page_blocks * num_new - self._less_in_chunk * max(0, num_new - 1)
         return self._state_blocks + in_all, self._state_blocks + in_step
 
     def _idle(self, start: int, found: Held, *, of_whole: bool) -> int:

@@ -127,6 +127,8 @@ class GroupPages(Cache):
         self.block_bytes = memory.block_bytes
         self.page_size = page_size
         self.settles = True
+        self.aligns = memory.aligns
+        self.defers = memory.has_states_by_page
         self.releases = any(group.is_bounded or group.is_state for group in memory.groups)
         self._num_moved = 0
         """Blocks that had been taken, released and evicted when `check` last examined every part."""
@@ -167,6 +169,26 @@ class GroupPages(Cache):
     def set_time(self, now_ns: int) -> None:
         """Set the time of what is opened and closed from now on."""
         self.parts.now_ns = now_ns
+
+    def begin_step(self) -> None:
+        """Begin a step: no state is computed in it yet."""
+        self.parts.computed.clear()
+
+    def note_state(self, content: Content, page: int) -> None:
+        """Treat the state after the first `page` pages of `content` as one that the current step computes."""
+        self.parts.computed.append((content, page - 1, page))
+
+    def is_of_step(self, match: Match) -> bool:
+        """Return whether the current step computes the state after `match`, or a copy of it."""
+        return self.parts.is_of_step(cast(RunMatch, match))
+
+    def branch_of(self, match: Match) -> int:
+        """Return the tokens up to which groups that keep all tokens have its content, if that is more than `match`."""
+        return cast(RunMatch, match).branch * self.page_size
+
+    def branch(self, holding: Holding) -> int:
+        """Return the same for a sequence, as of when it began."""
+        return cast(PartHolding, holding).parts.branch
 
     @property
     def is_shared(self) -> bool:

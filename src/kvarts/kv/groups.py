@@ -14,8 +14,8 @@ from math import gcd
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import msgspec
+from msgspec.structs import replace
 
-from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.pool import PageId
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCORINGS",
+    "STATE_SPAN",
     "GroupKeeps",
     "GroupMemory",
     "HeavyPages",
@@ -36,13 +37,20 @@ __all__ = [
     "Retention",
     "Scoring",
     "SinkWindow",
+    "StateMode",
     "most_blocks",
     "retained_by_group",
+    "with_states",
 ]
 
 Retention = Literal["all", "tails"]
 """The parts of windows and chunks that are kept: `all`, as in vLLM, or the `tails`, to which the token after the last
 full page of a marked end, or of the whole sequence, attends."""
+StateMode = Literal["snapshots", "all", "align"]
+"""The states that are kept: `snapshots` at ends of prompts; one after `all` pages; or one after the last page of each
+chunk of a prompt, which ends at a page: `align`. The last two are modes of vLLM."""
+STATE_SPAN = 2
+"""The span of states that are kept by page: a token needs the state after the token before it."""
 
 
 class PartGroup(msgspec.Struct, frozen=True):
@@ -60,31 +68,38 @@ class PartGroup(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         check_whole(self.part_bytes, "part_bytes", most=MOST_BYTES)
         check_whole(self.num_layers, "num_layers", most=MOST_LAYERS)
-        if not (self.layer.keeps_tokens or self.is_state):
+        if not (self.layer.keeps_tokens or self.layer.kind == "state"):
             raise ConfigError(f"{self.layer.kind} keeps nothing", field="layer")
 
     @property
     def is_state(self) -> bool:
-        """Whether its parts are states."""
-        return self.layer.kind == "state"
+        """Whether its parts are snapshots of a state that each running request has."""
+        return self.layer.kind == "state" and self.layer.span is None
 
     @property
     def is_bounded(self) -> bool:
         """Whether its parts are released while their sequence runs."""
-        return self.layer.kind in ("window", "chunk")
+        return self.layer.kind in ("window", "chunk") or self.has_states_by_page
+
+    @property
+    def has_states_by_page(self) -> bool:
+        """Whether its parts are states, each after a page."""
+        return self.layer.kind == "state" and self.layer.span is not None
 
 
 class GroupMemory(msgspec.Struct, frozen=True):
     """The KV groups of one model, and the parts of their windows that are kept.
 
     All parts are whole *blocks*: the largest size that divides the parts of every group, in `divisor` pieces. A page
-    with all its parts has `page_bytes`; states are not part of a page. Raises ConfigError if no group keeps tokens, and
-    for a divisor that leaves no whole blocks.
+    with all its parts has `page_bytes`; states that are not kept by page are not part of it. `aligns`: states are kept
+    only for the last page of each chunk. Raises ConfigError if no group keeps tokens, and for a divisor that leaves no
+    whole blocks.
     """
 
     groups: tuple[PartGroup, ...]
     keeps: Retention = "all"
     divisor: int = 1
+    aligns: bool = False
 
     def __post_init__(self) -> None:
         if not any(group.layer.keeps_tokens for group in self.groups):
@@ -106,8 +121,19 @@ class GroupMemory(msgspec.Struct, frozen=True):
 
     @property
     def has_states(self) -> bool:
-        """Whether layers keep a state."""
+        """Whether each running request has a state."""
         return any(group.is_state for group in self.groups)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is one group, and it keeps every token in blocks that are whole pages."""
+        only = self.groups[0]
+        return len(self.groups) == self.divisor == 1 and not only.is_bounded
+
+    @property
+    def has_states_by_page(self) -> bool:
+        """Whether layers keep states by page."""
+        return any(group.has_states_by_page for group in self.groups)
 
     @property
     def page_bytes(self) -> int:
@@ -133,6 +159,16 @@ class GroupMemory(msgspec.Struct, frozen=True):
 
 def _choice() -> str:
     return " or ".join(get_args(Retention))
+
+
+def with_states(groups: tuple[PartGroup, ...], mode: StateMode) -> tuple[PartGroup, ...]:
+    """Return `groups` with the states of `mode`."""
+    if mode == "snapshots":
+        return groups
+    by_page = [
+        replace(group, layer=replace(group.layer, span=STATE_SPAN)) if group.is_state else group for group in groups
+    ]
+    return tuple(by_page)
 
 
 class SinkWindow(msgspec.Struct, frozen=True):
@@ -448,6 +484,8 @@ def retained_by_group(memory: GroupMemory, whole: SinkWindow) -> list[tuple[Grou
 
     Raise ConfigError for a model that cannot have such sequences.
     """
+    from kvarts.combines import check_combination
+
     for group in memory.groups:
         if group.is_state:
             check_combination({"windows": "window", "states": "kv_groups"})

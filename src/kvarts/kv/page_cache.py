@@ -19,7 +19,7 @@ from kvarts.kv.eviction import HeldPages, noter_of, ranges_read_by, walk
 from kvarts.kv.pool import PageError, PageId, Pool
 from kvarts.kv.tree import Node, Path, PrefixTree
 
-__all__ = ["PageCache"]
+__all__ = ["OneGroupCache", "PageCache"]
 
 
 class PageCache(Cache):
@@ -471,3 +471,47 @@ class PageCache(Cache):
                 resident_ids += holding.page_ids[holding.path[-1].end if holding.path else 0 :]
             resident_ids += self.pool.empty_ids
             assert sorted(resident_ids) == list(range(self.pool.total)), "L1: a page is lost or has two owners"
+
+
+class OneGroupCache(PageCache):
+    """Whole pages, counted as the parts of the only KV group of a model, which keeps every token.
+
+    `page_bytes`: the bytes of a page; `most_new_tokens`: the most tokens of a request that a step may compute.
+    """
+
+    __slots__ = ("_most_new_tokens", "_page_bytes")
+
+    def __init__(self, pool: Pool, tree: PrefixTree, *, page_bytes: int, most_new_tokens: int) -> None:
+        super().__init__(pool, tree)
+        self._page_bytes = page_bytes
+        self._most_new_tokens = most_new_tokens
+
+    def look(self, mark: Mark) -> None:
+        """Set `mark` to the current counts if more pages are in use than at the mark so far."""
+        num_cached = self.tree.num_cached
+        num_used = self.pool.num_taken - num_cached
+        if num_used > mark.used:
+            mark.used, mark.cached, mark.released = num_used, num_cached, self.num_released
+            mark.parts = num_used, num_cached
+
+    def counts(self) -> tuple[int, ...]:
+        """Return the pages used and cached."""
+        return self.num_used, self.tree.num_cached
+
+    def num_evicted_parts(self) -> tuple[int, ...]:
+        """Return the number of evicted pages."""
+        return (self.num_evicted,)
+
+    def reach(self, content: Content, limit: int) -> tuple[int, ...]:
+        """Return the number of the first `limit` full pages that are resident."""
+        return (self.tree.match(content, limit).num_pages,)
+
+    def need_words(self, num_blocks: int, page_size: int, asked: str) -> str:
+        """Return the clause that a request with the tokens `asked` needs `num_blocks`."""
+        most_new = self._most_new_tokens
+        return f"needs {num_blocks} blocks of {self._page_bytes:,} bytes for {asked}, with {most_new} tokens a step"
+
+    @property
+    def room_words(self) -> str:
+        """The memory, as the subject of a sentence on the number of its blocks."""
+        return "the memory has"

@@ -54,6 +54,13 @@ class RunCache(RunAccount):
         self._whole = [index for index, group in enumerate(groups) if not (group.is_state or group.is_bounded)]
         self._less = [index for index, group in enumerate(groups) if group.is_state or group.is_bounded]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
+        by_page = [index for index, group in enumerate(groups) if group.has_states_by_page]
+        self._aligned = by_page if memory.aligns else []
+        self._in_every_page = [index for index in self._of_tokens if index not in self._aligned]
+        self._by_page = by_page[0] if by_page else -1
+        """A group of states by page, or -1."""
+        self.computed: list[tuple[Content, int, int]] = []
+        """The contents and pages that became findable since the step began, if states are kept by page."""
         tree = self.tree = SpanTree(
             memory, page_size, self.decodes.look, num_below=num_below, finds_branches=at_branches
         )
@@ -149,11 +156,19 @@ class RunCache(RunAccount):
 
     def take_next(self, holding: RunHolding, num_pages: int) -> None:
         """Take the parts of the next `num_pages` pages, which cannot be found yet; none of their tokens is computed."""
-        self.take_pages(num_pages)
         holding.num_taken += num_pages
+        if num_pages > 1 and self._aligned:
+            # A chunk that takes several pages begins with one, so none of the group is open.
+            for index in self._in_every_page:
+                self.take(index, num_pages)
+            for index in self._aligned:
+                self.take(index, 1)
+                holding.first_open[index] = holding.num_taken - 1
+        else:
+            self.take_pages(num_pages)
         if self.blocks is not None:
             for index in self._of_tokens:
-                holding.open_ids[index] += self.take_ids(index, num_pages)
+                holding.open_ids[index] += self.take_ids(index, 1 if index in self._aligned else num_pages)
 
     def drop_pages(self, holding: RunHolding, num_pages: int) -> None:
         """Undo `take_next` for all but the first `num_pages` pages of `holding`."""
@@ -281,10 +296,22 @@ class RunCache(RunAccount):
         """Return the bytes that the next `num_new` tokens need and `holding` does not have."""
         num_pages = -(-(holding.num_tokens + num_new) // self.page_size) - holding.num_taken
         num_bytes = self.page_bytes * num_pages
+        for index in self._aligned:
+            num_bytes -= self.part_bytes[index] * max(0, num_pages - 1)
         for index in self._of_states:
             if not holding.num_states[index]:
                 num_bytes += self.part_bytes[index]
         return num_bytes
+
+    def is_of_step(self, match: RunMatch) -> bool:
+        """Return whether the current step computes the last page of `match`, or a copy of it."""
+        end, asked = match.num_pages, match.content
+        return any(
+            start < end <= stop
+            and content.salt == asked.salt
+            and (content is asked or content.common_pages(asked, 0, end) == end)
+            for content, start, stop in self.computed
+        )
 
     def held_bytes(self, holding: RunHolding) -> int:
         """Return the bytes of all parts of `holding`, including those that others hold."""
@@ -386,6 +413,8 @@ class RunCache(RunAccount):
             self.num_published += 1
         if self.wants is not None:
             self.wants.computes(holding, start)
+        if self._by_page >= 0:
+            self.computed.append((holding.content, holding.first_open[self._by_page], end))
         spans = self.tree.extend(holding, end)
         if holding.given:
             for given in holding.given:

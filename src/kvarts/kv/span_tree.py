@@ -42,6 +42,7 @@ class SpanTree:
         self._has_less = len(self._whole) < len(groups)
         """Whether some group keeps less than all tokens."""
         self._finds_branches = finds_branches and bool(self._states) and bool(self._whole)
+        self._aligns = memory.aligns
         self._first_seen = [FirstSeen(group.layer, page_size) for group in groups]
         self._chunks = [group.layer.kind == "chunk" for group in groups]
         self._lengths = [group.layer.span or 1 for group in groups]
@@ -95,6 +96,8 @@ class SpanTree:
         if self._finds_branches and 0 < page < limit:
             branch = self._branch_of(span if child is None or child.start >= page else child, content, page)
         length = self._longest(found, page) if page and self._has_less else page
+        if self._aligns:
+            branch = page
         while spans and spans[-1].start >= length:
             spans.pop()
         match = RunMatch(content, root, spans, length)

@@ -5,25 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import structs
 
-from kvarts.build import TierSettings, build_engine
+from kvarts.build import TierSettings, build_engine, preparation_of
 from kvarts.clock import Clock, WallClock
 from kvarts.combines import check_combination
 from kvarts.config import EngineConfig, EngineOptions
 from kvarts.errors import ConfigError, first_line
 from kvarts.event_log import EventReader
 from kvarts.executor.base import Executor
-from kvarts.executor.page_bytes import PageStore
 from kvarts.executor.torch.executor import TorchExecutor
-from kvarts.executor.torch.grammars import Grammars
 from kvarts.executor.torch.loading import load_model, load_tokenizer
-from kvarts.executor.torch.sampling import BatchSampler, processors_of
+from kvarts.executor.torch.sampling import BatchSampler, Grammars, processors_of
 from kvarts.executor.wrappers import MeasuredCost, MeasuringExecutor
 from kvarts.kv.eviction import EvictionOrder, LruOrder
-from kvarts.kv.groups import GroupMemory
 from kvarts.kv.transfer import TransferTotals
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop, ModelHost
@@ -31,6 +28,7 @@ from kvarts.llm.room import KVRoom, latent_token_bytes, open_room, token_bytes
 from kvarts.llm.speculation import CarefulDrafter, NgramDrafter, SpeculativeConfig, TimesByTokens
 from kvarts.llm.text import Completion, DetokenizingExecutor, Generation
 from kvarts.request import Request
+from kvarts.rooms import from_room
 from kvarts.sampling import SamplingParams
 from kvarts.sched.drafts import DraftTotals
 
@@ -70,39 +68,6 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
     return tokens
 
 
-class StoredPages(PageStore, Protocol):
-    """Pages in files."""
-
-    def keys(self) -> list[bytes]:
-        """Return the keys of the stored pages, the oldest first."""
-
-
-class Offload(TierSettings, Protocol):
-    """The tiers below the device, as configured by kvarts.OffloadConfig."""
-
-    load_overlap: str
-    """Whether replays compute while later layers are loaded: `none` or `layers`."""
-    bus: int | str | None
-    """A bandwidth that the channels of a replay share."""
-    copy_slowdown: float
-    """By how much copies slow down the steps of a replay."""
-
-    def for_model(self, kv_bytes_per_token: int) -> Offload:
-        """Return the same tiers for a model with `kv_bytes_per_token`."""
-
-    def tiers(self, page_size: int) -> dict[str, int]:
-        """Return the number of pages of each tier by name: `host`, and `disk` below it."""
-
-    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
-        """Return the blocks of each tier below the KV groups of `memory`, by name."""
-
-    def open_files(self, directory: Path | str, page_size: int, memory: GroupMemory | None = None) -> StoredPages:
-        """Return the pages in `directory`, for the tier `disk`; with KV groups, those of `memory`."""
-
-    def with_known(self, known_keys: Iterable[bytes], namespace: str) -> TierSettings:
-        """Return these tiers with the pages in files that an earlier run left."""
-
-
 class LLM:
     """A transformers model, its tokenizer, and the engine that runs it.
 
@@ -137,7 +102,7 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         options: EngineOptions | None = None,
-        offload: Offload | None = None,
+        offload: TierSettings | None = None,
         disk_path: str | Path | None = None,
         eviction: Callable[[], EvictionOrder] = LruOrder,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
@@ -198,7 +163,9 @@ class LLM:
             )
         files = None
         if disk_path is not None and self.offload is not None:
-            files = self.offload.open_files(disk_path, config.page_size, None if room.cut is None else room.cut.memory)
+            memory = None if room.cut is None else room.cut.memory
+            open_page_files = from_room("offload.opening", "open_page_files", field="disk_path")
+            files = open_page_files(self.offload, disk_path, config.page_size, memory)
         clock = WallClock() if clock is None else clock
         self._grammars = Grammars(tokenizer, model.config.get_text_config(decoder=True).vocab_size, _eos_ids(model))
         sampler = BatchSampler(model.device, self._grammars)
@@ -222,9 +189,9 @@ class LLM:
         if config.max_itl_ms is not None:
             cost = MeasuredCost(self._executor.time_steps(TIMED_CHUNKS))
             executor = MeasuringExecutor(executor, cost)
-        below: TierSettings | None = self.offload
-        if files is not None and self.offload is not None:
-            below = self.offload.with_known(files.keys(), self._executor.fingerprint())
+        of_files = {}
+        if files is not None:
+            of_files = {"known_keys": files.keys(), "namespace": self._executor.fingerprint()}
         drafter = None
         if speculation is not None:
             times = TimesByTokens(self._executor.time_steps(TIMED_STEPS))
@@ -236,7 +203,7 @@ class LLM:
             num_blocks=room.num_blocks(config.num_pages),
             readers=readers,
             audit=audit,
-            offload=below,
+            tiers=preparation_of(self.offload, **of_files),
             make_order=eviction,
             drafter=drafter,
             step_ns=None if cost is None else cost.step_ns,
@@ -488,7 +455,7 @@ def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, co
     return each
 
 
-def _tiers_of(offload: Offload | None, room: KVRoom, page_size: int) -> dict[str, int]:
+def _tiers_of(offload: TierSettings | None, room: KVRoom, page_size: int) -> dict[str, int]:
     """Return the pages or blocks of each tier below the device. Raise ConfigError for what a room cannot have."""
     if offload is None:
         return {}

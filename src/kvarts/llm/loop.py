@@ -26,8 +26,7 @@ from kvarts.errors import KvartsError
 from kvarts.executor.base import LateRotation
 from kvarts.executor.page_bytes import PageBytes, PageSlots
 from kvarts.kv.groups import GroupMemory
-from kvarts.llm.listener import EngineDeadError, Gone, Listener, Outbox, RequestFailedError
-from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.llm_engine import EngineDeadError, Gone, Listener, LLMEngine, Outbox, RequestFailedError
 from kvarts.llm.text import Completion, Generation
 from kvarts.sampling import SamplingParams
 

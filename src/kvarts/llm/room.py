@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from kvarts.errors import ConfigError
+from kvarts.executor.torch.attention import find_latent
 from kvarts.executor.torch.block_cut import BlockCut, cut_blocks
-from kvarts.executor.torch.latent import find_latent
 from kvarts.executor.torch.pools import page_bytes_of, stored_as
 from kvarts.executor.torch.probe import examine
 from kvarts.kv.groups import Retention
@@ -32,7 +32,7 @@ def token_bytes(model: Any, kv_dtype: str = "auto") -> int:
 def latent_token_bytes(model: Any) -> int | None:
     """Return the bytes per token of a model's latents; None without a latent.
 
-    They are stored where kvarts.executor.torch.latent can, else the keys and values to which they are expanded.
+    They are stored where kvarts.executor.torch.attention can, else the keys and values to which they are expanded.
     """
     latents = [shape for module in model.modules() if (shape := find_latent(module)) is not None]
     numbers = sum(shape.head_dim for shape in latents)

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
-from kvarts.kv.eviction import EvictionOrder
 from kvarts.limits import MOST_BYTES, MOST_BYTES_PER_TOKEN, MOST_LAYERS, MOST_MS, MOST_PAGES, check_number, check_whole
 from kvarts.offload.channel import ChannelSpec, TierSpec
 from kvarts.settings import SettingError, setting
 from kvarts.units import meant_size, parse_bytes, parse_rate
 
 if TYPE_CHECKING:
-    from kvarts.config import EngineConfig
-    from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.groups import GroupMemory
-    from kvarts.offload.opening import TiersToOpen
-    from kvarts.offload.pagefiles import PageFiles
 
-__all__ = ["FilesBelow", "LoadOverlap", "OffloadConfig", "OffloadPolicy", "PreemptionMode"]
+__all__ = ["LoadOverlap", "OffloadConfig", "OffloadPolicy", "PreemptionMode"]
 
 LoadOverlap = Literal["none", "layers"]
 OffloadPolicy = Literal["eager", "lazy"]
@@ -58,6 +51,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     an executor has not reported within this time counts as failed; in virtual time, ends are known. `fail_every`: one
     in `fail_every` transfers fails; 0: no transfer does.
     """
+
+    opened_by: ClassVar[str] = "kvarts.offload.opening:prepare_tiers"
 
     host_pages: Annotated[
         int | None,
@@ -244,26 +239,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         read = ChannelSpec("disk_read", self.bytes_per_s("disk_read"), self.disk_latency_us)
         return (*specs, TierSpec("disk", disk, write, read, is_files=True))
 
-    def prepare(
-        self,
-        config: EngineConfig,
-        make_order: Callable[[], EvictionOrder],
-        memory: GroupMemory | None = None,
-        *,
-        known_keys: Iterable[bytes] = (),
-        namespace: str | None = None,
-    ) -> TiersToOpen | None:
-        """Prepare tiers below an engine of `config`; None without tiers. `memory`: the KV groups of a device with any.
-
-        `known_keys`, `namespace`: see FilesBelow. Raise ConfigError for options that support whole pages only.
-        """
-        specs = self.specs(config.page_size, memory)
-        if not specs:
-            return None
-        from kvarts.offload.opening import TiersToOpen  # only engines with tiers pay for it
-
-        return TiersToOpen(self, specs, config, make_order, memory, known_keys=known_keys, namespace=namespace)
-
     def specs(self, page_size: int, memory: GroupMemory | None = None) -> tuple[TierSpec, ...]:
         """Return the tiers below a device, the fastest first. `memory`: its KV groups, if it has any."""
         return self.tier_specs(page_size) if memory is None else self.group_specs(memory, page_size)
@@ -342,42 +317,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Return this configuration for a model with tokens of `kv_bytes_per_token`, and `num_layers` if known."""
         num_layers = self.num_layers if num_layers is None else num_layers
         return msgspec.structs.replace(self, kv_bytes_per_token=kv_bytes_per_token, num_layers=num_layers)
-
-    def open_files(self, directory: Path | str, page_size: int, memory: GroupMemory | None = None) -> PageFiles:
-        """Return the files of the tier below host memory, with those that are already in `directory`.
-
-        `memory`: the KV groups of a device that has any. Raise OutputError for a directory that cannot hold them.
-        """
-        from kvarts.offload.pagefiles import PAGE_KEY_BYTES, PART_KEY_BYTES, PageFiles, file_bytes
-
-        if memory is None:
-            num_bytes = self.num_disk_pages(page_size) * file_bytes(PAGE_KEY_BYTES, self.kv_bytes_per_token * page_size)
-        else:  # at most one file per block
-            num_blocks = self.group_tiers(memory, page_size)["disk"]
-            num_bytes = num_blocks * file_bytes(PART_KEY_BYTES, memory.block_bytes)
-        return PageFiles(directory, max_bytes=num_bytes)
-
-    def with_known(self, known_keys: Iterable[bytes], namespace: str | None = None) -> FilesBelow:
-        """Return these tiers with the pages in files that an earlier run has left."""
-        return FilesBelow(config=self, known_keys=tuple(known_keys), namespace=namespace)
-
-
-class FilesBelow(msgspec.Struct, frozen=True, kw_only=True):
-    """Tiers with files left by another run: pages `known_keys`, in `namespace`, as in FileTier.
-
-    The default namespace is the fingerprint of the executor's model. Without a fingerprint, pages are read
-    only by the engine that wrote them.
-    """
-
-    config: OffloadConfig
-    known_keys: tuple[bytes, ...] = ()
-    namespace: str | None = None
-
-    def prepare(
-        self, config: EngineConfig, make_order: Callable[[], EvictionOrder], memory: GroupMemory | None = None
-    ) -> TiersToOpen | None:
-        """Prepare the tiers below an engine of `config`; None without tiers."""
-        return self.config.prepare(config, make_order, memory, known_keys=self.known_keys, namespace=self.namespace)
 
 
 def _parsed(parse: object, text: str, field: str) -> int:

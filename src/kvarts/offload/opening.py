@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
@@ -21,6 +22,7 @@ from kvarts.offload.filetier import FileTier
 from kvarts.offload.layout import ConnectedTier, Layout
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.page_layout import PageLayout
+from kvarts.offload.pagefiles import PAGE_KEY_BYTES, PART_KEY_BYTES, PageFiles, file_bytes
 from kvarts.offload.part_files import PartFiles
 from kvarts.offload.part_layout import PartLayout
 from kvarts.offload.part_policy import EagerParts, LazyParts, PartPolicy
@@ -29,16 +31,53 @@ from kvarts.offload.safe_first import SafeFirst
 from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, PagePolicy
 from kvarts.offload.tier import MemoryTier, PageTier
 
-__all__ = ["TiersToOpen", "open_offloader"]
+__all__ = ["TiersToOpen", "open_offloader", "open_page_files", "prepare_tiers"]
 
 OpenTier = Callable[[Tell | None], ConnectedTier[Any]]
+
+
+def prepare_tiers(
+    offload: OffloadConfig,
+    config: EngineConfig,
+    make_order: Callable[[], EvictionOrder],
+    memory: GroupMemory | None = None,
+    *,
+    known_keys: Iterable[bytes] = (),
+    namespace: str | None = None,
+) -> TiersToOpen | None:
+    """Prepare tiers below an engine of `config`; None without tiers. `memory`: the KV groups of a device with any.
+
+    `known_keys`, `namespace`: keys of the pages in files that an earlier run has left, and their namespace, as in
+    FileTier. The default namespace is the fingerprint of the executor's model; without a fingerprint, pages are read
+    only by the engine that wrote them. Raise ConfigError for options that support whole pages only.
+    """
+    specs = offload.specs(config.page_size, memory)
+    if not specs:
+        return None
+    return TiersToOpen(offload, specs, config, make_order, memory, known_keys=known_keys, namespace=namespace)
+
+
+def open_page_files(
+    offload: OffloadConfig, directory: Path | str, page_size: int, memory: GroupMemory | None = None
+) -> PageFiles:
+    """Return the files of the tier below host memory, with those that are already in `directory`.
+
+    `memory`: the KV groups of a device that has any. Raise OutputError for a directory that cannot hold them.
+    """
+    if memory is None:
+        page_bytes = offload.kv_bytes_per_token * page_size
+        num_bytes = offload.num_disk_pages(page_size) * file_bytes(PAGE_KEY_BYTES, page_bytes)
+    else:  # at most one file per block
+        num_blocks = offload.group_tiers(memory, page_size)["disk"]
+        num_bytes = num_blocks * file_bytes(PART_KEY_BYTES, memory.block_bytes)
+    return PageFiles(directory, max_bytes=num_bytes)
 
 
 class TiersToOpen:
     """The tiers `specs` of `offload`, below an engine of `config` whose eviction orders `make_order` makes.
 
     `memory`: the KV groups of a device that has any. Without, and with a lazy policy, the device first evicts pages
-    that a lower tier also holds. `known_keys` and `namespace`: see FilesBelow. `more`: open further tiers below
+    that a lower tier also holds. `known_keys` and `namespace`: see `prepare_tiers`. `more`: open further tiers below
     these, given what receives the events of the engine; `on_opened` is called with the offloader of all.
     """
 

@@ -8,6 +8,7 @@ what whole pages and parts in KV groups (`peer_parts.py`) have in common.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from kvarts.config import EngineConfig
@@ -104,14 +105,35 @@ class Peers(Generic[HostT, ViewT]):
         """
         return None
 
-    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> TiersWithPeers[ViewT]:
-        """Return the settings of the tiers of `worker`: those of `offload`, and the host memory of others below them.
+    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> partial[TiersToOpen | None]:
+        """Return what prepares the tiers of `worker`: those of `offload`, and the host memory of others below them.
 
         `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` has them.
         """
-        if offload is None:
-            offload = OffloadConfig(kv_bytes_per_token=kv_bytes_per_token)
-        return TiersWithPeers(offload, self, worker)
+        return partial(self._prepare, worker, offload or OffloadConfig(kv_bytes_per_token=kv_bytes_per_token))
+
+    def _prepare(
+        self,
+        worker: int,
+        offload: OffloadConfig,
+        config: EngineConfig,
+        make_order: Callable[[], EvictionOrder],
+        memory: GroupMemory | None,
+    ) -> TiersToOpen | None:
+        """Prepare the tiers below an engine of `config`: see `prepare_tiers`."""
+        read = PeerChannel("peers_read", self.links, self.unit_bytes)
+
+        def open_peers(tell: Tell | None) -> ConnectedTier[Any]:
+            view = read.view = self.views[worker] = self.open_view(worker, memory, config.page_size)
+            return ConnectedTier(cast(Any, view), read, read, is_read_only=True)
+
+        def connect(opened: Offloader[Any]) -> None:
+            read.tiers = opened
+            if len(opened.layout.own):
+                self.connect(worker, opened.layout.own[0])
+
+        specs = offload.specs(config.page_size, memory)
+        return TiersToOpen(offload, specs, config, make_order, memory, more=[open_peers], on_opened=connect)
 
     def leave(self, worker: int) -> bool:
         """Stop reading from `worker`, which was removed; return whether it was still registered."""
@@ -281,31 +303,3 @@ class PeerChannel(SharedChannel):
 
     def ended(self, num_bytes: int, duration_ns: int | None) -> None:
         """Do nothing: nothing waits for it."""
-
-
-class TiersWithPeers(Generic[ViewT]):
-    """Settings of tiers below a device, see TierSettings: those of `offload`, and below them the memory of others."""
-
-    def __init__(self, offload: OffloadConfig, peers: Peers[Any, ViewT], worker: int) -> None:
-        self._offload = offload
-        self._peers = peers
-        self._worker = worker
-
-    def prepare(
-        self, config: EngineConfig, make_order: Callable[[], EvictionOrder], memory: GroupMemory | None = None
-    ) -> TiersToOpen | None:
-        """Prepare the tiers below an engine of `config`."""
-        peers, worker = self._peers, self._worker
-        read = PeerChannel("peers_read", peers.links, peers.unit_bytes)
-
-        def open_peers(tell: Tell | None) -> ConnectedTier[Any]:
-            view = read.view = peers.views[worker] = peers.open_view(worker, memory, config.page_size)
-            return ConnectedTier(cast(Any, view), read, read, is_read_only=True)
-
-        def connect(opened: Offloader[Any]) -> None:
-            read.tiers = opened
-            if len(opened.layout.own):
-                peers.connect(worker, opened.layout.own[0])
-
-        specs = self._offload.specs(config.page_size, memory)
-        return TiersToOpen(self._offload, specs, config, make_order, memory, more=[open_peers], on_opened=connect)

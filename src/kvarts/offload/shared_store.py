@@ -9,6 +9,7 @@ some engines have the pages before them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from kvarts.config import EngineConfig
@@ -113,14 +114,34 @@ class Shared(Generic[ViewT]):
             self.links.cancel(write.worker, write.transfer)
         self._waited_for += [(worker, write.number) for worker in write.waiting]
 
-    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> TiersWithStore[ViewT]:
-        """Return the settings of the tiers of `worker`: those of `offload`, and the store below them.
+    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> partial[TiersToOpen | None]:
+        """Return what prepares the tiers of `worker`: those of `offload`, and the store below them.
 
         `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` has them.
         """
-        if offload is None:
-            offload = OffloadConfig(kv_bytes_per_token=kv_bytes_per_token)
-        return TiersWithStore(offload, self, worker)
+        return partial(self._prepare, worker, offload or OffloadConfig(kv_bytes_per_token=kv_bytes_per_token))
+
+    def _prepare(
+        self,
+        worker: int,
+        offload: OffloadConfig,
+        config: EngineConfig,
+        make_order: Callable[[], EvictionOrder],
+        memory: GroupMemory | None,
+    ) -> TiersToOpen | None:
+        """Prepare the tiers below an engine of `config`: see `prepare_tiers`."""
+        write = StoreChannel("store_write", self.links, worker, unit_bytes=self.unit_bytes, is_read=False)
+        read = StoreChannel("store_read", self.links, worker, unit_bytes=self.unit_bytes, is_read=True)
+
+        def open_store(tell: Tell | None) -> ConnectedTier[Any]:
+            view = self.views[worker] = write.view = self.open_view(worker, memory, tell)
+            return ConnectedTier(cast(Any, view), write, read)
+
+        def connect(opened: Offloader[Any]) -> None:
+            write.tiers = read.tiers = opened
+
+        specs = offload.specs(config.page_size, memory)
+        return TiersToOpen(offload, specs, config, make_order, memory, more=[open_store], on_opened=connect)
 
     def open_view(self, worker: int, memory: GroupMemory | None, tell: Tell | None) -> ViewT:
         """Return the store as a tier of `worker`. `memory`: the KV groups of its device; `tell` receives its events."""
@@ -374,30 +395,3 @@ class StoreChannel(SharedChannel):
 
 MANY = 1000
 """Units for which a duration is asked, so that rounding to nanoseconds does not matter."""
-
-
-class TiersWithStore(Generic[ViewT]):
-    """Settings of tiers below a device, see TierSettings: those of `offload`, and below them `store`."""
-
-    def __init__(self, offload: OffloadConfig, store: Shared[ViewT], worker: int) -> None:
-        self._offload = offload
-        self._store = store
-        self._worker = worker
-
-    def prepare(
-        self, config: EngineConfig, make_order: Callable[[], EvictionOrder], memory: GroupMemory | None = None
-    ) -> TiersToOpen | None:
-        """Prepare the tiers below an engine of `config`."""
-        store, worker = self._store, self._worker
-        write = StoreChannel("store_write", store.links, worker, unit_bytes=store.unit_bytes, is_read=False)
-        read = StoreChannel("store_read", store.links, worker, unit_bytes=store.unit_bytes, is_read=True)
-
-        def open_store(tell: Tell | None) -> ConnectedTier[Any]:
-            view = store.views[worker] = write.view = store.open_view(worker, memory, tell)
-            return ConnectedTier(cast(Any, view), write, read)
-
-        def connect(opened: Offloader[Any]) -> None:
-            write.tiers = read.tiers = opened
-
-        specs = self._offload.specs(config.page_size, memory)
-        return TiersToOpen(self._offload, specs, config, make_order, memory, more=[open_store], on_opened=connect)

@@ -15,8 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvarts.llm.listener import Gone, Outbox, RequestFailedError
-from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.llm_engine import Gone, LLMEngine, Outbox, RequestFailedError
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
 from kvarts.sampling import Logprobs, TopLogprobs

@@ -92,7 +92,7 @@ class _Maker:
         self._budget.draw_made(count, num_bytes, self._param)
 
     def _given(self, value: Any) -> Any:
-        """Return a value that the schema contains, and draw its size."""
+        """Return a value that the schema prescribes, after drawing its size on the budget."""
         size = self._sizes.get(id(value))
         if size is None:
             size = self._sizes[id(value)] = len(msgspec.json.encode(value))

@@ -36,7 +36,7 @@ from kvarts.openai_api.routes import TOKENIZED_BYTES, Routes
 from kvarts.openai_api.served import Health, Limits
 
 if TYPE_CHECKING:
-    from kvarts.openai_api.access_log import AccessLog
+    from kvarts.openai_api.access import AccessLog
     from kvarts.openai_api.live import Live
 
 __all__ = ["ABORT", "OpenAIApp", "OtherWorkers", "Watcher"]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvarts.errors import KvartsError
-from kvarts.llm.listener import EngineDeadError, RequestFailedError
+from kvarts.llm.llm_engine import EngineDeadError, RequestFailedError
 
 __all__ = ["ApiError", "api_error", "too_long"]
 

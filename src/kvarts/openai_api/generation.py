@@ -15,7 +15,7 @@ import msgspec
 
 from kvarts.errors import KvartsError
 from kvarts.limits import brief
-from kvarts.llm.listener import RequestFailedError
+from kvarts.llm.llm_engine import RequestFailedError
 from kvarts.openai_api.answer import Answer, Choice, Piece, size_of
 from kvarts.openai_api.answers import Answers, Question
 from kvarts.openai_api.bodies import (

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from kvarts.llm.listener import EngineDeadError
+from kvarts.llm.llm_engine import EngineDeadError
 from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.generation import Exchange

@@ -28,7 +28,7 @@ from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 
 if TYPE_CHECKING:
-    from kvarts.openai_api.access_log import AccessLog
+    from kvarts.openai_api.access import AccessLog
 
 __all__ = ["MockOptions", "RunningServer", "SeenRequest"]
 

@@ -16,8 +16,7 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.hints import Hints
 from kvarts.limits import MOST_COUNT, MOST_SECONDS, brief
-from kvarts.llm.listener import Outbox
-from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.llm_engine import LLMEngine, Outbox
 from kvarts.llm.loop import ModelHost
 from kvarts.openai_api.answer import Answer, Choice, ChoiceMeter
 from kvarts.openai_api.answers import Answers

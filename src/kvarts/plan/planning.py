@@ -109,7 +109,7 @@ class Plan:
 
     def plot(self) -> Any:
         """Return the charts of the page as a matplotlib Figure. Raise ConfigError if matplotlib is not installed."""
-        from kvarts.plan.pictures import figure_of
+        from kvarts.plan.page import figure_of
         from kvarts.report.pictures import check_installed
 
         check_installed("plot")

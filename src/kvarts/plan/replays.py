@@ -117,7 +117,7 @@ class Replays:
         trials = ReplayTrials(
             replay_one, self._plan.trace, self._config_for(case), on_replay=self._on_replay, is_asked=True
         )
-        return advice(self._summaries[case], trials=trials)
+        return advice(self._summaries[case], trials=lambda: trials)
 
     def named(self, step: SizeOption) -> str:
         """Return a step in words: `2 x 28,392 pages (55.5 GiB)`."""

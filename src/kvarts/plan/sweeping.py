@@ -106,7 +106,7 @@ class Sweep:
 
     def plot(self) -> Any:
         """Return the charts of the page as a matplotlib Figure. Raise ConfigError if matplotlib is not installed."""
-        from kvarts.plan.pictures import figure_of
+        from kvarts.plan.page import figure_of
         from kvarts.report.pictures import check_installed
 
         check_installed("plot")
@@ -114,7 +114,7 @@ class Sweep:
 
     def picture(self, form: str) -> bytes:
         """Return the charts as a file of `form`: png or svg."""
-        from kvarts.plan.pictures import draw
+        from kvarts.plan.page import draw
 
         return draw(self._drawn, form)
 

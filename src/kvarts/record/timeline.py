@@ -91,7 +91,7 @@ class RecordedSteps(Protocol):
         """Return the cumulative number of released pages at each step."""
 
     def withheld(self) -> Column | None:
-        """Return the pages that were unused but not available before each step; None if this never happens."""
+        """Return the pages that were unused but not available before each step; None if no page does."""
 
     def reserved(self) -> Column | None:
         """Return the pages that stay in use when no request runs, as of each step; None if this never happens."""

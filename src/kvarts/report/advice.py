@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -40,10 +41,11 @@ class Trials(Protocol):
         """Return the least host memory that keeps the hits of a replay; None if host memory does not help."""
 
 
-def advice(summary: dict[str, Any], *, trials: Trials | None = None) -> str | None:
+def advice(summary: dict[str, Any], *, trials: Callable[[], Trials] | None = None) -> str | None:
     """Return the next option to try, and why, for a report's `summary`.
 
-    None if no request completed or was rejected. `trials`: finds memory sizes by replay, if there is a trace to replay.
+    None if no request completed or was rejected. `trials` returns what finds memory sizes by replay, if there is a
+    trace to replay.
 
     The first of these cases that holds decides: requests that can never fit; the sequence cap; waiting for pages;
     waiting for transfers; hits lost to routing or eviction; waiting for the token budget; none, which leaves room for
@@ -65,7 +67,7 @@ def advice(summary: dict[str, Any], *, trials: Trials | None = None) -> str | No
     return _compute(summary) if cause == "compute" else _nothing(summary)
 
 
-def _rejected(summary: dict[str, Any], trials: Trials | None) -> str:
+def _rejected(summary: dict[str, Any], trials: Callable[[], Trials] | None) -> str:
     num_refused = summary.get("sessions", {}).get("num_refused_turns", 0)
     if num_refused:
         return (
@@ -78,7 +80,7 @@ def _rejected(summary: dict[str, Any], trials: Trials | None) -> str:
     longest = summary.get("longest_rejected")
     if trials is None or longest is None:
         return f"{into}; try {_more_memory(summary)}"
-    pages = trials.least_pages(longest["input_tokens"], longest["output_tokens"])
+    pages = trials().least_pages(longest["input_tokens"], longest["output_tokens"])
     needs = f"the longest needs {pages:,}{in_memory(pages, config)}"
     page_bytes = page_bytes_of(config)
     if page_bytes is None:
@@ -115,7 +117,7 @@ def _transfers(summary: dict[str, Any]) -> str:
     )
 
 
-def _lost_hits(summary: dict[str, Any], trials: Trials | None) -> str | None:
+def _lost_hits(summary: dict[str, Any], trials: Callable[[], Trials] | None) -> str | None:
     """Return advice that brings more hits, if many prompt tokens were computed that had been computed before."""
     unbounded, ratio = unbounded_hit_ratio(summary), summary["prefix_hit_ratio"]
     if unbounded is None or unbounded - ratio < WORTHWHILE * (1 - ratio):
@@ -142,13 +144,14 @@ def _lost_hits(summary: dict[str, Any], trials: Trials | None) -> str | None:
     )
     if lowest == "disk":
         return f"{why}; try more --disk-memory"
-    if trials is None or not trials.can_have_host_memory:
+    replays = None if trials is None else trials()
+    if replays is None or not replays.can_have_host_memory:
         return (
             f"{why}; about {as_percent(unbounded)} would be hits if nothing were evicted; try {_more_memory(summary)}"
         )
-    if trials.is_too_long(summary):
+    if replays.is_too_long(summary):
         return f"{why}; `kvarts plan` with the same options finds by replay what host memory would give"
-    found = trials.host_memory(summary)
+    found = replays.host_memory(summary)
     if found is None:
         return f"{why}; host memory would not help, say replays; try {_more_memory(summary)}"
     size = as_size(found.num_bytes)

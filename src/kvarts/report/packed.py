@@ -6,7 +6,6 @@ differences are close to 0. A block of them is stored as these, in a few bits pe
 
 from __future__ import annotations
 
-import zlib
 from array import array
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -138,6 +137,8 @@ def _packed(values: Column) -> _Block:
     if len(places) * MOST_JUMPS > len(values):
         return _Block(b"", _narrow(places[:0]), _narrow(values))
     narrow[places] = 0
+    import zlib
+
     return _Block(zlib.compress(narrow.tobytes(), 1), _narrow(np.diff(places, prepend=0)), _narrow(differences[places]))
 
 
@@ -146,6 +147,8 @@ def _unpacked(block: _Block) -> Column:
 
     if not block.differences:
         return block.jumps.wide()
+    import zlib
+
     values: Column = np.frombuffer(zlib.decompress(block.differences), np.int8).astype(np.int64)
     values[np.cumsum(block.distances.wide())] = block.jumps.wide()
     np.cumsum(values, out=values)

@@ -83,6 +83,9 @@ class PartSteps:
 
         `missing`: blocks taken up to the step, minus those that were empty.
         """
+        if len(self._part_blocks) == 1 and self._of_tokens[0] and not self._bounded:
+            # Nothing is released in a leap, and each missing block is evicted of the only group.
+            return [-(-np.maximum(missing, 0) // self._part_blocks[0])]
         leaps, groups, counts = self._evicted.take_columns()
         if not len(leaps):
             return [np.zeros(len(missing), np.int64) for _ in self._part_blocks]

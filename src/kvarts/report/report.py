@@ -6,7 +6,7 @@ halves to even: an observed value, never one between two. Times are in milliseco
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import fsum, inf, isnan
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +29,6 @@ from kvarts.report.distributions import (
     weighted_distribution_ms,
 )
 from kvarts.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog
-from kvarts.report.run_directory import RunConfig
 from kvarts.report.steps import StepLog
 from kvarts.report.words import facts, plus_minus
 from kvarts.traffic.info import working_set_pages
@@ -39,6 +38,8 @@ from kvarts.units import as_percent
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from kvarts.report.run_directory import RunConfig
 
 __all__ = ["REPORT_VERSION", "Report"]
 
@@ -66,7 +67,7 @@ class Report:
         transfers: Sequence[TransferTotals] = (),
         sessions: Mapping[str, int] | None = None,
         num_evicted_parts: Sequence[int] = (),
-        trials: Trials | None = None,
+        trials: Callable[[], Trials] | None = None,
     ) -> None:
         self.config = config
         self._num_evicted_parts = num_evicted_parts

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from textwrap import wrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvarts.report.run_directory import RunReport, Spread
 from kvarts.units import as_duration as duration
 from kvarts.units import as_memory, parse_bytes
 from kvarts.units import as_number as number
 from kvarts.units import as_percent as percent
+
+if TYPE_CHECKING:
+    from kvarts.report.run_directory import RunReport, Spread
 
 __all__ = [
     "LATENCIES",
@@ -38,6 +40,8 @@ LIMITS = {
 
 def facts(report: RunReport) -> list[tuple[str, str]]:
     """Return the names and values of a short table. Values missing in the report are left out, or `-`."""
+    from kvarts.report.run_directory import Spread
+
     ended = f"{count(report.num_completed)} completed, {count(report.num_rejected)} rejected"
     if report.num_failed:
         ended += f", {count(report.num_failed)} failed"

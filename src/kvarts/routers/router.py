@@ -12,7 +12,7 @@ from kvarts.event_log import EventLog
 from kvarts.events import PagesRemoved, PagesStored
 from kvarts.kv.transfer import PeersGain
 from kvarts.request import Request
-from kvarts.routers.exact import CacheFeed, EventIndex
+from kvarts.routers.directory import CacheFeed, EventIndex
 from kvarts.routers.view import Asked, Directory, Found, Needs, Policy, View
 from kvarts.settings import SettingError
 

@@ -9,12 +9,12 @@ import msgspec
 
 from kvarts.errors import ConfigError, did_you_mean
 from kvarts.rooms import code_named, is_code_name
-from kvarts.routers.llmd import LlmD
 from kvarts.routers.policies import (
     AibrixPrefix,
     BySession,
     DynamoKv,
     LeastLoaded,
+    LlmD,
     PowerOfTwo,
     PrefixAware,
     ProductionStackKv,

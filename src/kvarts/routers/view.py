@@ -12,8 +12,7 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.kv.transfer import PeersGain
-from kvarts.routers.approximate import ActiveBlocks, IndexRule, PlacementIndex
-from kvarts.routers.exact import EventIndex
+from kvarts.routers.directory import ActiveBlocks, EventIndex, IndexRule, PlacementIndex
 
 __all__ = ["Asked", "Directory", "Found", "Metrics", "Needs", "Policy", "View"]
 

@@ -17,7 +17,7 @@ from kvarts.sched.preemption import Planned, Preemptor
 from kvarts.sched.running import Running
 from kvarts.sched.wheel import DecodeWheel
 
-__all__ = ["ItlBound", "Prefill"]
+__all__ = ["AlignedChunks", "ItlBound", "Prefill"]
 
 
 class ItlBound:
@@ -57,10 +57,57 @@ class ItlBound:
         return least
 
 
+class AlignedChunks:
+    """Chunks of prompts that end at pages, where a state is kept, as in vLLM's mode `align` of states.
+
+    The last chunk of a prompt begins at its last page end, and a chunk ends where the prompt leaves another one.
+    `most_tokens`: the most tokens of a chunk.
+    """
+
+    __slots__ = ("_most_tokens", "_page_size")
+
+    def __init__(self, page_size: int, most_tokens: int) -> None:
+        self._page_size = page_size
+        self._most_tokens = most_tokens
+
+    def num_tokens(self, request: Request, start: int, num_tokens: int, branch: int) -> int:
+        """Return how many of the tokens [start, start + num_tokens) the next chunk computes; 0 short of a page end.
+
+        `branch`: the tokens that the request has in common with another one, or 0.
+        """
+        page_size = self._page_size
+        num_known = request.num_prompt_tokens + request.num_output_tokens
+        prefill_end = max(request.num_prompt_tokens, num_known - 1)
+        if start >= prefill_end:
+            return num_tokens
+        end = start + num_tokens
+        if end < prefill_end:
+            page_end = end // page_size * page_size
+            if page_end > start or page_size <= self._most_tokens:
+                end = page_end
+        stops = [(num_known - 1) // page_size * page_size]
+        if start % page_size:
+            stops.append((start // page_size + 1) * page_size)
+        if branch < end:
+            stops.append(branch)
+        return max(0, min([stop for stop in stops if start < stop < end], default=end) - start)
+
+    def note_state(self, cache: Cache, request: Request, start: int, end: int, num_in_flight: int) -> None:
+        """Note that [start, end) are computed after the last page end of a prompt, if they are.
+
+        vLLM counts the state there as computed by this step, as long as the request still has it: an equal prompt
+        begins after it in a later step.
+        """
+        page = (request.num_prompt_tokens - 1) // self._page_size
+        if page and end // self._page_size == page and start - num_in_flight <= page * self._page_size <= start:
+            cache.note_state(request.content, page)
+
+
 class Prefill:
     """Known tokens of admitted requests that are computed off the wheel."""
 
     __slots__ = (
+        "_aligned",
         "_batch",
         "_cache",
         "_itl",
@@ -88,6 +135,7 @@ class Prefill:
         batch: InputBatch | None,
         tell: Tell | None,
         itl: ItlBound | None = None,
+        aligned: AlignedChunks | None = None,
     ) -> None:
         self.completing: list[Request] = []
         """Requests that compute the last of their known tokens in the scheduled step."""
@@ -108,6 +156,7 @@ class Prefill:
         self._page_size = running.wheel.page_size
         self._tell = tell
         self._itl = itl
+        self._aligned = aligned
 
     @property
     def may_wait(self) -> bool:
@@ -127,6 +176,9 @@ class Prefill:
         num_known = request.num_prompt_tokens + request.num_output_tokens
         num_allowed = min(budget, self.most_tokens)  # of two: compiled, these are not calls
         num_allowed = num_tokens = min(num_known - hit_tokens, num_allowed)
+        if self._aligned is not None and request.holding is not None:
+            branch = self._cache.branch(request.holding)
+            num_allowed = num_tokens = self._aligned.num_tokens(request, hit_tokens, num_tokens, branch)
         if request.own is not None:
             num_tokens = request.own.most_tokens(hit_tokens, num_tokens)
         if self._itl is not None:
@@ -186,6 +238,11 @@ class Prefill:
             num_allowed = num_tokens = min(num_left, num_allowed)
             if num_tokens <= 0:
                 break
+            if self._aligned is not None and request.holding is not None:
+                branch = cache.branch(request.holding)
+                num_allowed = num_tokens = self._aligned.num_tokens(request, start, num_tokens, branch)
+                if not num_tokens:
+                    continue  # the budget reaches no page end
             if request.own is not None:
                 num_tokens = request.own.most_tokens(start, num_tokens)
             if self._itl is not None:
@@ -332,6 +389,8 @@ class Prefill:
                 self._cache.extend(holding, end, is_end=end == num_known)
             if self._loads is not None:
                 self._note_full(request, holding, start, end)
+            if self._aligned is not None:
+                self._aligned.note_state(self._cache, request, start, end, running.num_in_flight(request))
         if running.lag:
             self.computing[request] = num_tokens
         if end == num_known:

@@ -31,7 +31,7 @@ from kvarts.sched.page_source import OwnPagesInUse, PageSource
 from kvarts.sched.plan import Batch, Chunk, DraftRows, StepPlan, StepResult
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.preemption import Preemptor, holding_of
-from kvarts.sched.prefill import ItlBound, Prefill
+from kvarts.sched.prefill import AlignedChunks, ItlBound, Prefill
 from kvarts.sched.running import Running
 from kvarts.sched.wheel import DecodeWheel
 
@@ -129,8 +129,21 @@ class Scheduler:
             assert step_ns is not None, "a bound of latency needs the duration of steps"
             most_ns, pool_tokens = round(config.max_itl_ms * 1e6), config.pool_tokens
             itl = ItlBound(most_ns, step_ns, self.wheel, page_size=config.page_size, pool_tokens=pool_tokens)
+        long_prefill = config.long_prefill_token_threshold
+        self._aligned: AlignedChunks | None = None
+        if cache.aligns:
+            most_tokens = min(config.max_num_batched_tokens, long_prefill or MOST_COUNT)
+            self._aligned = AlignedChunks(config.page_size, most_tokens)
         self._prefill = Prefill(
-            self.running, cache, self.own_pages, self.preemptor, loads=self.loads, batch=batch, tell=tell, itl=itl
+            self.running,
+            cache,
+            self.own_pages,
+            self.preemptor,
+            loads=self.loads,
+            batch=batch,
+            tell=tell,
+            itl=itl,
+            aligned=self._aligned,
         )
         self._horizon = Horizon(self.running, self.waiting, cache, pages, self.loads, orders_matter=tell is not None)
         self._batch = batch
@@ -141,7 +154,10 @@ class Scheduler:
             self.drafts = Drafts(drafter, self.wheel, cache, batch, loads=self.loads, tell=tell)
         self._page_size = config.page_size
         self._max_num_seqs = config.max_num_seqs
-        self._long_prefill = config.long_prefill_token_threshold
+        self._long_prefill = long_prefill
+        self._takes_turns = bool(long_prefill) or cache.aligns
+        """Whether requests may be admitted after a chunked one, so that some decodes take their turn after it."""
+        self._defers = cache.defers
         # As in vLLM, the block that stands for missing ones counts as memory here.
         self._watermark = int(config.watermark * (cache.pool.total + 1))
         self._pool_tokens = config.pool_tokens
@@ -160,7 +176,7 @@ class Scheduler:
         """Requests that started to decode after the last step, if there is a lag."""
         self._unsettled: list[Request] = []
         """Decodes whose releases are postponed to their turn in the next step, in the order of admission."""
-        self.has_sides = cache.settles or loads is not None
+        self.has_sides = bool(cache.counts()) or loads is not None
         """Whether `side_counts` is not empty."""
 
     # Adding and removing requests -------------------------------------------------------------------------
@@ -204,7 +220,7 @@ class Scheduler:
         num_blocks = cache.num_beyond(num_tokens, self._page_size, num_most)
         if not num_blocks or request.own is not None:
             return None
-        blocks = "pages" if cache.page_blocks == 1 and not cache.settles else "blocks"
+        blocks = "blocks" if cache.counts() else "pages"
         room = cache.room_words
         if self.pages.num_most != cache.pool.total:
             room = "beside what is guaranteed to other models there are"
@@ -245,6 +261,10 @@ class Scheduler:
         """Drop `request`, which is given up while a step runs, when the next step is planned: that plan knows it."""
         assert self._plans_ahead, "else nothing is planned, and `cancel` drops it"
         self._given_up.append(request)
+
+    def take_back(self, request: Request) -> None:
+        """Do not drop `request` when the next step is planned: it leaves before."""
+        self._given_up.remove(request)
 
     def most_pages_needed(self) -> int:
         """Return the most pages that any of the requests here may need, of those that take pages."""
@@ -324,7 +344,9 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> StepPlan:
         """Plan the step that starts at `now_ns` and take its pages. `commit` must follow."""
-        wheel, loads, preemptor = self.wheel, self.loads, self.preemptor
+        wheel, loads, preemptor, cache = self.wheel, self.loads, self.preemptor, self.cache
+        if self._defers:
+            cache.begin_step()
         self.settle()
         preemptions: list[Preemption] = []
         preemptor.preemptions = preemptions
@@ -340,8 +362,8 @@ class Scheduler:
         if self._long_prefill:
             is_alone = self.running.num_running + self.num_waiting == 1
             self._prefill.most_tokens = MOST_COUNT if is_alone else self._long_prefill
-            if self.running.chunked:
-                self._order_turns(now_ns)
+        if self._takes_turns and self.running.chunked:
+            self._order_turns(now_ns)
         goes_on = True
         if unsettled := self._unsettled:
             self._unsettled = []
@@ -361,6 +383,11 @@ class Scheduler:
         admitted: tuple[int, ...] = ()
         if self.waiting_with_pages:
             admitted, budget = self._admit_with_pages(now_ns, budget, chunks)
+        if self._aligned is not None:
+            for request in self._joined:
+                if wheel.has(request):
+                    start = wheel.num_computed(request)
+                    self._aligned.note_state(cache, request, start, start, self.running.num_in_flight(request))
         if preemptions:
             self.blocked = NOT_BLOCKED
         elif (self.waiting.num_waiting and not self.pages.is_draining) or (
@@ -420,7 +447,7 @@ class Scheduler:
                 self.drafts.judge(result)
         finished = self._end_decodes(1, end_ns, stopped)
         completing = self._prefill.completing
-        in_turn = bool(self._long_prefill and completing)
+        in_turn = bool(self._takes_turns and completing)
         if not in_turn:
             self._finish_all(finished, end_ns)
         if self.tiers is not None and result is not None and result.transfer_reports:
@@ -606,8 +633,17 @@ class Scheduler:
             limit = (num_known - 1) // page_size if self._finds_prefixes else 0
             match = cache.match(request.content, limit)
             watermark = self._watermark if running.num_running else 0
+            if self._defers and match.num_pages and cache.is_of_step(match):
+                self.blocked = FOR_BUDGET  # the next step may begin after it
+                break
             hit_tokens = _hit_tokens(request, match.num_pages)
             num_new = min(budget, most_tokens) + hit_tokens - match.num_pages * page_size
+            if self._aligned is not None:
+                num_new = min(num_new, num_known - hit_tokens)
+                num_new = self._aligned.num_tokens(request, hit_tokens, num_new, cache.branch_of(match))
+                if not num_new:
+                    self.blocked = FOR_BUDGET
+                    break
             num_wanted = cache.num_to_admit(match, num_known, num_new, watermark)
             num_short = num_wanted - pages.num_free_to_admit(num_wanted)
             if num_short > 0:
@@ -766,7 +802,7 @@ class Scheduler:
             return
         cache.count()  # others may have taken free pages
         takes_turns = False
-        if self._long_prefill:
+        if self._takes_turns:
             others = self.running.chunked + joined
             takes_turns = any(self.running.has_decodes_after(request.admission) for request in others)
         if takes_turns or wheel.pages_due() * cache.page_blocks > cache.num_free + self.pages.num_lent():

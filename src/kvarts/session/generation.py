@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvarts.llm.listener import Gone, Outbox, RequestFailedError
-from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.llm_engine import Gone, LLMEngine, Outbox, RequestFailedError
 from kvarts.llm.loop import EngineLoop
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request

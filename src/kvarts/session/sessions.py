@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from kvarts.content import UNIT_BYTES
-from kvarts.llm.listener import EngineDeadError, Gone, Outbox
-from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.llm_engine import EngineDeadError, Gone, LLMEngine, Outbox
 from kvarts.llm.loop import ModelHost
 from kvarts.owners import owner_of
 from kvarts.request import Request

@@ -30,7 +30,7 @@ from kvarts.units import parse_bytes
 
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
-    from kvarts.hardware import MemoryFit
+    from kvarts.hardware.fit import MemoryFit
     from kvarts.kv.groups import PartGroup
 
 __all__ = [

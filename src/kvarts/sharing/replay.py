@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from kvarts.build import build_engine, open_group_cache
+from kvarts.build import build_engine, open_group_cache, preparation_of
 from kvarts.event_log import EventLog, EventReader
 from kvarts.executor.base import CostModel, Executor, VirtualExecutor
 from kvarts.executor.simulated import SimExecutor
@@ -64,7 +64,7 @@ def replay_several(
     for name, share in config.models.items():
         of_model = config.configs[name]
         source = of_model.source(traces[name])
-        log = RequestLog(largest_hit_counts=of_model.profile == "mocker", tiers=_tiers_of(of_model))
+        log = RequestLog(largest_hit_counts=of_model.profile == "mocker", tiers=_preparation_of(of_model))
         engines = [device.tenants[name] for device in opened]
         router = make_router(of_model, engines, tells_pages=False)
         arrivals.append(
@@ -150,7 +150,7 @@ def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | 
         is_observed = is_observed or bool(observers)
         num_counted = config.most_bytes(name) // config.counted_bytes[name]
         memory = None if of_model.kv_groups == "off" else of_model.memory.to_builtins()
-        steps = logs[name] = TurnLog(num_counted, _tiers_of(of_model), memory)
+        steps = logs[name] = TurnLog(num_counted, _preparation_of(of_model), memory)
         log = EventLog([steps, *observers], num_waiting=1 if observers else MANY_EVENTS)
         executor = TurnExecutor(of_model.cost_model)
         tenants[name] = open_tenant(config, name, device, executor, log=log, times=executor)
@@ -172,7 +172,8 @@ def open_tenant(
     `times`: the durations of its decodes. `with_ids`: pages and blocks have ids, which events name.
     """
     of_model = config.configs[name]
-    below = None if of_model.offload is None else of_model.offload.prepare(of_model, of_model.eviction)
+    prepare = preparation_of(of_model.offload)
+    below = None if prepare is None else prepare(of_model, of_model.eviction, None)
     register = partial(device.register, name, guaranteed_bytes=config.guaranteed_bytes[name])
     if of_model.kv_groups == "off":
         part = register(
@@ -208,5 +209,5 @@ def open_tenant(
     return Tenant(name, engine, times, device, part, share=config.shares[name])
 
 
-def _tiers_of(config: ReplayConfig) -> dict[str, int]:
+def _preparation_of(config: ReplayConfig) -> dict[str, int]:
     return {} if config.offload is None else config.offload.tiers(config.page_size)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, g
 
 import msgspec
 
-from kvarts.combines import check_combination
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, MOST_SECONDS, check_number, check_whole
@@ -19,7 +18,7 @@ from kvarts.sim.engines import EngineName, engine_of, with_engine
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
 
 if TYPE_CHECKING:
-    from kvarts.build import PreparedTiers
+    from kvarts.build import TierSettings
     from kvarts.executor.base import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.groups import GroupMemory, PartGroup
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from kvarts.traffic.source import Source
     from kvarts.traffic.trace import Trace
 
-__all__ = ["SECTIONS", "ReplayConfig", "Slo", "TiersBelow", "make_config", "resolve_replay"]
+__all__ = ["SECTIONS", "ReplayConfig", "Slo", "make_config", "resolve_replay"]
 
 MOST_SPEEDUP = 1e12
 MOST_COST_FACTOR = 1e6
@@ -51,6 +50,9 @@ else:  # the rooms of these are imported where they are used: help prints these 
 
     class RouterMaker:
         """Makes the policy of a router: a class, or a function without arguments."""
+
+    class TierSettings:
+        """Settings of the tiers below the device of each replica, such as OffloadConfig."""
 
     class RoutingSettings:
         """Settings of a router's knowledge of its workers, such as Routing."""
@@ -76,34 +78,6 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             value = getattr(self, field)
             if value is not None:
                 check_number(value, field, above=True, most=MOST_MS)
-
-
-class TiersBelow(Protocol):
-    """Settings of the tiers below the device of each replica."""
-
-    def prepare(
-        self, config: EngineConfig, make_order: Callable[[], EvictionOrder], memory: GroupMemory | None = None
-    ) -> PreparedTiers | None:
-        """Prepare tiers below an engine of `config`, with eviction orders made by `make_order`; None for no tier."""
-
-    def tiers(self, page_size: int) -> dict[str, int]:
-        """Return the pages of each tier by its name, the fastest tier first."""
-
-    def bytes_per_s(self, field: str) -> int:
-        """Return the bandwidth of a channel, such as `h2d`."""
-
-    def for_model(self, kv_bytes_per_token: int, num_layers: int | None = None) -> TiersBelow:
-        """Return the same settings for a model with `kv_bytes_per_token`, and with `num_layers` layers if known."""
-
-    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
-        """Return, by name, the blocks of each tier below a device with the KV groups of `memory`.
-
-        Raise ConfigError if a tier supports whole pages only.
-        """
-
-    @property
-    def is_lazy(self) -> bool:
-        """Whether the pages to store depend on which are evicted next."""
 
 
 class ReplaySessions(Protocol):
@@ -253,7 +227,7 @@ class ReplayConfig(
             default="all for a model whose layers keep less, if the other options permit it, else off",
         ),
     ] = "off"
-    offload: TiersBelow | None = None
+    offload: TierSettings | None = None
     sessions: ReplaySessions | None = None
     routing: RoutingSettings | None = None
     placement: Placement | None = None
@@ -304,7 +278,7 @@ class ReplayConfig(
             raise SettingError(f"{self.cost!r} is neither a cost model nor callable", "cost")
         self._check_ranks()
         self._check_groups()
-        check_combination(self.features)
+        check_features(self.features)
         for field in ("eviction", "admission"):
             if not callable(getattr(self, field)):
                 raise SettingError(
@@ -596,6 +570,14 @@ def resolve_replay(
         return msgspec.structs.replace(config, whole_pages=_reason(refused))
 
 
+def check_features(features: Mapping[str, str]) -> None:
+    """Raise SettingError if some of the features are refused together; a single one never is."""
+    if len(features) > 1:
+        from kvarts.combines import check_combination
+
+        check_combination(features)
+
+
 def _reason(error: ConfigError) -> str:
     """Return the refusal with the name of the field at fault, however the user spelled it."""
     cause = error.__cause__
@@ -616,7 +598,7 @@ def _resolved(
     config = build_replay(given, sections, facts)
     try:
         config.check_tiers()
-        check_combination({**config.features, **asked})
+        check_features({**config.features, **asked})
     except ConfigError as error:
         raise given.named(error, ()) from error
     return config

@@ -233,7 +233,7 @@ class Driver:
                 self._roused.add(index)
                 finished = self._runners[index].finish()
                 if self._given_up:
-                    are_dropped = [request for request in finished if request.state is RequestState.CANCELLED]
+                    are_dropped = [request for request in finished if request.state is not RequestState.FINISHED]
                     if are_dropped:
                         dropped.append((index, are_dropped))
                         finished = [request for request in finished if request not in are_dropped]

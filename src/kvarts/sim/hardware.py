@@ -19,7 +19,8 @@ from kvarts.units import meant_size, parse_bytes
 
 if TYPE_CHECKING:
     from kvarts.executor.cost_spec import CostSpec
-    from kvarts.hardware import Geometry, MemoryFit
+    from kvarts.hardware.fit import MemoryFit
+    from kvarts.hardware.geometry import Geometry
     from kvarts.kv.groups import PartGroup
 
 WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
@@ -162,7 +163,8 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 
     def fit(self, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None) -> MemoryFit | None:
         """Return the memory left next to the model; None if it is unknown. Raise ConfigError if nothing fits."""
-        from kvarts.hardware import fit_memory, load_device
+        from kvarts.hardware.device import load_device
+        from kvarts.hardware.fit import fit_memory
 
         if self.geometry is None or on.device is None:
             return None
@@ -188,8 +190,8 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
     ConfigError for anything unknown or missing.
     """
     from kvarts.executor.roofline import RooflineCost
-    from kvarts.hardware import load_geometry  # imported only for a replay that names a model
     from kvarts.hardware.fit import local_kv_bytes_per_token
+    from kvarts.hardware.model_config import load_geometry  # imported only for a replay that names a model
 
     if model.model is None:
         # Without a name, the other settings of the model have no effect, either.

@@ -17,7 +17,7 @@ from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sim.replica import MOST_STEPS, NEVER_NS, Replica
 from kvarts.sim.router import Routed
 
-__all__ = ["GivenDuration", "LockstepCost", "Ranks", "num_ranks_of"]
+__all__ = ["GivenDuration", "LockstepCost", "Ranks"]
 
 
 class LockstepCost(CostModel, Protocol):
@@ -32,11 +32,6 @@ class LockstepCost(CostModel, Protocol):
 
     def decodes_together_ns(self, decodes: Sequence[tuple[int, int]], num_steps: int) -> list[int]:
         """Return the durations of decode steps, given the number of decodes and of known tokens of each busy rank."""
-
-
-def num_ranks_of(cost: object) -> int:
-    """Return the number of engines with this cost model that are in lock step; 1 if it does not define ranks."""
-    return int(getattr(cost, "num_ranks", 1))
 
 
 class GivenDuration:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast, overload
 
 from msgspec import structs
 
-from kvarts.build import build_engine
+from kvarts.build import build_engine, preparation_of
 from kvarts.event_log import EventReader
 from kvarts.executor.base import VirtualExecutor
 from kvarts.executor.cost import PrefillCost
 from kvarts.executor.simulated import SimExecutor
-from kvarts.kv.transfer import PeersGain
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
@@ -21,13 +20,15 @@ from kvarts.rooms import function_named
 from kvarts.sim.arrivals import Arrivals, SessionsKept
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.driver import Driver, Runner
-from kvarts.sim.lockstep import GivenDuration, LockstepCost, Ranks, num_ranks_of
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import AskedCaches, RoundRobin, Routed, Router, WithinGroups
-from kvarts.sim.trials import ReplayTrials
-from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
-from kvarts.traffic.workload import Workload
+
+if TYPE_CHECKING:
+    from kvarts.kv.transfer import PeersGain
+    from kvarts.report.advice import Trials
+    from kvarts.sim.lockstep import LockstepCost, Ranks
+    from kvarts.traffic.workload import Workload
 
 __all__ = [
     "Replayable",
@@ -44,7 +45,7 @@ MANY_EVENTS = 16
 """The number of events buffered in virtual time before readers get them, as none of them is urgent there. A larger
 buffer would only evict the engine's data from the processor's cache."""
 
-Traffic = Trace | Workload | Path | str
+Traffic: TypeAlias = "Trace | Workload | Path | str"
 """A Trace, a Workload to make one from, or the path of a file."""
 
 
@@ -122,9 +123,13 @@ def replay_with_spread(
 
 def trace_of(traffic: Traffic) -> Trace:
     """Return `traffic` as a Trace. Raises InputError for a file that cannot be read."""
-    if isinstance(traffic, Workload):
+    if isinstance(traffic, Trace):
+        return traffic
+    if not isinstance(traffic, Path | str):
         return traffic.trace()
-    return traffic if isinstance(traffic, Trace) else load_trace(traffic)
+    from kvarts.traffic.formats import load_trace
+
+    return load_trace(traffic)
 
 
 def replay_one(
@@ -141,7 +146,7 @@ def replay_one(
     requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
     memory = None if config.kv_groups == "off" else config.memory.to_builtins()
     steps = [StepLog(config.num_blocks, tiers, memory) for _ in range(config.replicas)]
-    ranks = num_ranks_of(config.cost_model)
+    ranks = int(getattr(config.cost_model, "num_ranks", 1))  # engines in lock step
     replicas: list[Replica] = []
     router = make_router(config, replicas, ranks=ranks, tells_pages=config.kv_groups == "off")
     readers: list[list[EventReader]] = []
@@ -185,8 +190,14 @@ def replay_one(
         transfers=[scheduler.tiers.totals() for scheduler in schedulers if scheduler.tiers is not None],
         sessions=None if sessions is None else sessions.totals,
         num_evicted_parts=list(map(sum, zip(*(each.num_evicted_parts() for each in replicas), strict=True))),
-        trials=ReplayTrials(replay_one, trace, config),
+        trials=lambda: _trials(trace, config),
     )
+
+
+def _trials(trace: Trace, config: ReplayConfig) -> Trials:
+    from kvarts.sim.trials import ReplayTrials
+
+    return ReplayTrials(replay_one, trace, config)
 
 
 def make_router(
@@ -231,7 +242,9 @@ def open_replica(config: ReplayConfig, readers: Sequence[EventReader]) -> Replic
 
 def open_ranks(config: ReplayConfig, readers: Sequence[Sequence[EventReader]]) -> tuple[list[Replica], Ranks]:
     """Build engines in virtual time that are in lock step, one per entry of `readers`; return them and their runner."""
-    cost = cast(LockstepCost, config.cost_model)
+    from kvarts.sim.lockstep import GivenDuration, Ranks
+
+    cost = cast("LockstepCost", config.cost_model)
     executors = [GivenDuration(cost) for _ in readers]
     replicas = [_open(config, each, executor) for each, executor in zip(readers, executors, strict=True)]
     return replicas, Ranks(replicas, executors, cost, step_by_step=config.step_by_step)
@@ -246,7 +259,7 @@ def _open(config: ReplayConfig, readers: Sequence[EventReader], executor: Virtua
         num_waiting=MANY_EVENTS,
         policy=config.admission(),
         make_order=config.eviction,
-        offload=config.offload,
+        tiers=preparation_of(config.offload),
         prefill=prefill_cost(config),
         audit=config.audit,
         holds_pages=config.sessions is not None and config.sessions.holds_pages,

@@ -5,7 +5,7 @@ The events of a leap are the same as if its steps had been done one by one.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -26,8 +26,10 @@ from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
-from kvarts.sim.joining import Joining
 from kvarts.sim.router import Routed
+
+if TYPE_CHECKING:
+    from kvarts.sim.joining import Joining
 
 __all__ = ["NEVER_NS", "Replica", "tell_by_step"]
 
@@ -55,7 +57,11 @@ class Replica:
         self._decode_times = getattr(executor, "decode_times", None)
         self._tiers = engine.tiers
         self._leaps = not step_by_step
-        self._joining = Joining() if plans_ahead else None
+        self._joining: Joining | None = None
+        if plans_ahead:
+            from kvarts.sim.joining import Joining
+
+            self._joining = Joining()
         self._pool_tokens = engine.config.pool_tokens
         self._is_under_way = False
         self._plans_late = True
@@ -121,6 +127,9 @@ class Replica:
         self.engine.now_ns = max(self.engine.now_ns, now_ns)
         if self._tiers is not None and self._tiers.advance_to(self.engine.now_ns):
             self._must_plan = True
+        if request in self._leaving:
+            self._leaving.remove(request)
+            self.scheduler.take_back(request)
         if self._joining is not None and self._joining.drop(request):
             request.cancelled_ns = self.engine.now_ns
         else:
@@ -130,16 +139,25 @@ class Replica:
 
     def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
         """Drop `request`; return False if `finish` will do that, at the end of the current activity or of the next."""
-        if self._is_under_way:
+        return self.give_up(request, now_ns, is_busy=self._is_under_way)
+
+    def give_up(self, request: Request, now_ns: int, *, is_busy: bool) -> bool:
+        """Drop `request`, as `drop` does. `is_busy`: something is under way, and `finish` follows."""
+        if is_busy:
             if request not in self._dropping and request not in self._leaving:
                 self._dropping.append(request)
             return False
-        if request in self._leaving or self._give_up(request):
+        if request in self._leaving or self._leaves_later(request):
             return False
         self.cancel(request, now_ns)
         return True
 
-    def _give_up(self, request: Request) -> bool:
+    @property
+    def has_leaving(self) -> bool:
+        """Whether `finish` returns requests that the last plan has dropped, or the next one drops."""
+        return bool(self._leaving)
+
+    def _leaves_later(self, request: Request) -> bool:
         """Let the next plan drop `request`, if that plan is made already and knows it; return whether it is so."""
         if not self.scheduler.running.lag or self._plans_late or (self._joining is None or self._joining.has(request)):
             return False
@@ -181,7 +199,7 @@ class Replica:
         if tiers is not None and (tiers.advance_to(now_ns) or must_plan):
             self.scheduler.blocked = Blocked.NOT
             if not engine.has_work:
-                return self._pause(now_ns)
+                return self.pause(now_ns)
         elif self._leaps:
             num_steps = self.scheduler.horizon(now_ns)
             if num_steps > 1 and others_join:
@@ -197,8 +215,8 @@ class Replica:
             engine.carry_out(now_ns)
             return engine.now_ns
         # Requests that join need not wait: no step is under way.
-        waits = engine.has_work and not others_join and not self.scheduler.has_released
-        return self._pause(self._next_ns(now_ns) if waits else now_ns)
+        waits = engine.has_work and not (others_join or self.scheduler.has_released or self._leaving)
+        return self.pause(self._next_ns(now_ns) if waits else now_ns)
 
     def prepare(self, now_ns: int) -> bool:
         """Plan the step that starts at `now_ns`; return whether it has any work."""
@@ -215,14 +233,14 @@ class Replica:
         finished = self._finish()
         if self._joining is not None and self._is_idle:
             self._plans_late = True
-        dropping, self._dropping = self._dropping, []
-        for request in dropping:
-            if request not in finished and not self._give_up(request):
-                self.cancel(request, self.engine.now_ns)
-                finished.append(request)
         for request in leaving:
             request.cancelled_ns = self.engine.now_ns
             finished.append(request)
+        dropping, self._dropping = self._dropping, []
+        for request in dropping:
+            if request not in finished and not self._leaves_later(request):
+                self.cancel(request, self.engine.now_ns)
+                finished.append(request)
         return finished
 
     def _finish(self) -> list[Request]:
@@ -334,7 +352,8 @@ class Replica:
         durations_ns = self._executor.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
         return LeapTimes(durations_ns if tiers is None else tiers.steps_ns(now_ns, durations_ns))
 
-    def _pause(self, until_ns: int) -> int:
+    def pause(self, until_ns: int) -> int:
+        """Compute nothing until `until_ns`, and return it; `finish` must follow then."""
         assert until_ns < NEVER_NS, "L8: there is work, nothing can be computed, and no transfer is under way"
         self.is_pausing = True
         self.engine.now_ns = until_ns

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mypy_extensions import mypyc_attr
 
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import EventLog, EventReader
-from kvarts.kv.transfer import PeersGain
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.rank_loads import RANKS_STALENESS_NS, RankLoads
 from kvarts.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from kvarts.kv.transfer import PeersGain
 
 __all__ = [
     "AskedCaches",

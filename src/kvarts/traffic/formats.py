@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvarts.errors import ConfigError, InputError
 from kvarts.files import reading, sample_of
-from kvarts.traffic.implied import broken_sessions
-from kvarts.traffic.mooncake import Turns
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_file import TraceFile
+
+if TYPE_CHECKING:
+    from kvarts.traffic.mooncake import Turns
 
 __all__ = ["FORMS", "TraceForm", "form_of", "is_stream", "load_trace", "nearest"]
 
@@ -400,6 +401,8 @@ def _warn_of_broken_sessions(trace: Trace, turns: Turns | None) -> None:
     """Warn if later turns never share their first id with the turn before: the trace may have been misread."""
     if not trace.knows_prefixes or not trace.has_sessions:
         return
+    from kvarts.traffic.implied import broken_sessions
+
     broken, num_sessions = broken_sessions(trace)
     if broken:
         read_as = " as --session-turns says" if turns == "whole" else ""

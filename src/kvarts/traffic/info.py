@@ -10,19 +10,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from sys import byteorder
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvarts.content import UNIT_BYTES
 from kvarts.errors import ConfigError
 from kvarts.few import arrays_pay
-from kvarts.traffic.formats import load_trace
 from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace, TraceRequest, spell
 from kvarts.traffic.trace_request import Units
-from kvarts.traffic.workload import Workload
 from kvarts.units import as_number
+
+if TYPE_CHECKING:
+    from kvarts.traffic.workload import Workload
 
 __all__ = ["TraceInfo", "trace_info", "working_set_pages"]
 
@@ -209,10 +210,14 @@ def trace_info(traffic: Trace | Workload | Path | str) -> TraceInfo:
     """
     import numpy as np
 
-    if isinstance(traffic, Workload):
-        trace = traffic.trace()
+    if isinstance(traffic, Trace):
+        trace = traffic
+    elif isinstance(traffic, Path | str):
+        from kvarts.traffic.formats import load_trace
+
+        trace = load_trace(traffic)
     else:
-        trace = traffic if isinstance(traffic, Trace) else load_trace(traffic)
+        trace = traffic.trace()
     requests = trace.requests
     if not requests:
         raise ConfigError("has no requests that are known beforehand", field="traffic", hint="Give a list of them.")

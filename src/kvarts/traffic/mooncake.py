@@ -20,9 +20,7 @@ import msgspec
 from kvarts.errors import InputError, parts_of
 from kvarts.files import sample_of
 from kvarts.limits import check_whole
-from kvarts.traffic.implied import accumulated, broken_sessions
 from kvarts.traffic.mooncake_request import has_too_many_ids, request_of
-from kvarts.traffic.plain_rows import add_plain
 from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import SKIP_HINT, TraceFile
@@ -88,7 +86,7 @@ class MooncakeReader:
             num_added = 0
             plain = self._decode_plain(block) if requests is None else None
             if plain is not None:
-                num_added = add_plain(plain, row_number, self.trace_block_size, columns)
+                num_added = columns.add(plain, row_number, self.trace_block_size)
                 row_number += num_added
                 self.num_rows += num_added
                 if num_added == len(plain):
@@ -237,6 +235,8 @@ def load_mooncake(
         )
     unit_tokens, has_output_tokens = reader.trace_block_size, reader.has_output_tokens
     if session_turns == "deltas":
+        from kvarts.traffic.implied import accumulated
+
         requests = accumulated(requests, unit_tokens, file.path)
         unit_tokens, has_output_tokens = 1, True
     elif session_turns is None and knows_prefixes and reader.has_sessions:
@@ -255,6 +255,8 @@ def load_mooncake(
 
 def _refuse_deltas(requests: Sequence[TraceRequest], path: Path) -> None:
     """Raise InputError if the later turns of sessions appear to be deltas."""
+    from kvarts.traffic.implied import broken_sessions
+
     broken, num_sessions = broken_sessions(requests)
     if len(broken) < num_sessions or not any(session.shrinks for session in broken):
         return

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import struct
-from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kvarts.content import UNIT_BYTES
 from kvarts.traffic.trace_request import NS_PER_MS, PlainRow, TraceRequest
 
-if TYPE_CHECKING:
-    from kvarts.traffic.request_columns import RequestColumns
-
-__all__ = ["add_plain", "requests_of"]
+__all__ = ["plain_columns", "requests_of"]
 
 
-def add_plain(rows: list[PlainRow], first_row: int, trace_block_size: int, columns: RequestColumns) -> int:
-    """Add the requests of the first of `rows` to `columns`, up to one with too many or too few ids for its prompt.
+def plain_columns(
+    rows: list[PlainRow], trace_block_size: int, num_ids: int
+) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+    """Return times in ns, prompts, outputs, ends and ids of `rows`, up to one with too many or too few ids.
 
-    Return how many were added. The first of `rows` is row `first_row` of its file. An id that is not valid prevents all
-    of them from being added.
+    The end of a row is the number of ids up to its last one, with `num_ids` before all of these. Ids are not checked.
     """
     arrivals_ns: list[int] = []
     prompts: list[int] = []
     outputs: list[int] = []
     ends: list[int] = []
     ids: list[int] = []
-    before = len(columns.ids)
     for row in rows:
         hash_ids: list[int] = row.hash_ids
         prompt: int = row.input_length
@@ -37,21 +31,8 @@ def add_plain(rows: list[PlainRow], first_row: int, trace_block_size: int, colum
         prompts.append(prompt)
         outputs.append(row.output_length)
         ids.extend(hash_ids)
-        ends.append(before + len(ids))
-    try:
-        columns.ids.frombytes(struct.pack(f"{len(ids)}{columns.ids.typecode}", *ids))
-    except struct.error:
-        if columns.ids.typecode == "Q" or (ids and not 0 <= min(ids) <= max(ids) < 1 << 64):
-            return 0
-        columns.ids = array("Q", columns.ids)
-        columns.ids.frombytes(struct.pack(f"{len(ids)}Q", *ids))
-    num_added = len(ends)
-    columns.rows.extend(range(first_row, first_row + num_added))
-    columns.arrivals_ns.fromlist(arrivals_ns)
-    columns.prompts.fromlist(prompts)
-    columns.outputs.fromlist(outputs)
-    columns.ends.fromlist(ends)
-    return num_added
+        ends.append(num_ids + len(ids))
+    return arrivals_ns, prompts, outputs, ends, ids
 
 
 def requests_of(

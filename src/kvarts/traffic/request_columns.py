@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -10,8 +11,8 @@ from sys import byteorder
 from typing import overload
 
 from kvarts.content import UNIT_BYTES
-from kvarts.traffic.plain_rows import requests_of
-from kvarts.traffic.trace_request import TraceRequest
+from kvarts.traffic.plain_rows import plain_columns, requests_of
+from kvarts.traffic.trace_request import PlainRow, TraceRequest
 
 __all__ = ["RequestColumns"]
 
@@ -58,6 +59,28 @@ class RequestColumns(Sequence[TraceRequest]):
         return list(self) == (list(other) if isinstance(other, RequestColumns) else other)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def add(self, rows: list[PlainRow], first_row: int, trace_block_size: int) -> int:
+        """Add the requests of the first of `rows`, up to one with too many or too few ids; return how many.
+
+        The first of `rows` is row `first_row` of its file. An id that is not valid prevents all of them from being
+        added.
+        """
+        arrivals_ns, prompts, outputs, ends, ids = plain_columns(rows, trace_block_size, len(self.ids))
+        try:
+            self.ids.frombytes(struct.pack(f"{len(ids)}{self.ids.typecode}", *ids))
+        except struct.error:
+            if self.ids.typecode == "Q" or (ids and not 0 <= min(ids) <= max(ids) < 1 << 64):
+                return 0
+            self.ids = array("Q", self.ids)
+            self.ids.frombytes(struct.pack(f"{len(ids)}Q", *ids))
+        num_added = len(ends)
+        self.rows.extend(range(first_row, first_row + num_added))
+        self.arrivals_ns.fromlist(arrivals_ns)
+        self.prompts.fromlist(prompts)
+        self.outputs.fromlist(outputs)
+        self.ends.fromlist(ends)
+        return num_added
 
     def first_ids(self) -> array[int]:
         """Return the first id of each request."""

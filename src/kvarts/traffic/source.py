@@ -13,7 +13,6 @@ from typing import Protocol
 
 from kvarts.errors import InputError
 from kvarts.limits import LATEST_NS, TooLateError
-from kvarts.traffic.graph import components
 from kvarts.traffic.trace import Trace, TraceRequest
 
 __all__ = ["ClosedLoop", "OpenLoop", "Source", "source_of"]
@@ -289,6 +288,8 @@ class ClosedLoop(_Loop):
 
     def _plays(self, waits: _Waits) -> list[TraceRequest]:
         """Return the first request of each play, which triggers the others."""
+        from kvarts.traffic.graph import components
+
         begin: dict[int, TraceRequest] = {}
         for request, play in zip(waits.requests, components(waits.requests), strict=True):
             self._play_of[request.row] = play

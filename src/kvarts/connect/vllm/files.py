@@ -15,8 +15,7 @@ from typing_extensions import override
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadingEvent, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvarts.connect.vllm.folder import ModelFolder, bytes_of
-from kvarts.connect.vllm.page_io import PageIo
+from kvarts.connect.vllm.page_io import ModelFolder, PageIo, bytes_of
 from kvarts.errors import ConfigError
 from kvarts.offload.keyed import KeyState
 

@@ -7,10 +7,8 @@ from typing import Any
 from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from kvarts.connect.vllm.folder import ModelFolder, bytes_of
-from kvarts.connect.vllm.manager import KvartsManager
-from kvarts.connect.vllm.metrics import metric_definitions
-from kvarts.connect.vllm.page_io import PageIo
+from kvarts.connect.vllm.manager import KvartsManager, metric_definitions
+from kvarts.connect.vllm.page_io import ModelFolder, PageIo, bytes_of
 from kvarts.connect.vllm.region import HostRegion
 from kvarts.connect.vllm.store import KeyStore
 from kvarts.connect.vllm.worker import KvartsWorker

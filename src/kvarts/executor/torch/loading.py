@@ -14,9 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvarts.errors import ConfigError, InputError, MissingFileError, first_line
-from kvarts.executor.torch.gguf_file import GgufFile, find_gguf
+from kvarts.executor.torch.gguf_file import FileTokenizer, GgufFile, find_gguf, read_tokenizer
 from kvarts.executor.torch.gguf_model import read_model
-from kvarts.executor.torch.gguf_tokenizer import FileTokenizer, read_tokenizer
 from kvarts.executor.torch.packing import pack_linears
 from kvarts.executor.torch.probe import examine
 from kvarts.executor.torch.quantized import check_scheme, quantize

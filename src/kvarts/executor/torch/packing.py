@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvarts.executor.torch.latent import is_absorbed
+from kvarts.executor.torch.attention import is_absorbed
 
 __all__ = ["PackedLinear", "PackedPart", "is_packed", "pack_linears", "pack_together", "products"]
 

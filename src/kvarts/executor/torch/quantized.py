@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from kvarts.errors import ConfigError
-from kvarts.executor.torch.latent import is_absorbed
+from kvarts.executor.torch.attention import is_absorbed
 
 __all__ = ["SCHEMES", "Quantization", "check_scheme", "quantization_of", "quantize"]
 

@@ -16,7 +16,7 @@ from kvarts.engine import Engine
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.live import LiveFleet
 from kvarts.fleet.worker import Worker
-from kvarts.llm.listener import RequestFailedError
+from kvarts.llm.llm_engine import RequestFailedError
 from kvarts.llm.text import Completion
 from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.fleet.foreseen import Foreseen

@@ -11,7 +11,7 @@ from itertools import count
 import msgspec
 
 from kvarts.errors import ConfigError
-from kvarts.llm.listener import EngineDeadError
+from kvarts.llm.llm_engine import EngineDeadError
 from kvarts.openai_api.fleet.opening import OpenedFleet, OpenedWorker
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.server import Address, OpenAIServer

@@ -21,13 +21,12 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.errors import KvartsError
-from kvarts.llm.listener import EngineDeadError, Gone
+from kvarts.llm.llm_engine import EngineDeadError, Gone
 from kvarts.llm.text import Generation
 from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.meter import Meter
-from kvarts.openai_api.mock import mock_model
-from kvarts.openai_api.opening import DEFAULT_TOKENS, Door, Opened, make_served, open_app
+from kvarts.openai_api.opening import DEFAULT_TOKENS, Door, Opened, make_served, mock_model, open_app
 from kvarts.openai_api.prompts import HubText, TextModel, WordText
 from kvarts.openai_api.served import Ask, Served
 from kvarts.owners import PARTED

@@ -21,8 +21,7 @@ from kvarts.llm.loop import EngineLoop
 from kvarts.llm.text import DetokenizingExecutor, Generation
 from kvarts.openai_api.app import Watcher
 from kvarts.openai_api.meter import Meter
-from kvarts.openai_api.mock import MockParts, mock_parts
-from kvarts.openai_api.opening import Door, Opened, make_served, meter_of, mock_limits, open_app
+from kvarts.openai_api.opening import Door, MockParts, Opened, make_served, meter_of, mock_limits, mock_parts, open_app
 from kvarts.openai_api.prompts import WordText
 from kvarts.openai_api.served import Health
 from kvarts.request import Request
