@@ -19,8 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvarts.calibrate.course import Course, with_constants
-from kvarts.calibrate.points import Point, load_points
+from kvarts.calibrate.course import Course, Point, load_points, with_constants
 from kvarts.calibrate.shared import record
 from kvarts.executor.roofline_settings import load_constants, shipped_constants
 

@@ -36,7 +36,7 @@ from kvarts.keys import BlockKeys
 from kvarts.kv.page_cache import PageCache
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import RequestLog
-from kvarts.serve.kv_events.config import Form, KvEventsConfig
+from kvarts.serve.kv_events.batches import Form, KvEventsConfig
 from kvarts.serve.kv_events.publisher import KvEvents, open_kv_events
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig

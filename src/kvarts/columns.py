@@ -14,6 +14,8 @@ __all__ = ["Column", "Rows", "append_packed", "to_frame"]
 PACK_AT: Final = 1 << 18
 """Bytes of rows that are kept as they were added before packing: they fit in a core's private cache."""
 
+MANY: Final = 1 << 16
+"""Integers that are packed from which on NumPy is loaded, which a summary of so many needs."""
 
 WIDER = {"b": "h", "h": "i", "i": "q"}
 """Type codes, in `array` and NumPy, of integers of 1, 2, 4 and 8 bytes: the next after each."""
@@ -52,7 +54,7 @@ class Rows:
         if not recent:
             return
         self._recent = bytearray()
-        if arrays_pay(len(recent) // 8):
+        if arrays_pay(0) or len(self._packed[0]) * width > MANY:
             import numpy as np
 
             rows = np.frombuffer(recent, np.int64).reshape(-1, width)

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from kvarts.executor.flat_batch import PageTables
-from kvarts.executor.torch.attention import PagedAttention
+from kvarts.executor.torch.attention import AttentionMetadata, AttentionParams, PagedAttention
 from kvarts.executor.torch.block_cut import BlockCut
-from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams
 from kvarts.executor.torch.pools import KVPools, LayerShape
 from kvarts.kv.groups import PageTable
 from kvarts.kv.pool import PageId

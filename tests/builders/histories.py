@@ -14,8 +14,7 @@ from random import Random
 from typing import Any
 
 from kvarts.session.history import Histories
-from kvarts.session.stored import StoredSession, Usage
-from kvarts.session.values import SessionSettings
+from kvarts.session.values import SessionSettings, StoredSession, Usage
 
 
 def stored(number: int, *, length: int = 0, **changes: Any) -> StoredSession:

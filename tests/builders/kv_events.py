@@ -10,8 +10,7 @@ from kvarts.event_log import EventReader
 from kvarts.events import Event
 from kvarts.executor.simulated import SimExecutor
 from kvarts.report.requests import RequestLog
-from kvarts.serve.kv_events.batches import Batch, Wire
-from kvarts.serve.kv_events.config import Form
+from kvarts.serve.kv_events.batches import Batch, Form, Wire
 from kvarts.serve.kv_events.reader import KvEventReader
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver

@@ -8,7 +8,7 @@ from collections import deque
 
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored
-from kvarts.serve.kv_events.config import KvEventsConfig
+from kvarts.serve.kv_events.batches import KvEventsConfig
 from kvarts.serve.kv_events.publisher import open_kv_events
 
 PAGE = 16

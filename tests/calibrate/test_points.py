@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from kvarts.calibrate.course import Course, course_of, with_constants
-from kvarts.calibrate.points import Point, load_points
+from kvarts.calibrate.course import Course, Point, course_of, load_points, with_constants
 from kvarts.calibrate.shared import Errors, fit_points, halves_of, record, test_halves
 from kvarts.cli.commands import cli
 from kvarts.errors import ConfigError, InputError, KvartsError

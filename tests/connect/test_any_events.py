@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.connect.follower import Followed
 from kvarts.connect.journal import StreamJournal
 from kvarts.connect.metrics import EngineSample
+from kvarts.connect.sockets import Followed
 from kvarts.connect.watched import Watched, WatchVerdict
 
 HASHES = st.one_of(st.integers(0, 6), st.binary(max_size=9), st.integers(-(1 << 63), (1 << 64) - 1))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.connect.decoding import MalformedError, Stored, decode_batch
-from kvarts.connect.follower import Followed
+from kvarts.connect.sockets import Followed
 from kvarts.connect.watched import Watched, WatchVerdict
 
 from builders.streams import CLEARED, removed, stored

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvarts.connect.follower import Follower, Numbered
+from kvarts.connect.sockets import Follower, Numbered
 from kvarts.connect.watched import Watched
 
 from builders.streams import Published

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvarts.connect.follower import Followed
 from kvarts.connect.metrics import EngineSample
+from kvarts.connect.sockets import Followed
 from kvarts.connect.watched import Watched, WatchVerdict
 
 from builders.streams import removed, stored

@@ -20,8 +20,8 @@ import zmq
 
 from kvarts.connect.claims import MAX_PARTS, Claims
 from kvarts.connect.decoding import MAX_BATCH_BYTES, MalformedError, Stored, TooLongError, decode_batch
-from kvarts.connect.follower import Followed
 from kvarts.connect.metrics import parse_metrics
+from kvarts.connect.sockets import Followed
 from kvarts.connect.watched import Watched
 
 from builders.server_process import MIB, Process, kvarts_process

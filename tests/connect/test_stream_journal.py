@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from kvarts.connect.follower import Followed
 from kvarts.connect.journal import StreamJournal
+from kvarts.connect.sockets import Followed
 from kvarts.connect.watched import Watched
 from kvarts.explain.reading import Journal, load_journal
 from kvarts.journal import AnyLine, RemovedBelowLine, RemovedLine, StoredBelowLine, StoredLine

@@ -26,7 +26,7 @@ from kvarts.connect.metrics import parse_metrics
 from kvarts.content import Content
 from kvarts.events import PagesRemoved, PagesStored
 from kvarts.explain.reading import load_journal
-from kvarts.serve.kv_events.config import KvEventsConfig
+from kvarts.serve.kv_events.batches import KvEventsConfig
 from kvarts.serve.kv_events.publisher import KvEvents, open_kv_events
 from kvarts.verify.verifier import verify_file
 

@@ -16,7 +16,7 @@ from kvarts.connect.metrics import EngineSample, parse_metrics
 from kvarts.errors import ConfigError
 from kvarts.report.page import LiveEngine
 from kvarts.rooms import from_room
-from kvarts.serve.kv_events.config import KvEventsConfig
+from kvarts.serve.kv_events.batches import KvEventsConfig
 from kvarts.serve.kv_events.publisher import open_kv_events
 
 from builders.http_client import Reply, call

@@ -18,16 +18,16 @@ import numpy.typing as npt
 import torch
 
 from kvarts.errors import ConfigError
-from kvarts.executor.torch.attention import PagedAttention
-from kvarts.executor.torch.executor import BACKENDS, choose_backend
-from kvarts.executor.torch.flash import FlashBackend
-from kvarts.executor.torch.metadata import (
+from kvarts.executor.torch.attention import (
     AttentionBackend,
     AttentionMetadata,
     AttentionParams,
     ChunkMetadata,
     DecodeMetadata,
+    PagedAttention,
 )
+from kvarts.executor.torch.executor import BACKENDS, choose_backend
+from kvarts.executor.torch.flash import FlashBackend
 from kvarts.executor.torch.numba_backend import NumbaBackend
 from kvarts.executor.torch.pools import KVPools, LayerShape
 from kvarts.executor.torch.sdpa import GROUP_TOKENS, SdpaBackend

@@ -14,8 +14,8 @@ pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 import torch
 
 from kvarts.executor.torch import executor
+from kvarts.executor.torch.attention import AttentionMetadata, AttentionParams
 from kvarts.executor.torch.graphs import graph_sizes
-from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.sdpa import SdpaBackend
 from kvarts.sampling import SamplingParams

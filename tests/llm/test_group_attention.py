@@ -16,9 +16,9 @@ pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
 import torch
 
+from kvarts.executor.torch.attention import AttentionParams
 from kvarts.executor.torch.block_cut import cut_blocks
 from kvarts.executor.torch.flash import FlashBackend
-from kvarts.executor.torch.metadata import AttentionParams
 from kvarts.executor.torch.numba_backend import NumbaBackend
 from kvarts.executor.torch.pools import LayerShape
 from kvarts.executor.torch.sdpa import SdpaBackend

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from kvarts.config import EngineConfig
 from kvarts.events import LoadStarted
+from kvarts.executor.torch.attention import AttentionMetadata, AttentionParams, ChunkMetadata, DecodeMetadata
 from kvarts.executor.torch.loading import load_model
-from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams, ChunkMetadata, DecodeMetadata
 from kvarts.executor.torch.pools import KVPools, LayerShape
 from kvarts.executor.torch.sdpa import SdpaBackend
 from kvarts.executor.torch.tiny import FAMILIES

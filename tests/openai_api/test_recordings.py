@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError, InputError, MissingFileError, OutputError
-from kvarts.openai_api.recordings import Sent, open_recordings
+from kvarts.openai_api.recordings import CHAT_PATH, COMPLETION_PATH, Sent, open_recordings
 from kvarts.openai_api.running import RunningServer
-from kvarts.openai_api.scripted import CHAT_PATH, COMPLETION_PATH
 
 from builders.full_disk import full_disk
 from builders.http_client import Reply, call, events_of

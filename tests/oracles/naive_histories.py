@@ -6,8 +6,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvarts.session.stored import StoredSession, Tombstone, Usage
-from kvarts.session.values import SessionNotReadyError, SessionValueError, UnknownSessionError
+from kvarts.session.values import (
+    SessionNotReadyError,
+    SessionValueError,
+    StoredSession,
+    Tombstone,
+    UnknownSessionError,
+    Usage,
+)
 
 
 @dataclass

@@ -16,7 +16,7 @@ pytest.importorskip("zmq", reason="needs kvarts[serve]")
 
 from kvarts.errors import ConfigError
 from kvarts.openai_api.server import Address
-from kvarts.serve.kv_events.config import KvEventsConfig
+from kvarts.serve.kv_events.batches import KvEventsConfig
 from kvarts.serve.server import Binding
 
 from builders.certificates import make_certificate

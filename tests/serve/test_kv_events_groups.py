@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored
 from kvarts.kv.groups import PartGroup
-from kvarts.serve.kv_events.batches import Batch, Wire
-from kvarts.serve.kv_events.config import EventGroup
+from kvarts.serve.kv_events.batches import Batch, EventGroup, Wire
 from kvarts.serve.kv_events.reader import MEDIA, KvEventReader
 from kvarts.sim.replay import replay
 

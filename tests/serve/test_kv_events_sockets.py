@@ -18,7 +18,7 @@ import msgspec
 from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.events import PagesRemoved, PagesStored
-from kvarts.serve.kv_events.config import KvEventsConfig, at_rank
+from kvarts.serve.kv_events.batches import KvEventsConfig, at_rank
 from kvarts.serve.kv_events.publisher import KvEvents, open_kv_events
 
 from builders.kv_event_client import END, TIMEOUT_MS, Client, open_client

@@ -12,7 +12,7 @@ pytest.importorskip("grpc", reason="needs kvarts[grpc]")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.client.messages import append_request, create_request, generate_request, info_of, update_of
+from kvarts.client.sessions import append_request, create_request, generate_request, info_of, update_of
 from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.sampling import SamplingParams

@@ -19,8 +19,7 @@ from kvarts.errors import KvartsError, OutputError
 from kvarts.session.history import Histories
 from kvarts.session.opening import open_sessions
 from kvarts.session.sessions import Sessions
-from kvarts.session.stored import StoredSession, Usage
-from kvarts.session.values import SessionGoneError, SessionSettings, Token
+from kvarts.session.values import SessionGoneError, SessionSettings, StoredSession, Token, Usage
 
 from builders.full_disk import full_disk
 from builders.sessions import OWNER, greedy, mock_says, say

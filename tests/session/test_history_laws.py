@@ -17,8 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvarts.errors import KvartsError
 from kvarts.session.history import Append, Histories
-from kvarts.session.stored import Usage
-from kvarts.session.values import SessionNotReadyError, SessionSettings, UnknownSessionError
+from kvarts.session.values import SessionNotReadyError, SessionSettings, UnknownSessionError, Usage
 
 from builders.histories import stored
 from oracles.naive_histories import NaiveHistories

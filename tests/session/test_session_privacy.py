@@ -15,8 +15,7 @@ import pytest
 from kvarts.errors import OutputError
 from kvarts.session.checkpoints import CheckpointHeader, Checkpoints, Refused, Saved, token_digest
 from kvarts.session.history import FILE_NAME, Histories
-from kvarts.session.stored import StoredSession, Usage
-from kvarts.session.values import SessionSettings
+from kvarts.session.values import SessionSettings, StoredSession, Usage
 
 SESSION = "0" * 31 + "1"
 TOKENS = [1, 2, 3]

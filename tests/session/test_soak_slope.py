@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.session.soak.slope import MAX_POINTS, slope_of
+from kvarts.session.soak.rules import MAX_POINTS, slope_of
 
 NUMBERS = st.floats(-1e6, 1e6).map(lambda number: round(number, 3))
 

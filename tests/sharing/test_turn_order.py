@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvarts.sharing import turn_order
-from kvarts.sharing.turn_order import TurnOrder
+from kvarts.sharing import tenant
+from kvarts.sharing.tenant import TurnOrder
 
 pytestmark = [
     pytest.mark.laws,
-    pytest.mark.skipif(not turn_order.__file__.endswith(".py"), reason="compiled code takes no stand-in for a Tenant"),
+    pytest.mark.skipif(not tenant.__file__.endswith(".py"), reason="compiled code takes no stand-in for a Tenant"),
 ]
 
 

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.calibrate.coefficients import BOUNDS, needs_scipy
-from kvarts.calibrate.course import Course, Pricing, course_of, with_constants
-from kvarts.calibrate.points import METRICS, Point, load_points
+from kvarts.calibrate.course import METRICS, Course, Point, Pricing, course_of, load_points, with_constants
 from kvarts.errors import ConfigError
 from kvarts.executor.roofline_settings import COEFFICIENTS, Constants, HeldOut, shipped_constants
 

@@ -20,7 +20,7 @@ from kvarts.errors import ConfigError
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.report.report import Report
-    from kvarts.serve.kv_events.config import KvEventsConfig
+    from kvarts.serve.kv_events.batches import KvEventsConfig
     from kvarts.serve.kv_events.publisher import KvEvents
     from kvarts.sim.config import ReplayConfig
 
@@ -173,7 +173,7 @@ def _config_of(values: Mapping[str, Any]) -> KvEventsConfig | None:
         import zmq  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"KV events need ZeroMQ ({error})", hint="pip install 'kvarts[serve]'.") from None
-    from kvarts.serve.kv_events.config import KvEventsConfig
+    from kvarts.serve.kv_events.batches import KvEventsConfig
 
     try:
         return KvEventsConfig(
@@ -192,7 +192,7 @@ def _with_groups(config: KvEventsConfig, groups: Sequence[Mapping[str, Any]]) ->
     """Return `config` for an engine with these KV groups."""
     import msgspec
 
-    from kvarts.serve.kv_events.config import EventGroup
+    from kvarts.serve.kv_events.batches import EventGroup
 
     told = tuple(EventGroup(group["kind"], group.get("tokens")) for group in groups)
     return msgspec.structs.replace(config, groups=told)

@@ -10,8 +10,16 @@
 It requires grpcio and protobuf (`pip install 'kvarts[grpc]'`), and imports nothing of the server.
 """
 
-from kvarts.client.messages import CallCancelledError, NotAuthenticatedError, ServerError, ServerUnreachableError
-from kvarts.client.sessions import AsyncSession, AsyncSessions, Session, Sessions
+from kvarts.client.sessions import (
+    AsyncSession,
+    AsyncSessions,
+    CallCancelledError,
+    NotAuthenticatedError,
+    ServerError,
+    ServerUnreachableError,
+    Session,
+    Sessions,
+)
 
 __all__ = [
     "AsyncSession",

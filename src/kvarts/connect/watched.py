@@ -25,11 +25,10 @@ from kvarts.connect.decoding import (
     Unknown,
     decode_batch,
 )
-from kvarts.connect.follower import Followed, Follower
 from kvarts.connect.hits import GroupedBlocks, Hits
 from kvarts.connect.journal import StreamJournal, WatchedTimeline
 from kvarts.connect.metrics import EngineSample, Scraper
-from kvarts.connect.sockets import EngineStream
+from kvarts.connect.sockets import EngineStream, Followed, Follower
 
 __all__ = ["Counts", "CurvePoint", "ReStores", "Watch", "WatchVerdict", "Watched"]
 

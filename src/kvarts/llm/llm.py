@@ -151,6 +151,8 @@ class LLM:
         """Number of pages of each tier below the device, by name; of blocks with KV groups."""
         if self.offload is not None and self.offload.load_overlap == "layers":
             check_combination({"layers": "offload.load_overlap", "model": "model"})
+        if self.offload is not None and self.offload.load_kv != "placed":
+            check_combination({f"{self.offload.load_kv}_loads": "offload.load_kv", "model": "model"})
         if self.offload is not None and self.offload.bus is not None:
             check_combination({"bus": "offload.bus", "model": "model"})
         if self.offload is not None and self.offload.copy_slowdown:

@@ -1,5 +1,7 @@
 """Adds tokens, sampling and text to the requests of a core engine. Single-threaded; EngineLoop serves several
 threads.
+
+An outbox wakes coroutines of one event loop from an engine's thread, with one call per batch of updates.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from kvarts.files import read_bytes, read_toml
 from kvarts.limits import brief
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.scripted import ScriptedAnswer, ScriptedCall
+from kvarts.openai_api.recordings import ScriptedAnswer, ScriptedCall
 from kvarts.openai_api.shapes import ANY_OBJECT
 from kvarts.openai_api.words import WORDS
 

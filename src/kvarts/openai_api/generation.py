@@ -37,7 +37,7 @@ from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.openai_api.kv_hints import NO_PRIORITY
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.prompts import NO_LIMIT, Thinking
-from kvarts.openai_api.scripted import CHAT_PATH, COMPLETION_PATH, ScriptedAnswer, ScriptedUsage, Unrecorded
+from kvarts.openai_api.recordings import CHAT_PATH, COMPLETION_PATH, ScriptedAnswer, ScriptedUsage, Unrecorded
 from kvarts.openai_api.served import Ask, InSessions, Served
 from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
 from kvarts.openai_api.tool_calls import NamedCall, RequiredCalls, ToolCallsInText, calls_schema

@@ -1,4 +1,9 @@
-"""Assembly of a server: a model or a mock, its text, its metrics, and the application around them."""
+"""Assembly of a server: a model or a mock, its text, its metrics, and the application around them.
+
+A mock of a model is the engine of a replay, advanced step by step on a clock that keeps pace with real time. Its
+decisions about pages depend only on its configuration, its arrivals and their order, so a replay of recorded arrivals
+makes the same decisions at the same model time, event for event.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.meter import Meter
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.prompts import HubText, TextModel, WordText
-from kvarts.openai_api.recorded import ArrivalRecorder
+from kvarts.openai_api.recordings import ArrivalRecorder
 from kvarts.openai_api.routes import Routes
 from kvarts.openai_api.served import Limits, Served, Sharing
 from kvarts.openai_api.words import NUM_WORDS, VOCABULARY_SIZE, vary_words

@@ -1,33 +1,118 @@
-"""Recorded answers of a real server: requested once, kept in a file by a digest of the request, and played back."""
+"""Answers of a mock that are known beforehand, and records of a live engine.
+
+The engine generates the tokens of a scripted answer one by one, like words: the answer takes the time of its tokens, is
+cut by `max_tokens`, and its KV is a cache hit of the next turn. Answers of a real server are requested once, kept in a
+file by a digest of the request, and played back.
+
+Recorded arrivals are a trace that `kvarts replay` reads. Their times are those of the engine, whose clock does not
+move between two steps. A replay of the record therefore places every request before the same step.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvarts.decoders import decoder_of
 from kvarts.errors import ConfigError, InputError, OutputError, parts_of
-from kvarts.files import append_whole, check_writable, read_bytes, writing
-from kvarts.limits import MOST_COUNT, brief
+from kvarts.files import append_whole, check_writable, read_bytes, write_whole, writing
+from kvarts.limits import MOST_COUNT, brief, check_whole
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.scripted import CHAT_PATH, ScriptedAnswer, ScriptedCall, ScriptedUsage, Unrecorded
+from kvarts.openai_api.failures import MAX_STALL_S, NO_FAILURE, Failure, parse_failure
+from kvarts.openai_api.prompts import CLOSE, OPEN, Thinking
+from kvarts.openai_api.shapes import TextSegment
+from kvarts.openai_api.tool_calls import call_text
+from kvarts.request import Request
+from kvarts.sampling import SamplingParams
+from kvarts.traffic.logs import RecordedRow
+
+if TYPE_CHECKING:
+    from kvarts.openai_api.prompts import TextModel
 
 __all__ = [
+    "CHAT_PATH",
+    "COMPLETION_PATH",
+    "ArrivalRecorder",
     "RealServer",
     "RecordedAnswer",
     "RecordedAnswers",
+    "ScriptedAnswer",
+    "ScriptedCall",
+    "ScriptedUsage",
     "Sent",
+    "Unrecorded",
     "open_recordings",
 ]
+
+encode = msgspec.json.encode
+
+
+class ArrivalRecorder:
+    """Records requests, in the engine's thread. Owner of the rows, in arrival order.
+
+    A row's `ended` is the state of its request when the rows are made. A request that was ended from outside is
+    replayed with the tokens that it had received.
+    """
+
+    def __init__(self) -> None:
+        self._arrived: list[tuple[Request, SamplingParams]] = []
+
+    def arrived(self, request: Request, params: SamplingParams) -> None:
+        """Record a request that was queued."""
+        self._arrived.append((request, params))
+
+    def rejected(self, request: Request, params: SamplingParams) -> None:
+        """Record a request that could never run."""
+        self._arrived.append((request, params))
+
+    def rows(self) -> list[RecordedRow]:
+        """Return the arrivals so far, with the generated tokens."""
+        return [_row(request) for request, _ in self._arrived]
+
+    @property
+    def began_ns(self) -> int | None:
+        """When the first request arrived."""
+        return min((request.arrival_ns for request, _ in self._arrived), default=None)
+
+    def write(self, path: Path, *, began_ns: int | None = None) -> None:
+        """Write the rows to a file, one per line. Raise OutputError.
+
+        `began_ns`: start of the run, if other models of the same run are recorded as well.
+        """
+        encoder = msgspec.json.Encoder()
+        rows = self.rows()
+        if began_ns is not None:
+            rows = [msgspec.structs.replace(row, began_ns=began_ns) for row in rows]
+        write_whole(path, b"".join(encoder.encode(row) + b"\n" for row in rows))
+
+
+def _row(request: Request) -> RecordedRow:
+    content, num_prompt = request.content, request.num_prompt_tokens
+    was_rejected = request.state.name == "REJECTED"
+    num_output = request.max_tokens if was_rejected else request.num_output_tokens
+    known = content.num_known_tokens
+    return RecordedRow(
+        arrival_ns=request.arrival_ns,
+        prompt=content.tokens(0, num_prompt).tolist(),
+        num_output_tokens=num_output,
+        output=content.tokens(num_prompt, min(known, num_prompt + num_output)).tolist(),
+        max_tokens=request.max_tokens,
+        priority=request.priority,
+        tenant=content.salt,
+        hints=msgspec.UNSET if content.hints is None else content.hints,
+        request_id=request.request_id,
+        ended=request.state.name.lower(),
+    )
+
 
 MOST_BYTES = 64 * 1024 * 1024
 """Size limit of a file of recorded answers, which is kept in memory."""
@@ -50,7 +135,109 @@ LEFT_OUT = frozenset(
 LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 
 _URL = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
-encode = msgspec.json.encode
+COMPLETION_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
+
+
+class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool call. `arguments`: an object, or text, which need not be valid JSON."""
+
+    name: str
+    arguments: dict[str, Any] | str = msgspec.field(default_factory=dict)
+
+    @property
+    def written(self) -> str:
+        """The arguments as text."""
+        return self.arguments if isinstance(self.arguments, str) else encode(self.arguments).decode()
+
+
+class ScriptedUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Token counts that replace the real ones in `usage`. Raises ConfigError for a count below 0."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if (count := getattr(self, name)) is not None:
+                check_whole(count, f"usage.{name}", least=0)
+
+
+class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An answer. `text`: a text, or a value to encode as JSON. `finish_reason`: used unless `max_tokens` cuts it.
+
+    `latency_s`: delay before the first byte. `fail`: a failure, in the syntax of failure scripts.
+    Raises ConfigError for a value out of range.
+    """
+
+    text: str | dict[str, Any] | list[Any] = ""
+    calls: tuple[ScriptedCall, ...] = ()
+    reasoning: str = ""
+    refusal: str = ""
+    usage: ScriptedUsage = ScriptedUsage()
+    finish_reason: str = ""
+    latency_s: float = 0.0
+    fail: str = ""
+
+    is_as_long_as_asked: ClassVar[bool] = False
+    """Whether `max_tokens` leave the answer whole."""
+
+    def __post_init__(self) -> None:
+        if self.refusal and (self.text or self.calls):
+            raise ConfigError("is instead of a text and calls", field="refusal")
+        if not 0.0 <= self.latency_s <= MAX_STALL_S:
+            raise ConfigError(f"must be from 0 to {MAX_STALL_S:g}, got {self.latency_s}", field="latency_s")
+        if self.fail and parse_failure(self.fail).stall_s and self.latency_s:
+            raise ConfigError("is a second delay beside that of fail", field="latency_s", hint="Give one of them.")
+
+    @property
+    def failure(self) -> Failure:
+        """The failure to apply, with `latency_s` as a stall."""
+        failure = parse_failure(self.fail) if self.fail else NO_FAILURE
+        return msgspec.structs.replace(failure, stall_s=self.latency_s) if self.latency_s else failure
+
+    def segments(self) -> tuple[TextSegment, ...]:
+        """Return the text to generate, in the format of Qwen models, as segments."""
+        parts: list[TextSegment] = []
+        if self.reasoning:
+            parts += [
+                TextSegment("unseen", OPEN),
+                TextSegment("reasoning", self.reasoning),
+                TextSegment("unseen", CLOSE),
+            ]
+        text = self.text if isinstance(self.text, str) else encode(self.text).decode()
+        if text or self.refusal:
+            parts.append(TextSegment("refusal" if self.refusal else "content", self.refusal or text))
+        for index, call in enumerate(self.calls):
+            before, after = call_text(call.name, is_first=not (index or text))
+            parts += [
+                TextSegment("unseen", before),
+                TextSegment("arguments", call.written, call.name),
+                TextSegment("unseen", after),
+            ]
+        return tuple(parts)
+
+    def limited(self, thinking: Thinking, text: TextModel) -> ScriptedAnswer:
+        """Return the answer with the reasoning that `thinking` allows."""
+        if not self.reasoning or (thinking.budget is None and not thinking.is_off):
+            return self
+        kept = ""
+        if not thinking.is_off:
+            assert thinking.budget is not None
+            tokens = text.encode(self.reasoning, add_special_tokens=False, most=thinking.budget)
+            if len(tokens) <= thinking.budget:
+                return self
+            kept = text.decode(tokens[: thinking.budget])
+        return msgspec.structs.replace(self, reasoning=kept)
+
+
+class Unrecorded(Exception):  # noqa: N818  # not an error: its answer is recorded, and the request read again
+    """A request without a recorded answer. `record`: asks the real server; raises ApiError."""
+
+    def __init__(self, record: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self.record = record
 
 
 class RecordedAnswer(ScriptedAnswer, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

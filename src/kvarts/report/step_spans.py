@@ -6,19 +6,20 @@ where an event has one, and else per step. A StepLog computes the rest on demand
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, cast
 
 from mypy_extensions import mypyc_attr
 
 from kvarts.columns import Column, Rows
 from kvarts.events import AtRest, Event, LeapDone, PerStep, Preemption, StepDone
+from kvarts.few import Numbers
 from kvarts.report.packed import PackedColumn
 from kvarts.sched.wheel import PagesDue
 
-__all__ = ["HOW_FIELDS", "LISTED_PAGES", "LISTED_TIMES", "StepSpans", "TimesByRule"]
+__all__ = ["HOW_FIELDS", "LISTED_PAGES", "LISTED_TIMES", "SPAN_FIELDS", "StepSpans", "TimesByRule", "as_fields"]
 
-_SPAN_FIELDS = (
+SPAN_FIELDS = (
     "num_steps",
     "start_ns",
     "used",
@@ -37,6 +38,29 @@ _SPAN_FIELDS = (
 HOW_FIELDS = ("took_ns", "known_tokens", "how")
 """More columns of spans, which say how the steps of a span differ: its duration, or -1 if that is the sum of listed
 ones; the tokens that its decodes know in the first step, for a rule; and flags."""
+_STORED_FIELDS = (
+    "took_ns",
+    "first",
+    "second",
+    "flags",
+    "start_ns",
+    "used",
+    "cached",
+    "released",
+    "running",
+    "waiting",
+    "loading",
+    "others",
+)
+"""The columns from which `as_fields` makes those of HOW_FIELDS and SPAN_FIELDS.
+
+`flags`: `how`, from LEAP on `is_leap`, and from BLOCKED on `blocked`. `first`, `second`: of a leap, `known_tokens` and
+`num_steps`, and its running requests are its decodes and tokens; of a step, `decodes` and `tokens`. `others`:
+`admitted`, and from PREEMPTED on `preempted`.
+"""
+LEAP: Final = 4
+BLOCKED: Final = 8
+PREEMPTED: Final = 1 << 31
 LISTED_TIMES: Final = 1
 """The durations are listed, one per step. Otherwise a single step takes `took_ns`, and several are by the rule."""
 LISTED_PAGES: Final = 2
@@ -60,6 +84,29 @@ class TimesByRule(PerStep, Protocol):
 
     def of_steps_ns(self, known_tokens: Column) -> Column:
         """Return the durations of steps of the engine in which the decodes know so many tokens in total."""
+
+
+def as_fields(stored: dict[str, Numbers], where: Callable[[Numbers, Numbers, Numbers], Numbers]) -> dict[str, Numbers]:
+    """Return the columns HOW_FIELDS and SPAN_FIELDS, and all others that are stored.
+
+    `where`: returns the numbers of one column where another says so, and those of a third elsewhere.
+    """
+    first, second, flags = stored.pop("first"), stored.pop("second"), stored.pop("flags")
+    others = stored.pop("others")
+    is_leap = flags % BLOCKED // LEAP
+    nothing = first - first
+    return {
+        **stored,
+        "known_tokens": where(is_leap, first, nothing),
+        "decodes": where(is_leap, stored["running"], first),
+        "num_steps": where(is_leap, second, nothing + 1),
+        "tokens": where(is_leap, stored["running"], second),
+        "how": flags % LEAP,
+        "is_leap": is_leap,
+        "blocked": flags // BLOCKED,
+        "admitted": others % PREEMPTED,
+        "preempted": others // PREEMPTED,
+    }
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -92,9 +139,10 @@ class StepSpans:
         side_fields = self.tier_fields + self.group_fields
         self.preemptions: list[tuple[int, Preemption]] = []
         """The preemptions in order, each with its step."""
-        self._span_fields = _SPAN_FIELDS + side_fields
+        self._span_fields = SPAN_FIELDS + side_fields
+        self._stored_fields = _STORED_FIELDS + side_fields
         self._rest_fields = _REST_FIELDS + side_fields
-        self._spans = Rows(len(HOW_FIELDS) + len(self._span_fields))
+        self._spans = Rows(len(self._stored_fields))
         self._rests = Rows(len(self._rest_fields))
         self._num_steps = 0
         self._durations_ns = PackedColumn("q")
@@ -120,41 +168,37 @@ class StepSpans:
         durations_ns, pages_taken = self._durations_ns.recent, self._pages_taken.recent
         for event in events:
             if isinstance(event, StepDone):
-                preemptions = event.preemptions
                 if event.num_reserved != self._num_reserved:
                     self._note_reserved(event.step, event.num_reserved)
-                if preemptions:
-                    self.preemptions += [(event.step, preemption) for preemption in preemptions]
+                others = event.num_admitted
+                if event.preemptions:
+                    self.preemptions += [(event.step, preemption) for preemption in event.preemptions]
+                    others += len(event.preemptions) * PREEMPTED
                 spans += (
                     event.duration_ns,
-                    0,
-                    0,
-                    1,
+                    event.num_decodes,
+                    event.num_tokens,
+                    event.blocked * BLOCKED,
                     event.start_ns,
                     event.num_used,
                     event.num_cached,
                     event.num_released,
                     event.num_running,
                     event.num_waiting,
-                    event.blocked,
-                    event.num_decodes,
-                    event.num_tokens,
-                    len(preemptions),
-                    event.num_admitted,
-                    0,
                     event.num_loading,
+                    others,
                 )
                 if event.tiers:
                     spans += event.tiers
                 self._num_spans += 1
                 self._num_steps += 1
             elif isinstance(event, LeapDone):
-                times, taken, running = event.durations_ns, event.pages_taken, event.num_running
+                times, taken = event.durations_ns, event.pages_taken
                 if event.num_reserved != self._num_reserved:
                     self._note_reserved(event.step, event.num_reserved)
-                took_ns, known_tokens, how = -1, 0, 0
+                took_ns, known_tokens, flags = -1, 0, LEAP
                 if isinstance(times, list):
-                    how = LISTED_TIMES
+                    flags += LISTED_TIMES
                     durations_ns += times
                 else:
                     self._rule = rule = cast(TimesByRule, times)
@@ -162,29 +206,25 @@ class StepSpans:
                 if isinstance(taken, PagesDue):
                     self._note_due(taken)
                 else:
-                    how |= LISTED_PAGES
+                    flags += LISTED_PAGES
                     pages_taken += taken
+                flags += event.blocked * BLOCKED
                 num_steps = len(times)
                 self._num_spans += 1
                 self._num_steps += num_steps
                 spans += (
                     took_ns,
                     known_tokens,
-                    how,
                     num_steps,
+                    flags,
                     event.start_ns,
                     event.num_used,
                     event.num_cached,
                     event.num_released,
-                    running,
+                    event.num_running,
                     event.num_waiting,
-                    event.blocked,
-                    running,
-                    running,
-                    0,
-                    0,
-                    1,
                     event.num_loading,
+                    0,
                 )
                 if event.tiers:
                     spans += event.tiers
@@ -200,9 +240,14 @@ class StepSpans:
 
     def _note_due(self, due: PagesDue) -> None:
         self._period = due.period
-        counts = due.counts
-        for place, offset in enumerate(due.offsets):
-            self._pages_due.add((self._num_spans, offset, counts[place]))
+        if due.offsets:
+            rows: list[int] = []
+            span, offsets, counts = self._num_spans, due.offsets, due.counts
+            for place in range(len(offsets)):
+                rows.append(span)
+                rows.append(offsets[place])
+                rows.append(counts[place])
+            self._pages_due.add(rows)
 
     def _note_reserved(self, step: int, num_pages: int) -> None:
         self._num_reserved = num_pages

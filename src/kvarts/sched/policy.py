@@ -12,7 +12,7 @@ from kvarts.request import Request, RequestState
 
 __all__ = ["NEVER_NS", "AdmissionPolicy", "PriorityPolicy", "WaitingQueue"]
 
-NEVER_NS: Final = 1 << 62
+NEVER_NS: Final = (1 << 62) - 1
 
 
 class AdmissionPolicy(Protocol):

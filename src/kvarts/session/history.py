@@ -22,9 +22,8 @@ from kvarts.content import UNIT_BYTES
 from kvarts.errors import ConfigError, KvartsError, OutputError
 from kvarts.files import make_private
 from kvarts.session.history_file import HistoryFile, HistoryTables
-from kvarts.session.stored import EndReason, StoredSession, Tombstone, Usage
 from kvarts.session.table import Session, SessionTable
-from kvarts.session.values import SessionNotReadyError, SessionValueError
+from kvarts.session.values import EndReason, SessionNotReadyError, SessionValueError, StoredSession, Tombstone, Usage
 
 __all__ = ["FILE_NAME", "Append", "Appending", "Histories"]
 

@@ -24,8 +24,16 @@ import numpy.typing as npt
 
 from kvarts.errors import ConfigError, InputError, KvartsError, OutputError
 from kvarts.files import open_private
-from kvarts.session.stored import EndReason, StoredSession, Tombstone, Usage
-from kvarts.session.values import SessionNotReadyError, SessionSettings, SessionValueError, UnknownSessionError
+from kvarts.session.values import (
+    EndReason,
+    SessionNotReadyError,
+    SessionSettings,
+    SessionValueError,
+    StoredSession,
+    Tombstone,
+    UnknownSessionError,
+    Usage,
+)
 
 __all__ = ["SEGMENT_TOKENS", "HistoryFile", "HistoryTables"]
 

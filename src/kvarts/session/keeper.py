@@ -15,9 +15,8 @@ import numpy.typing as npt
 from kvarts.errors import ConfigError, OutputError
 from kvarts.session.checkpoints import CheckpointHeader, Checkpoints, Refused, token_digest
 from kvarts.session.history import Histories
-from kvarts.session.stored import StoredSession, Usage
 from kvarts.session.table import Session, SessionTable
-from kvarts.session.values import SessionsExhaustedError
+from kvarts.session.values import SessionsExhaustedError, StoredSession, Usage
 
 __all__ = ["Keeper"]
 

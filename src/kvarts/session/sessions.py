@@ -25,10 +25,10 @@ from kvarts.sampling import SamplingParams
 from kvarts.session.generation import AppendTurn, GenerationTurn, SessionTurns, UpdateStream
 from kvarts.session.history import Appending
 from kvarts.session.keeper import Keeper, usage_of
-from kvarts.session.stored import EndReason
 from kvarts.session.table import Session, SessionTable
 from kvarts.session.values import (
     Done,
+    EndReason,
     SessionBusyError,
     SessionCounts,
     SessionInfo,

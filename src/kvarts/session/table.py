@@ -16,8 +16,16 @@ from kvarts.llm.loop import ModelHost
 from kvarts.llm.text import Generation
 from kvarts.owners import Shares, owner_of
 from kvarts.session.pages import SessionMemory, SessionPages, count_retained, holds_what_it_should
-from kvarts.session.stored import EndReason, Tombstone, Tombstones
-from kvarts.session.values import SessionCounts, SessionInfo, SessionsConfig, SessionSettings, SessionsExhaustedError
+from kvarts.session.values import (
+    EndReason,
+    SessionCounts,
+    SessionInfo,
+    SessionsConfig,
+    SessionSettings,
+    SessionsExhaustedError,
+    Tombstone,
+    Tombstones,
+)
 
 __all__ = ["Capacity", "Session", "SessionTable", "check_settings", "memory_of", "random_id"]
 

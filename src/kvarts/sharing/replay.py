@@ -20,8 +20,7 @@ from kvarts.sharing.config import ObserversOf, SharingConfig
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.outcome import Contention, OfDevice, TurnLog
 from kvarts.sharing.report import SharedReport, slices, split_config
-from kvarts.sharing.tenant import Tenant
-from kvarts.sharing.turn_order import TurnOrder
+from kvarts.sharing.tenant import Tenant, TurnOrder
 from kvarts.sharing.turns import SharedDriver, TurnLoop
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig

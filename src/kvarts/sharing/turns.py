@@ -39,8 +39,7 @@ from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing.config import HealthChange
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.outcome import Contention
-from kvarts.sharing.tenant import Tenant
-from kvarts.sharing.turn_order import TurnOrder
+from kvarts.sharing.tenant import Tenant, TurnOrder
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
 from kvarts.sim.router import Routed

@@ -303,6 +303,10 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
         groups: tuple[PartGroup, ...] = ()
         if given["kv_groups"] != "off" if "kv_groups" in given else counts_groups:
             groups = facts["groups"] = counted_groups(placed, engine, on, model.kv_dtype)
+            if "mamba_cache_mode" in given:
+                from kvarts.kv.groups import with_states
+
+                groups = facts["groups"] = with_states(groups, given["mamba_cache_mode"])
         if "pages" not in given:
             facts["num_pages"] = _num_pages(placed, engine, on, model.kv_dtype, groups)
     except ConfigError as error:

@@ -25,9 +25,17 @@ from kvarts.verify.block_rules import (
     UsedPctArithmetic,
 )
 from kvarts.verify.chunk import Recording, RowChunk, is_count
-from kvarts.verify.order_rules import PreemptionNeeded, PreemptionTrigger, Schema, StepOrder
 from kvarts.verify.reader import BodyRecording, TextRecording, open_recording
-from kvarts.verify.rule import RuleResult, TimelineLimits, TimelineRule, Violation
+from kvarts.verify.rule import (
+    PreemptionNeeded,
+    PreemptionTrigger,
+    RuleResult,
+    Schema,
+    StepOrder,
+    TimelineLimits,
+    TimelineRule,
+    Violation,
+)
 
 __all__ = ["RuleResult", "TimelineLimits", "Verdict", "Violation", "make_rules", "verify", "verify_file"]
 

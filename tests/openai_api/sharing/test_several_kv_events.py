@@ -22,7 +22,7 @@ from kvarts.openai_api.opening import Door
 from kvarts.openai_api.served import Ask, Limits
 from kvarts.openai_api.sharing.device import open_several
 from kvarts.sampling import SamplingParams
-from kvarts.serve.kv_events.config import KvEventsConfig
+from kvarts.serve.kv_events.batches import KvEventsConfig
 from openai_api.sharing.test_several_parity import shared
 
 from builders.http_client import call

@@ -7,6 +7,12 @@ its layers, or on how often a layer attends.
 
 PagedAttention writes keys and values into the pools, and has a backend attend through the page tables. It does not
 matter whether a page was computed earlier, left by another request or loaded from a tier below.
+
+Latents (MLA) are attended to as they are, without expanding them to keys and values of every head. A model of
+transformers with latents expands them in `expand_kv` of its attention modules, right before it asks for attention. With
+an Attention that keeps latents, `expand_kv` returns the latents instead, and what the expansion would do to keys and
+values is done to queries and outputs: score and sum are linear in both, so that the results are the same, except for
+rounding (DeepSeek-V2, section 2.1.3; the matrices are "absorbed").
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import msgspec
@@ -23,16 +29,22 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
 
-from kvarts.executor.flat_batch import Observed
-from kvarts.executor.torch.metadata import AttentionBackend, AttentionMetadata, AttentionParams
+from kvarts.executor.flat_batch import ChunkMetadata, DecodeMetadata, Ints, Observed
 from kvarts.executor.torch.pools import KVPools
 
 __all__ = [
     "ATTENTION",
     "Attention",
+    "AttentionBackend",
     "AttentionCall",
+    "AttentionMetadata",
+    "AttentionParams",
+    "ChunkMetadata",
+    "DecodeMetadata",
+    "Ints",
     "LatentShape",
     "PagedAttention",
+    "Rotary",
     "attending",
     "find_latent",
     "is_absorbed",
@@ -42,6 +54,94 @@ __all__ = [
     "register",
     "takes_latents",
 ]
+
+
+class AttentionParams(msgspec.Struct, frozen=True):
+    """Parameters of one layer's attention: its scale, the last `window` tokens or all, and a soft cap on scores.
+
+    `sinks` [heads]: the score of each head's attention sink, which takes some of the weight without having a value.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    def less_sinks(self, attended: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
+        """Return `attended` [..., heads, head_dim] without the share of the sinks.
+
+        `log_sums` [..., heads] are the logarithms of the sums of exponentials of the scores without sinks.
+        """
+        assert self.sinks is not None
+        return attended * torch.sigmoid(log_sums - self.sinks.float())[..., None].to(attended.dtype)
+
+
+class Rotary(Protocol):
+    """The rotation of a model's queries and keys by their positions."""
+
+    def rotate(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return `states` [tokens, heads, head_dim] as the layer rotates them at `positions` [tokens]."""
+
+
+class AttentionMetadata:
+    """Where each token of one step is written, and which pages it attends to.
+
+    `slots` [tokens]: the slots in the pools for each token's keys and values. Decodes are the first tokens of the
+    batch, one per sequence; chunks follow. `rotary`: for chunks with queries and keys that are not rotated yet.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        slots: Ints,
+        chunks: Sequence[ChunkMetadata],
+        decodes: DecodeMetadata,
+        rotary: Rotary | None = None,
+    ) -> None:
+        self.device = device
+        self.chunks = chunks
+        self.decodes = decodes
+        self.rotary = rotary
+        self.slots = self.tensor(slots)
+
+    @cached_property
+    def decode_positions(self) -> torch.Tensor:
+        """The positions of decodes, [tokens], in 32 bits."""
+        return self.tensor(self.decodes.positions.astype(np.int32))
+
+    @cached_property
+    def decode_tables(self) -> torch.Tensor:
+        """The page tables of decodes, [tokens, pages], in 32 bits."""
+        return self.tensor(self.decodes.tables.astype(np.int32))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all sequences retain all tokens."""
+        return self.decodes.is_plain and all(chunk.keeps is None for chunk in self.chunks)
+
+    def tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        """Return `values` as a tensor on the batch's device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+
+class AttentionBackend(Protocol):
+    """Computes attention over pages. Everything that depends on the step but not on the layer is prepared once per
+    step.
+    """
+
+    reads_sinks: bool
+    """Whether it supports sequences that retain a sink and a window, with dropped pages between them."""
+
+    def begin(self, metadata: AttentionMetadata) -> None:
+        """Prepare for a step; every `forward` until the next `begin` belongs to it."""
+
+    def forward(self, layer: int, queries: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+        """Return the attention output for `queries` [tokens, heads, head_dim] of the whole batch, of the same shape.
+
+        Keys and values of these tokens are already in their pages.
+        """
+
 
 SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 

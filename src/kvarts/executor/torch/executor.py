@@ -27,14 +27,13 @@ from kvarts.executor.flat_batch import (
     TableBatch,
 )
 from kvarts.executor.page_bytes import PageCopier, PageSlots, PageStore
-from kvarts.executor.torch.attention import PagedAttention, attending
+from kvarts.executor.torch.attention import AttentionBackend, AttentionMetadata, PagedAttention, attending
 from kvarts.executor.torch.block_cut import BlockCut
 from kvarts.executor.torch.flash import FlashBackend, flash_fits
 from kvarts.executor.torch.graphs import DecodeGraphs, Forward
 from kvarts.executor.torch.huge_pages import use_huge_pages
 from kvarts.executor.torch.layers import open_layers
 from kvarts.executor.torch.loading import kv_fingerprint
-from kvarts.executor.torch.metadata import AttentionBackend, AttentionMetadata
 from kvarts.executor.torch.numba_backend import NumbaBackend, numba_fits
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.probe import examine

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams
+from kvarts.executor.torch.attention import AttentionMetadata, AttentionParams
 from kvarts.executor.torch.pools import KVPools
 
 __all__ = ["FlashBackend", "flash_fits"]

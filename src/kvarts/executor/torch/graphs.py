@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from kvarts.executor.flat_batch import FlatBatch
-from kvarts.executor.torch.metadata import AttentionMetadata, DecodeMetadata
+from kvarts.executor.torch.attention import AttentionMetadata, DecodeMetadata
 
 __all__ = ["DecodeGraphs", "graph_sizes"]
 

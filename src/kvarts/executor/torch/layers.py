@@ -18,11 +18,17 @@ from msgspec.structs import replace
 
 from kvarts.errors import ConfigError
 from kvarts.executor.flat_batch import ChunkMetadata, DecodeMetadata
-from kvarts.executor.torch.attention import AttentionCall, PagedAttention, attending
+from kvarts.executor.torch.attention import (
+    AttentionBackend,
+    AttentionCall,
+    AttentionMetadata,
+    AttentionParams,
+    PagedAttention,
+    attending,
+)
 from kvarts.executor.torch.compiled_layers import CompiledLayers
 from kvarts.executor.torch.decoder import Decoder
 from kvarts.executor.torch.layer_parts import ATTENTION, MLP, DecoderParts, UnlikeError, find_parts
-from kvarts.executor.torch.metadata import AttentionBackend, AttentionMetadata, AttentionParams
 from kvarts.executor.torch.numba_backend import NumbaBackend
 from kvarts.executor.torch.openmp import team
 from kvarts.executor.torch.packing import pack_together

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams, Ints
+from kvarts.executor.torch.attention import AttentionMetadata, AttentionParams, Ints
 from kvarts.executor.torch.openmp import num_threads, team
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.sdpa import SdpaBackend

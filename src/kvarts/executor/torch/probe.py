@@ -4,6 +4,10 @@ A model that runs in pages must pass everything that tokens know of each other t
 values that depend only on the token, the tokens before it, and its position. `examine` runs a model on a few tokens
 under attentions that record the calls, and refuses it with a reason if that does not hold; it also compares the model's
 normal output with its output when several sequences share a row, as they do in a step.
+
+Some rotations depend on the length of a sequence: one set of factors up to a length, another beyond it. transformers
+chooses the factors by the largest position of a row. In a step, a row has many sequences, so each token's factors are
+chosen here, by the length of its sequence.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from kvarts.executor.torch.attention import AttentionCall, LatentShape, find_latent
-from kvarts.executor.torch.metadata import AttentionParams
+from kvarts.executor.torch.attention import AttentionCall, AttentionParams, LatentShape, find_latent
 from kvarts.executor.torch.pools import LayerShape
 from kvarts.executor.torch.states import StateCall, States, StateShape
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams, ChunkMetadata, Ints
+from kvarts.executor.torch.attention import AttentionMetadata, AttentionParams, ChunkMetadata, Ints
 from kvarts.executor.torch.pools import KVPools
 from kvarts.kv.groups import SinkWindow
 

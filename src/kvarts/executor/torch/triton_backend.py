@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams, ChunkMetadata
+from kvarts.executor.torch.attention import AttentionMetadata, AttentionParams, ChunkMetadata
 from kvarts.executor.torch.pools import KVPools
 
 __all__ = ["TritonBackend", "triton_fits"]

@@ -32,8 +32,7 @@ from kvarts.sharing.config import ObserversOf, SharingConfig
 from kvarts.sharing.device import SharedDevice, debts
 from kvarts.sharing.outcome import Contention
 from kvarts.sharing.replay import open_tenant
-from kvarts.sharing.tenant import Tenant
-from kvarts.sharing.turn_order import TurnOrder
+from kvarts.sharing.tenant import Tenant, TurnOrder
 from kvarts.sharing.turns import TurnLoop
 from kvarts.sim.config import ReplayConfig
 

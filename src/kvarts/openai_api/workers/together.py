@@ -3,6 +3,11 @@
 A client cannot choose the worker that its connection reaches, so every answer must be right on each: what describes the
 server covers all workers, what changes it is done in all of them, and a request that continues a conversation is passed
 to the worker that has it.
+
+The private door between workers carries requests and answers as messages of ASGI, over UNIX sockets. A worker passes a
+request on with its head and body, and the other answers it as any request, with the same checks of access. Each request
+has a connection; it closes early if the client or a worker has disconnected. The sockets are in a directory that only
+this user can enter.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ from typing import Any
 import zmq
 
 from kvarts.errors import ConfigError
-from kvarts.serve.kv_events.batches import Batch, BatchQueue, BlocksCleared, Told, Wire
-from kvarts.serve.kv_events.config import KvEventsConfig, at_rank
+from kvarts.serve.kv_events.batches import Batch, BatchQueue, BlocksCleared, KvEventsConfig, Told, Wire, at_rank
 from kvarts.serve.kv_events.reader import KvEventReader
 
 __all__ = [
