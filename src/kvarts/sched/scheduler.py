@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from msgspec.structs import replace
-
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
@@ -453,7 +451,7 @@ class Scheduler:
                 drafts, decodes = self.drafts.take(decodes, plan_batch, self.pages.token_budget)
             if drafts is not None:
                 self.cache.look(self.mark)
-                plan_batch = replace(plan_batch, num_drafted=len(drafts.rows))
+                plan_batch = plan_batch.replaced(num_drafted=len(drafts.rows))
         transfers = () if loads is None else loads.tiers.take_planned()
         copies = self.own_pages.take_copies()
         left = batch.take_left()
