@@ -8,9 +8,8 @@ from random import Random
 
 import pytest
 
-from kvarts.connect.vllm.page_io import PageIo
+from kvarts.connect.vllm.page_io import HostRegion, PageIo
 from kvarts.connect.vllm.store import KeyStore, Reads
-from kvarts.connect.vllm.worker import HostRegion
 from kvarts.offload.keyed import KeyedTier, KeyState
 from kvarts.offload.pagefiles import PageFiles
 

@@ -40,7 +40,7 @@ class Blocks:
     """Layers of a device in KV groups, and the host memory beside them."""
 
     def __init__(self, module: Any, device: str, sizes: list[list[int]], blocks_per_chunk: int) -> None:
-        from kvarts.connect.vllm.worker import HostRegion
+        from kvarts.connect.vllm.page_io import HostRegion
 
         self.layers = [
             torch.randint(0, 256, (NUM_BLOCKS, size + 8 * (number % 2)), dtype=torch.uint8).to(device)

@@ -21,8 +21,8 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 
+from kvarts.connect.vllm.page_io import HostRegion
 from kvarts.connect.vllm.store import KeyStore, Reads, StoreCounts
-from kvarts.connect.vllm.worker import HostRegion
 from kvarts.offload.keyed import KeyState
 
 __all__ = ["HostPlaces", "KvartsManager", "StoreMetrics", "metric_definitions"]

@@ -8,9 +8,9 @@ from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvarts.connect.vllm.manager import KvartsManager, metric_definitions
-from kvarts.connect.vllm.page_io import ModelFolder, PageIo, bytes_of
+from kvarts.connect.vllm.page_io import HostRegion, ModelFolder, PageIo, bytes_of
 from kvarts.connect.vllm.store import KeyStore
-from kvarts.connect.vllm.worker import HostRegion, KvartsWorker
+from kvarts.connect.vllm.worker import KvartsWorker
 from kvarts.errors import ConfigError
 from kvarts.offload.keyed import KeyedTier
 
