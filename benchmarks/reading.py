@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 STEP = """
 import resource, sys, time
 from kvarts import load_trace
-taken = []
 def timed(name, call):
     begun = time.process_time()
     result = call()
@@ -68,8 +67,8 @@ def main() -> None:
                         command, env={"PYTHONPATH": str(source)}, stdout=subprocess.PIPE, text=True, check=True
                     )
                     for line in done.stdout.splitlines():
-                        step, seconds, mebibytes = line.split("\t")
-                        found.setdefault((step, name), []).append((float(seconds), float(mebibytes)))
+                        step, taken, mebibytes = line.split("\t")
+                        found.setdefault((step, name), []).append((float(taken), float(mebibytes)))
     for (step, name), costs in found.items():
         seconds = [cost[0] for cost in costs]
         peak = max(cost[1] for cost in costs)

@@ -49,7 +49,14 @@ def meaning(run: Callable[[], object]) -> Any:
     found: list[Any] = []
 
     def record(
-        given: Given, trace: Path | None, sections: Any, parts: Any, places: Any, *, check_effects: Any, **more: Any
+        given: Given,
+        trace: Path | str | None,
+        sections: Any,
+        parts: Any,
+        places: Any,
+        *,
+        check_effects: Any,
+        **more: Any,
     ) -> int:
         values = {
             each: (given.value_of(each), given.source_of(each).spell(given.setting_of(each)))
@@ -63,7 +70,9 @@ def meaning(run: Callable[[], object]) -> Any:
         except ConfigError as refused:
             error = str(refused)
         assert set(more.values()) <= {None, False}
-        found.append((values, list(values), trace, sections, tuple(parts), places, error))
+        found.append(
+            (values, list(values), None if trace is None else str(trace), sections, tuple(parts), places, error)
+        )
         return 0
 
     with pytest.MonkeyPatch.context() as patch:
