@@ -40,8 +40,22 @@ def test_a_column_is_as_wide_as_its_largest_integer() -> None:
 
 
 COUNTS = st.one_of(st.integers(0, 3), st.integers(0, MOST_COUNT))
-SPANS = ("num_steps", "used", "cached", "released", "running", "waiting", "blocked", "decodes", "tokens")
-SPANS += ("preempted", "admitted", "is_leap", "loading", "duration_ns")
+SPANS = (
+    "num_steps",
+    "used",
+    "cached",
+    "released",
+    "running",
+    "waiting",
+    "blocked",
+    "decodes",
+    "tokens",
+    "preempted",
+    "admitted",
+    "is_leap",
+    "loading",
+    "duration_ns",
+)
 PREEMPTED = Preemption(0, 0, 1, 1, 1, 1)
 
 
