@@ -1,10 +1,10 @@
-"""Loads as by a KV connector of vLLM: requests have no place while they wait, or do not wait.
+"""Loads as by a KV connector of vLLM: requests wait without a place, or not at all.
 
 With vLLM's `load_kv_async`, a request whose load is under way has the pages that the load fills, and those found on the
 device, and no place among the running requests. While it waits, requests behind it are admitted. After its load, it has
 its turn before the waiting requests: its pages become findable, and it runs as soon as there are a place, tokens and
-memory for it. A load begins only if its pages are free in addition to those that prefills and other loads will need until they
-have computed their known tokens; else requests could wait for each other's memory.
+memory for it. A load begins only if its pages are free in addition to those that prefills and other loads will need
+until they have computed their known tokens; else requests could wait for each other's memory.
 
 Synchronous loads end within the step that begins them: their requests run in it, and it lasts longer.
 """
