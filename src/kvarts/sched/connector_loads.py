@@ -1,10 +1,10 @@
-"""Loads as by a KV connector of vLLM: requests have no place while they wait, or do not wait.
+"""Loads as by a KV connector of vLLM: requests wait without a place, or not at all.
 
 With vLLM's `load_kv_async`, a request whose load is under way has the pages that the load fills, and those found on the
 device, and no place among the running requests. While it waits, requests behind it are admitted. After its load, it has
 its turn before the waiting requests: its pages become findable, and it runs as soon as there are a place, tokens and
-memory for it. A load begins only if its pages are free beside those that prefills and other loads will need until they
-have computed their known tokens; else requests could wait for each other's memory.
+memory for it. A load begins only if its pages are free in addition to those that prefills and other loads will need
+until they have computed their known tokens; else requests could wait for each other's memory.
 
 Synchronous loads end within the step that begins them: their requests run in it, and it lasts longer.
 """
@@ -57,7 +57,7 @@ class AsyncLoads(_ConnectorLoads):
         """The requests among these that had a turn, and lacked memory."""
 
     def _fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int) -> bool:
-        """Return whether the pages of the load are free, beside those that prefills and other loads will need."""
+        """Return whether the pages of the load are free, besides those that prefills and other loads need."""
         num_wanted = self._cache.num_to_admit(match, end * self._page_size, 0, num_kept) + self._num_promised()
         self.num_short = max(0, num_wanted - self._cache.num_free)
         return not self.num_short

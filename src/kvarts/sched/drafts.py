@@ -7,9 +7,9 @@ count several tokens of a request, each of them the one that would have been sam
 Drafts come last in a step. They take only tokens and pages that are left, and no request is preempted for them. At the
 end of the step, accepted tokens are counted, and pages that contain only rejected ones are released.
 
-With `num_slots`, drafts come first, as in vLLM: each decode takes the pages of its draft at its turn, requests are
-preempted for them, and what is left of the budget is for prompts. A request keeps the pages of rejected tokens for its
-next ones, and pages that accepted tokens fill can be found from its next turn on.
+With `num_slots`, drafts are planned first, as in vLLM: each decode takes the pages of its draft at its turn, requests
+are preempted for them, and what is left of the budget is for prompts. A request keeps the pages of rejected tokens for
+its next ones, and pages that accepted tokens fill can be found from its next turn on.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Drafts:
         num_slots: int = 0,
     ) -> None:
         self.num_slots = num_slots
-        """The most tokens of a draft, if drafts come first; else 0."""
+        """The most tokens of a draft, if drafts are planned first; else 0."""
         self._drafter = drafter
         self._wheel = wheel
         self._cache = cache

@@ -193,7 +193,7 @@ class LowerTiers(Protocol):
 class LoadUnderWay:
     """A load for `request`, which gets pages [start, end) by it; that should end at `end_ns`.
 
-    The pages before `front_end` are computed meanwhile, the others come `by_tier`. `loaded`: the result, once the
+    The pages before `front_end` are computed meanwhile, the others are loaded `by_tier`. `loaded`: the result, once the
     transfer has ended.
     """
 
@@ -242,7 +242,7 @@ class Loads:
         self.num_following = 0
         """Requests that wait for another request's load; they have neither pages nor a place."""
         self.num_short = 0
-        """The pages that the last load that could begin lacked, beside those that other requests will need."""
+        """The pages that the last load that could begin lacked, besides those that other requests need."""
         self.is_blocking = False
         """Whether the requests behind a loaded one wait because it lacks memory or a place."""
         self.retried: Request | None = None
