@@ -32,18 +32,20 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
 
 import msgspec
+import numpy as np
 import vllm
 from vllm import envs
-from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -52,15 +54,18 @@ from kvarts.build import build_engine
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import EventReader
-from kvarts.events import Admitted, ChunkComputed, Event, Finished, PagesRemoved, PagesStored, Preemption
-from kvarts.executor.base import CostModel
+from kvarts.events import Admitted, ChunkComputed, DraftTaken, Event, Finished, PagesRemoved, PagesStored, Preemption
+from kvarts.executor.base import CostModel, Executor
 from kvarts.executor.cost import LinearCost, PolynomialCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.keys import BlockKeys
+from kvarts.kv.eviction import LruOrder
 from kvarts.kv.groups import STATE_SPAN, GroupMemory, PartGroup
+from kvarts.kv.transfer import Loaded, LoadKv, Offer, Weighed
 from kvarts.request import Request, RequestState
 from kvarts.routers.config import Routing
+from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.serve.kv_events.batches import Batch, EventGroup, Wire
 from kvarts.serve.kv_events.reader import KvEventReader
 from kvarts.traffic.mooncake import load_mooncake
@@ -87,6 +92,14 @@ class Ask(msgspec.Struct):
     """Whether its last token is one that ends it; else it ends as that is the last one it may generate."""
     gives_up: int = NEVER
     """The step before which its client gives it up, unless it has ended."""
+    num_below: int = 0
+    """The first pages of its tokens that a tier below the device has."""
+    load_steps: int = 1
+    """The steps from the beginning of a load to the plan that knows its end."""
+    drafts: list[tuple[int, int]] = []
+    """After each of its tokens: the tokens drafted next, and how many of them are right."""
+    num_good: int = NEVER
+    """The pages of its first load that arrive; the tier loses the others."""
 
 
 class TracedAsk:
@@ -94,7 +107,7 @@ class TracedAsk:
 
     priority = 0
     stops = False
-    gives_up = NEVER
+    gives_up = num_good = NEVER
 
     def __init__(self, trace: Trace, row: TraceRequest, index: int) -> None:
         self.step = NEVER
@@ -136,6 +149,10 @@ class Workload(msgspec.Struct):
     long_prefill_token_threshold: int = 0
     watermark: float = 0.0
     is_async: bool = False
+    load_kv: LoadKv | None = None
+    """How requests wait for loads from a tier below the device; None without such a tier."""
+    num_draft_slots: int = 0
+    """The most tokens of a draft; 0 without drafts."""
     finds_prefixes: bool = True
     num_ranks: int = 1
     report_every: int = 0
@@ -220,7 +237,7 @@ def draw_workload(row: str, seed: int) -> Workload:
         max_num_seqs=max_num_seqs,
         asks=asks,
     )
-    if row.startswith("async"):
+    if row.startswith("async") and row not in LOAD_ROWS:
         workload.is_async = True
     if row in ("async-stop", "async-groups", "async-aborts"):
         for ask in asks:
@@ -242,6 +259,10 @@ def draw_workload(row: str, seed: int) -> Workload:
         workload.long_prefill_token_threshold = draw.choice([1, 2, page_size, 3 * page_size + 1, 8 * page_size])
     if row in ("watermark", "limited", "async-limited"):
         workload.watermark = draw.choice([0.01, 0.05, 0.2, 0.5])
+    if row == "drafts":
+        draw_drafts(workload, draw)
+    if row in LOAD_ROWS:
+        draw_loads(workload, row, draw)
     workload.publishes = row == "published"
     if row == "uncached":
         workload.finds_prefixes = workload.with_events = False
@@ -266,6 +287,41 @@ def draw_workload(row: str, seed: int) -> Workload:
     return workload
 
 
+def draw_drafts(workload: Workload, draw: random.Random) -> None:
+    """Draft tokens for every request, of which none, some or all are right, within its limit of tokens."""
+    slots = workload.num_draft_slots = draw.choice([1, 2, 4, 7])
+    least = workload.max_num_seqs * (1 + slots)
+    workload.max_num_batched_tokens = max(least, workload.max_num_batched_tokens)
+    is_right = draw.choice([0.1, 0.5, 0.9])
+    for ask in workload.asks:
+        ask.output = [draw.randrange(2, 50) for _ in range(draw.randint(1, 80))]
+        ask.drafts = []
+        for place in range(len(ask.output)):
+            num_drafted = min(draw.choice([0, slots, draw.randint(0, slots)]), len(ask.output) - place - 2)
+            num_right = 0
+            while num_right < num_drafted and draw.random() < is_right:
+                num_right += 1
+            ask.drafts.append((max(0, num_drafted), num_right))
+    size = workload.page_size
+    most = max(-(-(len(ask.prompt) + len(ask.output)) // size) for ask in workload.asks)
+    workload.num_pages = most + draw.choice([1, 3, 8, 20, 60, 200])
+
+
+def draw_loads(workload: Workload, row: str, draw: random.Random) -> None:
+    """Let a tier have pages of most requests. In a row with failures, half of the loads bring fewer."""
+    workload.load_kv = "sync" if row == "loads" else "async"
+    most_steps = draw.choice([1, 3, 12, 60])
+    for ask in workload.asks:
+        num_pages = (len(ask.prompt) + len(ask.output)) // workload.page_size
+        ask.num_below = draw.choice([0, draw.randint(0, num_pages), num_pages])
+        ask.load_steps = draw.randint(1, most_steps)
+        if row == "failed-loads" and draw.random() < 0.5:
+            ask.num_good = draw.choice([0, 0, 1, 2, 5])
+    if row == "async-loads":
+        workload.watermark = draw.choice([0.0, 0.0, 0.05])
+        workload.long_prefill_token_threshold = draw.choice([0, 0, 8 * workload.page_size])
+
+
 def add_states(workload: Workload, row: str, draw: random.Random) -> None:
     """Make `workload` one of a row with states in pages: in half of them windows, chunks, and three priorities."""
     kind = "aligned" if row.startswith("states-align") else "states"
@@ -283,6 +339,7 @@ def add_states(workload: Workload, row: str, draw: random.Random) -> None:
     workload.is_async = row.endswith("async")
 
 
+LOAD_ROWS = ("loads", "async-loads", "failed-loads")
 ROWS = {
     "full": "one full group, first come, first served",
     "priority": "three priorities",
@@ -307,6 +364,10 @@ ROWS = {
     "async-aborts": "asynchronous scheduling, several windows and chunks, three priorities, most end with a stop "
     "token, clients give up 3 of 10 requests",
     "async-limited": "asynchronous scheduling, a threshold and a watermark, three priorities",
+    "drafts": "drafts of tokens, planned before prompts",
+    "loads": "synchronous loads of a connector",
+    "async-loads": "asynchronous loads of a connector, some with a watermark or a threshold",
+    "failed-loads": "asynchronous loads of a connector, of which half bring fewer pages",
     "states-all": "states after all pages (mamba_cache_mode all), half with windows, chunks and three priorities",
     "states-align": "states at the ends of chunks (mamba_cache_mode align), half with windows, chunks and three "
     "priorities",
@@ -326,6 +387,7 @@ class Recorder:
     def __init__(self, *, page_size: int, with_events: bool) -> None:
         self.step = Step()
         self.num_hit: dict[int, int] = {}
+        self.num_drafted: dict[int, int] = {}
         self.keys: dict[int, BlockKeys] = {}
         self._page_size = page_size
         self._with_events = with_events
@@ -336,6 +398,8 @@ class Recorder:
         for event in events:
             if isinstance(event, ChunkComputed):
                 step.tokens[event.request] = event.end - event.start
+            elif isinstance(event, DraftTaken):
+                self.num_drafted[event.request] = event.end - event.start
             elif isinstance(event, Admitted):
                 step.admitted[event.request] = event.num_hit_pages * self._page_size
             elif isinstance(event, Preemption):
@@ -396,6 +460,11 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         long_prefill_token_threshold=workload.long_prefill_token_threshold,
         watermark=workload.watermark,
     )
+    tiers: Any = None if workload.load_kv is None else Below(workload)
+    executor: Executor = SimExecutor(workload.cost)
+    drafter = None
+    if workload.num_draft_slots:
+        executor, drafter = Sampler(workload), Drafts(workload)
     recorder = Recorder(page_size=workload.page_size, with_events=workload.with_events and not workload.publishes)
     readers: list[EventReader] = [recorder]
     if workload.publishes:
@@ -403,12 +472,16 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         readers.append(KvEventReader(sink, algorithm="sha256", clears=False))
     engine = build_engine(
         config,
-        SimExecutor(workload.cost),
+        executor,
         memory=memory_of(workload.groups),
         num_blocks=workload.num_blocks,
         readers=readers,
         plans_ahead=workload.is_async,
         finds_prefixes=workload.finds_prefixes,
+        below=tiers,
+        drafter=drafter,
+        num_draft_slots=workload.num_draft_slots,
+        moves_pages=False,
     )
     requests: list[Request] = []
     preempted: set[int] = set()
@@ -430,7 +503,10 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
                 break
             requests.append(request_of(workload, len(requests)))
             assert engine.submit(requests[-1], now_ns) is None
+        if tiers is not None:
+            tiers.begin(step)
         recorder.step = Step()
+        recorder.num_drafted = {}
         given_up = [request for request, ask in zip(requests, asks, strict=False) if ask.gives_up == step]
         given_up = [each for each in given_up if each.state not in (RequestState.FINISHED, RequestState.CANCELLED)]
         for request in given_up:
@@ -456,18 +532,158 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             gone = [index for index in gone if index not in recorder.step.preempted]
             num_gone = engine.plan.batch.num_decodes - len(decoding) if workload.is_async else 0
             recorder.step.tokens.update(dict.fromkeys(decoding + gone[:num_gone], 1))
+            for index in set(recorder.num_drafted) & set(decoding):
+                recorder.step.tokens[index] += recorder.num_drafted[index]
         else:
             num_free = scheduler.cache.num_free
             is_under_way = False
             engine.emit()
         recorder.step.num_free = num_free
         preempted.update(recorder.step.preempted)
-        ended = set(recorder.step.ended) - preempted
+        ended = {index for index in recorder.step.ended if asks[index].num_good == NEVER} - preempted
         recorder.step.cached = {index: requests[index].cached_tokens for index in ended}
         if workload.is_open:
             recorder.step.load = scheduler.num_waiting, scheduler.running.num_running, scheduler.cache.num_used
         yield recorder.step
         step += 1
+
+
+class Sampler:
+    """An executor of tokens: it samples those of the workload, and accepts the drafts that are right."""
+
+    needs_page_ids = True
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._row_of: dict[int, int] = {}
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Return the next token of each row, after the drafts that are right."""
+        asks = self._workload.asks
+        tokens = np.zeros(self._workload.max_num_seqs, np.uint64)
+        accepted = []
+        for chunk in plan.batch.chunks:
+            self._row_of[chunk.row] = chunk.request_index
+            if chunk.is_last:
+                tokens[chunk.row] = asks[chunk.request_index].output[chunk.num_known_tokens - chunk.num_prompt_tokens]
+        if plan.decodes is not None:
+            drafted = [] if plan.drafts is None else plan.drafts.rows.tolist()
+            for row, position in zip(plan.decodes.rows.tolist(), plan.decodes.positions.tolist(), strict=True):
+                ask = asks[self._row_of[row]]
+                place = position + 1 - len(ask.prompt)
+                num_right = ask.drafts[place - 1][1] if row in drafted else 0
+                if num_right:
+                    accepted.append((row, num_right))
+                tokens[row] = ask.output[place + num_right]
+        return StepResult(STEP_NS, tokens, accepted=tuple(accepted))
+
+
+class Drafts:
+    """kvarts' drafter of the workload."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._asks = workload.asks
+
+    def draft(self, request: Request, num_most: int, batch: Any) -> Any:
+        """Return right tokens, then wrong ones."""
+        ask = self._asks[request.index]
+        place = request.content.num_known_tokens - len(ask.prompt)
+        num_drafted, num_right = ask.drafts[place - 1]
+        assert num_drafted <= num_most
+        return np.array([*ask.output[place : place + num_right], *[1] * (num_drafted - num_right)], np.uint64)
+
+    def judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Learn nothing."""
+
+
+class Below:
+    """A tier below kvarts' device: it has the first pages of each request, and loads take steps."""
+
+    watcher = None
+    evicts_safe_first = is_lazy = full_prompt_hits = is_due = slows_down = False
+    num_tiers = 1
+    tier_names = ("below",)
+    next_ns = NEVER
+
+    def __init__(self, workload: Workload) -> None:
+        self.order = LruOrder()
+        assert workload.load_kv is not None
+        self.load_kv = workload.load_kv
+        self.num_transfers = 0
+        self._workload = workload
+        self._num_below = [ask.num_below for ask in workload.asks]
+        self._has_failed: set[int] = set()
+        self._loads: list[tuple[int, Loaded]] = []
+        self._step = 0
+
+    def open_below(self, cache: Any, **_: Any) -> Any:
+        """Return the tier."""
+        return self
+
+    def begin_step(self, now_ns: int) -> None:
+        """Take note of the step."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a load is under way."""
+        return bool(self._loads)
+
+    has_loaded = has_work
+
+    def take_loaded(self) -> list[Loaded]:
+        """Return the loads that the next plan knows to have ended."""
+        ended = [loaded for step, loaded in self._loads if step <= self._step]
+        self._loads = [(step, loaded) for step, loaded in self._loads if step > self._step]
+        return ended
+
+    def begin(self, step: int) -> None:
+        """Begin a step."""
+        self._step = step
+
+    def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
+        """Return the pages after `start` that it has."""
+        num_pages = min(self._num_below[request], limit) - start
+        return Offer(num_pages, (num_pages,)) if num_pages > 0 else None
+
+    def weigh(self, offer: Offer, *_: Any, **__: Any) -> Weighed:
+        """Load everything: a connector of vLLM does not weigh loads."""
+        return Weighed(offer.num_pages, offer.by_tier)
+
+    def start_load(self, request: int, content: Content, start: int, num_pages: int, *_: Any, **__: Any) -> int:
+        """Begin a load."""
+        ask = self._workload.asks[request]
+        self.num_transfers += 1
+        num_good = num_pages
+        if request not in self._has_failed and ask.num_good < num_pages:
+            self._has_failed.add(request)
+            num_good = ask.num_good
+            self._num_below[request] = start + num_good
+        self._loads.append((self._step + ask.load_steps, Loaded(request, start + num_good, (num_good,))))
+        return 0
+
+    def use_early(self, transfer: int) -> None:
+        """A load is used within its step."""
+        self._loads.pop()
+
+    def step_ns(self, now_ns: int, duration_ns: int) -> int:
+        """Return the duration of a step."""
+        return duration_ns
+
+    def num_pages(self) -> tuple[int, ...]:
+        """Return no counts."""
+        return 0, 0
+
+    def coming(self, *_: Any) -> None:
+        """Return nothing: no other engine stores."""
+
+    def holds(self) -> list[Any]:
+        """Return nothing: only loads hold pages."""
+        return []
+
+    def _pass(self, *_: Any) -> Any:
+        """Do nothing: nothing is stored."""
+
+    plan_stores = confirm = preempted = keep_state = resumed = ended = forget = check = _pass
 
 
 def request_of(workload: Workload, index: int) -> Request:
@@ -476,7 +692,8 @@ def request_of(workload: Workload, index: int) -> Request:
     if isinstance(ask, TracedAsk):
         content = ask.trace.content(ask.row, page_size=workload.page_size, owner=index)
         return Request(index, content, ask.row.num_prompt_tokens, len(ask.output), ask.row.arrival_ns)
-    content = Content.from_tokens(ask.prompt + ask.output, page_size=workload.page_size, owner=index)
+    known = ask.prompt if workload.num_draft_slots else ask.prompt + ask.output
+    content = Content.from_tokens(known, page_size=workload.page_size, owner=index)
     request = Request(index, content, len(ask.prompt), len(ask.output), ask.step * STEP_NS, -ask.priority)
     request.stops = ask.stops
     return request
@@ -561,6 +778,15 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     config.cache_config.mamba_cache_mode = "align" if aligns else "all" if has_states else "none"
     config.kv_events_config.enable_kv_cache_events = workload.with_events
     kv = cache_config(workload.groups, num_blocks, page_size, state_tokens=MAX_MODEL_LEN)
+    config.speculative_config = None
+    if workload.num_draft_slots:
+        config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=workload.num_draft_slots,
+            prompt_lookup_max=2,
+            target_model_config=config.model_config,
+            target_parallel_config=config.parallel_config,
+        )
     make = _WatchedAsync if workload.is_async else _Watched
     unit = page_size
     if ("state", None) in workload.groups:
@@ -572,6 +798,9 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     copies: Counter[tuple[int, str]] = Counter()
     in_flight: tuple[Any, Any] | None = None
     """The plan whose result is not known when the next one is made, as in vLLM's engine, and its result."""
+    connector = None if workload.load_kv is None else Connector(workload)
+    if connector is not None:
+        scheduler.connector = connector
     publisher = scheduler.kv_event_publisher = Publisher()
     cached: dict[int, int] = {}
     preempted: set[int] = set()
@@ -598,6 +827,8 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             give_up(scheduler, requests, given_up)
         done = Step()
         scheduler.num_uncomputed = 0
+        if connector is not None:
+            connector.step = step
         plan = scheduler.schedule()
         done.num_uncomputed = scheduler.num_uncomputed
         done.tokens = {int(name): number for name, number in plan.num_scheduled_tokens.items()}
@@ -606,8 +837,14 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
         for name, num_computed in zip(resumed.req_ids, resumed.num_computed_tokens, strict=True):
             if name in resumed.resumed_req_ids:
                 done.admitted[int(name)] = num_computed
+        for name, ids in plan.scheduled_spec_decode_tokens.items():
+            if ids[0] == -1:
+                done.tokens[int(name)] -= len(ids)  # a request that was admitted takes the room of a draft
         done.preempted = sorted(int(name) for name in plan.preempted_req_ids or ())
         result = sampled(plan, requests, workload) if plan.total_num_scheduled_tokens else None
+        if connector is not None and (loaded := connector.take_ended()) is not None:
+            result = result or ModelRunnerOutput(req_ids=[], req_id_to_index={}, sampled_token_ids=[])
+            result.kv_connector_output = loaded
         note_blocks(done, scheduler.kv_cache_manager.take_events(), copies, publishes=workload.publishes)
         if workload.is_async:
             # As in vLLM's engine, which looks for them when the result of a step is there.
@@ -619,17 +856,75 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
         done.num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if not workload.is_async and result is not None:
             note_cached(cached, scheduler.update_from_output(plan, result))
+            if workload.num_draft_slots:
+                scheduler.update_draft_token_ids(drafted(plan, requests, workload))
         for name in [name for name, request in requests.items() if request.is_finished()]:
             done.ended.append(int(name))
             del requests[name]
         preempted.update(done.preempted)
-        done.cached = {index: cached[index] for index in set(done.ended) - preempted}
+        ended = {index for index in done.ended if workload.asks[index].num_good == NEVER}
+        done.cached = {index: cached[index] for index in ended - preempted}
         if workload.is_open:
             num_running, num_waiting = scheduler.get_request_counts()
             num_used = workload.num_blocks - scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
             done.load = num_waiting, num_running, num_used
         yield done
         step += 1
+
+
+class Connector(KVConnectorBase_V1):  # type: ignore[misc]
+    """The same tier as a connector of vLLM."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._num_below = [ask.num_below for ask in workload.asks]
+        self._has_failed: set[int] = set()
+        self._loads: list[tuple[int, str, set[int]]] = []
+        self.step = 0
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return the tokens after those on the device that it has."""
+        size = self._workload.page_size
+        num_pages = min(self._num_below[int(request.request_id)], (request.num_tokens - 1) // size)
+        num_tokens = max(0, num_pages * size - num_computed_tokens)
+        return num_tokens, self._workload.load_kv == "async" and num_tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Begin a load."""
+        if not num_external_tokens or self._workload.load_kv == "sync":
+            return
+        index, size = int(request.request_id), self._workload.page_size
+        ask, (block_ids,) = self._workload.asks[index], blocks.get_block_ids()
+        num_pages = num_external_tokens // size
+        start = len(block_ids) - num_pages
+        bad: set[int] = set()
+        if index not in self._has_failed and ask.num_good < num_pages:
+            self._has_failed.add(index)
+            self._num_below[index] = start + ask.num_good
+            bad = set(block_ids[start + ask.num_good :])
+        self._loads.append((self.step + ask.load_steps, request.request_id, bad))
+
+    def take_ended(self) -> Any:
+        """Return what a worker reports about the loads that the next plan knows to have ended; None without any."""
+        ended = [load for load in self._loads if load[0] <= self.step + 1]
+        if not ended:
+            return None
+        self._loads = [load for load in self._loads if load[0] > self.step + 1]
+        bad = set().union(*(blocks for _, _, blocks in ended))
+        return KVConnectorOutput(finished_recving={name for _, name, _ in ended}, invalid_block_ids=bad)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """Let the blocks of a request be free: nothing is stored."""
+        return False, None
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Return nothing for a worker."""
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Return the only group."""
+        return (0,)
+
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = build_connector_meta
 
 
 def give_up(scheduler: Any, requests: dict[str, Any], names: list[str]) -> None:
@@ -720,6 +1015,13 @@ def sampled(plan: Any, requests: dict[str, Any], workload: Workload) -> Any:
     tokens = []
     for name in names:
         request = requests[name]
+        if workload.num_draft_slots:
+            ask, place = workload.asks[int(name)], request.num_output_tokens
+            ids = plan.scheduled_spec_decode_tokens.get(name, [])
+            num_right = ask.drafts[place - 1][1] if ids and ids[0] != -1 else 0
+            is_last = request.num_computed_tokens - len(ids) == request.num_tokens
+            tokens.append(ask.output[place : place + num_right + 1] if is_last else [])
+            continue
         num_in_flight = max(0, request.num_output_placeholders - 1)  # without the token of this step
         is_last = request.num_computed_tokens == request.num_tokens + num_in_flight
         place, output = request.num_output_tokens + num_in_flight, workload.asks[int(name)].output
@@ -728,6 +1030,20 @@ def sampled(plan: Any, requests: dict[str, Any], workload: Workload) -> Any:
     return ModelRunnerOutput(
         req_ids=names, req_id_to_index={name: place for place, name in enumerate(names)}, sampled_token_ids=tokens
     )
+
+
+def drafted(plan: Any, requests: dict[str, Any], workload: Workload) -> Any:
+    """Return what a drafter answers after a step: right tokens, then wrong ones, for each request with a new token."""
+    names, tokens = [], []
+    for name in plan.num_scheduled_tokens:
+        request = requests[name]
+        if request.is_finished() or not request.num_output_tokens:
+            continue
+        ask, place = workload.asks[int(name)], request.num_output_tokens
+        num_drafted, num_right = ask.drafts[place - 1]
+        names.append(name)
+        tokens.append([*ask.output[place : place + num_right], *[1] * (num_drafted - num_right)])
+    return DraftTokenIds(names, tokens)
 
 
 def note_cached(cached: dict[int, int], outputs: Any) -> None:

@@ -5,8 +5,9 @@ The names below are imported on first use, so `import kvarts` is almost free.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # that of `typing`, which takes a tenth of the time of a short command to import
+if TYPE_CHECKING:
+    from typing import Any
 
 # Each name has one line here and one in _HOMES, so that a room and its names can be removed line by line.
 if TYPE_CHECKING:
@@ -153,6 +154,8 @@ if not TYPE_CHECKING:  # type checkers should know only the names above
         if home is None:
             raise AttributeError(f"module 'kvarts' has no attribute {name!r}")
         try:
+            from importlib import import_module
+
             value = globals()[name] = getattr(import_module(home), name)
         except ModuleNotFoundError as error:
             if name not in _EXTRAS or (error.name or "").startswith("kvarts"):

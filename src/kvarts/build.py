@@ -16,7 +16,7 @@ from kvarts.kv.cache import Cache, Pins
 from kvarts.kv.eviction import EvictionOrder, LruOrder, TreeWatcher
 from kvarts.kv.page_cache import OneGroupCache, PageCache
 from kvarts.kv.pool import CountPool, IdPool
-from kvarts.kv.transfer import PrefillTimes
+from kvarts.kv.transfer import LoadKv, PrefillTimes
 from kvarts.kv.tree import PrefixTree
 from kvarts.rooms import from_room, function_named
 from kvarts.sched.drafts import Drafter
@@ -50,6 +50,9 @@ class PreparedTiers(Protocol):
     is_lazy: bool
     """Whether the choice of what to store depends on which is evicted next."""
 
+    load_kv: LoadKv
+    """How requests wait for their loads; `placed` if there are KV groups."""
+
     num_tiers: int
     """The number of tiers whose parts are in the tree of the device, if there are KV groups."""
 
@@ -78,6 +81,10 @@ class TierSettings(Protocol):
     @property
     def is_lazy(self) -> bool:
         """Whether the pages to store depend on which are evicted next."""
+
+    @property
+    def load_kv(self) -> str:
+        """How requests wait for their loads, as OffloadConfig names it."""
 
     @property
     def load_overlap(self) -> str:
@@ -141,6 +148,7 @@ def build_engine(
     prefill: PrefillTimes | None = None,
     audit: bool = False,
     drafter: Drafter | None = None,
+    num_draft_slots: int = 0,
     holds_pages: bool = False,
     hands_over: bool = False,
     plans_ahead: bool = False,
@@ -159,7 +167,8 @@ def build_engine(
     default: if it needs page ids; otherwise transfers take the time of their channels. `audit`: assert the laws of
     page accounting after every step and, unless the device is shared, check every event against an independent
     ledger. `drafter`: proposes draft tokens, for an executor that verifies them; executors in virtual time compute no
-    tokens and do not support one. `holds_pages`: pages are kept in use between requests. `hands_over`: other engines
+    tokens and do not support one. `num_draft_slots`: drafts come first, see Scheduler; this excludes the independent
+    ledger, and KV groups. `holds_pages`: pages are kept in use between requests. `hands_over`: other engines
     compute the prompts of requests or continue them; this excludes the independent ledger. `plans_ahead`: a step is
     planned while the one before it runs, as in Scheduler; not for executors that compute tokens. `finds_prefixes`:
     False for an engine without a prefix cache, whose requests find nothing. `step_ns`: the expected duration of a step,
@@ -177,7 +186,7 @@ def build_engine(
     is_lazy = memory is not None and below is not None and below.is_lazy
     # The ledger follows handoffs of whole pages without tiers, of engines that plan one step after the other.
     knows_handoffs = memory is None and tiers is None and config.profile == "default" and not plans_ahead
-    if audit and cache is None and (knows_handoffs or not hands_over):
+    if audit and cache is None and not num_draft_slots and (knows_handoffs or not hands_over):
         auditor = from_room("audit.auditor", "Auditor", field="audit")(
             config.num_pages if memory is None else num_blocks,
             config.page_size,
@@ -187,6 +196,7 @@ def build_engine(
             stores_go_first=is_lazy,
             is_lru=make_order is LruOrder,
             full_prompt_hits=below is not None and below.full_prompt_hits,
+            loads_have_turns=below is not None and below.load_kv == "async",
             at_branches=config.snapshots == "branches",
             plans_ahead=plans_ahead,
             finds_prefixes=finds_prefixes,
@@ -229,8 +239,13 @@ def build_engine(
     loads: Loads | None = None
     if below is not None:
         lower = below.open_below(cache, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
-        if memory is None:
+        if memory is None and below.load_kv == "placed":
             loads = Loads(lower, cache, waiting, page_size, tell)
+        elif memory is None:
+            from kvarts.sched.connector_loads import AsyncLoads, SyncLoads
+
+            make_loads = AsyncLoads if below.load_kv == "async" else SyncLoads
+            loads = make_loads(lower, cache, waiting, page_size, tell)
         else:
             from kvarts.sched.group_loads import GroupLoads
 
@@ -254,6 +269,7 @@ def build_engine(
         tell=tell,
         pins=pins,
         drafter=drafter,
+        num_draft_slots=num_draft_slots,
         plans_ahead=plans_ahead,
         finds_prefixes=finds_prefixes,
         step_ns=step_ns,
@@ -327,7 +343,13 @@ def _page_cache(
 def _audited_groups(memory: GroupMemory) -> tuple[object, ...]:
     make_group = from_room("audit.ledger", "LedgerGroup", field="audit")
     return tuple(
-        make_group(group.layer.kind, group.part_bytes // memory.block_bytes, group.layer.span, group.layer.sink)
+        make_group(
+            group.layer.kind,
+            group.part_bytes // memory.block_bytes,
+            group.layer.span,
+            group.layer.sink,
+            memory.aligns and group.has_states_by_page,
+        )
         for group in memory.groups
     )
 

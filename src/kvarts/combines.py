@@ -32,13 +32,18 @@ class Feature(NamedTuple):
     part_of: str = ""
 
 
+LOAD_PLACES = ("replay", "plan", "mock", "several", "fleet")
+
 FEATURES = {
     "kv_groups": Feature("KV groups"),
     "states": Feature("layers with a state", part_of="kv_groups"),
+    "states_by_page": Feature("states by page", ("replay",), part_of="kv_groups"),
     "sinks": Feature("layers with a sink of their own", part_of="kv_groups"),
     "tiers": Feature("host memory"),
     "files": Feature("files below host memory", part_of="tiers"),
-    "layers": Feature("loads by layer", ("replay", "plan", "mock", "several", "fleet"), part_of="tiers"),
+    "layers": Feature("loads by layer", LOAD_PLACES, part_of="tiers"),
+    "async_loads": Feature("asynchronous loads without a place", LOAD_PLACES, part_of="tiers"),
+    "sync_loads": Feature("synchronous loads", LOAD_PLACES, part_of="tiers"),
     "bus": Feature("channels that share a bus", ("replay", "plan", "mock", "fleet"), part_of="tiers"),
     "copies": Feature("steps that copies slow down", ("replay", "plan", "mock", "fleet"), part_of="tiers"),
     "full_prompt_hits": Feature("hits of whole prompts", ("replay", "mock", "several")),
@@ -47,6 +52,7 @@ FEATURES = {
     "uncached": Feature("an engine without a prefix cache", ("replay",)),
     "windows": Feature("sessions with a window", ("replay", "mock", "model", "sessions")),
     "speculation": Feature("speculation", ("model", "sessions")),
+    "first_drafts": Feature("drafts before prompts", ("model", "sessions"), part_of="speculation"),
     "kv_events": Feature("KV events of one replay", ("replay", "several", "fleet")),
     "prices": Feature("policies and prices of memory", ("plan",)),
     "record": Feature("a journal of what a server was asked", ("mock", "model")),
@@ -90,6 +96,19 @@ REFUSED = (
     Refusal(("pulls", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("pulls", "store"), "what workers have in host memory is in the store as well"),
     Refusal(("layers", "model"), "a real executor copies whole pages", "Leave it out."),
+    *(
+        refusal
+        for loads in ("async_loads", "sync_loads")
+        for refusal in (
+            Refusal((loads, "model"), "its requests wait with a place", "Leave it out."),
+            Refusal((loads, "kv_groups"), "it is not modelled", WHOLE),
+            Refusal((loads, "store"), "other workers can delay its loads", "Leave it out."),
+            Refusal((loads, "pulls"), "other workers can delay its loads", "Leave it out."),
+            Refusal((loads, "layers"), "each says when a request runs"),
+            Refusal((loads, "several"), "it is not modelled", "Leave it out."),
+            Refusal((loads, "fleet"), "it is not modelled", "Leave it out."),
+        )
+    ),
     Refusal(("bus", "store"), "transfers to a store end when its links say"),
     Refusal(("bus", "pulls"), "transfers from other workers end when their links say"),
     Refusal(("bus", "several"), "each model has its own channels", "Leave it out."),
@@ -110,10 +129,17 @@ REFUSED = (
     Refusal(("ranks", "fleet"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("tiers", "kv_groups", "several"), "a load would take memory from other models"),
     Refusal(("prices", "kv_groups", "plan"), "only replays count parts of pages", WHOLE),
+    Refusal(("states_by_page", "uncached"), "it keeps no states for prefixes", "Leave {mamba_cache_mode} out."),
+    Refusal(("states_by_page", "tiers"), "it is not modelled", "Leave it out."),
+    Refusal(("states_by_page", "sessions"), "it is not modelled", "Leave it out."),
+    Refusal(("states_by_page", "plan"), "only replays keep them", "Replay the options you have in mind."),
+    Refusal(("states_by_page", "several"), "it is not modelled", "Leave it out."),
+    Refusal(("states_by_page", "fleet"), "it is not modelled", "Leave it out."),
     Refusal(("windows", "states"), "a state is of all tokens, and has no window", NO_WINDOW),
     Refusal(("windows", "sinks"), "it would be kept beside that of the session", NO_WINDOW),
     Refusal(("fused", "windows"), "it reads no sinks", "Take sdpa, or numba on a CPU."),
     Refusal(("speculation", "states"), "a rejected token cannot be taken out of a state", "Leave it off."),
+    Refusal(("first_drafts", "kv_groups"), "parts of pages are taken at other places", WHOLE),
     Refusal(("sessions", "mocker"), "Dynamo's mocker knows no sessions", "Take another profile."),
     Refusal(("sessions", "several"), "sessions are of one model"),
     Refusal(("record", "sessions"), "it is replayed request by request"),

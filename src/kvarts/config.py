@@ -17,6 +17,9 @@ __all__ = ["EngineConfig", "EngineOptions", "Profile", "Snapshots"]
 
 Profile = Literal["default", "mocker"]
 Snapshots = Literal["ends", "branches"]
+StateMode = Literal["snapshots", "all", "align"]
+"""The states that a prefix cache keeps: `snapshots` at ends of prompts, one after `all` pages, or one after the last
+page of each chunk of a prompt, which ends at a page: `align`. The last two are modes of vLLM."""
 
 
 class EngineConfig(

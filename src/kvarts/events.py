@@ -178,7 +178,8 @@ class LoadAwaited(msgspec.Struct, frozen=True, gc=False):
 class LoadUsed(msgspec.Struct, frozen=True, gc=False):
     """A request runs from this step on, while `transfer`, its load, is under way.
 
-    The step computes each layer once that layer is loaded, so it ends after the load.
+    The step computes each layer once that layer is loaded, so it ends after the load. With asynchronous loads, the load
+    has ended: its pages can be found from now on, and the request runs once there is room for it.
     """
 
     transfer: int

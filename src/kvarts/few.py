@@ -7,7 +7,7 @@ with bit-identical results.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import compress, repeat
 from operator import add, and_, eq, floordiv, gt, le, lt, mod, mul, sub
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:  # not in compiled modules, where mypyc treats this branch as unreachable
     Column = Any
 
-__all__ = ["Column", "Few", "Numbers", "arrays_pay"]
+__all__ = ["Column", "Few", "NarrowColumns", "Numbers", "arrays_pay", "narrowed"]
 
 Numbers = Any
 """A column: a NumPy array, or Few."""
@@ -110,6 +110,12 @@ class Few:
         """Return the largest value, including `initial`."""
         return max(initial, *self._values) if self._values else initial
 
+    @staticmethod
+    def where(is_first: Few, first: Few, second: Few) -> Few:
+        """Return the numbers of one column where `is_first` is not 0, and those of another elsewhere."""
+        chosen = zip(is_first._values, first._values, second._values, strict=True)
+        return Few(one if is_one else other for is_one, one, other in chosen)
+
     def clip(self, least: int) -> Few:
         """Return the numbers, raised to at least `least`."""
         return Few(max(least, value) for value in self._values)
@@ -139,3 +145,32 @@ class Few:
 def _divided(number: float, by: float) -> float:
     """Return the quotient as NumPy computes it: both numbers are rounded to floats first."""
     return float(number) / float(by)
+
+
+class NarrowColumns(Mapping[str, Column]):
+    """Columns of integers in few bytes; one that is read is a copy in 8 bytes per integer."""
+
+    def __init__(self, narrow: Mapping[str, Column]) -> None:
+        self._narrow = narrow
+
+    def __getitem__(self, name: str) -> Column:
+        return self._narrow[name].astype("int64")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._narrow)
+
+    def __len__(self) -> int:
+        return len(self._narrow)
+
+    def part(self, start: int, end: int) -> dict[str, Column]:
+        """Return the rows [start, end) of all columns."""
+        return {name: column[start:end].astype("int64") for name, column in self._narrow.items()}
+
+
+def narrowed(column: Column) -> Column:
+    """Return a column of integers in as few bytes per integer as the largest of them needs."""
+    import numpy as np
+
+    least, most = int(column.min(initial=0)), int(column.max(initial=0))
+    fits = next(each for each in ("b", "h", "i", "q") if np.iinfo(each).min <= least and most <= np.iinfo(each).max)
+    return column.astype(fits, copy=False)

@@ -17,10 +17,12 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
 from kvarts.errors import ConfigError, InputError, MissingFileError, OutputError, did_you_mean
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = [
     "PREFIX",
@@ -38,12 +40,14 @@ __all__ = [
     "open_private",
     "open_stream",
     "own_directory",
+    "place_of",
     "read_bytes",
     "read_text",
     "read_toml",
     "reading",
     "sample_of",
     "shown",
+    "spelled",
     "where_samples_are",
     "whole_file",
     "write_all",
@@ -56,17 +60,18 @@ MOST_LINKS = 40
 DATA_SUFFIXES = (".csv", ".gz", ".json", ".jsonl", ".parquet", ".safetensors", ".toml")
 """Suffixes of the files that are read if a directory is given."""
 PREFIX = "sample:"
-DATA = Path(__file__).parent / "data"
+DATA = f"{os.path.dirname(__file__)}/data"  # noqa: PTH120  # pathlib takes longer to import than a short replay
 UNFINISHED = ".kvarts-unfinished"
 """Subdirectory that collects the contents of a directory being written. A killed process leaves it behind."""
 
 
-class BundledTrace(NamedTuple):
+class BundledTrace:
     """A bundled trace: its file or folder in `data`, a description, and the tokens per hash id if not 512."""
 
-    file: str
-    what: str
-    trace_block_size: int | None = None
+    def __init__(self, file: str, what: str, trace_block_size: int | None = None) -> None:
+        self.file = file
+        self.what = what
+        self.trace_block_size = trace_block_size
 
 
 SAMPLES = {
@@ -94,9 +99,16 @@ def located(path: Path | str) -> Path:
 
     Raise MissingFileError for an unknown sample.
     """
-    text = str(path)
+    from pathlib import Path
+
+    return Path(place_of(path))
+
+
+def place_of(path: Path | str) -> str:
+    """Return the file of `located` as text."""
+    text = spelled(path)
     if not text.startswith(PREFIX):
-        return Path(path)
+        return text
     name, _, inner = text.removeprefix(PREFIX).partition("/")
     sample = SAMPLES.get(name)
     if sample is None:
@@ -104,13 +116,25 @@ def located(path: Path | str) -> Path:
         hint = did_you_mean(text, names) or f"Bundled are {', '.join(names)}."
         raise MissingFileError("is not bundled", path=text, hint=hint)
     if not inner:
-        return DATA / sample.file
-    folder = DATA / sample.file.partition("/")[0]
+        return f"{DATA}/{sample.file}"
+    from pathlib import Path
+
+    folder = Path(DATA, sample.file.partition("/")[0])
     inside = folder / inner
     if ".." in inside.parts or not inside.is_file():
         files = ", ".join(sorted(f"{PREFIX}{name}/{file.name}" for file in folder.iterdir())) if folder.is_dir() else ""
         raise MissingFileError("is not bundled", path=text, hint=f"Bundled are {files or PREFIX + name}.")
-    return inside
+    return str(inside)
+
+
+def spelled(path: Path | str) -> str:
+    """Return a path as `Path` spells it."""
+    text = str(path)
+    if text and not text.startswith("./") and not text.endswith(("/", "/.")) and "//" not in text and "/./" not in text:
+        return text
+    from pathlib import Path
+
+    return str(Path(text))
 
 
 def sample_of(path: Path | str) -> BundledTrace | None:
@@ -121,7 +145,7 @@ def sample_of(path: Path | str) -> BundledTrace | None:
 
 def where_samples_are(path: Path | str) -> str:
     """Return a hint for a trace that does not exist: the sample of that name, or how to list all samples."""
-    name = Path(path).name
+    name = os.path.basename(path)  # noqa: PTH119
     for known, sample in SAMPLES.items():
         if name in (sample.file, known):
             return f"A trace of that name is bundled: {PREFIX}{known}."
@@ -193,7 +217,7 @@ def _descriptor_of(path: Path) -> int | None:
             return int(path.name)
         if not path.is_symlink():
             break
-        path = Path(parent, path.readlink())
+        path = type(path)(parent, path.readlink())
     return None
 
 
@@ -238,7 +262,7 @@ def check_writable(path: Path) -> None:
         if descriptor is not None:
             os.fstat(descriptor)
             return
-        target = Path(os.path.realpath(path))
+        target = type(path)(os.path.realpath(path))
         if not target.parent.is_dir():
             raise OutputError(
                 f"there is no directory {shown(target.parent)}", path=shown(path), hint="Create it first."
@@ -267,7 +291,10 @@ def check_outputs(outputs: Iterable[Path], inputs: Iterable[Path] = (), *, run_d
     for path in outputs:
         with writing(path):
             keys = _keys_of(path)
-            inside = run_dir is not None and Path(os.path.realpath(run_dir)) in Path(os.path.realpath(path)).parents
+            inside = (
+                run_dir is not None
+                and type(path)(os.path.realpath(run_dir)) in type(path)(os.path.realpath(path)).parents
+            )
         if inside:
             raise ConfigError(
                 f"lies in the directory of the run, {run_dir}", path=shown(path), hint="Give another path."
@@ -323,7 +350,7 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """
     with writing(path):
         descriptor = _descriptor_of(path)
-        target = Path(os.path.realpath(path))
+        target = type(path)(os.path.realpath(path))
         mode = _mode_of(target) if descriptor is None else None
     if descriptor is not None or (mode is not None and not stat.S_ISREG(mode)):
         with _spooled(path, lambda: _open_special(target, descriptor, mode)) as file:

@@ -265,7 +265,10 @@ AnyLine = (
 
 
 class JournalGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A KV group: kind and number of its layers, and the blocks per part. `tokens`: span of a window or chunk."""
+    """A KV group: kind and number of its layers, and the blocks per part.
+
+    `tokens`: span of a window or a chunk, and of states by page.
+    """
 
     kind: str
     layers: Count
@@ -274,6 +277,8 @@ class JournalGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     sink: Count = 0
 
     def __str__(self) -> str:
+        if self.kind == "state":
+            return self.kind if self.tokens is None else f"{self.kind} by page"
         return self.kind if self.tokens is None else f"{self.kind} {self.tokens:,}"
 
     def needed(self, num_pages: int, page_size: int) -> tuple[range, range]:
@@ -281,7 +286,7 @@ class JournalGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
         For a state, it is the page of its snapshot.
         """
-        if self.kind == "state":
+        if self.kind == "state" and self.tokens is None:
             return range(0), range(num_pages - 1, num_pages)
         position = num_pages * page_size
         first = 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import Final
 
 from kvarts.limits import LATEST_NS, TooLateError
 
 __all__ = ["NEVER_NS", "End", "Job", "SharedRates"]
 
-NEVER_NS = 1 << 62
+NEVER_NS: Final = (1 << 62) - 1
 NO_RATE = float("inf")
 ROUNDING = 1e-6
 """Bytes that may remain of a finished transfer because of rounding in the sums."""

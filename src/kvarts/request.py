@@ -51,7 +51,7 @@ NEXT_STATES: Final[tuple[frozenset[RequestState], ...]] = tuple(
         _S.WAITING: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
         _S.PREEMPTED: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
         _S.LOADING: frozenset({_S.LOADED, _S.ABANDONED, _S.WAITING}),
-        _S.LOADED: frozenset({_S.PREFILLING, _S.CANCELLED}),
+        _S.LOADED: frozenset({_S.PREFILLING, _S.WAITING, _S.CANCELLED}),
         _S.PREFILLING: frozenset({_S.DECODING, _S.PREEMPTED, _S.HELD, _S.FINISHED, _S.CANCELLED}),
         _S.DECODING: frozenset({_S.PREFILLING, _S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),
         _S.ABANDONED: frozenset({_S.CANCELLED}),

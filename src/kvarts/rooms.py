@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -48,8 +48,9 @@ def code_named(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigError(f"{name!r} is not module:Class")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    here = os.getcwd()  # noqa: PTH109
+    if "" not in sys.path and here not in sys.path:
+        sys.path.append(here)
     try:
         made = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:

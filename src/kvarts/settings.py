@@ -14,13 +14,15 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, get_args, get_origin
 
 import msgspec
 
 from kvarts.errors import ConfigError, did_you_mean, parts_of
 from kvarts.files import PREFIX
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = [
     "AtLeastOne",
@@ -286,6 +288,10 @@ class Given:
         """Add one value."""
         self._values[setting.key] = _Value(setting, value, source)
 
+    def __bool__(self) -> bool:
+        """Return whether any value was given."""
+        return bool(self._values)
+
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
@@ -318,6 +324,8 @@ class Given:
 
     def path_of(self, key: str) -> Path:
         """Return the value as a path, relative to the file that contains it, if any; sample names stay as they are."""
+        from pathlib import Path
+
         file = self._values[key].source.path
         return Path(self[key]) if file is None or self[key].startswith(PREFIX) else file.parent / self[key]
 

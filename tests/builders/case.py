@@ -180,6 +180,43 @@ def cases(
 
 
 @st.composite
+def following_cases(draw: st.DrawFn) -> Case:
+    """Prompts with a common beginning and a short end of their own, and long answers: windows pass the same pages.
+
+    Some give up, some know their answers, and some prompts are the same, or computed in several chunks.
+    """
+    page_size = draw(st.sampled_from([1, 2, 3, 4]))
+    common = draw(st.lists(st.integers(0, 1), min_size=3 * page_size, max_size=24))
+    knows = draw(st.booleans())
+    rows = []
+    arrival_ms = 0
+    for number in range(draw(st.integers(2, 6))):
+        length = draw(st.integers(page_size, len(common)))
+        units = [*common[: draw(st.sampled_from([length, len(common)]))], *([number] * draw(st.integers(0, 5)))]
+        num_output_tokens = draw(st.integers(1, 40))
+        output = draw(st.lists(st.integers(0, 1), min_size=num_output_tokens, max_size=num_output_tokens))
+        cancel_after_ms = draw(st.none() | st.none() | st.integers(1, 400))
+        priority = draw(st.sampled_from([0, 0, 0, 1]))
+        rows.append(
+            Row(
+                arrival_ms,
+                units,
+                len(units),
+                num_output_tokens,
+                output if knows else None,
+                priority,
+                None,
+                cancel_after_ms,
+            )
+        )
+        arrival_ms += draw(st.sampled_from([0, 0, 5, 20, 60, 150]))
+    most_pages = max(-(-(row.num_prompt_tokens + row.num_output_tokens) // page_size) for row in rows)
+    num_pages = draw(st.integers(most_pages, 4 * most_pages))
+    budget = draw(st.sampled_from([4, 16, 64]))
+    return Case(rows, 1, page_size, num_pages, max(budget, 8), 8, "default", 1, draw(st.sampled_from([0, 0, 3])))
+
+
+@st.composite
 def branching_cases(draw: st.DrawFn) -> Case:
     """Prompts that begin with a part of one of few long texts, and go on in their own way."""
     texts = draw(st.lists(st.lists(st.integers(0, 2), min_size=8, max_size=24), min_size=1, max_size=2))

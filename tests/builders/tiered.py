@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvarts.offload.config import OffloadConfig
+from kvarts.offload.config import LoadKv, OffloadConfig
 
 from builders.case import Case, cases
 from oracles.naive import polynomial_ns
@@ -25,15 +25,28 @@ class Tiered:
 
 @st.composite
 def tiered(
-    draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = False, limits: bool = False, with_bus: bool = True
+    draw: st.DrawFn,
+    *,
+    max_requests: int = 24,
+    cancels: bool = False,
+    limits: bool = False,
+    with_bus: bool = True,
+    all_loads: bool = False,
 ) -> Tiered:
     case = draw(cases(max_requests=max_requests, cancels=cancels, limits=limits))
-    return Tiered(case, draw(tiers_below(with_bus=with_bus)))
+    return Tiered(case, draw(tiers_below(with_bus=with_bus, all_loads=all_loads)))
 
 
 @st.composite
-def tiers_below(draw: st.DrawFn, *, of_groups: bool = False, with_bus: bool = True) -> OffloadConfig:
-    """Host memory and files, in sizes that fill up; `of_groups`: only what tiers of parts of pages can have."""
+def tiers_below(
+    draw: st.DrawFn, *, of_groups: bool = False, with_bus: bool = True, all_loads: bool = False
+) -> OffloadConfig:
+    """Host memory and files, in sizes that fill up; `of_groups`: only what tiers of parts of pages can have.
+
+    `all_loads`: requests may also wait without a place, or not wait.
+    """
+    modes: tuple[LoadKv, ...] = ("placed", "placed", "async", "sync") if all_loads else ("placed",)
+    load_kv = draw(st.sampled_from(modes))
     num_host = draw(st.sampled_from([1, 3, 8, 30, 200]))
     # A page takes from microseconds, less than a step, to many steps.
     rates = st.sampled_from([50_000, 1_000_000, 1_000_000_000])
@@ -51,9 +64,10 @@ def tiers_below(draw: st.DrawFn, *, of_groups: bool = False, with_bus: bool = Tr
         disk_read=draw(rates),
         disk_write=draw(rates),
         store_within_ms=draw(st.sampled_from([0.0, 1.0, 20.0, 500.0])),
-        fail_every=draw(st.sampled_from([0, 0, 1, 2, 5])),
+        fail_every=0 if load_kv == "sync" else draw(st.sampled_from([0, 0, 1, 2, 5])),
+        load_kv=load_kv,
         bus=bus,
-        load_overlap=draw(st.sampled_from(["none", "layers"])),
+        load_overlap=draw(st.sampled_from(["none", "layers"])) if load_kv == "placed" else "none",
         num_layers=draw(st.sampled_from([1, 2, 7, 32])),
         copy_slowdown=draw(st.sampled_from([0.0, 0.0, 0.1, 1.5])),
         preemption_mode="recompute" if of_groups else draw(st.sampled_from(["swap", "swap", "recompute"])),
@@ -91,6 +105,7 @@ def naive_settings(tiers: Tiered) -> dict[str, Any]:
         "store_within_ns": round(offload.store_within_ms * 1e6),
         "long_prefill_token_threshold": case.long_prefill_token_threshold,
         "watermark": case.watermark,
+        "load_kv": offload.load_kv,
         "swaps": offload.preemption_mode == "swap",
         "copy_slowdown": offload.copy_slowdown,
         "num_layers": offload.num_layers if offload.load_overlap == "layers" else 1,

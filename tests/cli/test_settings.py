@@ -66,6 +66,7 @@ CHOICES = (
     "worker",
     "lcfs",
     "branches",
+    "align",
     "layers",
 )
 """Values that are not the default, of settings with a few."""

@@ -11,13 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.content import Content
+from kvarts.fleet.config import FleetConfig, PoolConfig
 from kvarts.fleet.handoff import Computed, Handoff
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
-from kvarts.fleet.links import FixedRate, Links, SharedByWorkers, StoreLinks
+from kvarts.fleet.links import FixedRate, Links, SharedLinks, StoreLinks
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
+from kvarts.sim.replay import replay
 from kvarts.traffic.trace import TraceRequest
 
+from builders.case import Case, Row
 from oracles.naive_store import NaiveJob
 from oracles.naive_store import naive_ends as naive_store_ends
 
@@ -97,9 +100,21 @@ def test_a_transfer_of_a_fixed_rate_has_it_for_itself() -> None:
     ],
 )
 def test_transfers_of_a_worker_share_its_rate(jobs: list[tuple[int, int, int, int]], ends: dict[int, int]) -> None:
-    assert ends_of(SharedByWorkers(GB_PER_S, 0), jobs) == ends
+    assert ends_of(SharedLinks(GB_PER_S, 0), jobs) == ends
     later = {index: end + 7 for index, end in ends.items()}
-    assert ends_of(SharedByWorkers(GB_PER_S, 7), jobs) == later
+    assert ends_of(SharedLinks(GB_PER_S, 7), jobs) == later
+
+
+@pytest.mark.parametrize(
+    ("jobs", "ends"),
+    [
+        ([(0, 0, 2, 100), (0, 1, 3, 100)], {0: 200, 1: 200}),  # workers of one pool send
+        ([(0, 0, 2, 100), (0, 3, 1, 100)], {0: 100, 1: 100}),  # both directions
+        ([(0, 0, 1, 100), (0, 1, 0, 100)], {0: 200, 1: 200}),  # in a pool
+    ],
+)
+def test_transfers_of_a_pool_share_its_rate(jobs: list[tuple[int, int, int, int]], ends: dict[int, int]) -> None:
+    assert ends_of(SharedLinks(GB_PER_S, 0, {0: 0, 1: 0, 2: 1, 3: 1}), jobs) == ends
 
 
 @pytest.mark.laws
@@ -113,9 +128,9 @@ def test_transfers_of_a_worker_share_its_rate(jobs: list[tuple[int, int, int, in
 )
 def test_shared_links_are_as_exact_sharing(jobs: list[tuple[int, int, int, int]], looks: list[int]) -> None:
     """A transfer ends within a nanosecond for each that ended before it; and at the same time if one looks between."""
-    third = ends_of(SharedByWorkers(GB_PER_S / 3, 0), jobs)
-    assert ends_of(SharedByWorkers(GB_PER_S / 3, 0), jobs, looks) == third
-    mine, exact = ends_of(SharedByWorkers(GB_PER_S, 0), jobs), naive_ends(jobs)
+    third = ends_of(SharedLinks(GB_PER_S / 3, 0), jobs)
+    assert ends_of(SharedLinks(GB_PER_S / 3, 0), jobs, looks) == third
+    mine, exact = ends_of(SharedLinks(GB_PER_S, 0), jobs), naive_ends(jobs)
     assert mine.keys() == exact.keys()
     for index, end_ns in mine.items():
         assert -1e-3 <= end_ns - exact[index] <= 2 * len(jobs)
@@ -301,3 +316,26 @@ def test_transfers_of_a_worker_that_is_lost_leave_their_share_to_the_others() ->
     assert links.next_ns() == 120
     assert [transfer.worker for transfer in links.take_ended(120)] == [1]
     assert links.next_ns() == NEVER_NS
+
+
+@pytest.mark.parametrize("mode", ["full-prompt", "layer-wise"])
+def test_two_prefill_workers_of_a_pool_share_its_link(mode: str) -> None:
+    """Two prompts go to two workers of another pool at the same time."""
+    rows = [Row(0, [index] * 100, 100, 2, None, 0, None) for index in range(2)]
+    case = Case(rows, 1, 10, 100, 8192, 8, "default", 2)
+    pools = tuple(PoolConfig(role=role, each=case.config(replicas=2)) for role in ("prefill", "decode"))  # type: ignore[arg-type]
+    took_ms = {}
+    for sharing in ("none", "worker", "pool"):
+        config = FleetConfig(
+            pools=pools,
+            bytes_per_s=1000,
+            token_bytes=1,
+            sharing=sharing,
+            transfer=mode,
+            layers=1,  # type: ignore[arg-type]
+        )
+        rows_of = replay(case.trace(), config).requests
+        took_ms[sharing] = {
+            round(end - begin) for begin, end in zip(rows_of["held_ms"], rows_of["activated_ms"], strict=True)
+        }
+    assert took_ms == {"none": {100}, "worker": {100}, "pool": {200}}

@@ -185,3 +185,10 @@ def test_unlike_workers_of_all_roles_keep_the_laws(
     assert ended == len(case.rows)
     if case.profile == "default" and not faults:
         assert summary["num_failed"] == 0
+
+
+def test_a_fleet_of_mixed_pools_has_no_parts_of_a_wait(asked: Callable[..., Any], trace: Path, tmp_path: Path) -> None:
+    """They are those of handoffs."""
+    config = tmp_path / "fleet.toml"
+    config.write_text('pages = 600\npage_size = 512\n[[pool]]\n[[pool]]\nname = "other"\n')
+    assert asked("replay", trace, "--config", config, "--json")["fleet"]["waits"] == {}

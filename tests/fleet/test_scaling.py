@@ -60,6 +60,67 @@ def test_llm_d_decides_nothing_while_workers_start() -> None:
     assert parse_scaler("llm-d").on_tick(state((9, 0.9), num_starting=1)).targets == {}
 
 
+def of_tokens(
+    *workers: tuple[int, int], capacity: int = 1000, role: str = "decode", num_starting: int = 0
+) -> FleetState:
+    """One pool of workers, each with so many tokens that wait, and so many of running requests."""
+    active = tuple(
+        WorkerState(index, 1, 1, queued, 0.0, scheduled_tokens=scheduled, capacity_tokens=capacity)
+        for index, (queued, scheduled) in enumerate(workers)
+    )
+    return FleetState(0, (PoolState(role, role, active, num_starting, 0),))
+
+
+@pytest.mark.parametrize(
+    ("policy", "state", "target"),
+    [
+        ("dynamo,context=100", of_tokens((99, 0), (0, 0), role="prefill"), 2),  # none has a whole context to compute
+        ("dynamo,context=100", of_tokens((100, 0), (0, 0), role="prefill"), 3),
+        ("dynamo,context=100", of_tokens((9, 0), (9, 0), role="prefill"), 1),  # below a tenth each
+        ("dynamo,context=100", of_tokens((9, 0), (10, 0), role="prefill"), 2),
+        ("dynamo,context=100", of_tokens((1, 1000), (0, 0)), 3),  # one has more than it holds
+        ("dynamo,context=100", of_tokens((0, 1000), (0, 0)), 2),
+        ("dynamo,context=100", of_tokens((0, 490), (0, 490)), 1),  # 98 % of one
+        ("dynamo,context=100", of_tokens((0, 510), (0, 510)), 2),  # 102 % of one
+        ("dynamo,context=100", of_tokens((0, 510), (0, 510), (0, 510)), 2),  # 76.5 % of two
+        ("dynamo,context=100,target=latency", of_tokens((10, 0), role="prefill"), 2),
+        ("dynamo,context=100,target=latency", of_tokens((0, 0), (1, 0), role="prefill"), 2),
+        ("dynamo,context=100,target=latency", of_tokens((0, 0), (0, 0), role="prefill"), 1),
+        ("dynamo,context=100,target=latency", of_tokens((0, 401)), 2),
+        ("dynamo,context=100,target=latency", of_tokens((0, 99), (0, 99)), 1),
+        ("dynamo,context=100,most=2", of_tokens((1, 1000), (0, 0)), 2),
+        ("llm-d-v2", of_tokens((0, 680)), 1),  # 800 tokens are its capacity, and 85 % of that are in use
+        ("llm-d-v2", of_tokens((0, 681)), 2),
+        ("llm-d-v2", of_tokens((2000, 0)), 3),  # 2353 tokens of capacity are wanted
+        ("llm-d-v2", of_tokens((0, 281), (0, 280)), 2),
+        ("llm-d-v2", of_tokens((0, 280), (0, 280)), 1),  # 70 % of one
+        ("llm-d-v2", of_tokens((2000, 0), num_starting=2), 3),  # those that start suffice
+        ("llm-d-v2", of_tokens((0, 0), (0, 0), (0, 0)), 1),
+    ],
+)
+def test_a_policy_of_tokens_keeps_its_rule(policy: str, state: FleetState, target: int) -> None:
+    name = state.pools[0].name
+    assert parse_scaler(policy).on_tick(state).targets == {name: target}
+
+
+def test_dynamo_decides_nothing_while_workers_of_any_pool_start() -> None:
+    scaler = parse_scaler("dynamo,context=100")
+    assert scaler.first_ns() == 5 * S
+    (busy,), (starting,) = of_tokens((1, 1000)).pools, of_tokens((0, 0), role="prefill", num_starting=1).pools
+    decision = scaler.on_tick(FleetState(5 * S, (starting, busy)))
+    assert (decision.targets, decision.next_ns) == ({}, 10 * S)
+
+
+@pytest.mark.parametrize("policy", ["dynamo,context=32768", "llm-d-v2,every=10s"])
+def test_a_policy_of_tokens_scales_a_fleet(asked: Callable[..., Any], policy: str) -> None:
+    report = asked(
+        "replay", "sample:mooncake", "--profile", "mocker", "--pages", 600, "--page-size", 512, "--json",
+        "--prefill-replicas", 1, "--decode-replicas", 1, "--scaler", policy, "--startup-time", 5,
+    )  # fmt: skip
+    assert report["num_completed"] == 1000
+    assert max(pool["mean_workers"] for pool in report["fleet"]["pools"]) > 1.2
+
+
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
@@ -72,6 +133,10 @@ def test_llm_d_decides_nothing_while_workers_start() -> None:
         ("script,30s=0:1", "without a worker"),
         ("script,soon=1:1", "duration"),
         ("kv,every=0s", "every"),
+        ("dynamo", "context"),
+        ("dynamo,context=0", "context"),
+        ("dynamo,context=100,target=cost", "throughput or latency"),
+        ("llm-d-v2,target=4", "has no"),
     ],
 )
 def test_what_is_no_scaler_is_refused(policy: str, said: str) -> None:

@@ -31,7 +31,7 @@ def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffl
     return requests, engines
 
 
-@given(st.booleans().flatmap(lambda limits: tiered(max_requests=12, limits=limits, with_bus=False)))
+@given(st.booleans().flatmap(lambda limits: tiered(max_requests=12, limits=limits, with_bus=False, all_loads=True)))
 def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
     """L1 to L4, L7, L8: requests, steps, evictions and transfers, in every tier."""
     requests, naive_engines = run_naive_offload(tiers)
@@ -62,20 +62,20 @@ def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
             assert offloader.tiers[tier_index].num_used_blocks == 0, "L2: at rest nothing is held"
 
 
-@given(tiered(max_requests=24))
+@given(tiered(max_requests=24, all_loads=True))
 def test_fast_forward_equals_step_by_step(tiers: Tiered) -> None:
     """L5, with tiers: the same bytes, whatever is looked at."""
     assert_fast_as_slow(tiers.case, offload=tiers.offload)
 
 
-@given(tiered(cancels=True, limits=True), st.sampled_from([None, 3.0, 10.0]))
+@given(tiered(cancels=True, limits=True, all_loads=True), st.sampled_from([None, 3.0, 10.0]))
 def test_fast_forward_equals_step_by_step_with_every_limit_of_a_step(tiers: Tiered, max_itl_ms: float | None) -> None:
     """L5, audited, with tiers; a bound of latency is of the default profile."""
     tiers.case.profile = "default"
     assert_fast_as_slow(tiers.case, offload=tiers.offload, max_itl_ms=max_itl_ms, audit=HAS_AUDIT)
 
 
-@given(tiered())
+@given(tiered(all_loads=True))
 def test_every_token_is_counted_once(tiers: Tiered) -> None:
     """L7: computed, hit on the device, hit below, or computed again."""
     tiers.case.profile = "default"

@@ -68,6 +68,7 @@ def test_the_report_has_the_tiers(
         "store_within_ms": 500.0,
         "preemption_mode": "swap",
         "load_overlap": "none",
+        "load_kv": "placed",
         "num_layers": 32,
         "copy_slowdown": 0.0,
         "bus": None,

@@ -369,6 +369,14 @@ class NaiveEngine:
     def admit_loaded(self, now_ns: int, budget: int, before: dict[int, int]) -> int:
         return budget
 
+    def go_on_with_loads(self, head: NaiveRequest, now_ns: int, budget: int, before: dict[int, int]) -> int:
+        """After a head has begun to run, to load, or to wait for a load."""
+        return budget
+
+    def lacks_for_load(self, head: NaiveRequest, hits: list[Page]) -> bool:
+        """Whether it would load, and waits for memory to do so."""
+        return False
+
     def awaits_load(self, head: NaiveRequest, hits: list[Page]) -> bool:
         return False
 
@@ -387,6 +395,23 @@ class NaiveEngine:
 
     def end_step(self) -> None:
         pass
+
+    # What an engine that drafts does besides.
+
+    def num_drafted(self, request: NaiveRequest) -> int:
+        """The tokens drafted for a request that has its turn."""
+        return 0
+
+    def num_right(self, request: NaiveRequest) -> int:
+        """How many of them were right."""
+        return 0
+
+    def begin_admissions(self, before: dict[int, int]) -> None:
+        pass
+
+    def num_padded(self, head: NaiveRequest, hits: list[Page]) -> int:
+        """The tokens for which a head needs room besides those that it computes."""
+        return 0
 
     # What an engine that shares its device does besides.
 
@@ -434,6 +459,7 @@ class NaiveEngine:
             want = min(request.known - request.computed, budget, self.most_tokens)
             if want == 0:
                 continue
+            want += self.num_drafted(request)
             need = self.pages_for(request.computed + want) - len(request.pages)
             if not request.decodes and self.is_in_order():
                 self.compute_given(took, before)  # of equal pages theirs come first
@@ -454,25 +480,43 @@ class NaiveEngine:
             took[request.seq] = (request, want)
             budget -= want
         self.compute_given(took, before)
+        self.is_held_back = False
+        self.begin_admissions(before)
         if not num_preempted:
             budget = self.compute_fronts(budget, before)
             budget = self.admit_loaded(now_ns, budget, before)
         while not num_preempted and self.waiting and self.num_seated() < self.max_num_seqs and budget:
+            if self.is_held_back:
+                break
             head = self.choose_head(self.waiting, now_ns)
             hits = self.lookup(head)
             shared = sum(1 for page in hits if self.is_used(page))
-            if not self.fits(head, self.pages_for(head.known) - shared + self.num_kept(self.num_pages)):
+            num_padded = self.num_padded(head, hits)
+            if 1 + num_padded > budget:
                 break
+            if not self.fits(head, self.pages_for(head.known + num_padded) - shared + self.num_kept(self.num_pages)):
+                break
+            place = self.waiting.index(head)
             self.waiting.remove(head)
             if self.awaits_load(head, hits):
+                budget = self.go_on_with_loads(head, now_ns, budget, before)
                 continue
+            if self.lacks_for_load(head, hits):
+                self.waiting.insert(place, head)
+                break
             self.pin(hits)
             head.pages = list(hits)
             if self.starts_load(head, hits, now_ns):
                 budget = self.compute_fronts(budget, before)
+                budget = self.go_on_with_loads(head, now_ns, budget, before)
                 continue
             before[head.seq] = len(hits) * self.page_size
+            budget -= num_padded
+            head.pages += [
+                self.take_page() for _ in range(self.pages_for(head.known + num_padded) - len(hits)) if num_padded
+            ]
             budget -= self.enter(head, before[head.seq], budget, now_ns)
+            budget = self.go_on_with_loads(head, now_ns, budget, before)
         self.plan_stores()
         mark = self.higher(mark)
         computing = [*self.running, *self.loading_with_front()]
@@ -500,7 +544,9 @@ class NaiveEngine:
         num_running, num_waiting = len(self.running), self.num_waiting()
         for request in list(self.running):
             if request.seq in before and request.computed == request.known:
-                request.made += 1
+                num_right = self.num_right(request)
+                request.computed += num_right
+                request.made += 1 + num_right
                 request.decodes = True
                 request.token_times_ns.append(end_ns)
                 if request.first_token_ns is None:

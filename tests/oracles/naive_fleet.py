@@ -56,7 +56,7 @@ class NaiveWorker(NaiveEngine):
         self.held: list[NaiveRequest] = []
         self.prefilled: list[NaiveRequest] = []
         self.pending: list[NaiveHandoff] = []
-        self.ready: set[int] = set()
+        self.arrived: set[int] = set()
         self.orders: dict[int, int] = {}
         self.deferred: list[tuple[str, NaiveHandoff]] = []
         self.end_ns: int | None = None
@@ -76,12 +76,12 @@ class NaiveWorker(NaiveEngine):
                 break
             handoff = self.pending[0]
             request = handoff.decode
-            older = [r for r in self.waiting if r.seq not in self.ready and self.age(r) < self.age(request)]
-            hits = self.resident(request)
+            older = [r for r in self.waiting if r.seq not in self.arrived and self.age(r) < self.age(request)]
+            hits = self.found_whole(request)
             num_fresh = self.pages_for(len(request.tokens)) - len(hits)
-            num_unused = sum(1 for page in hits if page.refs == 0)
+            num_unused = sum(1 for page in hits if not self.is_used(page))
             fits = num_fresh + num_unused <= self.num_free()
-            if len(self.running) >= self.max_num_seqs or not fits or (older and not self.is_mocker):
+            if self.num_seated() >= self.max_num_seqs or not fits or (older and not self.is_mocker):
                 self.refused_at = self.generation
                 break
             self.pending.pop(0)
@@ -94,7 +94,7 @@ class NaiveWorker(NaiveEngine):
                 break
         return done
 
-    def resident(self, request: NaiveRequest) -> list[Page]:
+    def found_whole(self, request: NaiveRequest) -> list[Page]:
         found: list[Page] = []
         while len(found) < len(request.tokens) // self.page_size:
             copies = self.index.get(self.name_of(request, len(found)))
@@ -115,7 +115,7 @@ class NaiveWorker(NaiveEngine):
                 page.name = self.name_of(request, index)
                 self.index.setdefault(page.name, []).append(page)
         handoff.activated_ns = now_ns
-        self.ready.add(request.seq)
+        self.arrived.add(request.seq)
         self.orders[request.seq] = handoff.order
         if self.is_mocker:
             places = [i for i, other in enumerate(self.waiting) if self.orders[other.seq] > handoff.order]
@@ -133,7 +133,7 @@ class NaiveWorker(NaiveEngine):
         for requests in (self.running, self.waiting, self.held):
             if request in requests:
                 requests.remove(request)
-        self.ready.discard(request.seq)
+        self.arrived.discard(request.seq)
         if request.pages:
             self.release(request)
             self.generation += 1
@@ -156,24 +156,28 @@ class NaiveWorker(NaiveEngine):
 
     def start(self, now_ns: int) -> bool:
         """Plans a step, and decides when it ends; whether there is anything to do."""
+        self.begin_step(now_ns)
         self.budget = self.max_num_batched_tokens
         before: dict[int, int] = {}
         self.before = before
         num_preempted = self.schedule_running(before, now_ns)
         decoding: list[NaiveRequest] = []  # that get their first token, from a prompt that came
         if not num_preempted:
+            self.budget = self.compute_fronts(self.budget, before)
+            self.budget = self.admit_loaded(now_ns, self.budget, before)
             self.admit(before, decoding, now_ns)
+        self.plan_stores()
         if not before and not num_preempted:
             return False
         batch = Batch([], [])
-        for request in self.running:
+        for request in [*self.running, *self.loading_with_front()]:
             if request.seq not in before:
                 continue
             if before[request.seq] < len(request.tokens):
                 batch.prefills.append((request, before[request.seq], request.computed))
             if request.computed == request.known and (request.made > 0 or request in decoding):
                 batch.decodes.append((request, request.known))
-        self.end_ns = now_ns + self.cost(batch, self)
+        self.end_ns = now_ns + self.step_ns(self.cost(batch, self), now_ns)
         self.ended = [r for r in self.running if r.seq in before and r.computed == r.known]
         return True
 
@@ -185,7 +189,7 @@ class NaiveWorker(NaiveEngine):
             if request not in self.running or want == 0:
                 continue
             need = self.pages_for(request.computed + want) - len(request.pages)
-            while need > self.num_free():
+            while need > self.num_free() and not self.others_make_way(request, need):
                 victim = self.victim()
                 if victim.seq in took:
                     self.budget += took.pop(victim.seq)[1]
@@ -205,12 +209,12 @@ class NaiveWorker(NaiveEngine):
 
     def admit(self, before: dict[int, int], decoding: list[NaiveRequest], now_ns: int) -> None:
         gated = self.is_mocker and bool(self.pending)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            ready = [r for r in self.waiting if r.seq in self.ready]
+        while self.waiting and self.num_seated() < self.max_num_seqs:
+            ready = [r for r in self.waiting if r.seq in self.arrived]
             if gated and not ready:
                 return
             head = ready[0] if gated else self.waiting[0]
-            if head.seq in self.ready:
+            if head.seq in self.arrived:
                 if self.budget == 0 and not self.is_mocker:
                     return
                 was_last = self.budget == 0
@@ -221,22 +225,27 @@ class NaiveWorker(NaiveEngine):
             if self.budget == 0:
                 return
             hits = self.lookup(head)
-            shared = sum(1 for page in hits if page.refs > 0)
-            if self.pages_for(head.known) - shared > self.num_free():
+            shared = sum(1 for page in hits if self.is_used(page))
+            if not self.fits(head, self.pages_for(head.known) - shared):
                 if not self.is_mocker:
                     for other in ready:
-                        if len(self.running) < self.max_num_seqs and self.budget:
+                        if self.num_seated() < self.max_num_seqs and self.budget:
                             self.join(other, before, decoding, now_ns)
                 return
             self.waiting.remove(head)
+            if self.awaits_load(head, hits):
+                continue
             self.pin(hits)
             head.pages = list(hits)
+            if self.starts_load(head, hits, now_ns):
+                self.budget = self.compute_fronts(self.budget, before)
+                continue
             before[head.seq] = len(hits) * self.page_size
             self.budget -= self.enter(head, before[head.seq], self.budget, now_ns)
 
     def join(self, request: NaiveRequest, before: dict[int, int], decoding: list[NaiveRequest], now_ns: int) -> None:
         self.waiting.remove(request)
-        self.ready.remove(request.seq)
+        self.arrived.remove(request.seq)
         self.running.append(request)
         request.seniority = self.take_seniority()
         request.admissions += 1
@@ -246,6 +255,10 @@ class NaiveWorker(NaiveEngine):
         decoding.append(request)
         if not self.is_mocker:
             self.budget -= 1
+
+    def next_wake_ns(self) -> int | None:
+        """When an idle worker has to look again, if it has."""
+        return None
 
     def finish(self, now_ns: int) -> list[NaiveRequest]:
         """Ends the step; returns who made its last token."""
@@ -357,6 +370,8 @@ class NaiveFleet:
         while True:
             self.at(now, coming)
             times = [w.end_ns for w in self.workers if w.end_ns is not None]
+            wakes = [w.next_wake_ns() for w in self.workers if w.end_ns is None]
+            times += [wake for wake in wakes if wake is not None]
             times += [end for end, _, _ in self.transfers if end < FAR]
             times += [coming[0].arrival_ns] if coming else []
             times += [end for end, _ in self.deadlines()]
@@ -375,6 +390,12 @@ class NaiveFleet:
                 if worker.end_ns is not None and worker.end_ns <= now:
                     happened = True
                     self.end_step(worker, now)
+            for worker in self.workers:
+                wake_ns = worker.next_wake_ns() if worker.end_ns is None else None
+                if wake_ns is not None and wake_ns <= now:
+                    happened = True
+                    worker.end_transfers(now)
+                    self.send(worker.try_to_reserve(now))
             for end in sorted((t for t in self.transfers if t[0] <= now), key=lambda t: t[:2]):
                 happened = True
                 self.drop_transfer(end[2])
@@ -617,6 +638,7 @@ class NaiveFleet:
             request = handoff.decode if worker in self.decodes else handoff.prefill
             if what == "drop" and request not in done and request not in worker.held:
                 worker.drop(request)
+        worker.end_transfers(now)
         reserved = worker.try_to_reserve(now)
         deferred, worker.deferred = worker.deferred, []
         self.send(reserved)

@@ -92,10 +92,15 @@ class NaiveOffloadEngine(NaiveEngine):
         swaps: bool = False,
         num_layers: int = 1,
         copy_slowdown: float = 0.0,
+        load_kv: str = "placed",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.tiers = [NaiveTier(size) for size in tiers]
+        self.load_kv = load_kv
+        self.turns: list[NaiveTransfer] = []  # loads without places that have ended, and whose requests do not run
+        self.turned: set[int] = set()  # requests that had a turn, and not enough memory
+        self.retried: NaiveRequest | None = None  # its load brought nothing
         self.is_lazy = policy == "lazy"
         self.target_free = min(target_free, sum(tiers))
         self.page_bytes, self.rates, self.latency_ns = page_bytes, rates, latency_ns
@@ -350,6 +355,7 @@ class NaiveOffloadEngine(NaiveEngine):
             or self.waiting
             or self.loading
             or self.ready
+            or self.turns
             or self.transfers
             or self.spills
             or (self.wanted and not self.is_stuck)
@@ -358,16 +364,23 @@ class NaiveOffloadEngine(NaiveEngine):
         )
 
     def num_seated(self) -> int:
+        if self.load_kv == "async":
+            return len(self.running)
         return len(self.running) + len(self.loading) + len(self.ready)
 
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.loading) + len(self.ready) + len(self.following)
+        return len(self.waiting) + len(self.loading) + len(self.ready) + len(self.turns) + len(self.following)
 
     def begin_step(self, now_ns: int) -> None:
         self.used = []
         self.early = [load for load in self.usable if load.result is None and load.request not in self.fronts()]
         for transfer in list(self.usable):
-            if transfer.result is not None and transfer.request not in self.fronts():
+            if transfer.result is not None and self.load_kv == "async":
+                self.usable.remove(transfer)
+                self.leading.remove(transfer)
+                self.loading.remove(transfer.request)  # type: ignore[arg-type]
+                self.turns.append(transfer)
+            elif transfer.result is not None and transfer.request not in self.fronts():
                 self.arrive(transfer, *transfer.result)
 
     def arrive(self, transfer: NaiveTransfer, num_pages: int, by_tier: list[int]) -> None:
@@ -773,7 +786,11 @@ class NaiveOffloadEngine(NaiveEngine):
             return False
         compute_ns = self.prefill_ns(position * self.page_size, head.known)
         # Where running requests leave no room for another one, those behind wait for memory, which a load keeps longer.
-        loading = [*self.loading, *(entry[0] for entry in self.ready)]
+        loading = [
+            *self.loading,
+            *(entry[0] for entry in self.ready),
+            *(each.request for each in self.turns if each.request is not None),
+        ]
         num_left = self.num_free() + sum(len(request.pages) for request in loading)
         num_behind = len(self.waiting) if num_left >= 2 * self.pages_for(head.known) else 0
 
@@ -811,7 +828,7 @@ class NaiveOffloadEngine(NaiveEngine):
             # The last pages are loaded while those before them are computed: as many as take no longer.
             pages = range(position, end)
             split = pages[0] + bisect_left(pages, True, key=lambda page: front_ns(page) >= load_ns(page, end))
-            if position < split < end:
+            if position < split < end and self.load_kv == "placed":
                 rest_ns = self.prefill_ns(end * self.page_size, head.known)
                 saved_ns = compute_ns - rest_ns - front_ns(split)
                 gain_ns = saved_ns * (1 + num_behind) * (self.num_good_loads + 1) // (self.num_loads + 1)
@@ -853,7 +870,8 @@ class NaiveOffloadEngine(NaiveEngine):
             for tier, start, end in self.offers(head, len(hits))[:num_tiers]
             if front < end
         ]
-        head.pages += [self.take_page() for _ in range(self.pages_for(head.known) - len(hits))]
+        num_pages = self.pages_for(head.known) if self.load_kv == "placed" else offers[-1][3]
+        head.pages += [self.take_page() for _ in range(num_pages - len(hits))]
         ends_ns = []
         lanes = []
         for tier, _, start, end in offers:
@@ -874,8 +892,71 @@ class NaiveOffloadEngine(NaiveEngine):
         self.begin(transfer)
         self.leading.append(transfer)
         self.loading.append(head)
-        head.seniority = self.take_seniority()
+        if self.load_kv != "async":
+            head.seniority = self.take_seniority()
+        if self.load_kv == "sync":
+            self.usable.append(transfer)
+            self.early = [transfer]
         return True
+
+    def lacks_for_load(self, head: NaiveRequest, hits: list[Page]) -> bool:
+        if self.load_kv != "async" or not self.chosen_load or not self.chosen_load[0]:
+            return False
+        end = self.offers(head, len(hits))[self.chosen_load[0] - 1][2]
+        num_pages = end - sum(1 for page in hits if self.is_used(page)) + self.num_kept(self.num_pages)
+        # Beside what those need that compute their prompts, that load, or that have loaded.
+        others = [*self.running, *self.loading, *(transfer.request for transfer in self.turns)]
+        for other in others:
+            assert other is not None
+            if not other.decodes and not other.cancelled:
+                num_pages += max(0, self.pages_for(other.known) - len(other.pages))
+        return num_pages > self.num_free()
+
+    def go_on_with_loads(self, head: NaiveRequest, now_ns: int, budget: int, before: dict[int, int]) -> int:
+        if self.load_kv == "sync" and self.early:
+            return self.admit_loaded(now_ns, budget, before)
+        if head is self.retried:
+            self.retried = None
+            return self.take_turns(now_ns, budget, before)
+        return budget
+
+    def take_turns(self, now_ns: int, budget: int, before: dict[int, int]) -> int:
+        """Requests without places whose loads have ended run before others, in the order in which they began."""
+        while self.turns and budget:
+            transfer = min(self.turns, key=lambda each: each.number)
+            request = transfer.request
+            assert request is not None and transfer.result is not None
+            num_pages, by_tier = transfer.result
+            if len(self.running) >= self.max_num_seqs:
+                self.is_held_back = True
+                break
+            if request.seq not in self.turned:
+                self.turned.add(request.seq)
+                for index in range(num_pages):
+                    if request.pages[index].name is None:
+                        self.give_name(request, index)
+                self.settle_lists()
+                self.mark_held(request)
+                if not num_pages:
+                    self.turned.remove(request.seq)
+                    self.turns.remove(transfer)
+                    self.release(request)
+                    self.waiting.insert(0, request)
+                    if self.profile == "default":
+                        self.waiting.sort(key=lambda r: -r.priority)
+                    self.retried = request
+                self.let_follow(request)
+                if not num_pages:
+                    break
+            num_wanted = self.pages_for(request.known) - len(request.pages) + self.num_kept(self.num_pages)
+            if num_wanted > self.num_free() and not self.give_back(num_wanted - self.num_free()):
+                self.is_held_back = True
+                break
+            self.turns.remove(transfer)
+            self.turned.remove(request.seq)
+            self.ready.append((request, num_pages, by_tier))
+            budget = self.start_ready(now_ns, budget, before)
+        return budget
 
     def fronts(self) -> list[NaiveRequest]:
         """Requests that compute what is before the pages that are loaded for them."""
@@ -919,6 +1000,13 @@ class NaiveOffloadEngine(NaiveEngine):
                 self.usable.append(transfer)
 
     def admit_loaded(self, now_ns: int, budget: int, before: dict[int, int]) -> int:
+        if self.load_kv == "async":
+            if self.retried is not None and self.waiting and self.choose_head(self.waiting, now_ns) is self.retried:
+                return budget
+            return self.take_turns(now_ns, budget, before)
+        return self.start_ready(now_ns, budget, before)
+
+    def start_ready(self, now_ns: int, budget: int, before: dict[int, int]) -> int:
         while (self.ready or self.early) and budget:
             if not self.ready:
                 # Its first layer is there, and the step ends after its load.
@@ -943,4 +1031,4 @@ class NaiveOffloadEngine(NaiveEngine):
         return budget
 
     def keeps_seniority(self, head: NaiveRequest) -> bool:
-        return any(request is head for request, _, _ in self.ready)
+        return self.load_kv != "async" and any(request is head for request, _, _ in self.ready)

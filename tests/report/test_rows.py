@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.columns import PACK_AT, Rows
+from kvarts.events import Event, LeapDone, Preemption, StepDone
+from kvarts.few import narrowed
+from kvarts.limits import MOST_COUNT
+from kvarts.report.steps import StepLog
 
 NUMBERS = st.one_of(
     st.integers(-3, 3), st.integers(-(1 << 15), 1 << 15), st.integers(-(1 << 31), 1 << 31), st.integers(0, 1 << 62)
@@ -32,3 +37,55 @@ def test_a_column_is_as_wide_as_its_largest_integer() -> None:
     for number in range(PACK_AT):
         rows.add((number % 2, number, -1 if number else 1 << 40))
     assert [column.dtype.itemsize for column in rows.take_narrow_columns()] == [1, 2, 8]
+
+
+COUNTS = st.one_of(st.integers(0, 3), st.integers(0, MOST_COUNT))
+SPANS = ("num_steps", "used", "cached", "released", "running", "waiting", "blocked", "decodes", "tokens")
+SPANS += ("preempted", "admitted", "is_leap", "loading", "duration_ns")
+PREEMPTED = Preemption(0, 0, 1, 1, 1, 1)
+
+
+@st.composite
+def steps_and_leaps(draw: st.DrawFn) -> tuple[list[Event], list[dict[str, int]]]:
+    """Events of an engine, and what the spans of its log should say."""
+    events: list[Event] = []
+    expected: list[dict[str, int]] = []
+    step = 0
+    for is_leap in draw(st.lists(st.booleans(), min_size=1, max_size=8)):
+        used, cached, released, running, waiting, decodes, tokens, admitted, loading = (draw(COUNTS) for _ in range(9))
+        blocked, num_preempted = draw(st.integers(0, 3)), draw(st.integers(0, 2))
+        durations_ns = draw(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=3))
+        counts = used, cached, released, running, waiting, blocked
+        if is_leap:
+            pages = [0] * len(durations_ns)
+            events.append(LeapDone(step, 0, durations_ns, pages, *counts, num_loading=loading))
+            values = len(durations_ns), *counts, running, running, 0, 0, 1, loading, sum(durations_ns)
+        else:
+            preemptions = (PREEMPTED,) * num_preempted
+            more = decodes, tokens, admitted, preemptions
+            events.append(StepDone(step, 0, durations_ns[0], *counts, *more, num_loading=loading))
+            values = 1, *counts, decodes, tokens, num_preempted, admitted, 0, loading, durations_ns[0]
+        step += values[0]
+        expected.append(dict(zip(SPANS, values, strict=True)))
+    return events, expected
+
+
+@pytest.mark.laws
+@given(steps_and_leaps())
+def test_spans_are_those_of_the_events(case: tuple[list[Event], list[dict[str, int]]]) -> None:
+    events, expected = case
+    log = StepLog(8)
+    log.observe(events)
+    few = {name: list(log._few[name]) for name in SPANS[:-1]}
+    columns = {name: log.spans[name].tolist() for name in SPANS}
+    for name in SPANS:
+        assert columns[name] == [span[name] for span in expected], name
+        assert name not in few or few[name] == columns[name], name
+
+
+@given(numbers=st.lists(NUMBERS))
+def test_narrow_columns_keep_their_numbers(numbers: list[int]) -> None:
+    column = np.array(numbers, np.int64)
+    assert narrowed(column).tolist() == numbers
+    widest = max([-number - 1 if number < 0 else number for number in numbers], default=0)
+    assert narrowed(column).dtype.itemsize == next(size for size in (1, 2, 4, 8) if widest < 1 << (8 * size - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from kvarts.report.advice import advice
 from kvarts.report.report import Report
 from kvarts.sim.config import SECTIONS, ReplayConfig, make_config, optional_sections
 from kvarts.sim.replay import replay
+from kvarts.traffic.trace import Trace
+from kvarts.traffic.trace_request import TraceRequest
 from kvarts.traffic.workload import FixedLength, Workload
 
 from builders.case import Case, Row
@@ -117,6 +120,51 @@ def test_every_row_of_a_timeline_adds_up_over_groups(tmp_path: Path) -> None:
     timeline.write(tmp_path / "t.parquet")
     column = parquet.read_table(tmp_path / "t.parquet").column("group_used_parts").to_pylist()
     assert column == timeline.columns["group_used_parts"].tolist()
+
+
+def traced(prompts: list[list[int]]) -> Trace:
+    """A prompt every two seconds, of which two tokens are generated."""
+    rows = [
+        TraceRequest(index, index * 2 * 10**9, array("Q", prompt).tobytes(), len(prompt), 2)
+        for index, prompt in enumerate(prompts)
+    ]
+    return Trace(rows, unit_tokens=1)
+
+
+@pytest.mark.parametrize(("mode", "cached"), [("snapshots", 0), ("all", 1392), ("align", 1392)])
+def test_states_by_page_are_found_where_a_prompt_leaves_others(mode: str, cached: int) -> None:
+    """Prompts of 1,500 tokens share their first 1,400. In `align`, the second ends a chunk there."""
+    trace = traced([[*range(1400), *range(5000 + 100 * index, 5100 + 100 * index)] for index in range(3)])
+    config = make_config(
+        {"model": "granite-4.0-h-tiny", "device": "h100-80gb", "kv_groups": "all", "mamba_cache_mode": mode}
+    )
+    report = replay(trace, config)
+    found = report.request_columns["cached_tokens"].tolist()
+    assert found == ([0, cached, cached] if mode == "all" else [0, 0, cached])
+
+
+def test_in_align_the_chunks_of_a_prompt_end_at_pages() -> None:
+    """Of 100 tokens, a step computes 96, and the next one the rest."""
+    trace = traced([list(range(100))])
+    given = {"model": "granite-4.0-h-tiny", "device": "h100-80gb", "kv_groups": "all"}
+    for mode, tokens in (("snapshots", [100, 1]), ("all", [100, 1]), ("align", [96, 4, 1])):
+        report = replay(trace, make_config({**given, "mamba_cache_mode": mode}))
+        assert report.steps["tokens"].tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"mamba_cache_mode": "none"}, "Use one of snapshots, all, align"),
+        ({"model": "gemma-3-27b", "mamba_cache_mode": "all"}, "has no effect without layers with a state"),
+        ({"mamba_cache_mode": "all", "kv_groups": "off"}, "has no effect without layers with a state"),
+        ({"mamba_cache_mode": "all", "snapshots": "branches"}, "snapshots: has no effect"),
+        ({"mamba_cache_mode": "align", "no_prefix_caching": True}, "it keeps no states for prefixes"),
+    ],
+)
+def test_what_does_not_go_with_states_by_page_is_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        make_config({"model": "granite-4.0-h-tiny", "device": "h100-80gb", "kv_groups": "all", **changes})
 
 
 def test_a_state_is_found_at_the_last_page_end_of_a_prompt() -> None:

@@ -14,9 +14,9 @@ from kvarts.kv.group_needs import GroupNeeds
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.sim.replay import replay
 
-from builders.case import Case, Row, branching_cases, cases
+from builders.case import Case, Row, branching_cases, cases, following_cases
 from builders.grouped import FULL, STATES, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
-from builders.rooms import ROUTERS
+from builders.rooms import HAS_AUDIT, ROUTERS
 from oracles.naive import polynomial_ns
 from oracles.naive_group_engine import NaiveGroupEngine
 from oracles.parts import Part
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.laws
 
 @given(
     cases(max_requests=16) | cases(max_requests=16, limits=True) | cases(max_requests=16, cancels=True),
-    part_groups(),
+    part_groups(by_page=True),
     st.sampled_from(["all", "tails"]),
 )
 def test_every_step_and_every_part_is_as_in_the_naive_engine(
@@ -147,6 +147,24 @@ def test_fast_forward_equals_step_by_step(case: Case, groups: tuple[PartGroup, .
             assert column.tobytes() == slow.steps[name].tobytes(), name
 
 
+@given(
+    following_cases(),
+    st.lists(st.tuples(st.integers(2, 24), st.sampled_from([0, 0, 0, 2])), min_size=1, max_size=2),
+    st.sampled_from(["all", "tails"]),
+)
+def test_windows_that_pass_the_same_pages_are_as_in_the_naive_engine(
+    case: Case, windows: list[tuple[int, int]], keeps: str
+) -> None:
+    """L1, L4, L5, L7, L8, and the audit: whoever passes a page last lists it, and others take no step for it."""
+    layers = [KvLayer(kind="window", num_heads=1, head_numbers=2, span=span, sink=sink) for span, sink in windows]
+    groups = (PartGroup(FULL, 1), *(PartGroup(layer, 2) for layer in layers))
+    assert_grouped_as_in_naive(case, groups, keeps)
+    for changes in ({}, {"concurrency": 3}):
+        config = {"kv_groups": keeps, "groups": groups, **changes}
+        slow = replay(case.trace(), case.config(step_by_step=True, **config))
+        assert_same_outcome(replay(case.trace(), case.config(**config)), slow)
+
+
 @given(cases(max_requests=24) | cases(max_requests=24, cancels=True), part_groups(), st.sampled_from(["all", "tails"]))
 def test_who_reads_every_event_changes_nothing(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
     """L5, of two substrates: by runs of pages, in leaps; and page by page and step by step, for readers of details."""
@@ -156,6 +174,24 @@ def test_who_reads_every_event_changes_nothing(case: Case, groups: tuple[PartGro
         assert_same_outcome(report, replay(case.trace(), case.config(kv_groups=keeps, groups=groups, **changes)))
         _, told_slowly = told_by(case, groups, keeps, step_by_step=True, **changes)
         assert [replica.plain() for replica in told] == [replica.plain() for replica in told_slowly]
+
+
+@given(
+    branching_cases() | cases(max_requests=24, limits=True) | cases(max_requests=24, cancels=True),
+    part_groups().filter(lambda groups: any(group.is_state for group in groups)),
+    st.sampled_from(["all", "align"]),
+    st.sampled_from(["all", "tails"]),
+)
+def test_states_by_page_are_the_same_in_leaps_and_for_readers(
+    case: Case, groups: tuple[PartGroup, ...], mode: str, keeps: str
+) -> None:
+    """L1, L2, L5, and the audit, which finds every hit by itself."""
+    case.profile = "default"
+    config = {"kv_groups": keeps, "groups": groups, "mamba_cache_mode": mode}
+    fast = replay(case.trace(), case.config(**config))
+    assert_same_outcome(fast, replay(case.trace(), case.config(step_by_step=True, **config)))
+    report, _ = told_by(case, groups, keeps, mamba_cache_mode=mode, audit=HAS_AUDIT)
+    assert_same_outcome(report, fast)
 
 
 @given(cases(max_requests=40), st.sampled_from([1, 3]), st.sampled_from(["all", "tails"]))

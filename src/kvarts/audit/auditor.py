@@ -90,9 +90,10 @@ class Auditor:
     `full_prompt_hits`: a load may bring a whole prompt. `at_branches`: snapshots of states are also made where prompts
     leave others. `plans_ahead`: a step is planned while the step before it runs. A request that has ended then keeps
     its parts until the next plan is made; a page that a decode fills is published a step later, and a part that a
-    window has passed is released a step later. `finds_prefixes`: requests find cached pages. `account`: returns the
-    engine's account of its memory; if given, `observe` compares it with the ledger and raises AuditError. Nothing is
-    repaired.
+    window has passed is released a step later. `finds_prefixes`: requests find cached pages. `loads_have_turns`: loaded
+    pages become findable when their request has its turn, and not before the step after their load. `account`: returns
+    the engine's account of its memory; if given, `observe` compares it with the ledger and raises AuditError. Nothing
+    is repaired.
     """
 
     wants_details = True
@@ -111,9 +112,11 @@ class Auditor:
         at_branches: bool = False,
         plans_ahead: bool = False,
         finds_prefixes: bool = True,
+        loads_have_turns: bool = False,
         account: Callable[[], Cache] | None = None,
     ) -> None:
         self._account = account
+        self._loads_have_turns = loads_have_turns
         self._page_size = page_size
         self._has_groups = bool(groups)
         self._unit = "blocks" if groups else "pages"
@@ -130,9 +133,9 @@ class Auditor:
         )
         if self._evictions is not None:
             self._evictions.ledger = self.ledger
-        self._has_states = any(group.kind == "state" for group in groups)
+        self._has_states = any(group.is_state for group in groups)
         self._finds_branches = at_branches and self._has_states
-        self._page_blocks = sum(group.part_blocks for group in self.ledger.groups if group.kind != "state")
+        self._page_blocks = sum(group.part_blocks for group in self.ledger.groups if not group.is_state)
         self._held = RequestParts(self.ledger, self._digests, self._found, page_size, names_private=self._has_groups)
         self._below = PartsBelow(
             self._held, self.ledger, self._digests, self._found, page_size, goes_first=stores_go_first
@@ -474,6 +477,9 @@ class Auditor:
         for request in loaded:
             known = self._requests[request]
             assert known.load is not None
+            if self._loads_have_turns and not known.is_cancelled:
+                known.has_arrived = True  # it has its turn in this step or later
+                continue
             has_front = known.computed < known.load.start * self._page_size
             if has_front and not known.is_cancelled:
                 self._loaded.append(request)  # what is before the loaded pages is still to be computed
@@ -766,7 +772,9 @@ class Auditor:
     def _cancel(self, request: int) -> None:
         known = self._requests[request]
         load = None if self._has_groups else known.load
-        if load is not None and (request in self._loaded or known.num_named < load.stop):
+        if load is not None and known.has_arrived:
+            self._end_lead(request)
+        elif load is not None and (request in self._loaded or known.num_named < load.stop):
             known.is_cancelled = True  # a transfer still writes to its pages, or has just ended
             return
         self._completing = [other for other in self._completing if other != request]
@@ -889,9 +897,15 @@ class Auditor:
             return
         if known.computed < known.load.start * self._page_size:
             self._find("runs before it has computed what precedes its loaded pages", event.request)
-        self._used[event.transfer] = len(known.load)
         self._end_lead(event.request)
-        self._held.name(known, known.load.stop)
+        if not known.has_arrived:
+            self._used[event.transfer] = len(known.load)
+        known.has_arrived = False
+        if known.load.stop:
+            self._held.name(known, known.load.stop)
+        else:  # nothing arrived, and nothing was found before: it waits again
+            self._close(event.request, known)
+            known.load = None
 
     def _keep(self, event: StoreStarted) -> None:
         if event.medium != "host":

@@ -39,21 +39,30 @@ class LedgerError(KvartsError):
 class LedgerGroup(msgspec.Struct, frozen=True):
     """A KV group as the ledger knows it: the retention of its layers, and the blocks per part.
 
-    `span`: tokens of a window or a chunk, None for others; `sink`: first tokens that a window also retains.
+    `span`: tokens of a window or a chunk, and of states by page; None for others. `sink`: first tokens that a window
+    also retains. `is_sparse`: a chunk has a part of its last page only.
     """
 
     kind: Literal["full", "latent", "window", "chunk", "state"]
     part_blocks: int
     span: int | None = None
     sink: int = 0
+    is_sparse: bool = False
 
     def __str__(self) -> str:
+        if self.kind == "state":
+            return self.kind if self.span is None else f"{self.kind} by page"
         return self.kind if self.span is None else f"{self.kind} {self.span}"
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a running sequence has one state, and leaves snapshots."""
+        return self.kind == "state" and self.span is None
 
     @property
     def is_bounded(self) -> bool:
         """Whether running sequences release parts."""
-        return self.kind in ("window", "chunk")
+        return self.kind in ("window", "chunk") or (self.kind == "state" and self.span is not None)
 
     @property
     def has_every_page(self) -> bool:
@@ -76,7 +85,7 @@ class LedgerGroup(msgspec.Struct, frozen=True):
         They include the page of the next token, unless that token begins a new one. A snapshot of a state is readable
         only at the end of its page.
         """
-        if self.kind == "state":
+        if self.is_state:
             page = num_tokens // page_size - 1
             return range(0), range(page, page + 1) if num_tokens and num_tokens % page_size == 0 else range(0)
         sink, others = self.seen(num_tokens)

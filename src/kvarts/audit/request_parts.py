@@ -80,11 +80,11 @@ class KnownRequest:
     `drafted`: tokens that were drafted for it in this step. `load`: the pages it waits for, until it is admitted, else
     None; `offer`: from which page on so many pages of each tier are loaded, if not all that is below; `front`: the
     first page that it computes before these, while they are loaded; `awaited`: the transfer for another request that it
-    waits for, or -1; `is_cancelled`: it is gone when its load has ended. `has_decoded`: it continues with chunks after
-    it has decoded. `is_unread`: a decode computed the last of its tokens. `last`: the tokens that it knows when it
-    ends. `stops`: it computes the token that ends it as well. `swapped`: while it waits after a preemption that kept
-    its state, the tokens that the state is of; else 0. `resumed`: the tokens of the state from which it began, if that
-    was kept; else 0.
+    waits for, or -1; `has_arrived`: its load has ended, and it had no turn since; `is_cancelled`: it is gone when its
+    load has ended. `has_decoded`: it continues with chunks after it has decoded. `is_unread`: a decode computed the
+    last of its tokens. `last`: the tokens that it knows when it ends. `stops`: it computes the token that ends it as
+    well. `swapped`: while it waits after a preemption that kept its state, the tokens that the state is of; else 0.
+    `resumed`: the tokens of the state from which it began, if that was kept; else 0.
     """
 
     __slots__ = (
@@ -97,6 +97,7 @@ class KnownRequest:
         "content",
         "drafted",
         "front",
+        "has_arrived",
         "has_decoded",
         "is_cancelled",
         "is_running",
@@ -126,7 +127,7 @@ class KnownRequest:
         self.branch = self.swapped = self.resumed = 0
         self.load: range | None = None
         self.offer: tuple[int, tuple[tuple[str, int], ...]] | None = None
-        self.is_cancelled = False
+        self.is_cancelled = self.has_arrived = False
 
 
 class RequestParts:
@@ -175,9 +176,9 @@ class RequestParts:
         """Take the parts that tokens up to `num_tokens` need and the request lacks."""
         pages = range(known.num_taken, max(known.num_taken, -(-num_tokens // self._page_size)))
         for index, group in enumerate(self._ledger.groups):
-            if group.kind != "state":
+            if not group.is_state:
                 parts = known.parts[index]
-                for page in pages:
+                for page in pages[-1:] if group.is_sparse else pages:
                     part = self._take(known, index, page)
                     if part is not None:
                         parts[page] = part
@@ -206,7 +207,7 @@ class RequestParts:
         if num_pages <= known.num_named:
             return
         for index, parts in enumerate(known.parts):
-            if self._ledger.groups[index].kind != "state":
+            if not self._ledger.groups[index].is_state:
                 for page in range(known.num_named, num_pages):
                     if page in parts:
                         self.publish(known, index, page, parts[page])
@@ -235,9 +236,7 @@ class RequestParts:
         digest = self._digests.of(known.content, page)
         groups = self._ledger.groups
         missing = [
-            index
-            for index, group in enumerate(groups)
-            if group.kind == "state" and self._ledger.find(index, digest) is None
+            index for index, group in enumerate(groups) if group.is_state and self._ledger.find(index, digest) is None
         ]
         if sum(groups[index].part_blocks for index in missing) > self._ledger.num_free:
             return
@@ -311,7 +310,7 @@ class RequestParts:
             known.computed = known.resumed = swapped
         digest = self._digests.of(known.content, num_pages - 1)
         for index, group in enumerate(self._ledger.groups):
-            if group.kind == "state" and (part := self._ledger.find(index, digest)) is not None:
+            if group.is_state and (part := self._ledger.find(index, digest)) is not None:
                 self._ledger.drop(part)
 
     def look_at(self, known: KnownRequest, since: int) -> None:
@@ -330,7 +329,7 @@ class RequestParts:
         for index, group in enumerate(self._ledger.groups):
             if group.has_every_page:
                 continue
-            sink, others = group.needed(began if group.kind == "state" else since, self._page_size)
+            sink, others = group.needed(began if group.is_state else since, self._page_size)
             for page in known.parts[index]:
                 if page in others or (group.is_bounded and page >= others.start):
                     break  # pages are in order

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvarts import __version__
@@ -16,6 +15,8 @@ from kvarts.report.words import LIMITS, UNCERTAIN, in_memory, number, opening, w
 from kvarts.units import as_duration, as_percent
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvarts.cli.parts import CommandPart, Outputs
     from kvarts.event_log import EventReader
     from kvarts.report.report import Report
@@ -122,6 +123,8 @@ def _groups(summary: dict[str, Any]) -> list[str]:
     lines = []
     for index, group in enumerate(memory):
         span = f", {group['kind']} {group['tokens']:,}" if "tokens" in group else f", {group['kind']}"
+        if group["kind"] == "state" and "tokens" in group:
+            span = ", state by page"
         layers = f"{group['layers']} layers{span}"
         text = f"{layers}: peak {group['peak_used_parts']:,} parts, {group['num_evicted_parts']:,} evicted"
         lines.append(_row("" if index else "KV groups", text))

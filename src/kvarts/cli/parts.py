@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvarts.settings import Given, Section
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import click
 
     from kvarts.sim.config import ReplayConfig

@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvarts.errors import ConfigError, renamed
+from kvarts.files import spelled
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["plain_call"]
 
@@ -38,7 +41,7 @@ def _print_version() -> int:
 
 
 def _replay(words: Sequence[str]) -> Callable[[], int] | None:
-    trace: Path | None = None
+    trace: str | None = None
     as_json = False
     typed: dict[str, Any] = {}
     kinds: Mapping[str, Any] = {}
@@ -49,7 +52,7 @@ def _replay(words: Sequence[str]) -> Callable[[], int] | None:
         if not word.startswith("-"):
             if trace is not None:
                 return None
-            trace = Path(word)
+            trace = spelled(word)
             continue
         flag, equals, text = word.partition("=")
         if flag in typed:
@@ -70,11 +73,17 @@ def _replay(words: Sequence[str]) -> Callable[[], int] | None:
             text = next(rest, "")
         if not text or text.startswith("-") or not _is_plain(text):
             return None
-        value = Path(text) if flag in RESULTS else _value(text, kinds[flag])
+        value = _path_of(text) if flag in RESULTS else _value(text, kinds[flag])
         if value is None or (flag == "--model" and "=" in text):
             return None
         typed[flag] = value
     return lambda: _run(trace, typed, as_json=as_json)
+
+
+def _path_of(text: str) -> Path:
+    from pathlib import Path
+
+    return Path(text)
 
 
 def _is_plain(word: str) -> bool:
@@ -106,7 +115,7 @@ def _value(text: str, kind: Any) -> Any:
     return value if is_fine else None
 
 
-def _run(trace: Path | None, typed: Mapping[str, Any], *, as_json: bool) -> int:
+def _run(trace: str | None, typed: Mapping[str, Any], *, as_json: bool) -> int:
     from kvarts.cli.replaying import OWN_SECTIONS, run_replay
     from kvarts.settings import Given, given_by_flags, settings_by_param
 

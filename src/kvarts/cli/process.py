@@ -329,6 +329,7 @@ class Progress:
         if not is_terminal and large is not None and total is not None and total >= large:
             say(f"kvarts: {what}, {total:,} {unit}")
         start_new_thread(self._narrate, (self._draw if is_terminal else self._tell,))
+        self._is_drawing.acquire()  # until the thread has begun
 
     def update(self, num_done: int = 1) -> None:
         """Count more units as done."""
@@ -344,10 +345,14 @@ class Progress:
         self._is_drawing.acquire()
 
     def _narrate(self, work: Callable[[], None]) -> None:
+        has_drawn = allocate_lock()
+        has_drawn.acquire()
+        begun, self._is_drawing = self._is_drawing, has_drawn
+        begun.release()
         try:
             work()
         finally:
-            self._is_drawing.release()
+            has_drawn.release()
 
     def _has_ended(self, within_s: float) -> bool:
         """Return whether the work ends within some seconds."""
@@ -355,7 +360,7 @@ class Progress:
 
     def _tell(self) -> None:
         wait_s = SILENT_S
-        while not self._has_ended(wait_s):
+        while not (wait_s and self._has_ended(wait_s)):
             wait_s = EVERY_S
             of_all = "" if self._total is None else f" of {self._total:,}"
             done = f"{self._num_done:,}{of_all} {self._unit}" if self._unit else f"{monotonic() - self._begun_s:.0f} s"

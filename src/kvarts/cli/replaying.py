@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvarts.cli.outputs import check_opening, write_run_page
@@ -16,6 +15,8 @@ from kvarts.traffic.settings import SECTION as TRAFFIC
 from kvarts.traffic.settings import load_given
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvarts.cli.parts import CommandPart, Outputs, ReplayRun
     from kvarts.traffic.trace import Trace
 
@@ -40,7 +41,7 @@ INCONCLUSIVE = 6
 OWN_SECTIONS = (*SECTIONS, TRAFFIC)
 
 
-def load_traffic(given: Given, trace: Path | None) -> Trace:
+def load_traffic(given: Given, trace: Path | str | None) -> Trace:
     """Load the trace named on the command line, else the traffic that the settings file describes, else the sample."""
     with Progress("reading the trace" if trace is None else f"reading {trace}"):
         found = load_given(given, trace)
@@ -74,7 +75,7 @@ def all_sections() -> tuple[Section, ...]:
 
 def run_replay(
     given: Given,
-    trace: Path | None,
+    trace: Path | str | None,
     sections: Sequence[Section],
     parts: Sequence[CommandPart],
     places: dict[str, Any],
@@ -92,21 +93,30 @@ def run_replay(
     for part in parts:
         part.check(given)
     check_effects(set_by(given, sections))
-    runs = [part.run(given, trace, sections, places) for part in parts]
+    runs: list[ReplayRun | None] = []
+    if parts:
+        from pathlib import Path
+
+        of_trace = None if trace is None else Path(trace)
+        runs += [part.run(given, of_trace, sections, places) for part in parts]
     if trace is None and config_file is None:
         given = over_sample_settings(given, sections)
     run: ReplayRun = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections, parts)
     run_dir: Path | None = places.pop("run_dir")
     check_opening(html_file, opens=opens)
-    inputs = [path for path in (trace, config_file, *run.inputs, *paths_in(given)) if path is not None]
     with ExitStack() as stack:
         folder = None if run_dir is None else stack.enter_context(_new_directory(run_dir))
         if folder is None and html_file is not None:
+            from pathlib import Path
             from tempfile import TemporaryDirectory
 
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvarts-")))
         outputs = run.outputs({**places, "run_dir": folder, "html_file": html_file})
-        check_outputs(outputs.paths, inputs, run_dir=run_dir)
+        if outputs.paths:
+            from pathlib import Path
+
+            inputs = [path for path in (trace, config_file, *run.inputs, *paths_in(given)) if path is not None]
+            check_outputs(outputs.paths, map(Path, inputs), run_dir=run_dir)
         from kvarts.sim.replay import replay
 
         traffic, traces = run.load()
@@ -150,6 +160,8 @@ def set_by(given: Given, sections: Sequence[Section]) -> Callable[[str], bool]:
 
 def paths_in(given: Given) -> list[Path]:
     """Return the files that settings name: those of models and costs."""
+    from pathlib import Path
+
     keys = [key for key in ("model", "cost", *given.in_table("models")) if key in given]
     texts = [given[key] for key in keys if key.rpartition(".")[2] in ("model", "cost")]
     return [Path(text) for text in texts if isinstance(text, str)]
@@ -171,7 +183,11 @@ class OneRun:
     """
 
     def __init__(
-        self, given: Given, trace: Path | None, sections: Sequence[Section], parts: Sequence[CommandPart] | None = None
+        self,
+        given: Given,
+        trace: Path | str | None,
+        sections: Sequence[Section],
+        parts: Sequence[CommandPart] | None = None,
     ) -> None:
         self._given = given
         self._trace = trace

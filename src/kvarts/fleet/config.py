@@ -43,7 +43,7 @@ TOKEN_BYTES = 131_072
 
 Role = Literal["mixed", "prefill", "decode"]
 TransferMode = Literal["full-prompt", "missing", "layer-wise"]
-Sharing = Literal["none", "worker"]
+Sharing = Literal["none", "worker", "pool"]
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,7 +80,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Sharing,
         setting(
             "Whether each transfer has the rate for itself, or each worker sends and receives at that rate, and its "
-            "transfers share it."
+            "transfers share it, or those of all workers of a pool do."
         ),
     ] = "none"
     least_remote: Annotated[
@@ -127,7 +127,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             if self.mode != "layer-wise":
                 raise SettingError("has no effect without layer-wise transfers", "layers", hint="Leave it out.")
         if self.sharing not in get_args(Sharing):
-            raise SettingError(f"must be 'none' or 'worker', got {self.sharing!r}", "sharing")
+            raise SettingError(f"must be 'none', 'worker' or 'pool', got {self.sharing!r}", "sharing")
         if self.sharing != "none" and self.rate is None:
             raise SettingError("shares no rate", "sharing", hint="Give {rate} as well.")
         if self.token_bytes is not None:
@@ -156,7 +156,8 @@ class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         setting(
             "What adds and takes away workers: script,30s=3:1,90s=1:3 for numbers of prefill and decode workers from "
             "times on; queue,target=4 or kv,target=70 by requests that wait or percent of pages in use, as an HPA "
-            "does; llm-d. All but the script take every=15s, least=1 and most=8.",
+            "does; dynamo,context=32768, llm-d or llm-d-v2, as these do. All but the script take every=15s, least=1 "
+            "and most=8.",
             flag="--scaler",
             metavar="POLICY",
         ),
@@ -544,8 +545,8 @@ class FleetWorker(msgspec.Struct, frozen=True):
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One replay on a fleet: pools of mixed workers, or some that compute prompts and some that generate, or all three.
 
-    `bytes_per_s`: per transfer, or per worker with `sharing`; with None, a transfer takes only `latency_ms`. `layers`:
-    their number, if `transfer` is layer-wise.
+    `bytes_per_s`: per transfer, or per worker or pool with `sharing`; with None, a transfer takes only `latency_ms`.
+    `layers`: their number, if `transfer` is layer-wise.
     `least_remote`: a worker that generates computes prompts of which it lacks fewer tokens itself. `hold_s`: how long a
     worker holds a prompt that its client has left there, until another request fetches it. `pulls`: workers read pages
     from the host memory of others. `scaler`:

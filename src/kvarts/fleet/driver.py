@@ -16,7 +16,7 @@ from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
 from kvarts.fleet.links import Links
-from kvarts.fleet.moves import HOLD_NS, Incoming, Moves, PeerUse, StoreUse
+from kvarts.fleet.moves import HOLD_NS, RELEASE, SEND, Incoming, Moves, PeerUse, StoreUse
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.scaling import FleetState, Scaler
@@ -28,6 +28,11 @@ from kvarts.sched.policy import NEVER_NS
 __all__ = ["FleetDriver"]
 
 ENDED = (RequestState.FINISHED, RequestState.HELD)
+
+
+def rank_of(worker: Worker) -> int:
+    """Return the place of a worker among those at which something happens at the same time."""
+    return worker.rank
 
 
 class FleetDriver(Moves):
@@ -75,6 +80,10 @@ class FleetDriver(Moves):
         )
         self._polled = [each for each in self._fronts if each.router.reads_metrics and each.router.staleness_ns]
         self._scaler = scaler
+        self._link_ns = NEVER_NS
+        """When the next transfer between workers ends, as of `next_ns`; NEVER_NS if none was under way."""
+        self._arrival_ns = NEVER_NS
+        """When the next request arrives, as of `next_ns`, unless the source has moved."""
         self._tick_ns = None if scaler is None else scaler.first_ns()
         self._ticked_in_vain = False
         """Whether the scaler had a tick with nothing else to wait for; it gets one, to bring a worker."""
@@ -164,49 +173,69 @@ class FleetDriver(Moves):
         if self._scaler is not None:
             for pool in self._pools:
                 pool.make_ready(now_ns)
-        for carried in self._links.take_ended(now_ns):
-            pull = None if self._peers is None else self._peers.links.pulls.get(carried)
-            if pull is None:
-                self._activate(cast(Handoff, carried), now_ns)
-            else:
-                self._end_pull(pull, now_ns)
+        if self._link_ns != NEVER_NS:  # a transfer that begins now does not end now
+            self._end_transfers(now_ns)
         if self._store is not None:
             for transfer in self._store.links.take_ended(now_ns):
                 self._end_of_transfer(self.workers[transfer.worker], transfer.number, now_ns)
         if self._scaler is not None:
             self._scale(now_ns)
         self._take_in(now_ns)
-        self._act(now_ns)
+        if self._actions:
+            self._act(now_ns)
         if self._holding:
             self._take_placed(now_ns)
         if self._scaler is not None:
             self._remove_drained(now_ns)
-        self._start_steps(now_ns)
+        if self._roused:
+            self._start_steps(now_ns)
+
+    def _end_transfers(self, now_ns: int) -> None:
+        """Record the transfers between workers that end now."""
+        for carried in self._links.take_ended(now_ns):
+            pull = None if self._peers is None else self._peers.links.pulls.get(carried)
+            if pull is None:
+                self._activate(cast(Handoff, carried), now_ns)
+            else:
+                self._end_pull(pull, now_ns)
 
     def next_ns(self) -> int:
         """Return when something happens next; NEVER_NS if nothing will, unless a request arrives."""
+        next_ns = self._link_ns = self._links.next_ns()
         if self._roused or self._actions:
+            self._source_moved = True
             return self.now_ns
         ends = self._ends
-        while ends and self.workers[ends[0][2]].end_ns != ends[0][0]:
+        while ends:
+            end_ns, _, index = ends[0]
+            if self.workers[index].end_ns == end_ns:
+                if end_ns < next_ns:
+                    next_ns = end_ns
+                break
             heappop(ends)
         wakes = self._wakes
-        while wakes and self.workers[wakes[0][2]].wake_ns != wakes[0][0]:
+        while wakes:
+            wake_ns, _, index = wakes[0]
+            if self.workers[index].wake_ns == wake_ns:
+                if wake_ns < next_ns:
+                    next_ns = wake_ns
+                break
             heappop(wakes)
-        next_ns = min(ends[0][0] if ends else NEVER_NS, wakes[0][0] if wakes else NEVER_NS, self._links.next_ns())
         if self._store is not None:
             next_ns = min(next_ns, self._store.links.next_ns())
         is_quiet = next_ns == NEVER_NS
         arrival_ns = self._source.next_ns()
-        if arrival_ns is not None:
-            next_ns = min(next_ns, max(arrival_ns, self.now_ns))
+        self._source_moved = False
+        self._arrival_ns = NEVER_NS if arrival_ns is None else arrival_ns
+        if self._arrival_ns < next_ns:
+            next_ns = self.now_ns if self._arrival_ns < self.now_ns else self._arrival_ns
         if self._deadlines:
             next_ns = min(next_ns, self._next_deadline_ns())
         if self._leases:
             next_ns = min(next_ns, self._next_lease_ns())
-        if next_ns == NEVER_NS and not any(front.waiting for front in self._fronts):
-            return next_ns
         is_idle = next_ns == NEVER_NS
+        if is_idle and not any(front.waiting for front in self._fronts):
+            return next_ns
         if self._changes:
             next_ns = min(next_ns, max(self._changes[0].time_ns, self.now_ns))
         if is_idle:
@@ -292,8 +321,8 @@ class FleetDriver(Moves):
             self._reserve_for(worker, now_ns)
         if worker.deferred:
             deferred, worker.deferred = worker.deferred, []
-            for do, handoff in deferred:
-                do(handoff, now_ns)
+            for action, handoff in deferred:
+                self._do(action, handoff, now_ns)
         for request in finished:
             handoff = self._of.pop(request)
             if request.is_handed_over:
@@ -304,40 +333,45 @@ class FleetDriver(Moves):
                 if handoff.is_given_up:
                     worker.interrupts.append((self._drop, handoff))
                 elif not handoff.is_left:
-                    self._actions.append((self._send, handoff))
+                    self._actions.append((SEND, handoff))
             else:
                 self._end(handoff, worker)
-        worker.interrupts += [(self._note_dropped, self._of[request]) for request in dropped]
+        for request in dropped:
+            worker.interrupts.append((self._note_dropped, self._of[request]))
         if worker.interrupts or worker.is_failing:
             self._interrupted.append(worker)
 
     def _start_steps(self, now_ns: int) -> None:
-        if not self._roused:
-            return
-        roused = sorted((self.workers[index].rank, index) for index in self._roused)  # a heap
+        roused = [self.workers[index] for index in self._roused]
         self._roused.clear()
+        if len(roused) > 1:
+            roused.sort(key=rank_of, reverse=True)
         while roused:
-            self._starting_rank, index = heappop(roused)
-            worker = self.workers[index]
+            worker = roused.pop()
             if worker.end_ns != NEVER_NS:
                 continue
+            self._starting_rank = worker.rank
             if self._is_mocker:
                 self._set_gate(worker)
-            if worker.start(now_ns):
-                heappush(self._ends, (worker.end_ns, worker.rank, index))
+            has_started = worker.start(now_ns)
+            if self._store is not None:
+                self._end_waits(now_ns)  # for what it has given up to store, because it needs the memory
+            if has_started:
+                heappush(self._ends, (worker.end_ns, worker.rank, worker.index))
                 if self._layer_wise is not None and worker.only_prefills:
                     self._send_computed(worker, now_ns)
             elif worker.wake_ns != NEVER_NS:
-                heappush(self._wakes, (worker.wake_ns, worker.rank, index))
+                heappush(self._wakes, (worker.wake_ns, worker.rank, worker.index))
             elif self._is_mocker and worker.pending and worker.scheduler.waiting.num_waiting:
                 # Dynamo's mocker runs a pass that takes no time; the end of that pass is one more attempt to reserve.
                 num_pending = len(worker.pending)
                 self._reserve_for(worker, now_ns)
                 if len(worker.pending) < num_pending:
-                    self._roused.add(index)
-            for other in self._caught_up:
-                heappush(roused, (other.rank, other.index))
-            self._caught_up.clear()
+                    self._roused.add(worker.index)
+            if self._caught_up:
+                roused += self._caught_up
+                roused.sort(key=rank_of, reverse=True)
+                self._caught_up.clear()
         self._starting_rank = -1
 
     def _catch_up(self, index: int) -> None:
@@ -390,13 +424,15 @@ class FleetDriver(Moves):
             self._change(self._changes.popleft(), now_ns)
         for front in self._fronts:
             if front.stranded and front.is_open:
-                self._actions += [(self._send, handoff) for handoff in front.stranded]
+                self._actions += [(SEND, handoff) for handoff in front.stranded]
                 front.stranded.clear()
         if self._leases:
             self._end_leases(now_ns)
         if self._holding:  # steps that ended, and requests that were dropped with them, have made room
             self._act(now_ns)
             self._take_placed(now_ns)
+        if not self._deadlines and not self._source_moved and self._arrival_ns > now_ns:
+            return
         source = self._source
         while True:
             if self._deadlines and self._next_deadline_ns() <= now_ns:
@@ -419,7 +455,7 @@ class FleetDriver(Moves):
         handoff = Handoff(request, row)
         if self.under_way is not None:
             self.under_way[request.index] = handoff
-        self._actions.append((self._send, handoff))
+        self._actions.append((SEND, handoff))
         deadline_ns = self._arrivals.gives_up_ns(request, row)
         if deadline_ns is not None:
             heappush(self._deadlines, (max(deadline_ns, now_ns), request.index, handoff))
@@ -486,7 +522,7 @@ class FleetDriver(Moves):
                     continue
                 has_any = True
                 if handoff.at_source:
-                    self._actions.append((self._release, handoff))
+                    self._actions.append((RELEASE, handoff))
                 reason = f"no {front.roles} worker was up"
                 self._refuse(handoff, handoff.target if handoff.target >= 0 else handoff.source, reason, FAILED)
         return has_any

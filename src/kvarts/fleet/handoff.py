@@ -161,7 +161,7 @@ class Handoff:
         Pages of its own prompt that a worker loads, because the KV was lost, do not count as hits.
         """
         loaded, request.cached_tokens_below = request.cached_tokens_below, ()
-        if not (self.is_recomputed and request is self.decode):
+        if loaded and not (self.is_recomputed and request is self.decode):
             for name, num_tokens in zip(tier_names, loaded, strict=False):
                 self.below[name] = self.below.get(name, 0) + num_tokens
 
@@ -214,7 +214,7 @@ class Handoff:
         """Whether the client still waits for tokens."""
         return not (self.is_ended or self.is_given_up or self.is_reported)
 
-    def times(self) -> tuple[int, ...]:
+    def times(self) -> tuple[int, int, int, int, int, int]:
         """Return the values of TIMES."""
         if self.prefill is None:
             return (self.decode.first_admitted_ns, -1, -1, -1, self.decode.first_admitted_ns, -1)

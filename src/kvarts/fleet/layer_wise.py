@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from math import ceil
 from typing import NamedTuple, Protocol, cast
 
 from kvarts.fleet.handoff import Computed, Handoff
-from kvarts.fleet.links import Links, LinkTransfer, SharedByWorkers, slower_of
+from kvarts.fleet.links import Links, LinkTransfer, SharedLinks, slower_of
 from kvarts.rates import Job
 from kvarts.sched.policy import NEVER_NS
 
@@ -174,11 +175,13 @@ class _SharedStream:
         self.job: Job | None = None
 
 
-class SharedLayerWise(SharedByWorkers):
-    """LayerWiseLinks on which the transfers of a worker share its rate, while they have anything to send."""
+class SharedLayerWise(SharedLinks):
+    """LayerWiseLinks on which the transfers of a link share its rate, while they have anything to send."""
 
-    def __init__(self, bytes_per_s: float, latency_ns: int, num_layers: int) -> None:
-        super().__init__(bytes_per_s, latency_ns)
+    def __init__(
+        self, bytes_per_s: float, latency_ns: int, num_layers: int, link_of: Mapping[int, int] | None = None
+    ) -> None:
+        super().__init__(bytes_per_s, latency_ns, link_of)
         self._num_layers = num_layers
         self._streams: dict[Handoff, _SharedStream] = {}
         self._num_begun = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from math import ceil
 from typing import Protocol, cast
@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from kvarts.rates import End, Job, SharedRates
 from kvarts.sched.policy import NEVER_NS
 
-__all__ = ["FixedRate", "LinkTransfer", "Links", "PeerLinks", "Pull", "PullingLinks", "SharedByWorkers", "StoreLinks"]
+__all__ = ["FixedRate", "LinkTransfer", "Links", "PeerLinks", "Pull", "PullingLinks", "SharedLinks", "StoreLinks"]
 __all__ += ["StoreTransfer", "slower_of"]
 
 
@@ -116,10 +116,14 @@ def slower_of(factors: dict[int, int], handoff: LinkTransfer) -> int:
     return max(factors.get(handoff.source, 1), factors.get(handoff.target, 1))
 
 
-class SharedByWorkers:
-    """Each worker sends and receives at `bytes_per_s`, shared evenly by its transfers; `latency_ns` follows each."""
+class SharedLinks:
+    """Each link sends and receives at `bytes_per_s`, shared evenly by its transfers; `latency_ns` follows each.
 
-    def __init__(self, bytes_per_s: float, latency_ns: int) -> None:
+    `link_of`: the link that a worker uses; by default each has its own.
+    """
+
+    def __init__(self, bytes_per_s: float, latency_ns: int, link_of: Mapping[int, int] | None = None) -> None:
+        self._link_of = link_of
         self._bytes_per_ns = bytes_per_s / 1e9
         self._latency = FixedRate(None, latency_ns)
         self._shared = SharedRates()
@@ -127,8 +131,7 @@ class SharedByWorkers:
 
     def within_ns(self, source: int, target: int, num_bytes: int) -> int:
         """Return how long one more transfer would take if no other began or ended."""
-        rate = self._bytes_per_ns
-        alone = self._shared.rate_of_one_more(((("send", source), rate), (("receive", target), rate)))
+        alone = self._shared.rate_of_one_more(self._ends_of(source, target))
         factor = max(self._factors.get(source, 1), self._factors.get(target, 1))
         return ceil(num_bytes * factor / alone) + self._latency.within_ns(source, target, 0)
 
@@ -140,10 +143,15 @@ class SharedByWorkers:
         return False
 
     def job_of(self, handoff: LinkTransfer, num_bytes: int) -> Job:
-        """Return a job that shares the rates of both workers."""
-        rate = self._bytes_per_ns
-        ends = (("send", handoff.source), rate), (("receive", handoff.target), rate)
+        """Return a job that shares the rates of both links."""
+        ends = self._ends_of(handoff.source, handoff.target)
         return Job(handoff, num_bytes, ends, slower_of(self._factors, handoff))
+
+    def _ends_of(self, source: int, target: int) -> tuple[tuple[End, float], ...]:
+        if self._link_of is not None:
+            source, target = self._link_of[source], self._link_of[target]
+        rate = self._bytes_per_ns
+        return (("send", source), rate), (("receive", target), rate)
 
     def cancel(self, carried: LinkTransfer, now_ns: int) -> None:
         """Abort a transfer that is under way; the others get its share of the rate from now on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappush
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
@@ -23,8 +23,15 @@ from kvarts.sched.policy import NEVER_NS
 from kvarts.traffic.trace_request import TraceRequest
 
 __all__ = ["HOLD_NS", "Incoming", "Moves", "Outcomes", "PeerUse", "ReadMemory", "SharedPages"]
-__all__ += ["StoreUse"]
+__all__ += ["RELEASE", "SEND", "StoreUse"]
 
+SEND: Final = 0
+TRANSFER: Final = 1
+ACTIVATE: Final = 2
+ACTIVATE_NOW: Final = 3
+RELEASE: Final = 4
+RELEASE_NOW: Final = 5
+"""Actions on a request: methods of Moves with their names."""
 HOLD_NS = 30_000_000_000
 """How long a worker holds a prompt for a request that has not come yet: the lease of vLLM's connector."""
 
@@ -161,6 +168,8 @@ class Moves:
         self._store = store
         self._peers = peers
         self._source = arrivals.source
+        self._source_moved = True
+        """Whether requests have ended since the source said when the next one arrives."""
         self._log = arrivals.log
         self._first = first
         self._second = second
@@ -186,7 +195,8 @@ class Moves:
         self._page_size = self.workers[0].replica.config.page_size
         self._ends: list[tuple[int, int, int]] = []  # (end, rank, worker); stale if the worker's own end differs
         self._roused: set[int] = set()
-        self._actions: deque[tuple[Callable[[Handoff, int], None], Handoff]] = deque()
+        self._actions: deque[tuple[int, Handoff]] = deque()
+        """What follows from what has happened, by the numbers above."""
         self._of: dict[Request, Handoff] = {}
         """The requests in the fleet, by either of their engine requests."""
         self._num_reserved = 0
@@ -212,8 +222,24 @@ class Moves:
         """Run the queued actions in first-in, first-out order, including those that they add."""
         actions = self._actions
         while actions:
-            act, handoff = actions.popleft()
-            act(handoff, now_ns)
+            action, handoff = actions.popleft()
+            self._do(action, handoff, now_ns)
+
+    def _do(self, action: int, handoff: Handoff, now_ns: int) -> None:
+        """Carry out an action, by its number."""
+        if action == SEND:
+            self._send(handoff, now_ns)
+        elif action == TRANSFER:
+            self._transfer(handoff, now_ns)
+        elif action == ACTIVATE:
+            self._activate(handoff, now_ns)
+        elif action == ACTIVATE_NOW:
+            self._activate_now(handoff, now_ns)
+        elif action == RELEASE:
+            self._release(handoff, now_ns)
+        else:
+            assert action == RELEASE_NOW
+            self._release_now(handoff, now_ns)
 
     def _take_placed(self, now_ns: int) -> None:
         """Send the requests on that waited in routers and are placed now."""
@@ -276,7 +302,7 @@ class Moves:
         worker = self.workers[handoff.placed]
         if worker.is_down or not self.takes_requests(worker):
             if handoff.is_held:
-                self._actions.append((self._release, handoff))
+                self._actions.append((RELEASE, handoff))
             what = "is down" if worker.is_down else "was taken away"
             self._refuse(handoff, handoff.placed, f"worker {handoff.placed} {what}", FAILED)
             return
@@ -285,7 +311,7 @@ class Moves:
             if self._brings(holder, handoff.decode) and worker.index != holder.source:
                 self._take_over(handoff, holder)
             else:
-                self._actions.append((self._release, holder))
+                self._actions.append((RELEASE, holder))
         if handoff.is_held:
             self._choose_second(handoff, now_ns)
             return
@@ -342,8 +368,13 @@ class Moves:
             return
         self._left[handoff.row.row] = handoff
         self._leases.append((now_ns + self._hold_ns, handoff))
-        self._source.done(handoff.row, now_ns)
+        self._is_done(handoff, now_ns)
         self._tell(1)
+
+    def _is_done(self, handoff: Handoff, end_ns: int) -> None:
+        """Let the source know of an end, upon which another request may arrive."""
+        self._source_moved = True
+        self._source.done(handoff.row, end_ns)
 
     def _next_lease_ns(self) -> int:
         """Return when a prompt is held no longer unless it is fetched; NEVER_NS if none is held."""
@@ -358,7 +389,7 @@ class Moves:
             handoff = self._leases.popleft()[1]
             del self._left[handoff.row.row]
             if handoff.is_held:
-                self._actions.append((self._release, handoff))
+                self._actions.append((RELEASE, handoff))
 
     def _stays(self, handoff: Handoff, now_ns: int) -> bool:
         """Return whether a new request is computed where it generates; that worker is chosen first.
@@ -509,7 +540,7 @@ class Moves:
             self._num_reserved += 1
             if isinstance(worker.queue, ByReservation):
                 worker.queue.orders[request.index] = handoff.order
-            self._actions.append((self._transfer, handoff))
+            self._actions.append((TRANSFER, handoff))
             if self._is_mocker:
                 return
 
@@ -531,7 +562,7 @@ class Moves:
                 handoff.compute(now_ns, worker.end_ns, num_bytes * request.num_computed // num_tokens),
             ]
             if is_first and handoff.computed:
-                self._actions.append((self._send, handoff))
+                self._actions.append((SEND, handoff))
             if handoff.transfer_ns >= 0:
                 for computed in parts:
                     if computed is not None:
@@ -548,7 +579,7 @@ class Moves:
         handoff.transfer_ns = now_ns
         handoff.num_bytes = self._num_bytes(handoff)
         if self._links.begin(handoff, handoff.num_bytes, now_ns):
-            self._actions.append((self._activate, handoff))
+            self._actions.append((ACTIVATE, handoff))
 
     def _num_bytes(self, handoff: Handoff) -> int:
         """Return the bytes of KV that a request's target receives."""
@@ -569,7 +600,7 @@ class Moves:
         """Activate a request whose KV has arrived, at the end of the step under way."""
         worker = self.workers[handoff.target]
         if self._is_busy(worker, now_ns):
-            worker.deferred.append((self._activate_now, handoff))
+            worker.deferred.append((ACTIVATE_NOW, handoff))
         else:
             self._activate_now(handoff, now_ns)
 
@@ -582,13 +613,13 @@ class Moves:
         self._roused.add(worker.index)
         handoff.activated_ns = now_ns
         self._reserve_for(worker, now_ns)
-        self._actions.append((self._release, handoff))
+        self._actions.append((RELEASE, handoff))
 
     def _release(self, handoff: Handoff, now_ns: int) -> None:
         """Release the pages at the source, at the end of the step under way."""
         worker = self.workers[handoff.source]
         if self._is_busy(worker, now_ns):
-            worker.deferred.append((self._release_now, handoff))
+            worker.deferred.append((RELEASE_NOW, handoff))
         else:
             self._release_now(handoff, now_ns)
 
@@ -825,7 +856,7 @@ class Moves:
             return
         handoff.num_restarts += 1
         self._withdraw(handoff)
-        self._actions.append((self._send, handoff))
+        self._actions.append((SEND, handoff))
 
     def _cut_transfer(self, handoff: Handoff, now_ns: int) -> None:
         """End a transfer whose link fails. If the prompt is still being computed, it begins again when that ends."""
@@ -846,7 +877,7 @@ class Moves:
             worker.interrupts.append((self._compute_instead, handoff))
         else:
             self._compute_instead(handoff, worker, now_ns)
-        self._actions.append((self._release, handoff))
+        self._actions.append((RELEASE, handoff))
 
     def _compute_instead(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
         """Release the reservation on `worker`, which is idle, and queue the request there."""
@@ -876,7 +907,7 @@ class Moves:
         handoff.count_prefill()
         self._leave_target(handoff, worker)
         if not handoff.is_given_up:
-            self._source.done(handoff.row, handoff.decode.last_token_ns)
+            self._is_done(handoff, handoff.decode.last_token_ns)
             self._tell(1)
 
     def _complete(self, handoff: Handoff) -> None:
@@ -889,13 +920,15 @@ class Moves:
         self._unplan(handoff)
         request = handoff.decode
         more = self._more(handoff)
-        request.cached_tokens_below = tuple(handoff.below.get(name, 0) for name in self._tier_names)
+        if self._tier_names:
+            request.cached_tokens_below = tuple([handoff.below.get(name, 0) for name in self._tier_names])
         handoff.count_prefill()
         if handoff.prefill is not None and handoff.fetches is None:
             request.first_admitted_ns = handoff.prefill.first_admitted_ns
         replica = handoff.source if handoff.target < 0 else handoff.target
         if handoff.is_given_up:
             request.cancelled_ns = self.now_ns
+            self._source_moved = True
             self._arrivals.note_cancelled(request, handoff.row, replica, more)
             self._tell(1)
         else:
@@ -903,14 +936,26 @@ class Moves:
 
     def _more(self, handoff: Handoff) -> tuple[int, ...]:
         """Return the values of the log's fleet columns."""
-        return (handoff.source, *handoff.times(), handoff.num_bytes, handoff.num_restarts, int(handoff.is_local))
+        times_ns = handoff.times()
+        return (
+            handoff.source,
+            times_ns[0],
+            times_ns[1],
+            times_ns[2],
+            times_ns[3],
+            times_ns[4],
+            times_ns[5],
+            handoff.num_bytes,
+            handoff.num_restarts,
+            int(handoff.is_local),
+        )
 
     def _refuse(self, handoff: Handoff, worker: int, reason: str, status: int) -> None:
         """Log a request that is given up, with its `reason`."""
         handoff.is_reported = True
         self._unplan(handoff)
         self._log.reject(handoff.decode, handoff.row, worker, reason, status, more=self._more(handoff))
-        self._source.done(handoff.row, self.now_ns)
+        self._is_done(handoff, self.now_ns)
         self._tell(1)
 
     def _fail(self, handoff: Handoff, reason: str) -> None:
@@ -918,7 +963,7 @@ class Moves:
         self._of.pop(handoff.decode)
         self._second.ended(handoff.decode)
         self._refuse(handoff, handoff.target, reason, FAILED)
-        self._actions.append((self._release, handoff))
+        self._actions.append((RELEASE, handoff))
 
     def _tell(self, num_ended: int) -> None:
         if self._on_progress is not None:

@@ -126,6 +126,8 @@ class Front(Informed):
 
     def never_fits(self, request: Request) -> str | None:
         """Return the reason why no worker could ever have the pages of `request`; None if any could."""
+        if len(self.pools) == 1:
+            return self.pools[0].workers[0].scheduler.never_fits(request)
         reasons = [pool.workers[0].scheduler.never_fits(request) for pool in self.pools]
         return None if None in reasons else reasons[0]
 
@@ -274,6 +276,9 @@ class Pool:
                 worker.scheduler.waiting.num_waiting_tokens
                 + sum(handoff.decode.num_prompt_tokens for handoff in worker.pending),
                 worker.scheduler.cache.num_used / worker.scheduler.cache.pool.total,
+                worker.scheduler.wheel.known_tokens
+                + sum(each.num_computed for each in worker.scheduler.running.chunked),
+                worker.replica.config.pool_tokens,
             )
             for worker in self.active
         )

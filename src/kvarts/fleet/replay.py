@@ -17,7 +17,7 @@ from kvarts.fleet.cost import DecodeOnly
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
-from kvarts.fleet.links import FixedRate, Links, PeerLinks, PullingLinks, SharedByWorkers, StoreLinks
+from kvarts.fleet.links import FixedRate, Links, PeerLinks, PullingLinks, SharedLinks, StoreLinks
 from kvarts.fleet.moves import Incoming, PeerUse, ReadMemory, SharedPages, StoreUse
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByAge, ByReservation
@@ -122,8 +122,11 @@ class BuiltFleet:
         self._config = config
         self._num_waiting = num_waiting
         self.store, self.store_links = open_store(config)
-        self.layer_wise = None if config.transfer != "layer-wise" else layer_wise_links_of(config)
-        pulling = links_of(config)
+        self._pool_of: dict[int, int] = {}
+        """The place of each worker's pool."""
+        link_of = self._pool_of if config.sharing == "pool" else None
+        self.layer_wise = None if config.transfer != "layer-wise" else layer_wise_links_of(config, link_of)
+        pulling = links_of(config, link_of)
         self.links: Links = pulling if self.layer_wise is None else self.layer_wise
         self.peer_links = PeerLinks(pulling) if config.pulls else None
         self.peers = None if self.peer_links is None else open_peers(config, self.peer_links)
@@ -155,9 +158,9 @@ class BuiltFleet:
                 router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off", peers=peers_gain)
                 fronts[is_second] = Front(router, replicas)
         startup_ns = round(config.startup_s * 1e9)
-        for each in config.pools:
+        for place, each in enumerate(config.pools):
             front = fronts[each.role == "decode"]
-            opened = self._opener(each, front.router, readers_of)
+            opened = self._opener(each, place, front.router, readers_of)
             self.pools.append(Pool(each.name, each.role, each.each.replicas, opened, front, startup_ns=startup_ns))
         peers, peer_links = self.peers, self.peer_links
         return FleetDriver(
@@ -180,7 +183,11 @@ class BuiltFleet:
         )
 
     def _opener(
-        self, of_pool: PoolConfig, router: Router, readers_of: Callable[[FleetWorker], Sequence[EventReader]]
+        self,
+        of_pool: PoolConfig,
+        place: int,
+        router: Router,
+        readers_of: Callable[[FleetWorker], Sequence[EventReader]],
     ) -> Callable[[int], Worker]:
         """Return a function that builds the next worker of a pool, given its number behind `router`."""
         rank = RANKS[of_pool.role] * MOST_REPLICAS
@@ -188,6 +195,7 @@ class BuiltFleet:
         def open_next(number: int) -> Worker:
             index = self._num_workers
             self._num_workers += 1
+            self._pool_of[index] = place
             of_router = router.reader_of(number)
             readers = [*readers_of(FleetWorker(index, of_pool)), *(() if of_router is None else (of_router,))]
             return open_worker(
@@ -316,19 +324,21 @@ def store_report(store: WorkersStore, links: StoreLinks, end_ns: int) -> dict[st
     }
 
 
-def links_of(config: FleetConfig) -> PullingLinks:
-    """Return the links between the workers, by the configured sharing."""
+def links_of(config: FleetConfig, link_of: Mapping[int, int] | None) -> PullingLinks:
+    """Return the links between the workers, by the configured sharing. `link_of`: see SharedLinks."""
     latency_ns = round(config.latency_ms * 1e6)
-    if config.sharing == "worker" and config.bytes_per_s is not None:
-        return SharedByWorkers(config.bytes_per_s, latency_ns)
+    if config.sharing != "none" and config.bytes_per_s is not None:
+        return SharedLinks(config.bytes_per_s, latency_ns, link_of)
     return FixedRate(config.bytes_per_s, latency_ns)
 
 
-def layer_wise_links_of(config: FleetConfig) -> LayerWiseLinks:
+def layer_wise_links_of(config: FleetConfig, link_of: Mapping[int, int] | None) -> LayerWiseLinks:
     """Return the links between the workers, if each layer is sent once it is computed."""
     assert config.bytes_per_s is not None
-    make = SharedLayerWise if config.sharing == "worker" else LayerWise
-    return make(config.bytes_per_s, round(config.latency_ms * 1e6), config.layers)
+    latency_ns = round(config.latency_ms * 1e6)
+    if config.sharing == "none":
+        return LayerWise(config.bytes_per_s, latency_ns, config.layers)
+    return SharedLayerWise(config.bytes_per_s, latency_ns, config.layers, link_of)
 
 
 def open_worker(

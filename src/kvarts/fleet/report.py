@@ -80,8 +80,9 @@ class FleetReport(Report):
         raw = self._request_log.columns
         columns = dict(super().requests)
         for name in TIMES:
-            values = raw[name] / NS_PER_MS
-            values[raw[name] < 0] = float("nan")
+            times_ns = raw[name]
+            values = times_ns / NS_PER_MS
+            values[times_ns < 0] = float("nan")
             columns[name.removesuffix("_ns") + "_ms"] = values
         columns["prefill_replica"] = raw["source"]
         columns["transferred_bytes"] = raw["num_bytes"]
@@ -104,11 +105,11 @@ class FleetReport(Report):
 
     def _fleet(self) -> dict[str, Any]:
         raw = self._request_log.numbers()
-        done = raw["status"] == COMPLETED
-        handed = {name: column[done] for name, column in raw.items()}
         waits = {}
-        if len(self.config.pools) > 1:
-            handed = {name: column[handed["held_ns"] > -1] for name, column in handed.items()}
+        if any(pool.role != "mixed" for pool in self.config.pools):
+            is_handed = (raw["status"] == COMPLETED) & (raw["held_ns"] > -1)
+            times = dict.fromkeys(name for _, start, end in WAITS for name in (start, end))
+            handed = {name: raw[name][is_handed] for name in times}
             # Pages that are reserved before the prompt is computed are not waited for.
             handed["reserved_ns"] = _no_earlier(handed["reserved_ns"], handed["held_ns"])
             waits = {name: distribution_ms(_between(handed[start], handed[end])) for name, start, end in WAITS}
@@ -127,7 +128,7 @@ class FleetReport(Report):
             ],
         }
 
-    def _faults(self, raw: dict[str, Any]) -> dict[str, Any]:
+    def _faults(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return the number of faults and their cost; empty if no faults were configured."""
         if not self.config.faults:
             return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -19,6 +19,7 @@ class WorkerState(msgspec.Struct, frozen=True, gc=False):
     """A worker at a tick. `num_waiting`: requests that wait for a place, or for pages for a computed prompt.
 
     `queued_tokens`: prompt tokens of waiting requests. `used_share`: fraction of the pages that is in use.
+    `scheduled_tokens`: tokens of running requests. `capacity_tokens`: tokens that its pages hold.
     """
 
     worker: int
@@ -26,6 +27,8 @@ class WorkerState(msgspec.Struct, frozen=True, gc=False):
     num_waiting: int
     queued_tokens: int
     used_share: float
+    scheduled_tokens: int = 0
+    capacity_tokens: int = 0
 
 
 class PoolState(msgspec.Struct, frozen=True):
@@ -175,8 +178,89 @@ class SpareCapacity:
         return -1 if still_spare else 0
 
 
+class Thresholds:
+    """NVIDIA Dynamo's planner by load: one worker more if any has too much to do, one less if all have little.
+
+    A prefill worker's load is its prompt tokens that wait, divided by the `context` length; that of others is the
+    tokens that run or wait there, divided by what they hold. A worker is removed only if the largest load, shared by
+    the rest, stays below the upper threshold. Nothing changes while workers of any pool start.
+    """
+
+    LIMITS: ClassVar = {"throughput": ((1.0, 0.1), (1.0, 0.6)), "latency": ((0.1, 0.0), (0.4, 0.1))}
+    """Upper and lower thresholds of prefill workers, and of others, by target."""
+
+    def __init__(self, *, target: str, context: float, every_ns: int, least: int, most: int) -> None:
+        self._of_prefill, self._of_others = self.LIMITS[target]
+        self._context = context
+        self._every_ns = every_ns
+        self._least = least
+        self._most = most
+
+    def first_ns(self) -> int | None:
+        """Return the first multiple of the interval."""
+        return self._every_ns
+
+    def on_tick(self, state: FleetState) -> Decision:
+        """Return the current number plus one, minus one, or unchanged, per pool."""
+        targets: dict[str, int] = {}
+        if not any(pool.num_starting for pool in state.pools):
+            for pool in state.pools:
+                wanted = len(pool.active) + self._change(pool)
+                targets[pool.name] = min(self._most, max(self._least, wanted))
+        return Decision(targets, state.now_ns + self._every_ns)
+
+    def _change(self, pool: PoolState) -> int:
+        is_prefill, n = pool.role == "prefill", len(pool.active)
+        upper, lower = self._of_prefill if is_prefill else self._of_others
+        loads = [
+            each.queued_tokens / self._context
+            if is_prefill
+            else (each.scheduled_tokens + each.queued_tokens) / each.capacity_tokens
+            for each in pool.active
+        ]
+        if any(load >= upper if is_prefill else load > upper for load in loads):
+            return 1
+        if n > 1 and all(load < lower or not load for load in loads) and max(loads) * n / (n - 1) < upper:
+            return -1
+        return 0
+
+
+class TokenDemand:
+    """Version 2 of llm-d's workload-variant autoscaler: as many workers as the tokens in use and in the queue need.
+
+    A worker has 80 % of its tokens to offer. Workers are added until 85 % of what all offer, those that start included,
+    is enough, and removed while 70 % of the rest is.
+    """
+
+    OFFERED, UP, DOWN = 0.8, 0.85, 0.7
+
+    def __init__(self, *, every_ns: int, least: int, most: int) -> None:
+        self._every_ns = every_ns
+        self._least = least
+        self._most = most
+
+    def first_ns(self) -> int | None:
+        """Return the first multiple of the interval."""
+        return self._every_ns
+
+    def on_tick(self, state: FleetState) -> Decision:
+        """Return the target of each pool."""
+        targets = {
+            pool.name: min(self._most, max(self._least, self._needed(pool))) for pool in state.pools if pool.active
+        }
+        return Decision(targets, state.now_ns + self._every_ns)
+
+    def _needed(self, pool: PoolState) -> int:
+        demand = sum(each.scheduled_tokens + each.queued_tokens for each in pool.active)
+        offered = self.OFFERED * sum(each.capacity_tokens for each in pool.active) / len(pool.active)
+        num_needed, num_enough = ceil(demand / self.UP / offered - 1e-9), ceil(demand / self.DOWN / offered - 1e-9)
+        if num_needed > pool.num_expected:
+            return num_needed
+        return pool.num_expected if pool.num_starting else min(pool.num_expected, num_enough)
+
+
 def parse_scaler(text: str) -> Scaler:
-    """Parse a scaler: `script,30s=3:1,90s=1:3`, `queue,target=4`, `kv,target=70`, or `llm-d`.
+    """Parse a scaler: `script,30s=3:1,90s=1:3`, `queue,target=4`, `kv,target=70`, `dynamo,context=32768`, or `llm-d`.
 
     A script gives the numbers of prefill and decode workers from each time on, or one number for workers that do both.
     The others also accept `every`, `least` and `most`. Raise ConfigError for anything else.
@@ -190,23 +274,33 @@ def parse_scaler(text: str) -> Scaler:
         given[key.strip()] = value.strip()
     if name == "script":
         return Scripted(_script(given))
-    known = {"queue": ("target", "stable"), "kv": ("target", "stable"), "llm-d": ()}
+    known: dict[str, dict[str, str]] = {
+        "queue": {"target": "4", "stable": "240s"},
+        "kv": {"target": "70", "stable": "240s"},
+        "dynamo": {"every": "5s", "target": "throughput", "context": ""},
+        "llm-d": {"every": "60s"},
+        "llm-d-v2": {"every": "60s"},
+    }
     if name not in known:
         names = ", ".join(["script", *known])
         raise ConfigError(f"{brief(name)} is not known", field="scaler", hint=f"Known: {names}.")
-    common = {"every": "60s" if name == "llm-d" else "15s", "least": "1", "most": "8"}
-    values = {**common, **({"target": "70" if name == "kv" else "4", "stable": "240s"} if known[name] else {}), **given}
-    unknown = sorted(set(values) - {*common, *known[name]})
+    defaults = {"every": "15s", "least": "1", "most": "8", **known[name]}
+    values = {**defaults, **given}
+    unknown = sorted(set(values) - set(defaults))
     if unknown:
-        raise ConfigError(f"{name} has no {brief(unknown[0])}", field="scaler", hint=f"Known: {', '.join(values)}.")
+        raise ConfigError(f"{name} has no {brief(unknown[0])}", field="scaler", hint=f"Known: {', '.join(defaults)}.")
     every_ns = _ns(values["every"], "every")
     if not every_ns:
         raise ConfigError("every must be above 0", field="scaler")
     least, most = _number(values["least"], "least"), _number(values["most"], "most")
     if not 1 <= least <= most:
         raise ConfigError(f"least is {least:g} and most is {most:g}", field="scaler", hint="Give 1 <= least <= most.")
-    if name == "llm-d":
-        return SpareCapacity(every_ns=every_ns, least=int(least), most=int(most))
+    bounds = int(least), int(most)
+    if name == "dynamo":
+        return _thresholds(values, every_ns, *bounds)
+    if name.startswith("llm-d"):
+        make = SpareCapacity if name == "llm-d" else TokenDemand
+        return make(every_ns=every_ns, least=bounds[0], most=bounds[1])
     target = _number(values["target"], "target")
     if target <= 0:
         raise ConfigError("target must be above 0", field="scaler")
@@ -214,10 +308,22 @@ def parse_scaler(text: str) -> Scaler:
         of_kv=name == "kv",
         target=target,
         every_ns=every_ns,
-        least=int(least),
-        most=int(most),
+        least=bounds[0],
+        most=bounds[1],
         stable_ns=_ns(values["stable"], "stable"),
     )
+
+
+def _thresholds(values: Mapping[str, str], every_ns: int, least: int, most: int) -> Thresholds:
+    if not values["context"]:
+        hint = "Write dynamo,context=32768 with the context length of the model."
+        raise ConfigError("dynamo needs a context", field="scaler", hint=hint)
+    context = _number(values["context"], "context")
+    if not context >= 1:
+        raise ConfigError("context must be 1 or more", field="scaler")
+    if values["target"] not in Thresholds.LIMITS:
+        raise ConfigError(f"target: {brief(values['target'])} is not throughput or latency", field="scaler")
+    return Thresholds(target=values["target"], context=context, every_ns=every_ns, least=least, most=most)
 
 
 def _script(given: Mapping[str, str]) -> list[tuple[int, dict[str, int]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvarts.events import Blocked
 from kvarts.executor.simulated import LeapTimes
@@ -13,9 +13,11 @@ from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request, RequestState
 from kvarts.sched.handoffs import Handoffs
 from kvarts.sched.policy import NEVER_NS
-from kvarts.sim.replica import Replica
+from kvarts.sim.replica import MOST_STEPS, Replica
 
 __all__ = ["Queue", "Worker"]
+
+NOT_BLOCKED: Final = Blocked.NOT
 
 
 class Queue(Protocol):
@@ -56,8 +58,8 @@ class Worker:
         self.pending: deque[Handoff] = deque()
         """Requests that wait for pages here, for a prompt that another worker has computed."""
         self.num_in_transfer = 0
-        self.deferred: list[tuple[Callable[[Handoff, int], None], Handoff]] = []
-        """Actions at the end of the step under way."""
+        self.deferred: list[tuple[int, Handoff]] = []
+        """Actions of the fleet at the end of the step under way, by their numbers in kvarts.fleet.moves."""
         self.interrupts: list[tuple[Callable[[Handoff, Worker, int], None], Handoff]] = []
         """Actions after the step under way has ended and its consequences were carried out."""
         self.is_down = False
@@ -79,6 +81,7 @@ class Worker:
         """The durations of the leap under way; None if it has been carried out, or a step is under way."""
         self._start_ns = 0
         self._num_wanted = 16
+        """Steps of the next leap at most, if its durations are listed: it may be cut short."""
 
     def start(self, now_ns: int) -> bool:
         """Start a step, or a leap of identical ones; return whether there was work.
@@ -97,7 +100,12 @@ class Worker:
                 return False
         must_plan, self._must_plan = self._must_plan, False
         if self._leaps and not (others_join or must_plan or self._attempts_next()):
-            num_steps = min(scheduler.horizon(now_ns), scheduler.cache.most_certain_steps, self._num_wanted)
+            num_steps = scheduler.horizon(now_ns)
+            if num_steps > scheduler.cache.most_certain_steps:
+                num_steps = scheduler.cache.most_certain_steps
+            most_steps = MOST_STEPS if replica.decodes_by_rule else self._num_wanted
+            if num_steps > most_steps:
+                num_steps = most_steps
             if num_steps > 1:
                 times = replica.decode_times(now_ns, num_steps)
                 if tiers is not None:
@@ -214,4 +222,4 @@ class Worker:
 
     def changed(self) -> None:
         """Record that the head of the queue may be admitted now."""
-        self.scheduler.blocked = Blocked.NOT
+        self.scheduler.blocked = NOT_BLOCKED

@@ -7,10 +7,12 @@ p. Tokens that no position from p on attends to can be released.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 __all__ = ["KvGroup", "KvKind", "KvLayer", "grouped"]
 
@@ -77,6 +79,8 @@ class KvGroup(msgspec.Struct, frozen=True):
     def token_bits(self, number_bits: Fraction, num_devices: int = 1) -> Fraction:
         """Return the bits per token in all layers of the group, on one of the devices that divide the heads."""
         if not self.layer.keeps_tokens:
+            from fractions import Fraction  # takes longer to import than a short replay to run
+
             return Fraction(0)
         heads = -(-self.layer.num_heads // num_devices)
         return self.num_layers * heads * self.layer.head_numbers * number_bits

@@ -234,6 +234,9 @@ class RunAccount(PartCounts):
 
     def evict(self, num_bytes: int) -> None:
         """Evict parts until `num_bytes` bytes are empty; that many are empty or cached here."""
+        if not self.emits and self.blocks is None and self.eviction_order is None:
+            self._evict_counted(num_bytes)
+            return
         oldest = self._ring.newer
         while self.empty_bytes < num_bytes:
             if self.eviction_order is not None:
@@ -244,6 +247,42 @@ class RunAccount(PartCounts):
             oldest = newer
         if self.events is not None:
             self.events.told()
+
+    def _evict_counted(self, num_bytes: int) -> None:
+        """Do the same without ids, events and an order, in one loop: this runs for every chunk in a full memory."""
+        part_bytes, num_cached, num_evicted, evicted = self.part_bytes, self.num_cached, self.num_evicted, self._evicted
+        missing_bytes = num_bytes - self.empty_bytes
+        gone_bytes = 0
+        oldest = self._ring.newer
+        while gone_bytes < missing_bytes:
+            assert oldest is not None
+            newer = oldest.newer
+            if not isinstance(oldest, PartRun):
+                self.note_gone(gone_bytes)
+                oldest.eat(self, num_bytes)
+                missing_bytes, gone_bytes = num_bytes - self.empty_bytes, 0
+                oldest = newer
+                continue
+            index = oldest.group
+            size = part_bytes[index]
+            count = oldest.end - oldest.start
+            num_enough = -((gone_bytes - missing_bytes) // size)
+            if num_enough < count:
+                count = num_enough
+                oldest.end -= count
+            else:
+                older = oldest.older
+                assert older is not None and newer is not None
+                older.newer, newer.older = newer, older
+                oldest.older = oldest.newer = None
+                oldest.forget()
+            num_cached[index] -= count
+            num_evicted[index] += count
+            gone_bytes += count * size
+            if evicted is not None:
+                evicted += (index, count)
+            oldest = newer
+        self.note_gone(gone_bytes)
 
     def evict_to(self, num_bytes: int, evicted: list[int]) -> None:
         """Do the same, and append the evictions to `evicted`: a group and its number of parts, repeated."""

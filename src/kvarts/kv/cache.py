@@ -165,7 +165,7 @@ class Cache:
         self.publishes_all = False
         """Whether a decode's full page is published even if its tokens are unknown, so that its own request finds it
         after a preemption."""
-        self.most_certain_steps = 1 << 62
+        self.most_certain_steps = (1 << 62) - 1
         """The number of steps of a leap in which it is certain beforehand that no request can be admitted."""
 
     @property

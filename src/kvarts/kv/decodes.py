@@ -97,6 +97,8 @@ class Decodes:
         self.keeps_all = memory.keeps == "all"
         """Whether all released parts are listed."""
         self.bounded = [index for index, group in enumerate(groups) if group.is_bounded]
+        self.num_silent = 0
+        """The number of silent streams that continue."""
         self._first_seen = [FirstSeen(group.layer, page_size) for group in groups]
         self._is_chunk = [group.layer.kind == "chunk" for group in groups]
         self._lengths = [group.layer.span or 1 for group in groups]
@@ -123,8 +125,12 @@ class Decodes:
         if is_settled:
             self.begin(holding)
 
-    def leave(self, holding: RunHolding) -> None:
-        """Remove a holding that ended or is preempted, and bring its releases before this step up to date."""
+    def leave(self, holding: RunHolding, *, keeps_parts: bool = False) -> list[tuple[RunHolding, int]]:
+        """Remove a holding that ended or is preempted, and bring its releases before this step up to date.
+
+        Return the holdings with silent streams that ended for it, and their groups: `begin_group` follows for each,
+        once it has released everything. `keeps_parts`: it stays, and releases nothing at the ends of steps.
+        """
         page_size, base = self.page_size, holding.base
         self.num_decoding -= 1
         self.num_due[-base % page_size] -= 1
@@ -133,8 +139,21 @@ class Decodes:
             self.num_filling -= 1
             filling.remove(holding)
         self.stop_all(holding)
+        ended: list[tuple[RunHolding, int]] = []
+        if self.num_silent or keeps_parts:
+            for index in self.bounded:
+                for run in tuple(holding.held[index]):
+                    if keeps_parts:
+                        self.disturb(run, stops=True)
+                        continue
+                    for other in tuple(run.holders):
+                        stream = other.streams[index]
+                        if stream is not None and stream.is_silent:
+                            self.stop(other, index)
+                            ended.append((other, index))
         holding.is_decoding = False
         holding.num_tokens = base + self.step
+        return ended
 
     # Streams ----------------------------------------------------------------------------------------------
 
@@ -157,34 +176,53 @@ class Decodes:
         if first_step - step >= page_size:
             self._expect(holding, index, first_step)  # the window is not full yet
             return
-        keeps = self.keeps_all
-        stop_step = -1
-        end = 0
-        for run in holding.held[index]:
-            if run.end <= sink:
-                continue
-            if run.start < sink or len(run.holders) > 1 or (end and run.is_kept != keeps):
-                self._expect(holding, index, first_step)
-                return
-            keeps = run.is_kept
-            end = run.end
-            if run.span is not None:
-                run.span.is_moving = True
         if sink and holding.first_open[index] < sink:
             self._expect(holding, index, first_step)
             return
+        keeps, is_silent, end, is_whole = self.keeps_all, False, 0, True
+        for run in holding.held[index]:
+            if run.end <= sink:
+                continue
+            is_later = False if len(run.holders) == 1 else self._is_passed_later(run, holding)
+            if run.start < sink or is_later is None or (end and (run.is_kept != keeps or is_later != is_silent)):
+                is_whole = False
+                break
+            keeps, is_silent, end = run.is_kept, is_later, run.end
+            if run.span is not None:
+                run.span.is_moving = True
+        if not is_whole and end <= page + 1:
+            self._expect(holding, index, first_step)
+            return
         slot = first_step % page_size
-        stream = holding.streams[index] = Stream(holding, index, page, slot, keeps=keeps)
-        self.given_bytes[slot] += self._account.part_bytes[index]
-        if keeps:
-            insort(self.listing[slot], stream, key=_turn)
-            self.num_listed[index][slot] += 1
-            if not self.keeps_all:
-                stop_step = self._last_step(holding, index, end - 1)
+        stream = holding.streams[index] = Stream(holding, index, page, slot, keeps=keeps, is_silent=is_silent)
+        if is_silent:
+            self.num_silent += 1
         else:
-            self.num_emptied[index][slot] += 1
-        if stop_step >= 0:
-            self._expect(holding, index, stop_step)  # generated parts are not kept
+            self.given_bytes[slot] += self._account.part_bytes[index]
+            if keeps:
+                insort(self.listing[slot], stream, key=_turn)
+                self.num_listed[index][slot] += 1
+            else:
+                self.num_emptied[index][slot] += 1
+        if is_silent or not is_whole or (keeps and not self.keeps_all):
+            # Pages from there on are released in another way: generated parts are not kept, for example.
+            self._expect(holding, index, self._last_step(holding, index, end - 1))
+
+    def _is_passed_later(self, run: PartRun, holding: RunHolding) -> bool | None:
+        """Return whether another decode certainly passes the pages of `run` later than `holding`; None if one may.
+
+        If all others pass them earlier, they do not hold these pages when `holding` passes them.
+        """
+        index, base, is_certain = run.group, holding.base, True
+        for other in run.holders:
+            if other is holding:
+                continue
+            is_settled = other.streams[index] is not None or other.odd_steps[index] >= 0
+            if not (other.is_decoding and is_settled) or other.base == base:
+                is_certain = False
+            elif other.base < base:
+                return True
+        return False if is_certain else None
 
     def stop_all(self, holding: RunHolding) -> None:
         """End the releases of all groups."""
@@ -199,6 +237,10 @@ class Decodes:
             return
         self.catch_up(stream)
         holding.streams[index] = None
+        if stream.is_silent:
+            self.num_silent -= 1
+            stream.last = stream.high
+            return
         slot = stream.slot
         self.given_bytes[slot] -= self._account.part_bytes[index]
         if stream.keeps:
@@ -209,16 +251,17 @@ class Decodes:
         stream.last = stream.high
         stream.set_gate()
 
-    def disturb(self, run: PartRun) -> None:
-        """Make the releases of `run` odd for its holders, because another sequence begins to hold it."""
+    def disturb(self, run: PartRun, *, stops: bool = False) -> None:
+        """Make the releases of `run` odd for its holders, because another sequence begins to hold it.
+
+        If a holder `stops` instead, which others may have relied on, silent ones are odd as well.
+        """
         index = run.group
-        for holding in run.holders:
+        for holding in tuple(run.holders):
             stream = holding.streams[index]
-            if stream is not None:
+            if stream is not None and (stops or not stream.is_silent):
                 self.stop(holding, index)
-                self._expect(
-                    holding, index, (stream.last + 1) * self.page_size + self._lengths[index] - 2 - holding.base
-                )
+                self._expect(holding, index, self._last_step(holding, index, stream.last))
 
     def _last_step(self, holding: RunHolding, index: int, page: int) -> int:
         """Return the step with the last token that attends to `page`, in a group with windows."""
@@ -358,6 +401,9 @@ class Decodes:
         """Return an upper bound of the bytes that are released at the end of this step, which is odd."""
         num_bytes = self.given_bytes[self.step % self.page_size]
         for _, index, holding in self._odd[self.step]:
+            stream = holding.streams[index]
+            if stream is not None:
+                self.catch_up(stream)
             held = holding.held[index]
             first = held[0].start if held else holding.first_open[index]
             num_pages = (holding.base + self.step) // self.page_size + 1 - first
@@ -464,6 +510,9 @@ class Decodes:
 
     def catch_up(self, stream: Stream) -> None:
         """Bring the runs of `stream`, and of its holding, up to date with the last step."""
+        if stream.seen == self.step:
+            return
+        stream.seen = self.step
         holding, index = stream.holding, stream.group
         page = self._first_seen[index].page(holding.base + self.step)
         at = stream.high
@@ -473,6 +522,18 @@ class Decodes:
         place = 0
         while sink and place < len(held) and held[place].end <= sink:
             place += 1
+        if stream.is_silent:
+            stream.high = page
+            while place < len(held) and held[place].start < page:
+                passed = held[place]
+                if passed.end > page:
+                    passed = passed.split(page)
+                del held[place]
+                passed.holders.remove(holding)
+                passed.is_passed = True
+            return
+        if self.num_silent:
+            self.catch_up_others(holding, index, page)
         while at < page and place < len(held):
             run = held[place]
             end = run.end
@@ -489,6 +550,19 @@ class Decodes:
             self._give(stream, None, at, page)
         stream.high = page
         stream.set_gate()
+
+    def catch_up_others(self, holding: RunHolding, index: int, page: int) -> None:
+        """Bring silent streams up to date that hold pages before `page` with `holding`."""
+        held = holding.held[index]
+        place = 0
+        while place < len(held) and held[place].start < page:
+            holders = held[place].holders
+            if len(holders) > 1:
+                for other in tuple(holders):
+                    stream = other.streams[index]
+                    if stream is not None and stream.is_silent and other is not holding:
+                        self.catch_up(stream)
+            place += 1
 
     def _give(self, stream: Stream, run: PartRun | None, start: int, end: int) -> None:
         """Move pages [start, end) of `run` to `stream`; if they reach its end, nothing holds the run any more.
@@ -529,10 +603,11 @@ class Decodes:
         span.is_moving = False
         for index in self.bounded:
             for run in tuple(span.parts[index]):
-                for holding in run.holders:
+                for holding in tuple(run.holders):
                     of_holder = holding.streams[index]
                     if of_holder is not None:
-                        self.catch_up(of_holder)
+                        if of_holder.seen != self.step:
+                            self.catch_up(of_holder)
                         span.is_moving = True
                 stream = run.stream
                 if stream is not None and not stream.trim(run):

@@ -357,7 +357,7 @@ class GroupPages(Cache):
         parts = cast(PartHolding, holding).parts
         parts.has_decoded = True
         if parts.is_decoding:
-            self.parts.decodes.leave(parts)
+            self.parts.decodes.leave(parts, keeps_parts=True)
             parts.num_taken = num_pages
 
     def publish_due(self) -> None:

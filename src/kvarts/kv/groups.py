@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import msgspec
 from msgspec.structs import replace
 
+from kvarts.config import StateMode
 from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.pool import PageId
@@ -37,7 +38,6 @@ __all__ = [
     "Retention",
     "Scoring",
     "SinkWindow",
-    "StateMode",
     "most_blocks",
     "retained_by_group",
     "with_states",
@@ -46,9 +46,6 @@ __all__ = [
 Retention = Literal["all", "tails"]
 """The parts of windows and chunks that are kept: `all`, as in vLLM, or the `tails`, to which the token after the last
 full page of a marked end, or of the whole sequence, attends."""
-StateMode = Literal["snapshots", "all", "align"]
-"""The states that are kept: `snapshots` at ends of prompts; one after `all` pages; or one after the last page of each
-chunk of a prompt, which ends at a page: `align`. The last two are modes of vLLM."""
 STATE_SPAN = 2
 """The span of states that are kept by page: a token needs the state after the token before it."""
 

@@ -17,7 +17,7 @@ from kvarts.kv.decodes import Decodes
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import IdPool, PageError, PageId
-from kvarts.kv.runs import Listed, PartRun, RunHolding, RunMatch, Span, Spot
+from kvarts.kv.runs import NEVER, Listed, PartRun, RunHolding, RunMatch, Span, Spot
 from kvarts.kv.span_tree import SpanTree
 
 __all__ = ["RunCache"]
@@ -77,7 +77,8 @@ class RunCache(RunAccount):
 
     def disturb(self, run: PartRun) -> None:
         """Make the releases of decodes that hold `run` odd."""
-        self.decodes.disturb(run)
+        if self.groups[run.group].is_bounded:
+            self.decodes.disturb(run)
 
     def lost_holder(self, run: PartRun) -> None:
         """Reserve the place of `run` in the list if only stores hold it now.
@@ -108,12 +109,13 @@ class RunCache(RunAccount):
         holding.branch = match.branch * self.page_size
         last.num_users += 1
         for pieces in found:
-            path = [run.cut(start, end) for run, start, end in pieces]
+            path = [run if run.start == start and run.end == end else run.cut(start, end) for run, start, end in pieces]
             self.hold_path(path, holding)
             if self.eviction_order is None:
                 # Windows of others that passed them page by page have left them in pieces.
                 for before, piece in pairwise(path):
-                    piece.join_held(before)
+                    if before.span is piece.span:
+                        piece.join_held(before)
         if self.wants is not None and length <= content.num_known_pages:
             for index in self._bounded:
                 for run in holding.held[index]:
@@ -212,6 +214,8 @@ class RunCache(RunAccount):
                 self.release(index, held, holding, is_passed=True)
             return
         sink, first = self.tree.needed(index, num_tokens)
+        if self.decodes.num_silent:
+            self.decodes.catch_up_others(holding, index, first)
         at = 0
         given: list[PartRun] = []
         while at < len(held) and held[at].start < first:
@@ -328,6 +332,8 @@ class RunCache(RunAccount):
         num_bytes = 0
         for index, runs in enumerate(holding.held):
             count = self._num_private(holding, index)
+            if held is not None and self.decodes.num_silent:
+                self.decodes.catch_up_others(holding, index, NEVER)
             for run in runs:
                 if held is not None:
                     held[id(run)] = held.get(id(run), 0) + 1
@@ -356,8 +362,9 @@ class RunCache(RunAccount):
         """
         if not holding.is_open:
             raise PageError("the holding is closed")
+        ended: list[tuple[RunHolding, int]] = []
         if holding.is_decoding:
-            self.decodes.leave(holding)
+            ended = self.decodes.leave(holding)
             assert num_taken is not None
             holding.num_taken = num_taken
         if num_full_pages > holding.num_named:
@@ -379,6 +386,8 @@ class RunCache(RunAccount):
                 held.reverse()
                 holding.held[index] = []
                 self.release(index, held, holding)
+        for other, index in ended:
+            self.decodes.begin_group(other, index)
         last = holding.last
         last.num_users -= 1
         if not last.num_users:
@@ -725,9 +734,10 @@ class RunCache(RunAccount):
         for index, _ in self.listed_pages():
             cached[index] += 1
         held: dict[int, int] = {}
-        for holding in holdings:
+        private = [[self._num_private(holding, index) for index in range(len(groups))] for holding in holdings]
+        for holding, of_groups in zip(holdings, private, strict=True):
             for index, runs in enumerate(holding.held):
-                used[index] += self._num_private(holding, index)
+                used[index] += of_groups[index]
                 for run in runs:
                     count = held.get(id(run), 0)
                     held[id(run)] = count + 1

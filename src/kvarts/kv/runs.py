@@ -161,6 +161,10 @@ class PartCounts:
             self._evicted += (index, count)
         self.num_cached[index] -= count
         self.num_evicted[index] += count
+        self.note_gone(num_bytes)
+
+    def note_gone(self, num_bytes: int) -> None:
+        """Count `num_bytes` of cached parts as empty."""
         self.evicted_bytes += num_bytes
         self.cached_bytes -= num_bytes
         self.empty_bytes += num_bytes
@@ -372,8 +376,9 @@ class PartRun(Listed):
         span = self.span
         if span is not None:
             self.span = None
-            span.parts[self.list_index].remove(self)
-            if not (span.num_users or span.children):
+            runs = span.parts[self.list_index]
+            runs.remove(self)
+            if not (runs or span.num_users or span.children):
                 span.prune()
 
     def precedes(self, run: PartRun) -> bool:
@@ -591,17 +596,36 @@ class Stream:
     the page that is evicted next. `high`: the first page that is not released, as far as `runs` are up to date: these
     have the pages in between, except for the ranges of `holes`, which it no longer lists. `last`: no page from there on
     is released; NEVER while it continues. `gate`: the page at which the first of `runs` has nothing left, if that is
-    known.
+    known. `seen`: the step with which it is up to date. `is_silent`: another decode holds each page when the window of
+    `holding` passes it, and lists it later, so nothing is listed and nothing counted.
     """
 
-    __slots__ = ("admission", "gate", "group", "high", "holding", "holes", "keeps", "last", "low", "runs", "slot")
+    __slots__ = (
+        "admission",
+        "gate",
+        "group",
+        "high",
+        "holding",
+        "holes",
+        "is_silent",
+        "keeps",
+        "last",
+        "low",
+        "runs",
+        "seen",
+        "slot",
+    )
 
-    def __init__(self, holding: RunHolding, group: int, page: int, slot: int, *, keeps: bool) -> None:
+    def __init__(
+        self, holding: RunHolding, group: int, page: int, slot: int, *, keeps: bool, is_silent: bool = False
+    ) -> None:
         self.holding = holding
         self.admission = holding.admission
         self.group = group
         self.slot = slot
         self.keeps = keeps
+        self.is_silent = is_silent
+        self.seen = -1
         self.low = self.high = page
         self.last = NEVER
         self.gate = NEVER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -13,6 +13,7 @@ __all__ = [
     "Awaited",
     "Coming",
     "Direction",
+    "LoadKv",
     "Loaded",
     "Move",
     "Offer",
@@ -23,6 +24,10 @@ __all__ = [
     "TransferTotals",
     "Weighed",
 ]
+
+
+LoadKv = Literal["placed", "async", "sync"]
+"""How a request waits for its load: with a place among the running ones, without one, or within a step."""
 
 
 class PrefillTimes(Protocol):

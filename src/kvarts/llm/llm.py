@@ -140,6 +140,9 @@ class LLM:
             logger.info("pages are whole, though layers of the model keep less: %s", room.whole_pages)
         if room.has_states and speculation is not None:
             check_combination({"speculation": "speculative_config", "states": "model"})
+        drafts_first = speculation is not None and speculation.draft_order == "first"
+        if room.cut is not None and drafts_first:
+            check_combination({"first_drafts": "speculative_config.draft_order", "kv_groups": "kv_groups"})
         if config is None:
             config = options.engine_config(room.num_pages(options.kv_memory))
         if config.snapshots != "ends" and not room.has_states:
@@ -151,6 +154,8 @@ class LLM:
         """Number of pages of each tier below the device, by name; of blocks with KV groups."""
         if self.offload is not None and self.offload.load_overlap == "layers":
             check_combination({"layers": "offload.load_overlap", "model": "model"})
+        if self.offload is not None and self.offload.load_kv != "placed":
+            check_combination({f"{self.offload.load_kv}_loads": "offload.load_kv", "model": "model"})
         if self.offload is not None and self.offload.bus is not None:
             check_combination({"bus": "offload.bus", "model": "model"})
         if self.offload is not None and self.offload.copy_slowdown:
@@ -206,6 +211,7 @@ class LLM:
             tiers=preparation_of(self.offload, **of_files),
             make_order=eviction,
             drafter=drafter,
+            num_draft_slots=speculation.num_speculative_tokens if speculation is not None and drafts_first else 0,
             step_ns=None if cost is None else cost.step_ns,
         )
         self.kv_groups = room.kv_groups

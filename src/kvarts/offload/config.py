@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 import msgspec
 
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
+from kvarts.kv.transfer import LoadKv
 from kvarts.limits import MOST_BYTES, MOST_BYTES_PER_TOKEN, MOST_LAYERS, MOST_MS, MOST_PAGES, check_number, check_whole
 from kvarts.offload.channel import ChannelSpec, TierSpec
 from kvarts.settings import SettingError, setting
@@ -16,7 +17,7 @@ from kvarts.units import meant_size, parse_bytes, parse_rate
 if TYPE_CHECKING:
     from kvarts.kv.groups import GroupMemory
 
-__all__ = ["LoadOverlap", "OffloadConfig", "OffloadPolicy", "PreemptionMode"]
+__all__ = ["LoadKv", "LoadOverlap", "OffloadConfig", "OffloadPolicy", "PreemptionMode"]
 
 LoadOverlap = Literal["none", "layers"]
 OffloadPolicy = Literal["eager", "lazy"]
@@ -42,7 +43,10 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     must report a transfer before it is complete. `preemption_mode`: with `swap`, pages that only a preempted request
     can find, those of generated tokens without ids, are stored in host memory until it ends; with `recompute` they are
     not. `load_overlap`: with `layers`, the first step of a request computes one of `num_layers` layers while later ones
-    are loaded; with `none` it waits for its whole load. `copy_slowdown`: a step takes 1 + this times as long while
+    are loaded; with `none` it waits for its whole load. `load_kv`: with `placed`, a request that waits for its load has
+    a place among the running requests and all pages of its prompt; with `async` it has no place, and only the pages
+    that are loaded or found, as with vLLM's `load_kv_async`; with `sync` it runs at once, and the step lasts as long as
+    the load. `copy_slowdown`: a step takes 1 + this times as long while
     pages are copied from or to the device.
 
     `disk_pages` or `disk_memory`: the size of the files below host memory, which are written as soon as a page is in
@@ -156,6 +160,14 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             flag="--load-overlap",
         ),
     ] = "none"
+    load_kv: Annotated[
+        LoadKv,
+        setting(
+            "A request that waits for its load has a place among the running ones; none, as in vLLM with a connector "
+            "that loads asynchronously; or does not wait, as with one that loads synchronously.",
+            flag="--load-kv",
+        ),
+    ] = "placed"
     num_layers: Annotated[
         int,
         setting("Layers of the model.", flag=None, default="32, as in Llama 3.1 8B; with --model, those of the model"),
@@ -189,7 +201,15 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise SettingError(f"must be 'swap' or 'recompute', got {self.preemption_mode!r}", "preemption_mode")
         if self.load_overlap not in ("none", "layers"):
             raise SettingError(f"must be 'none' or 'layers', got {self.load_overlap!r}", "load_overlap")
+        if self.load_kv not in get_args(LoadKv):
+            raise SettingError(f"must be 'placed', 'async' or 'sync', got {self.load_kv!r}", "load_kv")
         check_whole(self.num_layers, "num_layers", most=MOST_LAYERS)
+        if self.load_kv == "sync" and self.fail_every:
+            raise SettingError(
+                "does not go with synchronous loads: their requests run before they end",
+                "fail_every",
+                hint="Leave it at 0, or set load_kv to async.",
+            )
         if self.target_free is not None:
             check_whole(self.target_free, "target_free", least=0, most=MOST_PAGES)
         for field in ("h2d", "d2h", "disk_read", "disk_write", *(() if self.bus is None else ("bus",))):
@@ -262,6 +282,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             given["full_prompt_hits"] = "full_prompt_hits"
         if self.load_overlap == "layers":
             given["layers"] = "load_overlap"
+        if self.load_kv != "placed":
+            given[f"{self.load_kv}_loads"] = "load_kv"
         check_combination(given)
         host = self._num_blocks("host_pages", "host_memory", memory)
         return self._specs(host, self._num_blocks("disk_pages", "disk_memory", memory)) if host else ()

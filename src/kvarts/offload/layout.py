@@ -172,6 +172,10 @@ class Layout(Generic[TierT]):
         """
         raise NotImplementedError
 
+    def found(self, content: Content, start: int, limit: int) -> tuple[int, ...]:
+        """Return how many of the pages [start, limit) of `content` each tier that is not elsewhere adds, in turn."""
+        raise NotImplementedError
+
     def forget(self, request: int) -> None:
         """End the pins of the offer to `request`."""
         raise NotImplementedError

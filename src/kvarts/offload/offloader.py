@@ -108,6 +108,7 @@ class Offloader(Transfers, Generic[LayoutT]):
         self.resumed = layout.resumed
         self.ended = layout.ended
         self.lookup = layout.lookup
+        self.found = layout.found
         self.forget = layout.forget
         self.await_write = layout.await_write
 

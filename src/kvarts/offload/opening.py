@@ -108,6 +108,7 @@ class TiersToOpen:
         self.watcher: TreeWatcher | None = self._safe_first
         self.evicts_safe_first = self._safe_first is not None
         self.full_prompt_hits = offload.full_prompt_hits
+        self.load_kv = offload.load_kv
         self.num_tiers = len(specs)
 
     def open_below(

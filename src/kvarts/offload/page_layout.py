@@ -410,6 +410,14 @@ class PageLayout(Layout[PageTier]):
             return None
         return Offer(position - start, tuple(by_tier))
 
+    def found(self, content: Content, start: int, limit: int) -> tuple[int, ...]:
+        """Return how many of the pages [start, limit) of `content` each tier that is not elsewhere adds, in turn."""
+        counts: list[int] = []
+        for tier in self.own:
+            counts.append(tier.find(content, start, limit))
+            start += counts[-1]
+        return tuple(counts)
+
     def coming(self, content: Content, start: int, limit: int, now_ns: int) -> Coming | None:
         """Return the pages of `content` from `start` on that other engines are storing in the last tier."""
         return self.tiers[-1].coming(content, start, limit, now_ns)

@@ -364,6 +364,13 @@ class PartLayout(Layout[PartTier]):
         self._newest = request
         return Offer(ends[-1] - start, by_tier, tuple(runs), tuple(most_front))
 
+    def found(self, content: Content, start: int, limit: int) -> tuple[int, ...]:
+        """Return how many of the pages [start, limit) of `content` each tier that is not elsewhere adds, in turn."""
+        ends = [start]
+        for depth in range(1, self._num_own + 1):
+            ends.append(max(ends[-1], self._match(content, limit, depth).num_pages))
+        return tuple(end - before for before, end in pairwise(ends))
+
     def _match(self, content: Content, limit: int, depth: int) -> RunMatch:
         """Return how far every group can resume with the parts of the device and of the first `depth` tiers."""
         last, tree = self.tiers[-1], self._parts.tree

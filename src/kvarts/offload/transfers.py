@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import cast
+from typing import Final, cast
 
 import msgspec
 
@@ -97,7 +97,7 @@ class UnderWay(msgspec.Struct, eq=False):
     """For each request that waits for a load, the start of its wait."""
 
 
-NEVER_NS = 1 << 62
+NEVER_NS: Final = (1 << 62) - 1
 MILLION = 1_000_000
 
 
@@ -157,6 +157,7 @@ class Transfers:
     def use_early(self, transfer: int) -> None:
         """Record that the planned step uses the pages of a load under way: no request waits for it any longer."""
         self._count_waits(self._under_way[transfer])
+        self._under_way[transfer].is_early = True
         self._used.append(transfer)
 
     def step_ns(self, now_ns: int, duration_ns: int) -> int:

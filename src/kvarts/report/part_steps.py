@@ -17,14 +17,19 @@ BOUNDED = ("window", "chunk")
 KEPT_WHOLE = ("full", "latent")
 
 
+def _is_bounded(group: Mapping[str, Any]) -> bool:
+    """Return whether running requests release parts of `group`; states by page have tokens."""
+    return group["kind"] in BOUNDED or (group["kind"] == "state" and "tokens" in group)
+
+
 class PartSteps:
     """Stores the changes of parts in the leaps of one engine. `memory`: description of its memory with KV groups."""
 
     def __init__(self, memory: Mapping[str, Any]) -> None:
         groups = memory["kv_groups"]
         self._part_blocks = [group["part_blocks"] for group in groups]
-        self._bounded = [index for index, group in enumerate(groups) if group["kind"] in BOUNDED]
-        self._of_tokens = [group["kind"] in BOUNDED + KEPT_WHOLE for group in groups]
+        self._bounded = [index for index, group in enumerate(groups) if _is_bounded(group)]
+        self._of_tokens = [group["kind"] in KEPT_WHOLE or _is_bounded(group) for group in groups]
         self._listed = [PackedColumn("i") for _ in self._bounded]
         self._emptied = [PackedColumn("i") for _ in self._bounded]
         self._num_leaps = 0

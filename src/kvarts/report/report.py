@@ -142,7 +142,7 @@ class Report:
         }
 
     @property
-    def request_columns(self) -> dict[str, Column]:
+    def request_columns(self) -> Mapping[str, Column]:
         """Integer columns of the requests, by index: `row` of the trace, `status`, times in ns, tokens."""
         return self._request_log.columns
 
@@ -201,24 +201,29 @@ class Report:
         config = self.config
         raw = self._request_log.numbers()
         done = raw["status"] == COMPLETED
-        completed = raw if done.all() else {name: column[done] for name, column in raw.items()}
+        are_all_done = done.all()
+
+        def completed(name: str) -> Numbers:
+            """Return a column of the requests that have completed."""
+            return raw[name] if are_all_done else raw[name][done]
+
         logs = self.step_logs
         spans = [log.numbers for log in logs]
         num_requests = len(done)
-        num_completed = len(completed["row"])
-        ttft_ns = completed["first_token_ns"] - completed["arrival_ns"]
-        e2e_ns = completed["last_token_ns"] - completed["arrival_ns"]
-        queue_ns = completed["first_admitted_ns"] - completed["arrival_ns"]
-        output = completed["output_tokens"]
+        num_completed = len(completed("row"))
+        ttft_ns = completed("first_token_ns") - completed("arrival_ns")
+        e2e_ns = completed("last_token_ns") - completed("arrival_ns")
+        queue_ns = completed("first_admitted_ns") - completed("arrival_ns")
+        output = completed("output_tokens")
         several = output > 1
-        decode_ns = completed["last_token_ns"] - completed["first_token_ns"]
+        decode_ns = completed("last_token_ns") - completed("first_token_ns")
         tpot_ns = decode_ns[several] / (output[several] - 1)
         end_ns = max(log.end_ns for log in logs)
         duration_s = max(end_ns, int(raw["arrival_ns"].max(initial=0))) / 1e9
-        input_tokens = int(completed["input_tokens"].sum())
+        input_tokens = int(completed("input_tokens").sum())
         output_tokens = int(output.sum())
-        cached_tokens = int(completed["cached_tokens"].sum())
-        cached_by_tier = {name: int(completed[f"{name}_tokens"].sum()) for name in self._tiers}
+        cached_tokens = int(completed("cached_tokens").sum())
+        cached_by_tier = {name: int(completed(f"{name}_tokens").sum()) for name in self._tiers}
         cached_by_tier = {"device": cached_tokens - sum(cached_by_tier.values()), **cached_by_tier}
         busy_ns = sum(int(span["duration_ns"].sum()) for span in spans)
         used_page_ns, busy_page_ns, peaks = 0, 0, []
@@ -266,7 +271,7 @@ class Report:
             "num_cached_tokens_by_tier": cached_by_tier,
             "transfers": _added_up(self._transfers) if self._tiers else None,
             **({} if self._sessions is None else {"sessions": dict(self._sessions)}),
-            "num_recomputed_tokens": int(completed["recomputed_tokens"].sum()),
+            "num_recomputed_tokens": int(completed("recomputed_tokens").sum()),
             "num_preemptions": sum(int(span["preempted"].sum()) for span in spans),
             "num_tokens_lost_to_preemption": sum(log.tokens_lost for log in logs),
             "num_steps": sum(map(len, logs)),
@@ -444,7 +449,11 @@ class Report:
         unit_tokens, page_size = self._trace.unit_tokens, self.config.page_size
         groups = [group for log in self.step_logs for group in log.memory.get("kv_groups", ())]
         finds_prefixes = not getattr(self.config, "no_prefix_caching", False)
-        if finds_prefixes and page_size < unit_tokens and any(group["kind"] == "state" for group in groups):
+        if (
+            finds_prefixes
+            and page_size < unit_tokens
+            and any(group["kind"] == "state" and "tokens" not in group for group in groups)
+        ):
             said.append(
                 f"layers have a state, and a hash id of the trace stands for {unit_tokens} tokens: with pages of "
                 f"{page_size}, most snapshots at the ends of prompts are never found; use --page-size "
@@ -507,16 +516,17 @@ class Report:
 
     def _replicas(self, raw: Mapping[str, Numbers], done: Numbers, peaks_used: list[int]) -> list[dict[str, Any]]:
         out = []
+        replicas, input_of, cached_of = raw["replica"], raw["input_tokens"], raw["cached_tokens"]
         for replica, log in enumerate(self.step_logs):
-            mine = done & (raw["replica"] == replica)
+            mine = done & (replicas == replica)
             spans = log.numbers
-            input_tokens = int(raw["input_tokens"][mine].sum())
+            input_tokens = int(input_of[mine].sum())
             out.append(
                 {
                     "num_completed": int(mine.sum()),
                     "num_steps": len(log),
                     "num_preemptions": int(spans["preempted"].sum()),
-                    "prefix_hit_ratio": _ratio(int(raw["cached_tokens"][mine].sum()), input_tokens),
+                    "prefix_hit_ratio": _ratio(int(cached_of[mine].sum()), input_tokens),
                     "peak_used_pct": peaks_used[replica] / log.num_pages,
                     "busy_ms": int(spans["duration_ns"].sum()) / NS_PER_MS,
                 }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvarts.columns import Column, Rows
-from kvarts.few import Few, Numbers, arrays_pay
+from kvarts.few import Few, NarrowColumns, Numbers, arrays_pay
 from kvarts.request import Request
 from kvarts.traffic.trace import TraceRequest
 
@@ -45,7 +45,7 @@ class RequestLog:
         self._fields = (*_REQUEST_FIELDS, *of_tiers, *more)
         self._num_tiers = len(of_tiers)
         self._rows = Rows(len(self._fields))
-        self._columns: dict[str, Column] | None = None
+        self._columns: NarrowColumns | None = None
         self._largest_hit_counts = largest_hit_counts
         self._ids: dict[int, str] = {}
         self._reasons: dict[int, str] = {}
@@ -59,26 +59,27 @@ class RequestLog:
     ) -> None:
         """Add `request`, which generated its last token. `more`: the values of the further columns."""
         num_output = request.num_output_tokens if status == CANCELLED else request.max_tokens
-        self._rows.add(
-            (
-                request.index,
-                row.row,
-                status,
-                replica,
-                request.arrival_ns,
-                request.num_prompt_tokens,
-                num_output,
-                request.first_admitted_ns,
-                request.first_token_ns,
-                -1 if status == CANCELLED else request.last_token_ns,
-                request.largest_hit_tokens if self._largest_hit_counts else request.cached_tokens,
-                request.num_admissions,
-                request.num_preemptions,
-                request.recomputed_tokens,
-                *(self._cached_below(request) if self._num_tiers else ()),
-                *more,
-            )
-        )
+        values = [
+            request.index,
+            row.row,
+            status,
+            replica,
+            request.arrival_ns,
+            request.num_prompt_tokens,
+            num_output,
+            request.first_admitted_ns,
+            request.first_token_ns,
+            -1 if status == CANCELLED else request.last_token_ns,
+            request.largest_hit_tokens if self._largest_hit_counts else request.cached_tokens,
+            request.num_admissions,
+            request.num_preemptions,
+            request.recomputed_tokens,
+        ]
+        if self._num_tiers:
+            values += self._cached_below(request)
+        if more:
+            values += more
+        self._rows.add(values)
         if request.stalls_ns:
             self.stalls_ns += request.stalls_ns
         if row.request_id is not None:
@@ -109,17 +110,20 @@ class RequestLog:
         self.end(request, row, replica, status, more)
 
     @property
-    def columns(self) -> dict[str, Column]:
+    def columns(self) -> Mapping[str, Column]:
         """Integer columns by name, sorted by arrival. They are built once, when every request has ended."""
         if self._columns is None:
             import numpy as np
 
-            columns = self._rows.take_columns()
+            columns = self._rows.take_narrow_columns()
             order = np.argsort(columns[0])
-            self._columns = {name: column[order] for name, column in zip(self._fields, columns, strict=True)}
+            sorted_columns: dict[str, Column] = {}
+            for name in reversed(self._fields):  # memory never holds all of them twice
+                sorted_columns[name] = columns.pop()[order]
+            self._columns = NarrowColumns({name: sorted_columns[name] for name in self._fields})
         return self._columns
 
-    def numbers(self) -> dict[str, Numbers]:
+    def numbers(self) -> Mapping[str, Numbers]:
         """Return `columns`, as Few if there are too few rows for arrays."""
         if self._columns is not None or arrays_pay(len(self._rows) * len(self._fields)):
             return self.columns

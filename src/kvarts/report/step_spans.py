@@ -6,7 +6,7 @@ where an event has one, and else per step. A StepLog computes the rest on demand
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, cast
 
 from msgspec.structs import astuple
@@ -14,12 +14,13 @@ from mypy_extensions import mypyc_attr
 
 from kvarts.columns import Column, Rows
 from kvarts.events import AtRest, Event, LeapDone, PerStep, Preemption, StepDone
+from kvarts.few import Numbers
 from kvarts.report.packed import PackedColumn
 from kvarts.sched.wheel import PagesDue
 
-__all__ = ["HOW_FIELDS", "LISTED_PAGES", "LISTED_TIMES", "StepSpans", "TimesByRule"]
+__all__ = ["HOW_FIELDS", "LISTED_PAGES", "LISTED_TIMES", "SPAN_FIELDS", "StepSpans", "TimesByRule", "as_fields"]
 
-_SPAN_FIELDS = (
+SPAN_FIELDS = (
     "num_steps",
     "start_ns",
     "used",
@@ -38,6 +39,29 @@ _SPAN_FIELDS = (
 HOW_FIELDS = ("took_ns", "known_tokens", "how")
 """More columns of spans, which say how the steps of a span differ: its duration, or -1 if that is the sum of listed
 ones; the tokens that its decodes know in the first step, for a rule; and flags."""
+_STORED_FIELDS = (
+    "took_ns",
+    "first",
+    "second",
+    "flags",
+    "start_ns",
+    "used",
+    "cached",
+    "released",
+    "running",
+    "waiting",
+    "loading",
+    "others",
+)
+"""The columns from which `as_fields` makes those of HOW_FIELDS and SPAN_FIELDS.
+
+`flags`: `how`, from LEAP on `is_leap`, and from BLOCKED on `blocked`. `first`, `second`: of a leap, `known_tokens` and
+`num_steps`, and its running requests are its decodes and tokens; of a step, `decodes` and `tokens`. `others`:
+`admitted`, and from PREEMPTED on `preempted`.
+"""
+LEAP: Final = 4
+BLOCKED: Final = 8
+PREEMPTED: Final = 1 << 31
 LISTED_TIMES: Final = 1
 """The durations are listed, one per step. Otherwise a single step takes `took_ns`, and several are by the rule."""
 LISTED_PAGES: Final = 2
@@ -61,6 +85,29 @@ class TimesByRule(PerStep, Protocol):
 
     def of_steps_ns(self, known_tokens: Column) -> Column:
         """Return the durations of steps of the engine in which the decodes know so many tokens in total."""
+
+
+def as_fields(stored: dict[str, Numbers], where: Callable[[Numbers, Numbers, Numbers], Numbers]) -> dict[str, Numbers]:
+    """Return the columns HOW_FIELDS and SPAN_FIELDS, and all others that are stored.
+
+    `where`: returns the numbers of one column where another says so, and those of a third elsewhere.
+    """
+    first, second, flags = stored.pop("first"), stored.pop("second"), stored.pop("flags")
+    others = stored.pop("others")
+    is_leap = flags % BLOCKED // LEAP
+    nothing = first - first
+    return {
+        **stored,
+        "known_tokens": where(is_leap, first, nothing),
+        "decodes": where(is_leap, stored["running"], first),
+        "num_steps": where(is_leap, second, nothing + 1),
+        "tokens": where(is_leap, stored["running"], second),
+        "how": flags % LEAP,
+        "is_leap": is_leap,
+        "blocked": flags // BLOCKED,
+        "admitted": others % PREEMPTED,
+        "preempted": others // PREEMPTED,
+    }
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -93,9 +140,10 @@ class StepSpans:
         side_fields = self.tier_fields + self.group_fields
         self.preemptions: list[tuple[int, Preemption]] = []
         """The preemptions in order, each with its step."""
-        self._span_fields = _SPAN_FIELDS + side_fields
+        self._span_fields = SPAN_FIELDS + side_fields
+        self._stored_fields = _STORED_FIELDS + side_fields
         self._rest_fields = _REST_FIELDS + side_fields
-        self._spans = Rows(len(HOW_FIELDS) + len(self._span_fields))
+        self._spans = Rows(len(self._stored_fields))
         self._rests = Rows(len(self._rest_fields))
         self._num_steps = 0
         self._durations_ns = PackedColumn("q")
@@ -122,44 +170,43 @@ class StepSpans:
         for event in events:
             if isinstance(event, StepDone):
                 # One call for all fields costs as much as reading two of them.
-                fields = astuple(event)
-                step, start_ns, duration_ns, used, cached, released, running, waiting, blocked = fields[:9]
-                decodes, tokens, admitted, preemptions, tiers, _, reserved, loading = fields[9:17]
-                if reserved != self._num_reserved:
-                    self._note_reserved(step, reserved)
-                if preemptions:
-                    self.preemptions += [(step, preemption) for preemption in preemptions]
+                # step, start_ns, duration_ns, used, cached, released, running, waiting, blocked, decodes, tokens, then
+                # admitted, preemptions, tiers, withheld, reserved, loading
+                fields: tuple[Any, ...] = astuple(event)
+                if fields[15] != self._num_reserved:
+                    self._note_reserved(fields[0], fields[15])
+                others = fields[11]
+                if fields[12]:
+                    self.preemptions += [(fields[0], preemption) for preemption in fields[12]]
+                    others += len(fields[12]) * PREEMPTED
                 spans += (
-                    duration_ns,
-                    0,
-                    0,
-                    1,
-                    start_ns,
-                    used,
-                    cached,
-                    released,
-                    running,
-                    waiting,
-                    blocked,
-                    decodes,
-                    tokens,
-                    len(preemptions),
-                    admitted,
-                    0,
-                    loading,
+                    fields[2],
+                    fields[9],
+                    fields[10],
+                    fields[8] * BLOCKED if fields[8] else 0,
+                    fields[1],
+                    fields[3],
+                    fields[4],
+                    fields[5],
+                    fields[6],
+                    fields[7],
+                    fields[16],
+                    others,
                 )
-                spans += tiers
+                if fields[13]:
+                    spans += fields[13]
                 self._num_spans += 1
                 self._num_steps += 1
             elif isinstance(event, LeapDone):
+                # step, start_ns, durations_ns, pages_taken, used, cached, released, running, waiting, blocked, then
+                # tiers, turns, reserved, loading, parts
                 fields = astuple(event)
-                step, start_ns, times, taken, used, cached, released, running, waiting, blocked = fields[:10]
-                tiers, _, reserved, loading, parts = fields[10:]
-                if reserved != self._num_reserved:
-                    self._note_reserved(step, reserved)
-                took_ns, known_tokens, how = -1, 0, 0
+                times, taken = fields[2], fields[3]
+                if fields[12] != self._num_reserved:
+                    self._note_reserved(fields[0], fields[12])
+                took_ns, known_tokens, flags = -1, 0, LEAP
                 if isinstance(times, list):
-                    how = LISTED_TIMES
+                    flags += LISTED_TIMES
                     durations_ns += times
                 else:
                     self._rule = rule = cast(TimesByRule, times)
@@ -167,33 +214,31 @@ class StepSpans:
                 if isinstance(taken, PagesDue):
                     self._note_due(taken)
                 else:
-                    how |= LISTED_PAGES
+                    flags += LISTED_PAGES
                     pages_taken += taken
+                if fields[9]:
+                    flags += int(fields[9]) * BLOCKED
                 num_steps = len(times)
                 self._num_spans += 1
                 self._num_steps += num_steps
                 spans += (
                     took_ns,
                     known_tokens,
-                    how,
                     num_steps,
-                    start_ns,
-                    used,
-                    cached,
-                    released,
-                    running,
-                    waiting,
-                    blocked,
-                    running,
-                    running,
+                    flags,
+                    fields[1],
+                    fields[4],
+                    fields[5],
+                    fields[6],
+                    fields[7],
+                    fields[8],
+                    fields[13],
                     0,
-                    0,
-                    1,
-                    loading,
                 )
-                spans += tiers
-                if parts is not None:
-                    self.part_steps.add(parts)
+                if fields[10]:
+                    spans += fields[10]
+                if fields[14] is not None:
+                    self.part_steps.add(fields[14])
             elif isinstance(event, AtRest):
                 counts = event.num_used, event.num_cached, event.num_released
                 self._rests.add((event.step, event.time_ns, *counts, event.num_reserved, *event.tiers))
@@ -206,8 +251,11 @@ class StepSpans:
         self._period = due.period
         if due.offsets:
             rows: list[int] = []
-            for offset, count in zip(due.offsets, due.counts, strict=True):
-                rows += (self._num_spans, offset, count)
+            span, offsets, counts = self._num_spans, due.offsets, due.counts
+            for place in range(len(offsets)):
+                rows.append(span)
+                rows.append(offsets[place])
+                rows.append(counts[place])
             self._pages_due.add(rows)
 
     def _note_reserved(self, step: int, num_pages: int) -> None:

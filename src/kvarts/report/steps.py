@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from kvarts.columns import Column
-from kvarts.few import Few, Numbers, arrays_pay
+from kvarts.few import Few, NarrowColumns, Numbers, arrays_pay, narrowed
 from kvarts.report import packed
 from kvarts.report.distributions import NOTHING, Extent, Ranges, dot
-from kvarts.report.step_spans import HOW_FIELDS, LISTED_PAGES, LISTED_TIMES, StepSpans, TimesByRule
+from kvarts.report.step_spans import LISTED_PAGES, LISTED_TIMES, StepSpans, TimesByRule, as_fields
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Slab", "StepLog"]
 
 
-class Slab(NamedTuple):
+class Slab(msgspec.Struct, frozen=True, gc=False):
     """Some consecutive steps of a log, with their values."""
 
     durations_ns: Column
@@ -37,26 +39,6 @@ class Slab(NamedTuple):
         return np.repeat(self.spans[name].astype(dtype), self.num_steps)
 
 
-class SpanColumns(Mapping[str, Column]):
-    """Columns of integers in few bytes; one that is read is a copy in 8 bytes per integer."""
-
-    def __init__(self, narrow: Mapping[str, Column]) -> None:
-        self._narrow = narrow
-
-    def __getitem__(self, name: str) -> Column:
-        return self._narrow[name].astype("int64")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._narrow)
-
-    def __len__(self) -> int:
-        return len(self._narrow)
-
-    def part(self, start: int, end: int) -> dict[str, Column]:
-        """Return the rows [start, end) of all columns."""
-        return {name: column[start:end].astype("int64") for name, column in self._narrow.items()}
-
-
 class StepLog(StepSpans):
     """An EventReader with columns of spans, of steps, and of times at rest.
 
@@ -64,7 +46,7 @@ class StepLog(StepSpans):
     """
 
     @cached_property
-    def spans(self) -> SpanColumns:
+    def spans(self) -> NarrowColumns:
         """Integer columns by name, one row per span; `duration_ns` is that of the whole span."""
         import numpy as np
 
@@ -76,17 +58,27 @@ class StepLog(StepSpans):
                 listed_ns[part.start : part.end] += np.add.reduceat(part.durations_ns(), part.begins)
             took_ns = np.where(took_ns < 0, listed_ns, took_ns)
         spans = {name: narrow[name] for name in self._span_fields}
-        return SpanColumns({**spans, "duration_ns": took_ns})
+        return NarrowColumns({**spans, "duration_ns": narrowed(took_ns)})
 
     @cached_property
     def _narrow(self) -> dict[str, Column]:
-        """All stored columns of the spans."""
-        return dict(zip(HOW_FIELDS + self._span_fields, self._spans.take_narrow_columns(), strict=True))
+        """All columns of the spans, and those that say how their steps differ."""
+        import numpy as np
+
+        stored = dict(zip(self._stored_fields, self._spans.take_narrow_columns(), strict=True))
+        stored["others"] = stored["others"].astype(np.int64)
+        return {name: narrowed(column) for name, column in as_fields(stored, np.where).items()}
+
+    @cached_property
+    def _few(self) -> dict[str, Few]:
+        """The same, if there are too few steps for arrays."""
+        stored = dict(zip(self._stored_fields, map(Few, self._spans.to_lists()), strict=True))
+        return as_fields(stored, Few.where)
 
     @cached_property
     def _due_columns(self) -> list[Column]:
-        """The spans with pages that are due in some steps, those steps, and the pages."""
-        return self._pages_due.take_columns()
+        """The spans with pages that are due in some steps, those steps, and the pages, in few bytes."""
+        return self._pages_due.take_narrow_columns()
 
     def _parts(self) -> Iterator[_Part]:
         """Return all steps in order, in blocks."""
@@ -107,11 +99,10 @@ class StepLog(StepSpans):
         """`spans`, as Few if there are too few steps for arrays."""
         if not self._is_short:
             return self.spans
-        columns = dict(zip(HOW_FIELDS + self._span_fields, self._spans.to_lists(), strict=True))
-        spans: dict[str, Numbers] = {name: Few(columns[name]) for name in self._span_fields}
+        spans: dict[str, Numbers] = {name: self._few[name] for name in self._span_fields}
         durations_ns, first = self._few_steps[0], 0
         lasts_ns = []
-        for num_steps in columns["num_steps"]:
+        for num_steps in spans["num_steps"]:
             lasts_ns.append(sum(durations_ns[first : first + num_steps]))
             first += num_steps
         spans["duration_ns"] = Few(lasts_ns)
@@ -120,14 +111,13 @@ class StepLog(StepSpans):
     @cached_property
     def _few_steps(self) -> tuple[list[int], list[int]]:
         """The duration and the pages taken of each step, if there are too few for arrays."""
-        columns = dict(zip(HOW_FIELDS + self._span_fields, self._spans.to_lists(), strict=True))
         durations_ns: list[int] = []
         taken = [0] * len(self)
         listed_ns, listed_pages = iter(self._durations_ns.to_list()), iter(self._pages_taken.to_list())
         due = list(zip(*self._pages_due.to_lists(), strict=True))
         due.reverse()
         names = ("num_steps", "took_ns", "known_tokens", "how", "decodes")
-        for span, row in enumerate(zip(*(columns[name] for name in names), strict=True)):
+        for span, row in enumerate(zip(*(self._few[name] for name in names), strict=True)):
             num_steps, took_ns, known_tokens, how, num_decodes = row
             first = len(durations_ns)
             if how & LISTED_TIMES:
@@ -229,7 +219,7 @@ class StepLog(StepSpans):
 
     @cached_property
     def _span_gaps(self) -> tuple[Column, Column, Column] | None:
-        """The first and the last duration of each span, and its decodes; None if some are listed.
+        """The first and the last duration of each span, and its decodes, in few bytes; None if some are listed.
 
         Durations by a rule do not fall from step to step.
         """
@@ -240,17 +230,19 @@ class StepLog(StepSpans):
         known_tokens, took_ns = self._narrow["known_tokens"].astype(np.int64), self._narrow["took_ns"].astype(np.int64)
         decodes, num_steps = self.spans["decodes"], self.spans["num_steps"]
         if self._rule is None:
-            return took_ns, took_ns, decodes
+            return narrowed(took_ns), narrowed(took_ns), narrowed(decodes)
         firsts_ns = self._rule.of_steps_ns(known_tokens)
         lasts_ns = self._rule.of_steps_ns(known_tokens + decodes * (num_steps - 1))
         is_single = num_steps == 1
-        return np.where(is_single, took_ns, firsts_ns), np.where(is_single, took_ns, lasts_ns), decodes
+        firsts_ns = np.where(is_single, took_ns, firsts_ns)
+        return narrowed(firsts_ns), narrowed(np.where(is_single, took_ns, lasts_ns)), narrowed(decodes)
 
     def gap_extent(self) -> Extent | None:
         """Return the extent of `gaps` if it is known without a pass over the steps."""
         if self._span_gaps is None:
             return None
-        firsts_ns, lasts_ns, decodes = self._span_gaps
+        firsts_ns, lasts_ns, _ = self._span_gaps
+        decodes = self.spans["decodes"]
         has_any = decodes > 0
         if not has_any.any():
             return NOTHING
@@ -278,13 +270,13 @@ class StepLog(StepSpans):
             end = max(start + 1, int(np.searchsorted(ends, first + packed.BLOCK_STEPS, side="right")))
             some = met[start:end]
             steps = num_steps[start:end]
-            durations_ns = firsts_ns[some]
+            durations_ns, num_decodes = firsts_ns[some].astype(np.int64), decodes[some].astype(np.int64)
             if self._rule is not None:
                 known_tokens = self._narrow["known_tokens"][some].astype(np.int64)
-                durations_ns = _by_rule(self._rule, known_tokens, decodes[some], steps)
+                durations_ns = _by_rule(self._rule, known_tokens, num_decodes, steps)
                 is_single = steps == 1
                 durations_ns[(np.cumsum(steps) - 1)[is_single]] = firsts_ns[some][is_single]
-            yield durations_ns, np.repeat(decodes[some], steps)
+            yield durations_ns, np.repeat(num_decodes, steps)
             start = end
 
     @property
@@ -488,12 +480,13 @@ class _Part:
         spans, offsets, counts = self._log._due_columns
         low, high = (int(at) for at in np.searchsorted(spans, (self.start, self.end)))
         if low < high:
-            period, places = self._log._period, spans[low:high] - self.start
+            spans, offsets, counts = (column[low:high].astype(np.int64) for column in self._log._due_columns)
+            period, places = self._log._period, spans - self.start
             all_steps = self._of_spans("num_steps")[places]
-            num_times = (all_steps - 1 - offsets[low:high]) // period + 1
+            num_times = (all_steps - 1 - offsets) // period + 1
             turns = np.arange(int(num_times.sum())) - np.repeat(np.cumsum(num_times) - num_times, num_times)
-            steps = np.repeat(self._firsts[places] + offsets[low:high], num_times) + turns * period
-            pages = np.repeat(counts[low:high], num_times)
+            steps = np.repeat(self._firsts[places] + offsets, num_times) + turns * period
+            pages = np.repeat(counts, num_times)
             is_here = (steps >= 0) & (steps < self._size)
             taken[steps[is_here]] = pages[is_here]
         return taken

@@ -6,6 +6,10 @@ count several tokens of a request, each of them the one that would have been sam
 
 Drafts come last in a step. They take only tokens and pages that are left, and no request is preempted for them. At the
 end of the step, accepted tokens are counted, and pages that contain only rejected ones are released.
+
+With `num_slots`, drafts come first, as in vLLM: each decode takes the pages of its draft at its turn, requests are
+preempted for them, and what is left of the budget is for prompts. A request keeps the pages of rejected tokens for its
+next ones, and pages that accepted tokens fill can be found from its next turn on.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from kvarts.request import Request, RequestState
 from kvarts.sched.input_batch import InputBatch, NewPage
 from kvarts.sched.loads import Loads
 from kvarts.sched.plan import Batch, DecodeRows, DraftRows, StepResult
+from kvarts.sched.preemption import Preemptor, holding_of
+from kvarts.sched.running import Running
 from kvarts.sched.wheel import DecodeWheel
 
 if TYPE_CHECKING:
@@ -72,7 +78,10 @@ class Drafts:
         *,
         loads: Loads | None,
         tell: Tell | None,
+        num_slots: int = 0,
     ) -> None:
+        self.num_slots = num_slots
+        """The most tokens of a draft, if drafts come first; else 0."""
         self._drafter = drafter
         self._wheel = wheel
         self._cache = cache
@@ -82,6 +91,7 @@ class Drafts:
         self._page_size = wheel.page_size
         self._taken: list[tuple[Request, Tokens]] = []
         self._new_pages: list[NewPage] = []
+        self._pages_of_turns: list[tuple[Request, NewPage]] = []
         self._ahead: list[Request] = []
         """Requests with more than one token counted in the step."""
         self._num_drafts = self._num_drafted = self._num_accepted = 0
@@ -121,18 +131,79 @@ class Drafts:
                 self._tell(DraftTaken(request.index, end, end + count))
             self._take_pages(request, holding, end, end + count)
             taken.append((request, tokens))
+        new_pages, self._new_pages = self._new_pages, []
+        return self._rows(), replace(decodes, new_blocks=(*decodes.new_blocks, *new_pages))
+
+    def _rows(self) -> DraftRows | None:
+        """Return the drafted tokens of the step; None without any."""
+        taken, wheel = self._taken, self._wheel
         if not taken:
-            return None, decodes
+            return None
         import numpy as np
 
         counts = [len(tokens) for _, tokens in taken]
-        drafts = DraftRows(
+        return DraftRows(
             np.repeat([request.row for request, _ in taken], counts),
             np.concatenate([np.arange(len(tokens)) + wheel.num_computed(request) + 1 for request, tokens in taken]),
             np.concatenate([tokens for _, tokens in taken]),
         )
-        new_pages, self._new_pages = self._new_pages, []
-        return drafts, replace(decodes, new_blocks=(*decodes.new_blocks, *new_pages))
+
+    # Drafts that come first -------------------------------------------------------------------------------
+
+    def take_turns(self, running: Running, preemptor: Preemptor, pool_tokens: int, now_ns: int) -> bool:
+        """Let each decode, in the order of admission, take the pages of its next token and of its draft.
+
+        Requests are preempted for them. Return whether more can be planned in this step.
+        """
+        wheel, cache, page_size, step = self._wheel, self._cache, self._page_size, self._wheel.step
+        batch = Batch((), wheel.num_decoding, wheel.known_tokens, pool_tokens)
+        decodes = [request for request in running if wheel.has(request) and request.own is None]
+        served: set[int] = set()
+        for request in sorted(decodes, key=lambda request: request.admission):
+            if request.admission < 0:
+                continue  # preempted for a request before it
+            holding = holding_of(request)
+            start = wheel.num_computed(request)
+            end = start + 1
+            self._batch.append_sampled(request, end, step)
+            # The last token that the request may generate is sampled, and not computed.
+            num_most = min(self.num_slots, request.stop_step - step)
+            count = 0
+            if num_most > 0:
+                tokens = self._drafter.draft(request, num_most, batch)
+                count = len(tokens)
+            first, last = holding.num_pages, -(-(end + count) // page_size)
+            if last > first and not preemptor.take_turn(request, last - first, now_ns, served):
+                return False
+            served.add(request.index)
+            if count:
+                batch = replace(batch, num_drafted=batch.num_drafted + count)
+                self._taken.append((request, tokens))
+                if self._tell is not None:
+                    self._tell(DraftTaken(request.index, end, end + count))
+            for page in range(first, last):
+                cache.take_page(holding, page)
+                self._pages_of_turns.append((request, self._batch.new_page(request, page)))
+            # The token of this step may still be withdrawn, for a more important request.
+            num_known = end if running.is_in_order else start
+            num_named = holding.path[-1].end if holding.path else 0
+            if num_known // page_size > num_named:
+                cache.publish(holding, num_known)
+                if self._loads is not None:
+                    self._loads.add_computed(request.content, num_known // page_size, holding)
+        return True
+
+    def num_planned(self) -> int:
+        """Return the tokens drafted by the turns of this step, without those of requests preempted since."""
+        self._taken = [each for each in self._taken if each[0].admission >= 0]
+        return sum(len(tokens) for _, tokens in self._taken)
+
+    def planned(self, decodes: DecodeRows) -> tuple[DraftRows | None, DecodeRows]:
+        """Return the drafts of the turns, None if there are none, and `decodes` with the pages that turns took."""
+        pages, self._pages_of_turns = self._pages_of_turns, []
+        self.num_planned()
+        new_pages = [page for request, page in pages if request.admission >= 0]
+        return self._rows(), replace(decodes, new_blocks=tuple(new_pages))
 
     def judge(self, result: StepResult) -> None:
         """Count accepted drafts and release the pages of others. The step has ended; the wheel has not turned yet."""
@@ -156,7 +227,8 @@ class Drafts:
         if len(tokens):
             self._wheel.skip(request, len(tokens))
             self._batch.skip(request, tokens)
-        self._keep_pages(request, before, before + len(tokens))
+        if not self.num_slots:
+            self._keep_pages(request, before, before + len(tokens))
 
     # Pages ------------------------------------------------------------------------------------------------
 

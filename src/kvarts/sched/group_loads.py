@@ -85,7 +85,7 @@ class GroupLoads(Loads):
         tiers.forget(request.index)
         return num_wanted
 
-    def _fits(self, request: Request, num_known: int) -> bool:
+    def _fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int) -> bool:
         """Return whether the most blocks that `request` may hold at a time are free."""
         return self._wanted(request, num_known) <= self._parts.num_free
 
@@ -101,18 +101,18 @@ class GroupLoads(Loads):
                 return super()._weigh(request, without, match, num_known, num_behind, awaited)
         return weighed
 
-    def _num_held(self, request: Request, match: Match, num_known: int, num_front: int) -> int:
+    def _num_held(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> int:
         """Return the blocks that `request` holds from the start of its load, plus those that are promised to it."""
         num_wanted = self._wanted(request, num_known)
         if num_front:
             num_wanted += self._parts.num_front(match, num_front)
         return self._parts.num_held_while_loading(self._offers.offered(request.index), num_wanted)
 
-    def _open(self, request: Request, match: Match, num_known: int, num_front: int) -> Holding:
+    def _open(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> Holding:
         """Hold the device's match, allocate parts for the load, and promise the rest."""
         found = self._offers.offered(request.index)
         if num_front:
-            num_reserved = self._num_held(request, match, num_known, num_front)
+            num_reserved = self._num_held(request, match, num_known, num_front, end)
             return self._parts.open_with_front(match, found, match.num_pages + num_front, num_reserved)
         return self._parts.open_offered(request.content, found, self._wanted(request, num_known))
 

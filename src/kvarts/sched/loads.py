@@ -32,6 +32,7 @@ from kvarts.kv.transfer import Awaited, Coming, Loaded, Offer, Transfer, Transfe
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request, RequestState
 from kvarts.sched.policy import WaitingQueue
+from kvarts.sched.running import Running
 
 __all__ = ["LoadUnderWay", "Loads", "LowerTiers"]
 
@@ -95,6 +96,9 @@ class LowerTiers(Protocol):
 
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
         """Pin and return the pages [start, limit) of `content` that the tiers have; None if there are none."""
+
+    def found(self, content: Content, start: int, limit: int) -> tuple[int, ...]:
+        """Return how many of the pages [start, limit) of `content` each tier of this engine alone adds, in turn."""
 
     def coming(self, content: Content, start: int, limit: int) -> Coming | None:
         """Return the pages of `content` from `start` on that other engines are storing below; None without any."""
@@ -189,17 +193,21 @@ class LowerTiers(Protocol):
 class LoadUnderWay:
     """A load for `request`, which gets pages [start, end) by it; that should end at `end_ns`.
 
-    The pages before `front_end` are computed meanwhile. `loaded`: the result, once the transfer has ended.
+    The pages before `front_end` are computed meanwhile, the others come `by_tier`. `loaded`: the result, once the
+    transfer has ended.
     """
 
-    __slots__ = ("end", "end_ns", "front_end", "loaded", "request", "start", "transfer")
+    __slots__ = ("by_tier", "end", "end_ns", "front_end", "loaded", "request", "start", "transfer")
 
-    def __init__(self, request: Request, transfer: int, start: int, front_end: int, end: int) -> None:
+    def __init__(
+        self, request: Request, transfer: int, start: int, front_end: int, end: int, by_tier: tuple[int, ...]
+    ) -> None:
         self.request = request
         self.transfer = transfer
         self.start = start
         self.front_end = front_end
         self.end = end
+        self.by_tier = by_tier
         self.end_ns = 0
         self.loaded: Loaded | None = None
 
@@ -210,6 +218,13 @@ class Loads:
     Owner also of requests that wait for the load of another request, because it brings the pages that they would load;
     after that they return to `waiting`.
     """
+
+    takes_places = True
+    """Whether a request that waits for its load has a place, all pages of its known tokens, and the seniority of one
+    that was admitted then."""
+
+    is_sync = False
+    """Whether a request runs in the step that begins its load."""
 
     def __init__(
         self, tiers: LowerTiers, cache: Cache, waiting: WaitingQueue, page_size: int, tell: Tell | None
@@ -226,6 +241,12 @@ class Loads:
         engine, by -1 - n."""
         self.num_following = 0
         """Requests that wait for another request's load; they have neither pages nor a place."""
+        self.num_short = 0
+        """The pages that the last load that could begin lacked, beside those that other requests will need."""
+        self.is_blocking = False
+        """Whether the requests behind a loaded one wait because it lacks memory or a place."""
+        self.retried: Request | None = None
+        """A request whose load brought nothing, if it has its turn before those in `loaded`."""
         self.loaded: list[tuple[Request, Loaded]] = []
         """Requests whose loads have ended, with these, in the order of the ends."""
         self.fronts: list[LoadUnderWay] = []
@@ -268,13 +289,19 @@ class Loads:
     def note_arrived(self, request: Request) -> None:
         """Take note that a request waits: its content may be known to tiers that outlive the process."""
 
-    def try_start(self, request: Request, match: Match, num_known: int, num_behind: int, now_ns: int) -> bool:
+    def connect(self, running: Running) -> None:
+        """Take note of the running requests of the scheduler."""
+
+    def try_start(
+        self, request: Request, match: Match, num_known: int, num_behind: int, now_ns: int, num_kept: int = 0
+    ) -> bool:
         """Begin to load the pages after `match` that the tiers have for `request`, or to wait for a load of them.
 
-        Return False if the pages are to be computed: the tiers do not have them, or computing is faster. `num_behind`
-        requests wait.
+        Return False if the pages are to be computed: the tiers do not have them, or computing is faster; or, with
+        `num_short`, if the load has to wait for memory. `num_behind` requests wait. `num_kept`: pages to leave free.
         """
         tiers = self.tiers
+        self.num_short = 0
         limit = (num_known if tiers.full_prompt_hits else num_known - 1) // self._page_size
         start = match.num_pages
         offer = tiers.lookup(request.index, request.content, start, limit)
@@ -315,13 +342,14 @@ class Loads:
             offered = self._named(offer.by_tier)
             weights = weighed.num_pages, weighed.load_ns, weighed.worth_ns
             self._tell(LoadWeighed(request.index, request.content, start, offered, *weights))
-        if not weighed.num_pages or not self._fits(request, num_known):
+        end = start + weighed.num_pages
+        if not weighed.num_pages or not self._fits(request, match, num_known, end, num_kept):
             tiers.forget(request.index)
             return False
         if self._tell is not None:
             # Emitted before the evictions that make room for it.
             by_tier = self._named(weighed.by_tier)
-            num_held = self._num_held(request, match, num_known, weighed.num_front)
+            num_held = self._num_held(request, match, num_known, weighed.num_front, end)
             self._tell(
                 LoadStarted(
                     tiers.num_transfers,
@@ -334,9 +362,9 @@ class Loads:
                 )
             )
         front_end = start + weighed.num_front
-        load = LoadUnderWay(request, tiers.num_transfers, start, front_end, start + weighed.num_pages)
+        load = LoadUnderWay(request, tiers.num_transfers, start, front_end, end, weighed.by_tier)
         self._loading[request.index] = load
-        holding = request.holding = self._open(request, match, num_known, weighed.num_front)
+        holding = request.holding = self._open(request, match, num_known, weighed.num_front, end)
         request.become(RequestState.LOADING)
         num_loaded = weighed.num_pages - weighed.num_front
         load.end_ns = tiers.start_load(
@@ -362,15 +390,15 @@ class Loads:
         start = match.num_pages
         return self.tiers.weigh(offer, start, self._page_size, num_known, num_behind=num_behind, awaited=awaited)
 
-    def _fits(self, request: Request, num_known: int) -> bool:
-        """Return whether there is room to load the offer to `request`: always, as it needs no more than computing."""
+    def _fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int) -> bool:
+        """Return whether there is room to load pages up to `end`: always, as that needs no more than computing."""
         return True
 
-    def _num_held(self, request: Request, match: Match, num_known: int, num_front: int) -> int:
-        """Return the number of pages that `request` has from the start of its load."""
+    def _num_held(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> int:
+        """Return the number of pages that `request` has from the start of its load, which brings pages up to `end`."""
         return -(-num_known // self._page_size)
 
-    def _open(self, request: Request, match: Match, num_known: int, num_front: int) -> Holding:
+    def _open(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> Holding:
         """Take the pages that `request` needs for its known tokens, in addition to `match`, which is on the device."""
         return self._cache.open_to_load(match, num_known)
 
@@ -380,6 +408,14 @@ class Loads:
     def extend_front(self, holding: Holding, end: int) -> None:
         """Make the pages findable that the tokens of a front up to `end` fill, before those that are loaded."""
         self._cache.extend(holding, end, is_end=False)
+
+    def begin_turn(self, request: Request, loaded: Loaded) -> bool:
+        """Let `request`, whose load has ended, have its turn; return False if it has nothing, and waits again."""
+        return True
+
+    def num_to_run(self, request: Request) -> int:
+        """Return the pages that `request`, whose load has ended, lacks to compute its known tokens."""
+        return 0
 
     def begin_run(self, request: Request) -> None:
         """Release the parts that `request`, which is admitted after its load, held only to compute its front."""

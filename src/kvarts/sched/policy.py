@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Final, Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -12,7 +12,7 @@ from kvarts.request import Request, RequestState
 
 __all__ = ["NEVER_NS", "AdmissionPolicy", "PriorityPolicy", "WaitingQueue"]
 
-NEVER_NS = 1 << 62
+NEVER_NS: Final = (1 << 62) - 1
 
 
 class AdmissionPolicy(Protocol):

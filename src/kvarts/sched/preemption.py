@@ -176,6 +176,18 @@ class Preemptor:
             cache.take_page(holding_of(request), num_computed // page_size)
         return True
 
+    def take_turn(self, request: Request, num_pages: int, now_ns: int, served: set[int]) -> bool:
+        """Preempt until `num_pages` can be taken for decode `request`, at its turn; return whether the step goes on.
+
+        `served`: the decodes that had their turns. A request that has to preempt itself ends the step.
+        """
+        while not self._can_take(num_pages) and not self.others_make_way(request, num_pages):
+            admission = request.admission
+            if self._preempt_for(request, num_pages, now_ns, served) is request:
+                self._running.stall_after(admission, now_ns)
+                return False
+        return True
+
     def _preempt_for(self, asker: Request, num_pages: int, now_ns: int, served: set[int] | None) -> Request:
         """Preempt one request and return it. `served`: the decodes that took a page for this step; None for all."""
         self._cache.look(self._mark)

@@ -93,10 +93,10 @@ class AlignedChunks:
         return max(0, min([stop for stop in stops if start < stop < end], default=end) - start)
 
     def note_state(self, cache: Cache, request: Request, start: int, end: int, num_in_flight: int) -> None:
-        """Note that [start, end) are computed after the last page end of a prompt, if they are.
+        """Note that a step computes from `start` on, if that is just after the last page end of a prompt.
 
-        vLLM counts the state there as computed by this step, as long as the request still has it: an equal prompt
-        begins after it in a later step.
+        `end`: the tokens that are known. vLLM counts the state there as computed by this step, as long as the request
+        still has it, so that an equal prompt begins after it in a later step.
         """
         page = (request.num_prompt_tokens - 1) // self._page_size
         if page and end // self._page_size == page and start - num_in_flight <= page * self._page_size <= start:
@@ -376,6 +376,9 @@ class Prefill:
         else:
             holding = request.holding
             assert holding is not None
+            if self._aligned is not None:
+                known_end = start if running.taken_off and request in running.taken_off else end
+                self._aligned.note_state(self._cache, request, start, known_end, running.num_in_flight(request))
             if running.taken_off and request in running.taken_off:  # as on the wheel
                 running.taken_off.remove(request)
                 request.has_unread = True
@@ -385,8 +388,6 @@ class Prefill:
                 self._cache.extend(holding, end, is_end=end == num_known)
             if self._loads is not None:
                 self._note_full(request, holding, start, end)
-            if self._aligned is not None:
-                self._aligned.note_state(self._cache, request, start, end, running.num_in_flight(request))
         if running.lag:
             self.computing[request] = num_tokens
         if end == num_known:

@@ -101,6 +101,7 @@ class Running(RunningOrder):
         "ended",
         "in_flight",
         "lag",
+        "names_at_turns",
         "num_admitted",
         "num_left",
         "num_sharing",
@@ -122,6 +123,8 @@ class Running(RunningOrder):
         self._keeps_tokens = batch is not None or cache.publishes_all
         self.chunked: list[Request] = []
         """Requests off the wheel that have known tokens to compute after the last step, in order of admission."""
+        self.names_at_turns = False
+        """Whether pages become findable only at turns: those that are full when their request leaves are lost."""
         self.num_left = 0
         """The number of times a request has released its pages."""
         self.lag = int(plans_ahead)
@@ -298,7 +301,10 @@ class Running(RunningOrder):
         else:
             # Pages of decodes are taken in bulk; a request that was loaded has its pages before it computes.
             num_pages = max(holding.num_pages, -(-num_computed // page_size) + num_unused)
-        self._cache.close(holding, num_computed // page_size - num_unnamed, num_pages)
+        num_full = num_computed // page_size - num_unnamed
+        if self.names_at_turns:
+            num_full = holding.path[-1].end if holding.path else 0
+        self._cache.close(holding, num_full, num_pages)
         self.num_left += 1
         request.holding = None
         self.part(request)

@@ -22,6 +22,7 @@ from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.events import Admitted, Blocked, Cancelled, DecodesStalled, Finished, HeadBlocked, Preemption
 from kvarts.kv.cache import Cache, Leap, Mark, Pins
+from kvarts.kv.transfer import Loaded
 from kvarts.limits import MOST_COUNT
 from kvarts.request import NEXT_STATES, Request, RequestState
 from kvarts.sched.drafts import Drafter, Drafts
@@ -62,7 +63,8 @@ class Scheduler:
     `cache`: the pages, counted in blocks (Cache). `pages`: the source of pages and of the token budget. `waiting`: the
     queue; its policy chooses the next request. `loads`: requests that wait for a tier below the device, or None.
     `handoffs`: requests that two engines work on, or None. `batch`: rows for an executor that needs page ids; plans
-    then name pages, rows and tokens. `drafter`: guesses tokens for such an executor. `settle_places`: the places in a
+    then name pages, rows and tokens. `drafter`: guesses tokens for such an executor; with `num_draft_slots`, drafts of
+    up to so many tokens come before prompts, as in vLLM, else after them. `settle_places`: the places in a
     page at which a token no longer needs a page that the token before it needed. `step_ns`: the expected duration of a
     step, for `max_itl_ms` of the config. `plans_ahead`: the next step is planned while one runs, as by vLLM's
     asynchronous scheduling. So a request that ends keeps its place and its pages until the next step is planned, and a
@@ -83,6 +85,7 @@ class Scheduler:
         tell: Tell | None = None,
         pins: Pins | None = None,
         drafter: Drafter | None = None,
+        num_draft_slots: int = 0,
         settle_places: tuple[int, ...] = (),
         step_ns: StepNs | None = None,
         plans_ahead: bool = False,
@@ -107,6 +110,8 @@ class Scheduler:
         self.has_released = False
         """Whether the last step, after it was planned, released requests that had ended before it."""
         self.loads = loads
+        if loads is not None:
+            loads.connect(self.running)
         self.handoffs = handoffs
         if handoffs is not None:
             handoffs.connect(self.running, waiting, loads)
@@ -153,7 +158,20 @@ class Scheduler:
         """Drafted tokens, for an executor that reports which drafts are right; else None."""
         if drafter is not None:
             assert batch is not None, "only an executor of tokens can tell which drafts are right"
-            self.drafts = Drafts(drafter, self.wheel, cache, batch, loads=self.loads, tell=tell)
+            self.drafts = Drafts(
+                drafter, self.wheel, cache, batch, loads=self.loads, tell=tell, num_slots=num_draft_slots
+            )
+        self._drafts_first = self.drafts if num_draft_slots else None
+        if self._drafts_first is not None:
+            assert not cache.settles, "parts of pages are taken at other places"
+            self.running.names_at_turns = True
+            if (most := config.max_num_seqs * (1 + num_draft_slots)) > config.max_num_batched_tokens:
+                raise ConfigError(
+                    f"{config.max_num_seqs} sequences with {num_draft_slots} drafted tokens each need up to {most} "
+                    f"tokens a step, and its budget is {config.max_num_batched_tokens}",
+                    field="max_num_batched_tokens",
+                    hint="Raise it, or lower max_num_seqs or num_speculative_tokens.",
+                )
         self._page_size = config.page_size
         self._max_num_seqs = config.max_num_seqs
         self._long_prefill = long_prefill
@@ -302,8 +320,12 @@ class Scheduler:
 
     @property
     def num_seated(self) -> int:
-        """The number of requests that take a place: running ones, and those whose load is under way or has ended."""
-        return self.running.num_running + (0 if self.loads is None else self.loads.num_requests)
+        """The number of requests that take a place: running ones, and those whose load is under way or has ended.
+
+        Without places for loads, only running ones.
+        """
+        loads = self.loads
+        return self.running.num_running + (0 if loads is None or not loads.takes_places else loads.num_requests)
 
     def side_counts(self) -> tuple[int, ...]:
         """Return the used and cached counts of each tier below the device, then of each KV group, in pairs."""
@@ -367,13 +389,18 @@ class Scheduler:
         if self._takes_turns and self.running.chunked:
             self._order_turns(now_ns)
         goes_on = True
-        if unsettled := self._unsettled:
+        drafts_first = self._drafts_first
+        if drafts_first is not None:
+            goes_on = drafts_first.take_turns(self.running, preemptor, self._pool_tokens, now_ns)
+        elif unsettled := self._unsettled:
             self._unsettled = []
             goes_on = preemptor.take_turns(unsettled, now_ns)
         elif num_due := wheel.pages_due():
             goes_on = preemptor.take_due(num_due, now_ns)
         with_new_table = self.own_pages.turn(wheel) if self._batch is not None else ()
         budget = self.pages.token_budget - wheel.num_decoding
+        if drafts_first is not None:
+            budget -= drafts_first.num_planned()
         chunks: list[Chunk] = []
         if self.running.chunked and budget > 0 and goes_on:
             # A part of a budget may be just enough for the decodes.
@@ -416,10 +443,14 @@ class Scheduler:
         batch = self._batch
         if batch is None:
             return StepPlan(wheel.step, plan_batch, admitted, preempted, num_joined=num_joined)
-        decodes = batch.decodes(wheel.step, wheel.needing_page(), with_new_table) if wheel.num_decoding else None
+        needing_page = () if drafts_first is not None else wheel.needing_page()
+        decodes = batch.decodes(wheel.step, needing_page, with_new_table) if wheel.num_decoding else None
         drafts: DraftRows | None = None
         if decodes is not None and self.drafts is not None:
-            drafts, decodes = self.drafts.take(decodes, plan_batch, self.pages.token_budget)
+            if drafts_first is not None:
+                drafts, decodes = drafts_first.planned(decodes)
+            else:
+                drafts, decodes = self.drafts.take(decodes, plan_batch, self.pages.token_budget)
             if drafts is not None:
                 self.cache.look(self.mark)
                 plan_batch = replace(plan_batch, num_drafted=len(drafts.rows))
@@ -585,30 +616,19 @@ class Scheduler:
         handoffs, most_tokens = self.handoffs, self._prefill.most_tokens
         admitted: list[int] = []
         self.blocked = NOT_BLOCKED
+        drafts, num_padded = self._drafts_first, 0
+        has_prefills, has_running = bool(chunks), bool(chunks or self.wheel.num_decoding)
         if loads is not None and loads.fronts:
             for load in loads.fronts.copy():
                 if budget > 0:
                     budget -= self._prefill.compute_front(load, budget, chunks)
-        while loads is not None and budget > 0 and (loads.loaded or (loads.early and self._prefill.may_wait)):
-            request = loads.loaded[0][0] if loads.loaded else loads.early[0].request
-            if not self._prefill.has_room(request, request.num_prompt_tokens - 1, chunks):
-                budget = 0
-                break
-            request, loaded = loads.loaded.pop(0) if loads.loaded else loads.start_early()
-            self._num_published = -1
-            hit_tokens = loads.resume(request, loaded)
-            if request.content.swapped_tokens:
-                hit_tokens = _hit_tokens(request, loaded.num_pages)
-            if tell is not None:
-                tell(Admitted(request.index, request.content, loaded.num_pages, loads.by_name(loaded)))
-            loads.begin_run(request)
-            if request.content.swapped_tokens:
-                loads.tiers.resumed(request.content)
-            budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
-            admitted.append(request.index)
+        if loads is not None:
+            head = waiting.head(now_ns) if waiting.num_waiting and not loads.takes_places else None
+            if head is None or head is not loads.retried:
+                budget = self._admit_loaded(loads, now_ns, budget, chunks, admitted)
         if pages.is_draining:
             return tuple(admitted)  # loaded requests have their pages and their places already
-        while waiting.num_waiting:
+        while waiting.num_waiting and self.blocked is NOT_BLOCKED:
             request = waiting.head(now_ns)
             if self.num_seated >= max_num_seqs:
                 self.blocked = FOR_SEQS
@@ -647,6 +667,15 @@ class Scheduler:
                     self.blocked = FOR_BUDGET
                     break
             num_wanted = cache.num_to_admit(match, num_known, num_new, watermark)
+            if drafts is not None:
+                # As in vLLM, a request with one token to compute takes the room of a whole draft, unless prompts are
+                # computed in this step.
+                is_padded = num_known - hit_tokens == 1 and not has_prefills and (has_running or hit_tokens > 0)
+                num_padded = drafts.num_slots if is_padded else 0
+                if 1 + num_padded > budget:
+                    self.blocked = FOR_BUDGET
+                    break
+                num_wanted = max(num_wanted, cache.num_to_admit(match, num_known + num_padded, num_new, watermark))
             num_short = num_wanted - pages.num_free_to_admit(num_wanted)
             if num_short > 0:
                 num_matched = 0 if cache.lender is None else cache.num_lent_of(match)
@@ -672,22 +701,39 @@ class Scheduler:
             if not self._prefill.has_room(request, hit_tokens, chunks):
                 self.blocked = FOR_BUDGET
                 break
+            if loads is not None:
+                if loads.try_start(request, match, num_known, waiting.num_waiting - 1, now_ns, watermark):
+                    self._take_from_waiting(request)
+                    if request.state is RequestState.LOADING and loads.takes_places:
+                        running.start_loading(request)
+                    if loads.fronts and loads.fronts[-1].request is request:
+                        budget -= self._prefill.compute_front(loads.fronts[-1], budget, chunks)
+                    elif loads.is_sync and request.state is RequestState.LOADING:
+                        budget -= self._start_loaded(loads, *loads.start_early(), now_ns, budget, chunks, admitted)
+                    if request is loads.retried:
+                        loads.retried = None
+                        budget = self._admit_loaded(loads, now_ns, budget, chunks, admitted)
+                    continue
+                if loads.num_short:
+                    self.blocked = FOR_PAGES
+                    self.num_pages_wanted = self._least_wanted = cache.num_free + loads.num_short
+                    break
             self._take_from_waiting(request)
-            if loads is not None and loads.try_start(request, match, num_known, waiting.num_waiting, now_ns):
-                if request.state is RequestState.LOADING:
-                    running.start_loading(request)
-                if loads.fronts and loads.fronts[-1].request is request:
-                    budget -= self._prefill.compute_front(loads.fronts[-1], budget, chunks)
-                continue
             if tell is not None:
                 reach = cache.reach(request.content, limit)
                 tell(Admitted(request.index, request.content, match.num_pages, reach=reach))
             request.holding = cache.open(match)
+            if num_padded:
+                cache.take_for(request.holding, num_known + num_padded)
+                budget -= num_padded
             if request.content.swapped_tokens:
                 assert loads is not None, "only what has tiers below keeps states"
                 loads.tiers.resumed(request.content)
             budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
+            if loads is not None and request is loads.retried:
+                loads.retried = None
+                budget = self._admit_loaded(loads, now_ns, budget, chunks, admitted)
         if self.blocked is FOR_PAGES and handoffs is not None and handoffs.passes_blocked:
             # These have their pages; a request that lacks some gets them sooner if these run.
             for ready in handoffs.ready():
@@ -696,11 +742,71 @@ class Scheduler:
                 budget -= self._join(ready, now_ns, admitted)
             if self.num_seated >= max_num_seqs:
                 self.blocked = FOR_SEQS  # as the next step would find
-        if self.blocked is not NOT_BLOCKED:
+        if self.blocked is not NOT_BLOCKED and not (loads is not None and loads.is_blocking):
             self.blocked_head = request
             if tell is not None:
                 self._tell_blocked(tell, request)
         return tuple(admitted)
+
+    def _admit_loaded(self, loads: Loads, now_ns: int, budget: int, chunks: list[Chunk], admitted: list[int]) -> int:
+        """Admit requests whose loads have ended, or can be used; return the rest of the budget.
+
+        Without places for loads, one that lacks a place or memory is `blocked`, and those behind it are. One whose load
+        brought nothing waits again, as the head, before others whose loads have ended.
+        """
+        has_places, loads.is_blocking = loads.takes_places, False
+        while budget > 0 and (loads.loaded or (loads.early and self._prefill.may_wait)):
+            request = loads.loaded[0][0] if loads.loaded else loads.early[0].request
+            if not has_places:
+                if self.num_seated >= self._max_num_seqs:
+                    self.blocked, loads.is_blocking = FOR_SEQS, True
+                    break
+                if not loads.begin_turn(*loads.loaded[0]):
+                    break
+                if self._lacks_to_run(request, loads):
+                    self.blocked, loads.is_blocking = FOR_PAGES, True
+                    break
+            if not self._prefill.has_room(request, request.num_prompt_tokens - 1, chunks):
+                return 0
+            request, loaded = loads.loaded.pop(0) if loads.loaded else loads.start_early()
+            budget -= self._start_loaded(loads, request, loaded, now_ns, budget, chunks, admitted)
+        return budget
+
+    def _lacks_to_run(self, request: Request, loads: Loads) -> bool:
+        """Return whether the known tokens of `request`, which has had its load, lack memory."""
+        watermark = self._watermark if self.running.num_running else 0
+        num_wanted = loads.num_to_run(request) + watermark
+        while (num_short := num_wanted - self.pages.num_free_to_admit(num_wanted)) > 0:
+            if self.pages.reclaim(num_short):
+                continue
+            if self.pins is not None and self.pins.num_pins and self.pins.give_up_oldest():
+                continue
+            if not self.pages.make_way(request, num_wanted, to_admit=True):
+                return True
+        return False
+
+    def _start_loaded(
+        self,
+        loads: Loads,
+        request: Request,
+        loaded: Loaded,
+        now_ns: int,
+        budget: int,
+        chunks: list[Chunk],
+        admitted: list[int],
+    ) -> int:
+        """Let `request` run, with its loaded pages; return the tokens that it computes of `budget`."""
+        self._num_published = -1
+        hit_tokens = loads.resume(request, loaded)
+        if request.content.swapped_tokens:
+            hit_tokens = _hit_tokens(request, loaded.num_pages)
+        if self._tell is not None:
+            self._tell(Admitted(request.index, request.content, loaded.num_pages, loads.by_name(loaded)))
+        loads.begin_run(request)
+        if request.content.swapped_tokens:
+            loads.tiers.resumed(request.content)
+        admitted.append(request.index)
+        return self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
 
     def _take_from_waiting(self, request: Request) -> None:
         """Remove `request` from the waiting queue, because it begins to run or to load."""
@@ -802,7 +908,8 @@ class Scheduler:
                 for request in joined:
                     cache.start_decoding(holding_of(request), request.admission)
             return
-        cache.count()  # others may have taken free pages
+        if not self.pages.is_alone:
+            cache.count()  # others may have taken free pages
         takes_turns = False
         if self._takes_turns:
             others = self.running.chunked + joined

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, get_args
 
 import msgspec
 
-from kvarts.config import EngineConfig
+from kvarts.config import EngineConfig, StateMode
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, MOST_SECONDS, check_number, check_whole
 from kvarts.rooms import code_named, from_room, is_code_name
@@ -18,6 +17,8 @@ from kvarts.sim.engines import EngineName, engine_of, with_engine
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvarts.build import TierSettings
     from kvarts.executor.base import CostModel
     from kvarts.kv.eviction import EvictionOrder
@@ -184,7 +185,7 @@ class ReplayConfig(
     async_scheduling: Annotated[
         bool,
         setting(
-            "Plan the next step while one runs, as vLLM does since 0.14: a request that arrives joins one step later, "
+            "Plan the next step while one runs, as vLLM does since 0.14. A request that arrives joins one step later, "
             "and one that ends keeps its place and its memory for one more plan."
         ),
     ] = False
@@ -195,6 +196,13 @@ class ReplayConfig(
             "when it knows that."
         ),
     ] = False
+    mamba_cache_mode: Annotated[
+        StateMode,
+        setting(
+            "States that layers keep for prefixes. snapshots: as --snapshots; as in vLLM, all: after every page, or "
+            "align: at the ends of chunks, which end at pages."
+        ),
+    ] = "snapshots"
     no_prefix_caching: Annotated[
         bool,
         setting("Requests find no cached pages, as with vLLM's --no-enable-prefix-caching."),
@@ -292,11 +300,14 @@ class ReplayConfig(
         """The features of `combines` that this replay uses, each with the setting that asks for it."""
         of_field = {
             "kv_groups": self.kv_groups != "off" and "kv_groups",
-            "states": any(group.is_state for group in self.groups) and "kv_groups",
+            "states": any(group.layer.kind == "state" for group in self.groups) and "kv_groups",
+            "states_by_page": self.mamba_cache_mode != "snapshots" and "mamba_cache_mode",
             "sinks": any(group.layer.sink for group in self.groups) and "kv_groups",
             "windows": getattr(self.sessions, "window", None) is not None and "sessions.window",
             "tiers": self.offload is not None and "offload",
             "layers": getattr(self.offload, "load_overlap", "none") == "layers" and "offload.load_overlap",
+            "async_loads": getattr(self.offload, "load_kv", "placed") == "async" and "offload.load_kv",
+            "sync_loads": getattr(self.offload, "load_kv", "placed") == "sync" and "offload.load_kv",
             "bus": getattr(self.offload, "bus", None) is not None and "offload.bus",
             "copies": getattr(self.offload, "copy_slowdown", 0.0) > 0 and "offload.copy_slowdown",
             "orders": self.eviction is not _default_eviction() and "eviction",
@@ -356,6 +367,18 @@ class ReplayConfig(
                 "snapshots",
                 hint="Leave it out.",
             )
+        if self.mamba_cache_mode not in get_args(StateMode):
+            raise SettingError(
+                f"must be 'snapshots', 'all' or 'align', got {self.mamba_cache_mode!r}",
+                "mamba_cache_mode",
+                hint="For vLLM's none, give {no_prefix_caching}.",
+            )
+        if self.mamba_cache_mode != "snapshots" and (self.kv_groups == "off" or not self.memory.has_states_by_page):
+            raise SettingError(
+                "has no effect without layers with a state, whose KV is counted by KV group",
+                "mamba_cache_mode",
+                hint="Leave it out.",
+            )
         if self.kv_groups == "off":
             if self.groups:
                 raise SettingError("are given, and {kv_groups} is off", "groups")
@@ -397,10 +420,11 @@ class ReplayConfig(
     @property
     def memory(self) -> GroupMemory:
         """The counted KV groups, where `kv_groups` is not off."""
-        from kvarts.kv.groups import GroupMemory
+        from kvarts.kv.groups import GroupMemory, with_states
 
         assert self.kv_groups != "off"
-        return GroupMemory(self.groups, self.kv_groups)
+        mode = self.mamba_cache_mode
+        return GroupMemory(with_states(self.groups, mode), self.kv_groups, aligns=mode == "align")
 
     @property
     def num_blocks(self) -> int:
@@ -451,6 +475,8 @@ class ReplayConfig(
                 del values[field]
         if self.snapshots == "ends":
             del values["snapshots"]
+        if self.mamba_cache_mode == "snapshots":
+            del values["mamba_cache_mode"]
         placement = values.pop("placement")
         if placement is not None:
             values = {**msgspec.to_builtins(placement), **values}

@@ -278,6 +278,8 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
     Empty if neither is given. `counts_groups`: KV groups are counted if `kv_groups` is not given. Raise ConfigError for
     settings that are unknown, contradict each other, or do not fit.
     """
+    if not given:
+        return {}
     of_model, of_device = settings_of(ModelSettings), settings_of(DeviceSettings)
     cost = given_cost(given)
     if not any(setting.key in given for setting in (*of_model, *of_device)):
@@ -303,6 +305,10 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
         groups: tuple[PartGroup, ...] = ()
         if given["kv_groups"] != "off" if "kv_groups" in given else counts_groups:
             groups = facts["groups"] = counted_groups(placed, engine, on, model.kv_dtype)
+            if "mamba_cache_mode" in given:
+                from kvarts.kv.groups import with_states
+
+                groups = facts["groups"] = with_states(groups, given["mamba_cache_mode"])
         if "pages" not in given:
             facts["num_pages"] = _num_pages(placed, engine, on, model.kv_dtype, groups)
     except ConfigError as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast, overload
 
 from msgspec import structs
@@ -25,6 +25,8 @@ from kvarts.sim.router import AskedCaches, RoundRobin, Routed, Router, WithinGro
 from kvarts.traffic.trace import Trace
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvarts.kv.transfer import PeersGain
     from kvarts.report.advice import Trials
     from kvarts.sim.lockstep import LockstepCost, Ranks
@@ -125,7 +127,7 @@ def trace_of(traffic: Traffic) -> Trace:
     """Return `traffic` as a Trace. Raises InputError for a file that cannot be read."""
     if isinstance(traffic, Trace):
         return traffic
-    if not isinstance(traffic, Path | str):
+    if not isinstance(traffic, str | os.PathLike):
         return traffic.trace()
     from kvarts.traffic.formats import load_trace
 

@@ -339,10 +339,16 @@ class Replica:
             next_ns = min(next_ns, self.scheduler.waiting.holds_until_ns(now_ns))
         return next_ns
 
+    @property
+    def decodes_by_rule(self) -> bool:
+        """Whether `decode_times` gives a rule, which takes no more memory for many steps than for few."""
+        return self._decode_times is not None and (self._tiers is None or not self._tiers.slows_down)
+
     def decode_times(self, now_ns: int, num_steps: int) -> LeapTimes:
         """Return the durations of the next `num_steps` steps, from `now_ns` on, if they are identical."""
         wheel, tiers = self.scheduler.wheel, self._tiers
-        if self._decode_times is not None and (tiers is None or not tiers.slows_down):
+        if self.decodes_by_rule:
+            assert self._decode_times is not None
             by_rule: LeapTimes = self._decode_times(
                 wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps
             )

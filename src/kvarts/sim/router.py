@@ -324,13 +324,19 @@ class WithinGroups(RoundRobin):
 class AskedCaches:
     """A router's index that reads the caches of its workers, without lag, where their events do not describe pages.
 
-    That is so with KV groups, and of several models on one device. It covers the device tier only.
+    That is so with KV groups, and of several models on one device.
     """
 
     def __init__(self, engines: Sequence[Routed]) -> None:
         self._engines = engines
 
     def matches(self, content: Content, limit: int) -> dict[int, tuple[int, ...]]:
-        """Return the pages of the longest prefix that each engine could resume from."""
-        found = ((index, each.scheduler.cache.match(content, limit)) for index, each in enumerate(self._engines))
-        return {index: (match.num_pages,) for index, match in found if match.num_pages}
+        """Return the pages of the longest prefix that each engine could resume from, by tier."""
+        matches: dict[int, tuple[int, ...]] = {}
+        for index, engine in enumerate(self._engines):
+            scheduler = engine.scheduler
+            num_pages = scheduler.cache.match(content, limit).num_pages
+            below = () if scheduler.tiers is None else scheduler.tiers.found(content, num_pages, limit)
+            if num_pages or any(below):
+                matches[index] = (num_pages, *below)
+        return matches

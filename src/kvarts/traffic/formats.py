@@ -5,9 +5,9 @@ A form is recognised by the field names of its first records, or by its columns,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,6 +18,8 @@ from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_file import TraceFile
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvarts.traffic.mooncake import Turns
 
 __all__ = ["FORMS", "TraceForm", "form_of", "is_stream", "load_trace", "nearest"]
@@ -326,7 +328,7 @@ def load_trace(
     `whole` prompts or only `deltas`. Raise MissingFileError; InputError, with file and place, also for an unknown form;
     ConfigError for an option that the form does not accept.
     """
-    if Path(path).suffix == ".toml":
+    if os.path.splitext(path)[1] == ".toml":  # noqa: PTH122
         raise ConfigError("is a configuration, not a trace", path=path, hint="Use --config FILE.")
     sample = sample_of(path)
     if sample is not None:

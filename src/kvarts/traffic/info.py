@@ -5,10 +5,10 @@ The working set of a trace is the number of pages that would hold everything it 
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
-from pathlib import Path
 from sys import byteorder
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from kvarts.traffic.trace_request import Units
 from kvarts.units import as_number
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvarts.traffic.workload import Workload
 
 __all__ = ["TraceInfo", "trace_info", "working_set_pages"]
@@ -213,7 +215,7 @@ def trace_info(traffic: Trace | Workload | Path | str) -> TraceInfo:
 
     if isinstance(traffic, Trace):
         trace = traffic
-    elif isinstance(traffic, Path | str):
+    elif isinstance(traffic, str | os.PathLike):
         from kvarts.traffic.formats import load_trace
 
         trace = load_trace(traffic)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import islice, pairwise
-from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
@@ -25,6 +25,9 @@ from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import SKIP_HINT, TraceFile
 from kvarts.traffic.trace_request import NS_PER_MS, After, MooncakeRow, PlainRow
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["BLOCK_TOKENS", "MooncakeReader", "Turns", "load_mooncake"]
 
@@ -54,7 +57,6 @@ class MooncakeReader:
         self.trace_block_size = BLOCK_TOKENS if trace_block_size is None else trace_block_size
         check_whole(self.trace_block_size, "trace_block_size")
         self._file = TraceFile.of(path)
-        self.path = self._file.path
         self.skip_bad_lines = skip_bad_lines
         self.num_skipped = 0
         self.num_rows = 0
@@ -65,8 +67,16 @@ class MooncakeReader:
         self.waits: dict[int, MooncakeRow] = {}
         """Rows with a `wait_for`, by row number; `load_mooncake` resolves the names."""
         self._refuse_too_many = trace_block_size is None
-        self._decoder = msgspec.json.Decoder(MooncakeRow)
         self._plain_decoder = msgspec.json.Decoder(PlainRow)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._file.path
+
+    @cached_property
+    def _decoder(self) -> msgspec.json.Decoder[MooncakeRow]:
+        return msgspec.json.Decoder(MooncakeRow)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         row_number = 0
@@ -240,8 +250,8 @@ def load_mooncake(
         requests = accumulated(requests, unit_tokens, file.path)
         unit_tokens, has_output_tokens = 1, True
     elif session_turns is None and knows_prefixes and reader.has_sessions:
-        _refuse_deltas(requests, file.path)
-    requests = _in_arrival_order(requests, file.path)
+        _refuse_deltas(requests, file.place)
+    requests = _in_arrival_order(requests, file.place)
     return Trace(
         requests,
         unit_tokens=unit_tokens,
@@ -253,7 +263,7 @@ def load_mooncake(
     )
 
 
-def _refuse_deltas(requests: Sequence[TraceRequest], path: Path) -> None:
+def _refuse_deltas(requests: Sequence[TraceRequest], path: str) -> None:
     """Raise InputError if the later turns of sessions appear to be deltas."""
     from kvarts.traffic.implied import broken_sessions
 
@@ -300,7 +310,7 @@ def _with_waits(requests: Sequence[TraceRequest], waits: dict[int, MooncakeRow],
     return waiting
 
 
-def _in_arrival_order(requests: Sequence[TraceRequest], path: Path) -> Sequence[TraceRequest]:
+def _in_arrival_order(requests: Sequence[TraceRequest], path: str) -> Sequence[TraceRequest]:
     """Return requests sorted by time; a request without a time is placed directly after the one it waits for."""
     if isinstance(requests, RequestColumns):
         return requests.in_arrival_order()

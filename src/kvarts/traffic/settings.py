@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -11,6 +10,8 @@ from kvarts.errors import ConfigError, parts_of
 from kvarts.settings import AtLeastOne, Given, Section, setting
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvarts.traffic.trace import Trace
 
 __all__ = ["SECTION", "TrafficSettings", "load_given", "reading_of"]

@@ -6,24 +6,26 @@ JSON records become requests, prompts of unknown content are made, and requests 
 from __future__ import annotations
 
 import io
+import os
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO, TypeVar, cast
+from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
 
 import msgspec
 
 from kvarts.content import pack_units
 from kvarts.errors import InputError, parts_of
-from kvarts.files import located, reading, where_samples_are
+from kvarts.files import place_of, reading, where_samples_are
 from kvarts.limits import LATEST_NS, brief
 from kvarts.traffic.trace import Trace, TraceRequest
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = [
     "BLOCK_BYTES",
@@ -60,7 +62,8 @@ class TraceFile:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = located(path)
+        self.place = place_of(path)
+        """The path, as text."""
         self._data: bytes | None = None
 
     @classmethod
@@ -68,16 +71,24 @@ class TraceFile:
         """Return `path` as a TraceFile."""
         return path if isinstance(path, TraceFile) else cls(path)
 
+    @cached_property
+    def path(self) -> Path:
+        """The file, or directory."""
+        from pathlib import Path
+
+        return Path(self.place)
+
     @property
     def name(self) -> str:
         """The last part of the path."""
-        return self.path.name or self.path.resolve().name
+        name = os.path.basename(self.place)  # noqa: PTH119
+        return name if name not in ("", ".") else self.path.resolve().name
 
     @cached_property
     def is_directory(self) -> bool:
         """Whether the path is a directory."""
-        with reading(self.path, hint=where_samples_are(self.path)):
-            return self.path.is_dir()
+        with self._reading():
+            return os.path.isdir(self.place)  # noqa: PTH112
 
     def read(self) -> bytes:
         """Return the whole content."""
@@ -191,22 +202,31 @@ class TraceFile:
         return lines
 
     def _open(self) -> BinaryIO:
-        with reading(self.path, hint=where_samples_are(self.path)):
-            if self._data is None and not self.path.is_file() and not self.path.is_dir():
+        with self._reading():
+            if self._data is None and not os.path.isfile(self.place) and not self.is_directory:  # noqa: PTH113
                 self._data = self.path.read_bytes()
             if self._data is not None:
                 data = io.BytesIO(self._data)
                 return _unpacked(data) if self._data.startswith(GZIP) else data
-            with self.path.open("rb") as file:
-                is_packed = file.read(2) == GZIP
-            return _unpacked(self.path) if is_packed else self.path.open("rb")
+            file = open(self.place, "rb")  # noqa: PTH123, SIM115
+            if file.peek(2).startswith(GZIP):
+                with file:
+                    return _unpacked(self.path)
+            return file
+
+    def _reading(self) -> AbstractContextManager[None]:
+        return reading(self.place, hint=where_samples_are(self.place))
 
     @contextmanager
     def _unpacking(self) -> Iterator[None]:
         try:
-            with reading(self.path, hint=where_samples_are(self.path)):
+            with self._reading():
                 yield
-        except (EOFError, zlib.error) as error:
+        except Exception as error:
+            import zlib  # few traces are compressed
+
+            if not isinstance(error, EOFError | zlib.error):
+                raise
             raise InputError(f"cannot be read: {error}", path=self.path) from error
 
 

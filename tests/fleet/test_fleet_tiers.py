@@ -1,0 +1,84 @@
+"""Tiers below workers that compute prompts, and below workers that generate: as the naive ones have them."""
+
+from __future__ import annotations
+
+from dataclasses import replace as with_values
+from typing import Any
+
+import pytest
+from hypothesis import given
+from msgspec import structs
+
+from kvarts.fleet.report import FleetReport
+from kvarts.offload.config import OffloadConfig
+from kvarts.sim.replay import replay
+
+from builders.fleet import FleetCase, fleets
+from builders.tiered import Tiered, naive_settings, tiers_below
+from oracles.naive_fleet import NaiveFleet
+from oracles.naive_fleet_tiers import NaiveTieredWorker
+
+
+def naive_fleet(case: FleetCase, offload: OffloadConfig) -> tuple[NaiveFleet, list[NaiveTieredWorker]]:
+    """Return the naive fleet of `case` with tiers below all its workers, and these, after all its requests."""
+    of_decode = with_values(case.case, num_pages=case.decode_pages, max_num_seqs=case.decode_seqs)
+
+    def workers(tiers: Tiered, count: int) -> list[NaiveTieredWorker]:
+        settings = naive_settings(tiers)
+        for name in ("profile", "long_prefill_token_threshold", "watermark"):
+            del settings[name]
+        return [NaiveTieredWorker(**settings) for _ in range(count)]
+
+    prefills = workers(Tiered(case.case, offload), case.num_prefills)
+    decodes = workers(Tiered(of_decode, offload), case.num_decodes)
+    for worker in prefills + decodes:
+        worker.all_names = prefills[0].all_names
+    fleet = NaiveFleet(
+        prefills, decodes, False, case.rate, round(case.latency_ms * 1e6), case.only_missing and not case.is_layer_wise,
+        num_layers=case.num_layers if case.is_layer_wise else 0, least_remote=case.least_remote,
+    )  # type: ignore[arg-type]  # fmt: skip
+    fleet.run(case.case.naive_requests())
+    return fleet, prefills + decodes
+
+
+@pytest.mark.laws
+@given(fleets(profile="default"), tiers_below(with_bus=False))
+def test_prefill_and_decode_workers_and_their_tiers_are_as_the_naive_ones(
+    case: FleetCase, offload: OffloadConfig
+) -> None:
+    """L1 to L4, L7, L8: every time of every request, and what each worker has loaded from each of its tiers."""
+    offload = structs.replace(offload, copy_slowdown=0.0)
+    case.queue = None
+    naive, workers = naive_fleet(case, offload)
+    report: FleetReport = replay(case.case.trace(), case.config(offload=offload))
+    names = ("host", "disk") if offload.disk_pages else ("host",)
+    raw = report.request_columns
+    for place, handoff in enumerate(naive.handoffs):
+        mine: dict[str, Any] = {name: int(column[place]) for name, column in raw.items()}
+        status = ("completed", "rejected", "failed", "cancelled")[mine["status"]]
+        assert (mine["index"], status) == (handoff.request.seq, handoff.outcome)
+        if status == "rejected":
+            continue
+        decode, prefill = handoff.decode, handoff.prefill
+        target = case.num_prefills + handoff.target
+        below = [0] * len(names)
+        for worker in (target,) if handoff.is_local else (handoff.source, target):
+            loaded = workers[worker].below_tokens.get(decode.seq, [0] * len(names))
+            below = [count + more for count, more in zip(below, loaded, strict=True)]
+        expected = {
+            "source": target if handoff.is_local else handoff.source,
+            "replica": target,
+            "is_local": int(handoff.is_local),
+            "prefill_admitted_ns": (decode if handoff.is_local else prefill).first_admitted_ns,
+            "held_ns": handoff.held_ns,
+            "reserved_ns": handoff.reserved_ns,
+            "activated_ns": handoff.activated_ns,
+            "decode_admitted_ns": decode.first_admitted_ns,
+            "released_ns": handoff.released_ns,
+            "first_token_ns": decode.first_token_ns,
+            "last_token_ns": decode.last_token_ns,
+            "preemptions": decode.preemptions,
+            "recomputed_tokens": prefill.recomputed_tokens + decode.recomputed_tokens,
+            **{f"{name}_tokens": count for name, count in zip(names, below, strict=True)},
+        }
+        assert {name: mine[name] for name in expected} == expected
