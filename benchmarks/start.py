@@ -1,11 +1,11 @@
 """Processor time of short commands, from the start of Python to the exit; medians of rounds in turns.
 
-    python benchmarks/start.py [--rounds N]
+    python benchmarks/start.py [--rounds N] [--before CHECKOUT]
     python benchmarks/start.py --models MODEL [MODEL ...] [--before CHECKOUT]
 
 With `--models`, of one token of each model, directories or GGUF files, and of the import of PyTorch; `--before`: of
-another version of kvarts as well. Otherwise, the last rows are what no command can avoid: Python, and the packages that
-parse command lines and JSON.
+another version of kvarts as well. Rows of Python are what no command can avoid, and those of packages what commands
+need: msgspec for a replay without unusual options, click as well for other commands.
 """
 
 from __future__ import annotations
@@ -36,9 +36,15 @@ def main() -> None:
             "kvarts replay --json, one request": [*kvarts, "replay", str(trace), "--json"],
             "kvarts --version": [*kvarts, "--version"],
             "Python": [*python, "pass"],
+            "Python, isolated": [sys.executable, "-I", "-c", "pass"],
+            "Python, isolated, no frozen modules": [sys.executable, "-X", "frozen_modules=off", "-I", "-c", "pass"],
+            "Python and msgspec": [*python, "import gc; gc.disable(); import msgspec"],
             "Python, click and msgspec": [*python, "import click, msgspec"],
             "Python and NumPy": [*python, "import os; os.environ['OPENBLAS_NUM_THREADS'] = '1'; import numpy"],
         }
+        if args.before:
+            before = ["/usr/bin/env", f"PYTHONPATH={args.before.resolve() / 'src'}"]
+            commands["before, kvarts replay, one request"] = [*before, *kvarts, "replay", str(trace)]
         if args.models:
             commands = {"Python and PyTorch": [*python, "import torch"]}
         for model in args.models:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from kvarts.few import Column
+from kvarts.few import Column, arrays_pay
 
 __all__ = ["Column", "Rows", "append_packed", "to_frame"]
 
-PACK_AT = 1 << 13
-"""Number of integers kept as objects before packing: a few hundred kilobytes, which fit in a core's private cache."""
+PACK_AT: Final = 1 << 18
+"""Bytes of rows that are kept as they were added before packing: they fit in a core's private cache."""
 
+MANY: Final = 1 << 16
+"""Integers that are packed from which on NumPy is loaded, which a summary of so many needs."""
 
 WIDER = {"b": "h", "h": "i", "i": "q"}
 """Type codes, in `array` and NumPy, of integers of 1, 2, 4 and 8 bytes: the next after each."""
@@ -25,38 +27,53 @@ def append_packed(packed: array[int], numbers: list[int]) -> None:
 
 
 class Rows:
-    """Rows of `width` integers. They are appended to a list, which is packed by column when it gets long.
+    """Rows of `width` integers, at most 8 bytes each. They are appended one by one, and packed by column when many.
 
     A column has as few bytes per integer as its largest one so far needs.
     """
 
-    __slots__ = ("_packed", "_recent", "_width")
+    __slots__ = ("_pack_row", "_packed", "_recent", "_width")
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._packed = [array("b") for _ in range(width)]
-        self._recent: list[int] = []
+        self._recent = bytearray()
+        self._pack_row = struct.Struct(f"{width}q").pack
 
     def add(self, rows: Sequence[int]) -> None:
         """Append one row, or several concatenated ones."""
-        self._recent += rows
+        if len(rows) == self._width:
+            self._recent += self._pack_row(*rows)
+        else:
+            self._recent += struct.pack(f"{len(rows)}q", *rows)
         if len(self._recent) > PACK_AT:
             self._pack()
 
     def _pack(self) -> None:
         width, recent = self._width, self._recent
+        if not recent:
+            return
+        self._recent = bytearray()
+        if arrays_pay(0) or len(self._packed[0]) * width > MANY:
+            import numpy as np
+
+            rows = np.frombuffer(recent, np.int64).reshape(-1, width)
+            bounds = zip(rows.min(axis=0).tolist(), rows.max(axis=0).tolist(), strict=True)
+            for field, (low, high) in enumerate(bounds):
+                packed = self._with_room(field, low, high)
+                packed.frombytes(rows[:, field].astype(packed.typecode).tobytes())
+            return
+        flat = array("q", bytes(recent))
         for field in range(width):
-            numbers = recent[field::width]
-            while True:
-                packed = self._packed[field]
-                try:
-                    append_packed(packed, numbers)
-                    break
-                except struct.error:
-                    if packed.typecode == "q":
-                        raise
-                    self._packed[field] = array(WIDER[packed.typecode], packed)
-        recent.clear()
+            numbers = flat[field::width].tolist()
+            append_packed(self._with_room(field, min(numbers), max(numbers)), numbers)
+
+    def _with_room(self, field: int, low: int, high: int) -> array[int]:
+        """Return a packed column with a type for integers from `low` to `high`."""
+        packed = self._packed[field]
+        while not -1 << 8 * packed.itemsize - 1 <= low <= high < 1 << 8 * packed.itemsize - 1:
+            packed = self._packed[field] = array(WIDER[packed.typecode], packed)
+        return packed
 
     def take_narrow_columns(self) -> list[Column]:
         """Return the columns, each with the smallest type that has room for its integers, and clear the rows."""
@@ -83,7 +100,7 @@ class Rows:
         return [column.tolist() for column in self._packed]
 
     def __len__(self) -> int:
-        return len(self._packed[0]) + len(self._recent) // self._width
+        return len(self._packed[0]) + len(self._recent) // (8 * self._width)
 
 
 def to_frame(columns: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from sys import getsizeof
-from typing import Any
+from typing import Any, Final
 
 from kvarts.errors import ConfigError
 from kvarts.hints import Hints
@@ -23,9 +23,9 @@ __all__ = ["NOTHING", "UNIT_BYTES", "Content", "PageKey", "pack_units"]
 PageKey = bytes | int
 """Identifies a page among the pages that may follow one prefix: the bytes of its units, or an owner."""
 
-UNIT_BYTES = 8
+UNIT_BYTES: Final = 8
 
-TRIM_BYTES = 1024
+TRIM_BYTES: Final = 1024
 """Smallest saving in bytes that justifies a copy."""
 
 
@@ -140,8 +140,7 @@ class Content:
         else:
             first = page * self.page_size // self.unit_tokens * UNIT_BYTES
             last = -(-(page + 1) * self.page_size // self.unit_tokens) * UNIT_BYTES
-        key = self.units[first:last]
-        return key if isinstance(key, bytes) else bytes(key)
+        return _slice(self.units, first, last)
 
     def common_pages(self, other: Content, start: int, end: int) -> int:
         """Return the largest r in [start, end] such that pages [start, r) are equal; earlier pages must be."""
@@ -159,14 +158,19 @@ class Content:
         else:
             first = start * self.page_size // self.unit_tokens
             last = -(-end * self.page_size // self.unit_tokens)
-        mine = self.units[first * UNIT_BYTES : last * UNIT_BYTES]
-        theirs = other.units[first * UNIT_BYTES : last * UNIT_BYTES]
+        mine = _slice(self.units, first * UNIT_BYTES, last * UNIT_BYTES)
+        theirs = _slice(other.units, first * UNIT_BYTES, last * UNIT_BYTES)
         if mine == theirs:
             return end
         # Read as little-endian numbers, the lowest differing bit is in the first differing unit.
         differing = int.from_bytes(mine, "little") ^ int.from_bytes(theirs, "little")
         first_differing = first + ((differing & -differing).bit_length() - 1) // (8 * UNIT_BYTES)
         return max(start, first_differing * self.unit_tokens // self.page_size)
+
+
+def _slice(units: bytes | bytearray, first: int, last: int) -> bytes:
+    """Return a part of `units`; compiled, one of bytes is made without a slice object."""
+    return units[first:last] if isinstance(units, bytes) else bytes(units[first:last])
 
 
 NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)

@@ -5,7 +5,7 @@ Within these limits, every sum and product in kvarts fits 64 bits, and everythin
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from kvarts.errors import ConfigError
 
@@ -31,7 +31,7 @@ __all__ = [
     "check_whole",
 ]
 
-MOST_COUNT = (1 << 31) - 1
+MOST_COUNT: Final = (1 << 31) - 1
 """Tokens of a request or a step, concurrent requests, and all other counts."""
 MOST_PAGE_TOKENS = 1 << 20
 """Tokens per page."""
@@ -52,7 +52,7 @@ MOST_SEED = (1 << 63) - 1
 MOST_UINT32 = (1 << 32) - 1
 MOST_UINT64 = (1 << 64) - 1
 """Limit of fields in messages. A client may request this many tokens to mean as many as there is room for."""
-LATEST_NS = 1 << 61
+LATEST_NS: Final = 1 << 61
 """Virtual time: 73 years after its start."""
 
 MOST_SHOWN = 40

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -209,7 +209,7 @@ class Miscounting:
 def test_an_auditor_that_knows_what_counts_pages_compares_by_itself() -> None:
     """Handed in as a reader of events, it needs nothing else of the engine."""
     counts: Miscounting
-    auditor = Auditor(40, PAGE_SIZE, account=lambda: cast(PageCache, counts))
+    auditor = Auditor(40, PAGE_SIZE, account=lambda: counts)
     config = EngineConfig(num_pages=40, page_size=PAGE_SIZE)
     engine = make_replica(config, readers=[auditor])
     counts = Miscounting(whole_pages(engine.scheduler.cache))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from msgspec.structs import replace as changed
 
 from kvarts.audit.auditor import AuditError, Auditor, Finding
 from kvarts.audit.ledger import LedgerGroup
@@ -34,6 +33,7 @@ from kvarts.kv.run_cache import RunCache
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
+from builders.fields import changed
 from builders.grouped import FULL, WINDOW, part_groups, told_by
 from builders.outcome import run_kvarts
 from oracles.naive_grouped import needed_pages

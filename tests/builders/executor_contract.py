@@ -5,13 +5,16 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvarts.config import EngineConfig
 from kvarts.executor.base import Executor, VirtualExecutor
 from kvarts.sched.plan import Batch, StepPlan, StepResult
+from kvarts.values import Value
 
+from builders.fields import fields_of
 from builders.serving import Arrival, serve
 
 __all__ = ["CONFIG", "ExecutorContract", "VirtualExecutorContract"]
@@ -52,8 +55,8 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
-    if hasattr(value, "__struct_fields__"):
-        return [plain(getattr(value, name)) for name in value.__struct_fields__]
+    if isinstance(value, Value | msgspec.Struct):
+        return [plain(getattr(value, name)) for name in fields_of(value)]
     return value
 
 

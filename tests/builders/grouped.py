@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
-from msgspec.structs import astuple
 
 from kvarts.content import Content
 from kvarts.events import Event
@@ -17,6 +16,7 @@ from kvarts.report.requests import CANCELLED, REJECTED
 from kvarts.sim.replay import replay
 
 from builders.case import Case
+from builders.fields import fields_of
 from builders.rooms import HAS_AUDIT, timelines_json
 from oracles.naive import NaiveRequest, polynomial_ns, run_naive
 from oracles.naive_group_engine import NaiveGroupEngine
@@ -94,7 +94,7 @@ class Told:
 
     def plain(self) -> list[tuple[Any, ...]]:
         """The events as values that compare: contents by their requests."""
-        return [(type(event), *map(_plain, astuple(event))) for event in self.events]
+        return [(type(event), *[_plain(getattr(event, name)) for name in fields_of(event)]) for event in self.events]
 
 
 def _plain(value: Any) -> Any:

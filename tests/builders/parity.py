@@ -10,6 +10,8 @@ import msgspec
 from kvarts.content import Content
 from kvarts.events import Arrived, Event, Finished
 
+from builders.fields import fields_of
+
 __all__ = ["Heard", "Sent", "shifted"]
 
 
@@ -26,7 +28,7 @@ class Heard:
 def told(event: Event) -> Any:
     """An event as a value: contents by what they hold of the pages that the event is about."""
     fields = []
-    for name in event.__struct_fields__:
+    for name in fields_of(event):
         if name == "max_tokens":
             continue  # a replay asks for as many as there were
         value = getattr(event, name)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from random import Random
 
-import msgspec
 from hypothesis import strategies as st
 
 from kvarts.config import EngineConfig
@@ -67,7 +66,7 @@ class TieredToy(ToyExecutor):
             reports.append(rng.choice(self.sent))  # late, and a second time
         if rng.random() < 0.1:
             reports.append(TransferReport(10_000 + rng.randrange(100)))
-        return msgspec.structs.replace(result, transfer_reports=tuple(reports))
+        return result.replaced(transfer_reports=tuple(reports))
 
     def break_transfer(self, report: TransferReport) -> TransferReport:
         """The pages from some point on did not arrive; what is there instead must not be read."""

@@ -116,3 +116,23 @@ def test_an_error_names_the_option_that_was_typed(
     assert "--speedup: a closed loop has no arrival times to speed up" in capsys.readouterr().err
     assert run_command("replay", "--memory-fraction", "0.5", "--pages", "9") == 2
     assert "--memory-fraction: has no effect with --pages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("long_s", "is_compiled", "says"), [(0.0, False, True), (0.0, True, False), (60.0, False, False)]
+)
+def test_a_long_replay_says_once_that_there_is_a_faster_build(
+    long_s: float,
+    is_compiled: bool,
+    says: bool,
+    run_command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(kvarts.cli.replaying, "LONG_S", long_s)
+    monkeypatch.setattr(kvarts.cli.replaying, "is_compiled", lambda: is_compiled)
+    trace = tmp_path / "one.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}\n')
+    assert run_command("replay", str(trace)) == 0
+    assert capsys.readouterr().err.count("this is the interpreted build") == says

@@ -81,6 +81,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvarts.cli.serve_sessions._serve", serve)
     if "mock" in commands():
         monkeypatch.setattr("kvarts.cli.mock.serve_http", serve_http)
-        for name in ("access_log.time", "access_log.monotonic", "app.monotonic"):
+        for name in ("access.time", "access.monotonic", "app.monotonic"):
             monkeypatch.setattr(f"kvarts.openai_api.{name}", lambda: 0.0)
         monkeypatch.setattr("kvarts.openai_api.app.new_id", lambda: "an-id")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -80,3 +82,14 @@ def test_what_ends_soon_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     with Progress("reading trace.jsonl"):
         pass
     assert capfd.readouterr().err == ""
+
+
+def test_progress_ends_whichever_of_its_threads_is_first() -> None:
+    """A process of its own: if one thread waited for the other for good, it would not end."""
+    code = (
+        "import sys; sys.setswitchinterval(1e-6)\n"
+        "from kvarts.cli.process import Progress\n"
+        "for _ in range(3000):\n"
+        "    with Progress('replaying', 3, 'requests'): pass\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

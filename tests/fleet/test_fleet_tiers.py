@@ -34,9 +34,15 @@ def naive_fleet(case: FleetCase, offload: OffloadConfig) -> tuple[NaiveFleet, li
     for worker in prefills + decodes:
         worker.all_names = prefills[0].all_names
     fleet = NaiveFleet(
-        prefills, decodes, False, case.rate, round(case.latency_ms * 1e6), case.only_missing and not case.is_layer_wise,
-        num_layers=case.num_layers if case.is_layer_wise else 0, least_remote=case.least_remote,
-    )  # type: ignore[arg-type]  # fmt: skip
+        [*prefills],
+        [*decodes],
+        False,
+        case.rate,
+        round(case.latency_ms * 1e6),
+        case.only_missing and not case.is_layer_wise,
+        num_layers=case.num_layers if case.is_layer_wise else 0,
+        least_remote=case.least_remote,
+    )
     fleet.run(case.case.naive_requests())
     return fleet, prefills + decodes
 

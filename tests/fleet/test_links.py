@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import cast
+from typing import cast, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.content import Content
-from kvarts.fleet.config import FleetConfig, PoolConfig
+from kvarts.fleet.config import FleetConfig, PoolConfig, Role, Sharing, TransferMode
 from kvarts.fleet.handoff import Computed, Handoff
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
 from kvarts.fleet.links import FixedRate, Links, SharedLinks, StoreLinks
@@ -318,21 +318,19 @@ def test_transfers_of_a_worker_that_is_lost_leave_their_share_to_the_others() ->
     assert links.next_ns() == NEVER_NS
 
 
+ROLES: tuple[Role, Role] = ("prefill", "decode")
+
+
 @pytest.mark.parametrize("mode", ["full-prompt", "layer-wise"])
-def test_two_prefill_workers_of_a_pool_share_its_link(mode: str) -> None:
+def test_two_prefill_workers_of_a_pool_share_its_link(mode: TransferMode) -> None:
     """Two prompts go to two workers of another pool at the same time."""
     rows = [Row(0, [index] * 100, 100, 2, None, 0, None) for index in range(2)]
     case = Case(rows, 1, 10, 100, 8192, 8, "default", 2)
-    pools = tuple(PoolConfig(role=role, each=case.config(replicas=2)) for role in ("prefill", "decode"))  # type: ignore[arg-type]
+    prefill, decode = (PoolConfig(role=role, each=case.config(replicas=2)) for role in ROLES)
     took_ms = {}
-    for sharing in ("none", "worker", "pool"):
+    for sharing in get_args(Sharing):
         config = FleetConfig(
-            pools=pools,
-            bytes_per_s=1000,
-            token_bytes=1,
-            sharing=sharing,
-            transfer=mode,
-            layers=1,  # type: ignore[arg-type]
+            pools=(prefill, decode), bytes_per_s=1000, token_bytes=1, sharing=sharing, transfer=mode, layers=1
         )
         rows_of = replay(case.trace(), config).requests
         took_ms[sharing] = {

@@ -192,3 +192,36 @@ def test_a_fleet_of_mixed_pools_has_no_parts_of_a_wait(asked: Callable[..., Any]
     config = tmp_path / "fleet.toml"
     config.write_text('pages = 600\npage_size = 512\n[[pool]]\n[[pool]]\nname = "other"\n')
     assert asked("replay", trace, "--config", config, "--json")["fleet"]["waits"] == {}
+
+
+def test_workers_that_differ_are_named_by_pool(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
+) -> None:
+    """And not as replicas of the last pool."""
+    config = tmp_path / "fleet.toml"
+    config.write_text(ALL_THREE)
+    assert run_command("replay", trace, "--config", config) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:6] == [
+        "rules of vLLM; step times: roofline",
+        "prefill: llama-3.1-8b on h100-80gb, 28,392 pages of 16 tokens (55.5 GiB)",
+        "big: llama-3.1-8b on h200-141gb, 56,595 pages of 16 tokens (110.5 GiB)",
+        "mixed: llama-3.1-8b on h100-80gb, 2 replicas, each of 28,392 pages of 16 tokens",
+        "  (55.5 GiB)",
+    ]
+    assert (
+        run_command(
+            "replay",
+            trace,
+            "--model",
+            "llama-3.1-8b",
+            "--device",
+            "h100-80gb",
+            "--prefill-replicas",
+            1,
+            "--decode-replicas",
+            1,
+        )
+        == 0
+    )
+    assert capsys.readouterr().out.splitlines()[2] == "2 replicas, each of 28,392 pages of 16 tokens (55.5 GiB)"

@@ -36,7 +36,7 @@ class Seen:
         return StepResult(plan.batch.num_tokens * 1_000_000, *[getattr(result, name) for name in FIELDS])
 
 
-FIELDS = StepResult.__struct_fields__[1:]
+FIELDS = StepResult.FIELDS[1:]
 
 
 def test_chunks_keep_the_bound_and_tokens_stay(

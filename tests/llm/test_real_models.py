@@ -38,6 +38,7 @@ from kvarts.sampling import SamplingParams
 from kvarts.verify.verifier import verify_file
 
 from builders.engines import make_replica
+from builders.fields import fields_of
 from builders.flash_standin import flash_module
 from builders.kept import Kept
 from builders.pages import paged
@@ -322,7 +323,7 @@ def test_the_replay_of_what_was_run_decides_alike(models: Callable[[str], tuple[
         names = ("Admitted", "Preemption", "ChunkComputed", "Finished")
         told: list[tuple[object, ...]] = []
         for event in kept.events:
-            fields = {name: getattr(event, name) for name in event.__struct_fields__ if name != "content"}
+            fields = {name: getattr(event, name) for name in fields_of(event) if name != "content"}
             if type(event).__name__ in names:
                 told.append((type(event).__name__, *fields.values()))
         return told

@@ -241,7 +241,7 @@ class Forgetful(TieredToy):
     def execute(self, plan: StepPlan) -> StepResult:
         result = super().execute(plan)
         reports = tuple(report for report in result.transfer_reports if report.transfer_id % 3)
-        return msgspec.structs.replace(result, transfer_reports=reports)
+        return result.replaced(transfer_reports=reports)
 
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])

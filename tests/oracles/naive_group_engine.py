@@ -242,12 +242,13 @@ class NaiveGroupEngine(NaiveEngine):
                 if request.seq in self.decoding:
                     self.settle(request)
 
-    def is_of_step(self, group: int, tokens: list[Any], tenant: str | None, length: int) -> bool:
+    def is_of_step(self, group: int, tokens: list[Any], tenant: object, length: int) -> bool:
         """Whether the step computes the state of a group after the first `length` pages, or one like it."""
         layer, _ = self.layers[group]
         if layer.kind != "state" or has_state(layer) or not length:
             return False
-        return (group, self.groups.name(tokens, tenant, length - 1)) in self.groups.published
+        name = self.groups.name(tokens, tenant, length - 1)  # type: ignore[arg-type]
+        return (group, name) in self.groups.published
 
     # A step -----------------------------------------------------------------------------------------------
 

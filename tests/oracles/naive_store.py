@@ -290,7 +290,7 @@ class NaiveStoreFleet:
         ended, self.ended = self.ended, []
         for write in ended:
             for place, engine in enumerate(self.engines):
-                if any(leader is write for _, leader in engine.following):
+                if any(leader is write for _, leader in engine.following):  # type: ignore[comparison-overlap]
                     engine.let_follow(write)  # type: ignore[arg-type]
                     if engine.is_pausing:
                         self.ends[place] = None

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace as replace_in
 
 from kvarts.events import Event, LeapDone, PerStep, StepDone
 from kvarts.executor.mocker_formula import MockerTimes
@@ -141,7 +140,7 @@ def made_leaps(kinds: list[tuple[int, int, int, int, list[tuple[int, int]]]]) ->
         as_lists = LeapDone(step, start_ns, list(times), list(taken), used, 0, 0, num_decodes, 0, 0)
         listed.append(as_lists)
         kept: PerStep = times if kind & 1 else as_lists.durations_ns
-        by_rule.append(replace_in(as_lists, durations_ns=kept, pages_taken=taken if kind & 2 else list(taken)))
+        by_rule.append(as_lists.replaced(durations_ns=kept, pages_taken=taken if kind & 2 else list(taken)))
         step, start_ns, used = step + num_steps, start_ns + times.total_ns, used + total
     return by_rule, listed
 

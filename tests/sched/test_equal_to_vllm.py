@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "equal_to_vllm.py"
 EQUAL_ROWS = [
     *("full", "priority", "window", "chunk", "groups", "long-prefill", "watermark", "limited"),
     *("aborts", "groups-aborts", "uncached"),
+    *("states-all", "states-align", "states-all-async", "states-align-async"),
     *("loads", "async-loads", "failed-loads"),
     *("async", "async-stop", "async-priority", "async-window", "async-chunk", "async-groups", "async-aborts"),
 ]

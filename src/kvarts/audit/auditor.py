@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-from kvarts.audit.comparison import find_different_pages, find_different_private
+from kvarts.audit.comparison import Account, find_different_pages, find_different_private
 from kvarts.audit.finding import AuditError, Finding, Findings
 from kvarts.audit.ledger import LOST, Happened, Keep, Ledger, LedgerError, LedgerGroup, LedgerPart
 from kvarts.audit.request_parts import KnownRequest, PageDigests, RequestParts
@@ -54,7 +54,7 @@ from kvarts.events import (
 )
 from kvarts.kv.cache import Cache
 
-__all__ = ["AuditError", "Auditor", "Finding"]
+__all__ = ["Account", "AuditError", "Auditor", "Finding"]
 
 OF_A_REQUEST = (
     Admitted,
@@ -952,7 +952,7 @@ class Auditor:
 
     # Comparing --------------------------------------------------------------------------------------------
 
-    def compare(self, account: Cache) -> None:
+    def compare(self, account: Account) -> None:
         """Compare the engine's account of its memory with the ledger. Raise AuditError with all findings so far."""
         ledger = self.ledger
         num_used, num_cached = ledger.num_used, ledger.num_cached

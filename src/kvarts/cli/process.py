@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import warnings
-from _thread import allocate_lock, start_new_thread
+from _thread import LockType, allocate_lock, start_new_thread
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
@@ -41,6 +41,7 @@ __all__ = [
     "guard_streams",
     "handle_signals",
     "hold_signals_back",
+    "is_compiled",
     "narrate",
     "print_bytes",
     "print_json",
@@ -250,6 +251,15 @@ def end(code: int) -> None:
     os._exit(code)
 
 
+def is_compiled() -> bool:
+    """Return whether the engine is a compiled library."""
+    from importlib.util import find_spec
+
+    engine = find_spec("kvarts.engine")
+    assert engine is not None and engine.origin is not None
+    return not engine.origin.endswith(".py")
+
+
 def say(text: str) -> None:
     """Write a line, or several, to standard error. Control characters, such as in names of files, are escaped."""
     if sys.stderr is None:
@@ -328,8 +338,10 @@ class Progress:
         is_terminal = sys.stderr.isatty()
         if not is_terminal and large is not None and total is not None and total >= large:
             say(f"kvarts: {what}, {total:,} {unit}")
-        start_new_thread(self._narrate, (self._draw if is_terminal else self._tell,))
-        self._is_drawing.acquire()  # until the thread has begun
+        begins = allocate_lock()
+        begins.acquire()
+        start_new_thread(self._narrate, (begins, self._draw if is_terminal else self._tell))
+        begins.acquire()  # until the thread has begun
 
     def update(self, num_done: int = 1) -> None:
         """Count more units as done."""
@@ -344,15 +356,12 @@ class Progress:
         self._is_running.release()
         self._is_drawing.acquire()
 
-    def _narrate(self, work: Callable[[], None]) -> None:
-        has_drawn = allocate_lock()
-        has_drawn.acquire()
-        begun, self._is_drawing = self._is_drawing, has_drawn
-        begun.release()
+    def _narrate(self, begins: LockType, work: Callable[[], None]) -> None:
+        begins.release()
         try:
             work()
         finally:
-            has_drawn.release()
+            self._is_drawing.release()
 
     def _has_ended(self, within_s: float) -> bool:
         """Return whether the work ends within some seconds."""
@@ -392,9 +401,4 @@ class Progress:
 
 def version_line() -> str:
     """Return the version, and which build this is: compiled if the engine is a compiled library, else interpreted."""
-    from importlib.util import find_spec
-
-    engine = find_spec("kvarts.engine")
-    assert engine is not None and engine.origin is not None
-    build = "interpreted" if engine.origin.endswith(".py") else "compiled"
-    return f"kvarts, version {__version__} ({build})"
+    return f"kvarts, version {__version__} ({'compiled' if is_compiled() else 'interpreted'})"

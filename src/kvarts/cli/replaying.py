@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from kvarts.cli.outputs import check_opening, write_run_page
-from kvarts.cli.process import Progress, say, tell_whole_pages
+from kvarts.cli.process import Progress, is_compiled, say, tell_whole_pages
 from kvarts.files import PREFIX, SAMPLES, check_outputs
 from kvarts.settings import Flags, Given, Section, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
@@ -33,6 +34,8 @@ __all__ = [
     "set_by",
 ]
 
+LONG_S = 60.0
+"""A replay that takes longer says whether there is a faster build."""
 SAMPLE = "agents"
 SAMPLE_SETTINGS = {"model": "llama-3.1-8b", "device": "h100-80gb"}
 """By their keys. With these, the pages nearly suffice for the prefixes that the sessions return to."""
@@ -121,7 +124,13 @@ def run_replay(
 
         traffic, traces = run.load()
         with outputs.observers() as observers_of, _progress(traces) as progress:
+            begun_s = monotonic()
             report = replay(traffic, run.config, on_progress=progress.update, observers_of=observers_of)
+        if monotonic() - begun_s >= LONG_S and not is_compiled():
+            say(
+                "kvarts: this is the interpreted build; the compiled one, in the wheels of some platforms or with "
+                "KVARTS_COMPILE=1 pip install, takes about half the time"
+            )
         outputs.write(report)
         if folder is not None and html_file is not None:
             write_run_page(folder, html_file, opens=opens)

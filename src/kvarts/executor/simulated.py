@@ -24,7 +24,7 @@ class LeapTimes:
     def __init__(self, durations_ns: list[int]) -> None:
         self._durations_ns = durations_ns
         self.num_steps = len(durations_ns)
-        self.total_ns = sum(durations_ns)
+        self.total_ns = sum(durations_ns) if durations_ns else 0
         self.last_ns = durations_ns[-1] if durations_ns else 0
 
     def end_before(self, within_ns: int) -> None:

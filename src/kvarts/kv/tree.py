@@ -307,7 +307,7 @@ class PrefixTree:
         page_ids: list[PageId] = []
         order = self.order
         while count:
-            node = order.next_run()
+            node: Node = order.next_run()
             while node.children and node.twins is None and not node.holds:
                 # Runs after it are evicted first; an order that ensures that itself names such a run only if they are
                 # held.

@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 
 from kvarts.clock import Clock
 from kvarts.errors import KvartsError
@@ -294,7 +293,7 @@ class DetokenizingExecutor:
                 for row, request, token in zip(rows, requests, tokens, strict=True)
                 if self._generations[request].take(token, is_end=row in ends)
             )
-        return replace(result, duration_ns=self._clock.now_ns() - start_ns, stopped_rows=stopped)
+        return result.replaced(duration_ns=self._clock.now_ns() - start_ns, stopped_rows=stopped)
 
     def _with_accepted(self, plan: StepPlan, result: StepResult, request_of_row: dict[int, int]) -> StepResult:
         """Add the tokens of a step with accepted drafts, and discard those after the end of a text.
@@ -315,7 +314,7 @@ class DetokenizingExecutor:
             elif generation.take(int(tokens[row]), is_end=row in ends):
                 stopped.append(row)
         accepted = tuple((row, len(mine)) for row, mine in drafted.items() if mine)
-        return replace(result, tokens=tokens, stopped_rows=tuple(stopped), accepted=accepted)
+        return result.replaced(tokens=tokens, stopped_rows=tuple(stopped), accepted=accepted)
 
 
 class TokenBytes:

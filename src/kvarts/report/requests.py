@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from kvarts.columns import Column, Rows
 from kvarts.few import Few, NarrowColumns, Numbers, arrays_pay
@@ -11,8 +12,11 @@ from kvarts.traffic.trace import TraceRequest
 
 __all__ = ["CANCELLED", "COMPLETED", "FAILED", "NO_REPLICA", "REJECTED", "RequestLog"]
 
-COMPLETED, REJECTED, FAILED, CANCELLED = 0, 1, 2, 3
-NO_REPLICA = -1
+COMPLETED: Final = 0
+REJECTED: Final = 1
+FAILED: Final = 2
+CANCELLED: Final = 3
+NO_REPLICA: Final = -1
 """Replica of a request that its client cancelled while it waited in the router."""
 
 _REQUEST_FIELDS = (

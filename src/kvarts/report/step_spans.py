@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, cast
 
-from msgspec.structs import astuple
 from mypy_extensions import mypyc_attr
 
 from kvarts.columns import Column, Rows
@@ -169,41 +168,34 @@ class StepSpans:
         durations_ns, pages_taken = self._durations_ns.recent, self._pages_taken.recent
         for event in events:
             if isinstance(event, StepDone):
-                # One call for all fields costs as much as reading two of them.
-                # step, start_ns, duration_ns, used, cached, released, running, waiting, blocked, decodes, tokens, then
-                # admitted, preemptions, tiers, withheld, reserved, loading
-                fields: tuple[Any, ...] = astuple(event)
-                if fields[15] != self._num_reserved:
-                    self._note_reserved(fields[0], fields[15])
-                others = fields[11]
-                if fields[12]:
-                    self.preemptions += [(fields[0], preemption) for preemption in fields[12]]
-                    others += len(fields[12]) * PREEMPTED
+                if event.num_reserved != self._num_reserved:
+                    self._note_reserved(event.step, event.num_reserved)
+                others = event.num_admitted
+                if event.preemptions:
+                    self.preemptions += [(event.step, preemption) for preemption in event.preemptions]
+                    others += len(event.preemptions) * PREEMPTED
                 spans += (
-                    fields[2],
-                    fields[9],
-                    fields[10],
-                    fields[8] * BLOCKED if fields[8] else 0,
-                    fields[1],
-                    fields[3],
-                    fields[4],
-                    fields[5],
-                    fields[6],
-                    fields[7],
-                    fields[16],
+                    event.duration_ns,
+                    event.num_decodes,
+                    event.num_tokens,
+                    event.blocked * BLOCKED,
+                    event.start_ns,
+                    event.num_used,
+                    event.num_cached,
+                    event.num_released,
+                    event.num_running,
+                    event.num_waiting,
+                    event.num_loading,
                     others,
                 )
-                if fields[13]:
-                    spans += fields[13]
+                if event.tiers:
+                    spans += event.tiers
                 self._num_spans += 1
                 self._num_steps += 1
             elif isinstance(event, LeapDone):
-                # step, start_ns, durations_ns, pages_taken, used, cached, released, running, waiting, blocked, then
-                # tiers, turns, reserved, loading, parts
-                fields = astuple(event)
-                times, taken = fields[2], fields[3]
-                if fields[12] != self._num_reserved:
-                    self._note_reserved(fields[0], fields[12])
+                times, taken = event.durations_ns, event.pages_taken
+                if event.num_reserved != self._num_reserved:
+                    self._note_reserved(event.step, event.num_reserved)
                 took_ns, known_tokens, flags = -1, 0, LEAP
                 if isinstance(times, list):
                     flags += LISTED_TIMES
@@ -216,8 +208,7 @@ class StepSpans:
                 else:
                     flags += LISTED_PAGES
                     pages_taken += taken
-                if fields[9]:
-                    flags += int(fields[9]) * BLOCKED
+                flags += event.blocked * BLOCKED
                 num_steps = len(times)
                 self._num_spans += 1
                 self._num_steps += num_steps
@@ -226,19 +217,19 @@ class StepSpans:
                     known_tokens,
                     num_steps,
                     flags,
-                    fields[1],
-                    fields[4],
-                    fields[5],
-                    fields[6],
-                    fields[7],
-                    fields[8],
-                    fields[13],
+                    event.start_ns,
+                    event.num_used,
+                    event.num_cached,
+                    event.num_released,
+                    event.num_running,
+                    event.num_waiting,
+                    event.num_loading,
                     0,
                 )
-                if fields[10]:
-                    spans += fields[10]
-                if fields[14] is not None:
-                    self.part_steps.add(fields[14])
+                if event.tiers:
+                    spans += event.tiers
+                if event.parts is not None:
+                    self.part_steps.add(event.parts)
             elif isinstance(event, AtRest):
                 counts = event.num_used, event.num_cached, event.num_released
                 self._rests.add((event.step, event.time_ns, *counts, event.num_reserved, *event.tiers))

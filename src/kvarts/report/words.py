@@ -47,7 +47,8 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         ended += f", {count(report.num_failed)} failed"
     if report.num_cancelled:
         ended += f", {count(report.num_cancelled)} cancelled"
-    *placed, memory = opening(report.config) or [""]
+    of_pools = _pools_that_differ(report.config)
+    *placed, memory = [*of_pools, ""] if of_pools else opening(report.config) or [""]
     out = [("replayed on", "; ".join(line.strip() for line in placed))] if placed else []
     out += [("memory", memory)] if memory else []
     out.append(("requests", ended))
@@ -126,10 +127,36 @@ NAME_ONE = "name yours: --model llama-3.1-8b --device h100-80gb"
 def opening(config: Mapping[str, Any]) -> list[str]:
     """Return the setup of a run from its configuration: model, device, engine rules, cost model and memory.
 
-    Each line has at most 80 characters, unless names are long. Empty without a configuration.
+    Of each pool, if workers differ. Each line has at most 80 characters, unless names are long. Empty without a
+    configuration.
     """
     if not config:
         return []
+    if of_pools := _pools_that_differ(config):
+        return [line for text in of_pools for line in wrapped(text, rest="  ")]
+    lines = _placed(config)
+    if len(whole := "; ".join(lines)) <= WIDTH:
+        lines = [whole]
+    if lines[0].startswith("No --model:"):
+        lines.append(f"  {NAME_ONE}")
+    if "pages" in config:
+        lines.append(_memory(config))
+    return lines
+
+
+def _pools_that_differ(config: Mapping[str, Any]) -> list[str]:
+    """Return the rules and the setup of each pool of a fleet; empty if all its workers are alike."""
+    pools = [pool for pool in config.get("pools") or [] if "pages" in pool]
+    setups = [[*_placed(pool), _memory({**pool, "replicas": 1})] for pool in pools]
+    if all(setup == setups[0] for setup in setups):
+        return []
+    rules = {setup[1] for setup in setups}
+    of_pools = [f"{pool['name']}: {_placed(pool)[0]}, {_memory(pool)}" for pool in pools]
+    return [*rules, *of_pools] if len(rules) == 1 else of_pools
+
+
+def _placed(config: Mapping[str, Any]) -> list[str]:
+    """Return model and device, then engine rules and cost model."""
     cost = config.get("cost")
     of_cost: Mapping[str, Any] = cost if isinstance(cost, Mapping) else {}
     kind = of_cost.get("model") or ("callable" if cost is None else str(cost))
@@ -139,18 +166,10 @@ def opening(config: Mapping[str, Any]) -> list[str]:
     rules += "" if engine == "none" else f", defaults of {ENGINES.get(engine, engine)}"
     times = f"step times: {COSTS.get(kind, kind)}"
     if model is not None and device is not None:
-        lines = [f"{_stored(model, of_cost)} on {_devices(device, of_cost)}", f"{rules}; {times}"]
-    elif kind == "polynomial" and config.get("profile") != "mocker":
-        lines = [f"No --model: generic step times ({COSTS[kind]})", rules]
-    else:
-        lines = ["No --model", f"{rules}; {times}"]
-    if len(whole := "; ".join(lines)) <= WIDTH:
-        lines = [whole]
-    if lines[0].startswith("No --model:"):
-        lines.append(f"  {NAME_ONE}")
-    if "pages" in config:
-        lines.append(_memory(config))
-    return lines
+        return [f"{_stored(model, of_cost)} on {_devices(device, of_cost)}", f"{rules}; {times}"]
+    if kind == "polynomial" and config.get("profile") != "mocker":
+        return [f"No --model: generic step times ({COSTS[kind]})", rules]
+    return ["No --model", f"{rules}; {times}"]
 
 
 def wrapped(text: str, first: str = "", rest: str = "") -> list[str]:

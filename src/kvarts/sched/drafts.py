@@ -126,7 +126,7 @@ class Drafts:
             if not count:
                 continue
             num_left -= count
-            batch = replace(batch, num_drafted=batch.num_drafted + count)
+            batch = batch.replaced(num_drafted=batch.num_drafted + count)
             if self._tell is not None:
                 self._tell(DraftTaken(request.index, end, end + count))
             self._take_pages(request, holding, end, end + count)
@@ -177,7 +177,7 @@ class Drafts:
                 return False
             served.add(request.index)
             if count:
-                batch = replace(batch, num_drafted=batch.num_drafted + count)
+                batch = batch.replaced(num_drafted=batch.num_drafted + count)
                 self._taken.append((request, tokens))
                 if self._tell is not None:
                     self._tell(DraftTaken(request.index, end, end + count))

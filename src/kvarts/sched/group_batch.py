@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.groups import PageTable
 from kvarts.kv.pool import PageId
@@ -37,7 +35,7 @@ class GroupBatch(InputBatch):
         begins_from, state = self._cache.states(holding, start)
         for count, part in self._cache.take_snapshots(holding):
             self._snapshots.append((request.row, count, part))
-        return replace(chunk, state=state, begins_from=begins_from)
+        return chunk.replaced(state=state, begins_from=begins_from)
 
     def take_snapshots(self) -> tuple[Snapshot, ...]:
         """Return the snapshots to make in the step.

@@ -6,14 +6,14 @@ name pages, rows and tokens are filled for executors that need them, and empty i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvarts.events import Preemption
 from kvarts.kv.groups import PageTable, SinkWindow
 from kvarts.kv.pool import PageId
 from kvarts.kv.transfer import Transfer, TransferReport
+from kvarts.sched.rows import DecodeRows, DraftRows, PageScores, Snapshot
+from kvarts.values import Value
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,31 +22,62 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "Chunk", "DecodeRows", "DraftRows", "PageScores", "Snapshot", "StepPlan", "StepResult"]
 
 
-class Chunk(msgspec.Struct, frozen=True, gc=False):
+class Chunk(Value):
     """Consecutive known tokens of one sequence, computed in one step, of a prompt or of a recompute.
 
     Tokens [start, start + num_tokens) are computed; known tokens end at `num_known_tokens`, and the first
     `num_prompt_tokens` of them are the prompt. A chunk that reaches the end of the known tokens samples the next.
+
+    `tokens`: npt.NDArray[np.uint64] of shape [num_tokens], or None. `samples`: whether a token is sampled where known
+    tokens end. `keeps`: the tokens that the sequence retains; None for all. `tables`: all page tables of the sequence,
+    one for each block of a page. `state`: the blocks of the state, for a model with states: the chunk leaves its state
+    there, and later decodes do. `begins_from`: the blocks of the state before the chunk: `state`, or those of a
+    snapshot; empty before the first token.
     """
 
-    start: int
-    num_tokens: int
-    num_prompt_tokens: int
-    num_known_tokens: int
-    row: int = -1
-    request_index: int = -1
-    tokens: Any = None
-    """npt.NDArray[np.uint64] of shape [num_tokens], or None."""
-    samples: bool = True
-    """Whether a token is sampled where known tokens end."""
-    keeps: SinkWindow | None = None
-    """The tokens that the sequence retains; None for all."""
-    tables: tuple[PageTable, ...] = ()
-    """All page tables of the sequence: one for each block of a page."""
-    state: tuple[PageId, ...] = ()
-    """The blocks of the state, for a model with states: the chunk leaves its state there, and later decodes do."""
-    begins_from: tuple[PageId, ...] = ()
-    """The blocks of the state before the chunk: `state`, or those of a snapshot; empty before the first token."""
+    FIELDS: ClassVar[tuple[str, ...]] = (
+        "start",
+        "num_tokens",
+        "num_prompt_tokens",
+        "num_known_tokens",
+        "row",
+        "request_index",
+        "tokens",
+        "samples",
+        "keeps",
+        "tables",
+        "state",
+        "begins_from",
+    )
+    __slots__ = FIELDS
+
+    def __init__(
+        self,
+        start: int,
+        num_tokens: int,
+        num_prompt_tokens: int,
+        num_known_tokens: int,
+        row: int = -1,
+        request_index: int = -1,
+        tokens: Any = None,
+        samples: bool = True,
+        keeps: SinkWindow | None = None,
+        tables: tuple[PageTable, ...] = (),
+        state: tuple[PageId, ...] = (),
+        begins_from: tuple[PageId, ...] = (),
+    ) -> None:
+        self.start = start
+        self.num_tokens = num_tokens
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_known_tokens = num_known_tokens
+        self.row = row
+        self.request_index = request_index
+        self.tokens = tokens
+        self.samples = samples
+        self.keeps = keeps
+        self.tables = tables
+        self.state = state
+        self.begins_from = begins_from
 
     @property
     def end(self) -> int:
@@ -72,7 +103,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
         return self.samples and self.start + self.num_tokens == self.num_known_tokens
 
 
-class Batch(msgspec.Struct, frozen=True, gc=False):
+class Batch(Value):
     """The work of a step, as a cost model sees it.
 
     `num_decodes` sequences compute one token each; together they know `decode_known_tokens` tokens, including these.
@@ -80,63 +111,38 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     decodes; only plans for real models have any.
     """
 
-    chunks: tuple[Chunk, ...]
-    num_decodes: int
-    decode_known_tokens: int
-    pool_tokens: int
-    num_drafted: int = 0
+    FIELDS: ClassVar[tuple[str, ...]] = ("chunks", "num_decodes", "decode_known_tokens", "pool_tokens", "num_drafted")
+    __slots__ = FIELDS
+
+    def __init__(
+        self,
+        chunks: tuple[Chunk, ...],
+        num_decodes: int,
+        decode_known_tokens: int,
+        pool_tokens: int,
+        num_drafted: int = 0,
+    ) -> None:
+        self.chunks = chunks
+        self.num_decodes = num_decodes
+        self.decode_known_tokens = decode_known_tokens
+        self.pool_tokens = pool_tokens
+        self.num_drafted = num_drafted
 
     def as_seen(self) -> Batch:
         """Return the batch as a cost model should see it, with each chunk as by Chunk.as_seen."""
-        chunks = tuple(chunk.as_seen() for chunk in self.chunks)
+        chunks = tuple([chunk.as_seen() for chunk in self.chunks])
         return Batch(chunks, self.num_decodes, self.decode_known_tokens, self.pool_tokens)
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens computed in the step."""
-        return sum(chunk.num_tokens for chunk in self.chunks) + self.num_decodes + self.num_drafted
+        num_tokens = self.num_decodes + self.num_drafted
+        for chunk in self.chunks:
+            num_tokens += chunk.num_tokens
+        return num_tokens
 
 
-class DecodeRows(msgspec.Struct, frozen=True, gc=False):
-    """The decodes of a step, row by row; all arrays have shape [num_decodes].
-
-    `positions` and `tokens`: the position and the id of each computed token. `new_blocks`: (row, page, its block in
-    each page table) for every page that a decode got in this step, pages of drafted tokens last; an entry for a page
-    that was named before replaces its blocks. `new_tables`: (row, all page tables) for every decode that brings its own
-    pages and got or dropped one.
-    """
-
-    rows: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    tokens: npt.NDArray[np.uint64]
-    new_blocks: tuple[tuple[int, int, tuple[PageId, ...]], ...] = ()
-    new_tables: tuple[tuple[int, tuple[PageTable, ...]], ...] = ()
-
-
-class DraftRows(msgspec.Struct, frozen=True, gc=False):
-    """The drafted tokens of a step; all arrays have shape [drafted tokens], those of a row together, in order.
-
-    `positions`: those after the position of the row's decode. A drafted token is accepted if it equals the token
-    sampled after the token before it, and all drafted tokens before it are accepted.
-    """
-
-    rows: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    tokens: npt.NDArray[np.uint64]
-
-
-class Snapshot(msgspec.Struct, frozen=True, gc=False):
-    """A copy of the state of the chunk of `row` after `num_tokens` tokens of its sequence, kept in `blocks`.
-
-    A later chunk of the same step may begin from it.
-    """
-
-    row: int
-    num_tokens: int
-    blocks: tuple[PageId, ...]
-
-
-class StepPlan(msgspec.Struct, frozen=True, gc=False):
+class StepPlan(Value):
     """One step. `admitted`: request indices, in order. `preemptions`: in order.
 
     `left_rows`: rows vacated by requests that finished, were cancelled or were preempted since the last plan.
@@ -147,31 +153,49 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     their prompts, or they were stalled.
     """
 
-    step: int
-    batch: Batch
-    admitted: tuple[int, ...] = ()
-    preemptions: tuple[Preemption, ...] = ()
-    decodes: DecodeRows | None = None
-    left_rows: tuple[int, ...] = ()
-    transfers: tuple[Transfer, ...] = ()
-    page_copies: tuple[tuple[PageId, PageId], ...] = ()
-    drafts: DraftRows | None = None
-    snapshots: tuple[Snapshot, ...] = ()
-    num_joined: int = 0
+    FIELDS: ClassVar[tuple[str, ...]] = (
+        "step",
+        "batch",
+        "admitted",
+        "preemptions",
+        "decodes",
+        "left_rows",
+        "transfers",
+        "page_copies",
+        "drafts",
+        "snapshots",
+        "num_joined",
+    )
+    __slots__ = FIELDS
+
+    def __init__(
+        self,
+        step: int,
+        batch: Batch,
+        admitted: tuple[int, ...] = (),
+        preemptions: tuple[Preemption, ...] = (),
+        decodes: DecodeRows | None = None,
+        left_rows: tuple[int, ...] = (),
+        transfers: tuple[Transfer, ...] = (),
+        page_copies: tuple[tuple[PageId, PageId], ...] = (),
+        drafts: DraftRows | None = None,
+        snapshots: tuple[Snapshot, ...] = (),
+        num_joined: int = 0,
+    ) -> None:
+        self.step = step
+        self.batch = batch
+        self.admitted = admitted
+        self.preemptions = preemptions
+        self.decodes = decodes
+        self.left_rows = left_rows
+        self.transfers = transfers
+        self.page_copies = page_copies
+        self.drafts = drafts
+        self.snapshots = snapshots
+        self.num_joined = num_joined
 
 
-class PageScores(msgspec.Struct, frozen=True, gc=False):
-    """The attention that tokens [start, end) of a row gave to each page of its table, [pages]: weights, summed over
-    layers, heads and those of the tokens that are observed.
-    """
-
-    row: int
-    start: int
-    end: int
-    scores: npt.NDArray[np.float32]
-
-
-class StepResult(msgspec.Struct, frozen=True, gc=False):
+class StepResult(Value):
     """The result of a step. `duration_ns`: its duration.
 
     `tokens`: shape [max_num_seqs], the id sampled for each row that sampled one; None in virtual time. `stopped_rows`:
@@ -180,9 +204,28 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     `attended`: for every row with tokens whose attention is scored.
     """
 
-    duration_ns: int
-    tokens: npt.NDArray[np.uint64] | None = None
-    stopped_rows: tuple[int, ...] = ()
-    transfer_reports: tuple[TransferReport, ...] = ()
-    accepted: tuple[tuple[int, int], ...] = ()
-    attended: tuple[PageScores, ...] = ()
+    FIELDS: ClassVar[tuple[str, ...]] = (
+        "duration_ns",
+        "tokens",
+        "stopped_rows",
+        "transfer_reports",
+        "accepted",
+        "attended",
+    )
+    __slots__ = FIELDS
+
+    def __init__(
+        self,
+        duration_ns: int,
+        tokens: npt.NDArray[np.uint64] | None = None,
+        stopped_rows: tuple[int, ...] = (),
+        transfer_reports: tuple[TransferReport, ...] = (),
+        accepted: tuple[tuple[int, int], ...] = (),
+        attended: tuple[PageScores, ...] = (),
+    ) -> None:
+        self.duration_ns = duration_ns
+        self.tokens = tokens
+        self.stopped_rows = stopped_rows
+        self.transfer_reports = transfer_reports
+        self.accepted = accepted
+        self.attended = attended

@@ -146,7 +146,7 @@ class Prefill:
         self.most_tokens: int = MOST_COUNT
         """The most tokens of one request in the step being planned."""
         self._published = -1
-        """Decodes admitted before this have published what they fill in the step being planned."""
+        """Decodes admitted before this have published the pages that they fill in the step being planned."""
         self._running = running
         self._cache = cache
         self._own_pages = own_pages
@@ -174,7 +174,8 @@ class Prefill:
         """
         self._running.enter(request, hit_tokens, now_ns)
         num_known = request.num_prompt_tokens + request.num_output_tokens
-        num_allowed = num_tokens = min(num_known - hit_tokens, budget, self.most_tokens)
+        num_allowed = min(budget, self.most_tokens)  # of two: compiled, these are not calls
+        num_allowed = num_tokens = min(num_known - hit_tokens, num_allowed)
         if self._aligned is not None and request.holding is not None:
             branch = self._cache.branch(request.holding)
             num_allowed = num_tokens = self._aligned.num_tokens(request, hit_tokens, num_tokens, branch)
@@ -230,8 +231,11 @@ class Prefill:
                 continue  # preempted for an earlier request
             start = request.num_computed
             num_left = request.num_prompt_tokens + request.num_output_tokens - start
-            num_given = sum(chunk.end - chunk.request.num_computed for chunk in planned.values())
-            num_allowed = num_tokens = min(num_left, budget - num_given, self.most_tokens)
+            num_given = 0
+            if planned:
+                num_given = sum([chunk.end - chunk.request.num_computed for chunk in planned.values()])
+            num_allowed = min(budget - num_given, self.most_tokens)
+            num_allowed = num_tokens = min(num_left, num_allowed)
             if num_tokens <= 0:
                 break
             if self._aligned is not None and request.holding is not None:

@@ -38,11 +38,14 @@ class RunningOrder:
         same = self._by_priority.get(request.priority)
         if same is None:
             same = self._by_priority[request.priority] = {}
+        if request.seniority >= request.admission:
+            same[request.seniority] = request
+            return
         is_senior = bool(same) and request.seniority < next(reversed(same))
         same[request.seniority] = request
         if is_senior:
             self._by_priority[request.priority] = dict(sorted(same.items()))
-        self._num_loaded += request.seniority < request.admission
+        self._num_loaded += 1
 
     def remove(self, request: Request) -> None:
         """Remove a request that ended or was preempted."""
@@ -52,7 +55,8 @@ class RunningOrder:
             return
         same = self._by_priority[request.priority]
         del same[request.seniority]
-        self._num_loaded -= request.seniority < request.admission
+        if request.seniority < request.admission:
+            self._num_loaded -= 1
         if not same:
             del self._by_priority[request.priority]
 

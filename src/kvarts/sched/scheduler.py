@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from msgspec.structs import replace
-
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
@@ -453,7 +451,7 @@ class Scheduler:
                 drafts, decodes = self.drafts.take(decodes, plan_batch, self.pages.token_budget)
             if drafts is not None:
                 self.cache.look(self.mark)
-                plan_batch = replace(plan_batch, num_drafted=len(drafts.rows))
+                plan_batch = plan_batch.replaced(num_drafted=len(drafts.rows))
         transfers = () if loads is None else loads.tiers.take_planned()
         copies = self.own_pages.take_copies()
         left = batch.take_left()
@@ -680,7 +678,7 @@ class Scheduler:
             if num_short > 0:
                 num_matched = 0 if cache.lender is None else cache.num_lent_of(match)
                 if pages.reclaim(num_short, num_matched):
-                    continue  # what it shared with stores it may have to take now
+                    continue  # it may now have to take pages that it shared with stores
                 if pins is not None and pins.num_pins and pins.give_up_oldest():
                     continue  # it may now have to take pages that it shared with the pin
                 if not pages.make_way(request, num_wanted, to_admit=True):
@@ -1038,7 +1036,7 @@ class Scheduler:
                 else:
                     running.leave(request)
                     took_page = is_on_wheel and request.num_computed % self._page_size == 0
-                # What a decode filled before, it has made findable at its turn.
+                # The pages that a decode filled before are findable from its turn on.
                 num_unnamed = 0 if is_on_wheel else running.num_unnamed(request)
                 running.release(request, int(took_page), num_unnamed)
                 request.become(RequestState.CANCELLED)

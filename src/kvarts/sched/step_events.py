@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from kvarts.events import AtRest, StepDone
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
@@ -47,7 +45,7 @@ def with_drafts(done: StepDone, plan: StepPlan, result: StepResult) -> StepDone:
     """Return `done` with the numbers of drafted tokens of `plan` and of accepted ones."""
     num_drafted = plan.batch.num_drafted
     num_accepted = sum(count for _, count in result.accepted)
-    return replace(done, num_tokens=done.num_tokens + num_drafted, num_drafted=num_drafted, num_accepted=num_accepted)
+    return done.replaced(num_tokens=done.num_tokens + num_drafted, num_drafted=num_drafted, num_accepted=num_accepted)
 
 
 def at_rest(scheduler: Scheduler, now_ns: int) -> AtRest:

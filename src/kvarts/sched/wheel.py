@@ -21,14 +21,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
+from typing import Final
 
 from kvarts.kv.groups import OwnPages, SinkWindow
 from kvarts.request import Request
 
 __all__ = ["DecodeWheel", "PagesDue"]
 
-NEVER = 1 << 62
-MOST_STALE = 64
+NEVER: Final = 1 << 62
+MOST_STALE: Final = 64
 """The number of outdated entries of the queue of last tokens that is tolerated in addition to one per decode."""
 
 
@@ -71,6 +72,7 @@ class DecodeWheel:
         "_members",
         "_num_due",
         "_num_growing",
+        "_places_due",
         "_slots_due",
         "num_decoding",
         "num_full",
@@ -85,8 +87,10 @@ class DecodeWheel:
         self.num_decoding = 0
         self._base_sum = 0
         self._num_due = [0] * page_size
-        self._slots_due: dict[int, None] = {}
-        """The slots of which `_num_due` is above 0."""
+        self._slots_due: list[int] = []
+        """The slots of which `_num_due` is above 0, in no order."""
+        self._places_due = [0] * page_size
+        """The place of each of them in that list."""
         self._members: list[dict[int, Request]] = [{} for _ in range(page_size)]
         self.num_full = 0
         """The number of bounded requests that retain their maximum: the number of tokens that each sees is constant."""
@@ -160,13 +164,20 @@ class DecodeWheel:
         heappush(finishing, (request.stop_step, request.admission, request))
 
     def _add_due(self, slot: int) -> None:
-        self._num_due[slot] += 1
-        self._slots_due[slot] = None
+        num_due = self._num_due[slot]
+        self._num_due[slot] = num_due + 1
+        if not num_due:
+            self._places_due[slot] = len(self._slots_due)
+            self._slots_due.append(slot)
 
     def _remove_due(self, slot: int) -> None:
-        self._num_due[slot] -= 1
-        if not self._num_due[slot]:
-            del self._slots_due[slot]
+        num_due = self._num_due[slot] - 1
+        self._num_due[slot] = num_due
+        if not num_due:
+            place, last = self._places_due[slot], self._slots_due.pop()
+            if last != slot:
+                self._slots_due[place] = last
+                self._places_due[last] = place
 
     def has(self, request: Request) -> bool:
         """Return whether `request` is on the wheel."""

@@ -5,7 +5,7 @@ The events of a leap are the same as if its steps had been done one by one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["NEVER_NS", "Replica", "tell_by_step"]
 
 
-FAR_NS = 1_000_000_000
+FAR_NS: Final = 1_000_000_000
 """A useful distance to look ahead for ends: requests arrive more often than that."""
-MOST_STEPS = 1 << 16
+MOST_STEPS: Final = 1 << 16
 """The most steps of a leap: bounds the memory of its event."""
 
 
@@ -227,6 +227,8 @@ class Replica:
 
     def finish(self) -> list[Request]:
         """End what `start` started; return the requests that finished, in admission order, then those dropped."""
+        if self._joining is None and not (self._leaving or self._dropping):
+            return self._finish()
         leaving, self._leaving = self._leaving, []
         finished = self._finish()
         if self._joining is not None and self._is_idle:

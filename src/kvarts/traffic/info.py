@@ -81,8 +81,7 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
 def _pages_by_id(requests: RequestColumns, unit_tokens: int, page_size: int) -> int | None:
     """Return the working set if every id always follows the same id, or always none: then it stands for a prefix.
 
-    A prefix has the pages that end in its last unit, as far as any of its prompts fills them. Return None for other
-    ids.
+    It has the pages that end in its last unit, as far as any of its prompts fills them. Return None for other ids.
     """
     import numpy as np
 

@@ -151,8 +151,11 @@ class _Loop:
         # A turn may be due long before its row in the file, so with sessions all rows are read first.
         self._rows = iter(trace if self._waits is None else self._waits.roots)
         self._later: list[tuple[int, int, int, TraceRequest]] = []  # (arrival, place, row, request)
+        self._is_stream = trace.requests is None
         self._upcoming: TraceRequest | None = None
         self._upcoming_ns = 0
+        self._read_ns = 0
+        """The time in the trace of the request that was read last."""
 
     def next_ns(self) -> int | None:
         """Return the time of the next turn or the next request of the trace."""
@@ -205,16 +208,19 @@ class _Loop:
 
     def _advance(self) -> None:
         """Read the next request of the trace."""
-        before = self._upcoming
         request = self._upcoming = next(self._rows, None)
-        if request is not None and self._waits is None:
-            if request.session_id is not None or request.after:
+        if request is None:
+            return
+        before_ns, arrival_ns = self._read_ns, request.arrival_ns
+        self._read_ns = arrival_ns
+        if self._waits is None:
+            if self._is_stream and (request.session_id is not None or request.after):
                 raise InputError(
                     f"row {request.row + 1} belongs to a session, or waits for others",
                     field="session_id" if request.session_id is not None else "after",
                     hint="Make the Trace with has_sessions=True, or pass its requests as a list.",
                 )
-            if before is not None and request.arrival_ns < before.arrival_ns:
+            if arrival_ns < before_ns:
                 raise InputError(
                     f"row {request.row + 1} arrives before the row before it",
                     field="arrival_ns",
@@ -255,7 +261,7 @@ class OpenLoop(_Loop):
     def _advance(self) -> None:
         super()._advance()
         if self._upcoming is not None:
-            self._upcoming_ns = self._scaled(self._upcoming.arrival_ns)
+            self._upcoming_ns = self._scaled(self._read_ns)
 
 
 class ClosedLoop(_Loop):

@@ -1,12 +1,4 @@
-"""Events: what happened in an engine, as values. They are created only if a reader wants them.
-
-Page events describe runs, pages [start_page, end_page) of a content, so that an event costs no more than the operation
-it reports. Requests are identified by `index`, their position in arrival order. Times are integer nanoseconds. Page and
-request events are in order of occurrence, after the `StepStarted` or `StepEnded` that they belong to.
-
-With KV groups, a page event describes the parts of its pages in one `group`, counted from 0; a state belongs to the
-page at whose end it was taken. Numbers of pages that requests lack, or that are used, are then in blocks.
-"""
+"""Events as values, but for those of steps."""
 
 from __future__ import annotations
 
@@ -23,6 +15,7 @@ __all__ = [
     "Arrived",
     "AtRest",
     "Blocked",
+    "CacheCleared",
     "Cancelled",
     "ChunkComputed",
     "ChunkPlanned",
@@ -30,24 +23,25 @@ __all__ = [
     "DecodesStalled",
     "DraftJudged",
     "DraftTaken",
-    "Event",
     "Finished",
     "HeadBlocked",
-    "LeapDone",
     "LoadAwaited",
     "LoadStarted",
     "LoadUsed",
     "LoadWeighed",
     "PageEvent",
+    "PagesPinned",
     "PagesRemoved",
+    "PagesReserved",
     "PagesStored",
+    "PagesUnpinned",
     "PartsGivenBack",
+    "PartsMoved",
     "PerStep",
     "Preemption",
     "PromptHeld",
     "PromptReleased",
     "Rejected",
-    "StepDone",
     "StepEnded",
     "StepStarted",
     "StoreStarted",
@@ -430,39 +424,6 @@ class Turns(msgspec.Struct, frozen=True, gc=False):
     withheld: list[int]
 
 
-class StepDone(msgspec.Struct, frozen=True, gc=False):
-    """A scheduled step. Pages are counted at the step's mark: the first moment with the most pages in use.
-
-    `num_released`: pages that have ceased to be in use since the engine began. `blocked`: why the head of the queue
-    waits. `tiers`: pages used and pages cached in each tier below the device, one pair per tier; with KV groups, parts
-    used and parts cached in each group, and pages are counted in blocks. `num_withheld`: pages that are not used here
-    and could not be taken before the step, because other models on the device use or claim them. `num_reserved`: pages
-    that remain in use when no request runs. `num_loading`: waiting requests that wait for a load.
-    """
-
-    step: int
-    start_ns: int
-    duration_ns: int
-    num_used: int
-    num_cached: int
-    num_released: int
-    num_running: int
-    num_waiting: int
-    blocked: int
-    num_decodes: int
-    num_tokens: int
-    num_admitted: int
-    preemptions: tuple[Preemption, ...]
-    tiers: tuple[int, ...] = ()
-    num_withheld: int = 0
-    num_reserved: int = 0
-    num_loading: int = 0
-    num_drafted: int = 0
-    """How many of the tokens were drafted."""
-    num_accepted: int = 0
-    """How many of the drafted tokens were accepted."""
-
-
 class PartsMoved(msgspec.Struct, frozen=True, gc=False):
     """The effects of a leap's steps on parts in KV groups, other than allocating them with pages.
 
@@ -487,31 +448,6 @@ class PerStep(Protocol):
         """Return the integers, in order."""
 
 
-class LeapDone(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive steps with the same decodes and nothing else.
-
-    `durations_ns` and `pages_taken` are per step; `num_used` and `num_cached` are as before the first. `turns`: only
-    for an engine that shares its device. `parts`: only with KV groups; `tiers` is then the parts used and cached before
-    the first step.
-    """
-
-    step: int
-    start_ns: int
-    durations_ns: PerStep
-    pages_taken: PerStep
-    num_used: int
-    num_cached: int
-    num_released: int
-    num_running: int
-    num_waiting: int
-    blocked: int
-    tiers: tuple[int, ...] = ()
-    turns: Turns | None = None
-    num_reserved: int = 0
-    num_loading: int = 0
-    parts: PartsMoved | None = None
-
-
 class AtRest(msgspec.Struct, frozen=True, gc=False):
     """No request runs or waits after `step`."""
 
@@ -522,37 +458,3 @@ class AtRest(msgspec.Struct, frozen=True, gc=False):
     num_released: int
     tiers: tuple[int, ...] = ()
     num_reserved: int = 0
-
-
-Event = (
-    PageEvent
-    | Arrived
-    | PagesReserved
-    | PagesPinned
-    | PagesUnpinned
-    | CacheCleared
-    | Rejected
-    | HeadBlocked
-    | Admitted
-    | ChunkComputed
-    | ChunkPlanned
-    | DecodesStalled
-    | DraftTaken
-    | DraftJudged
-    | Preemption
-    | Finished
-    | Cancelled
-    | PromptHeld
-    | PromptReleased
-    | StoreStarted
-    | LoadAwaited
-    | LoadStarted
-    | LoadUsed
-    | LoadWeighed
-    | TransferEnded
-    | StepStarted
-    | StepEnded
-    | StepDone
-    | LeapDone
-    | AtRest
-)
