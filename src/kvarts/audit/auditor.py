@@ -52,6 +52,7 @@ from kvarts.events import (
     StoreStarted,
     TransferEnded,
 )
+from kvarts.kv.cache import Cache
 
 __all__ = ["Account", "AuditError", "Auditor", "Finding"]
 
@@ -112,7 +113,7 @@ class Auditor:
         plans_ahead: bool = False,
         finds_prefixes: bool = True,
         loads_have_turns: bool = False,
-        account: Callable[[], Account] | None = None,
+        account: Callable[[], Cache] | None = None,
     ) -> None:
         self._account = account
         self._loads_have_turns = loads_have_turns

@@ -19,7 +19,7 @@ from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolv
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvarts.build import TierSettings
+    from kvarts.build import TierSettings as TiersBelow
     from kvarts.executor.base import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.groups import GroupMemory, PartGroup
@@ -52,7 +52,7 @@ else:  # the rooms of these are imported where they are used: help prints these 
     class RouterMaker:
         """Makes the policy of a router: a class, or a function without arguments."""
 
-    class TierSettings:
+    class TiersBelow:
         """Settings of the tiers below the device of each replica, such as OffloadConfig."""
 
     class RoutingSettings:
@@ -235,7 +235,7 @@ class ReplayConfig(
             default="all for a model whose layers keep less, if the other options permit it, else off",
         ),
     ] = "off"
-    offload: TierSettings | None = None
+    offload: TiersBelow | None = None
     sessions: ReplaySessions | None = None
     routing: RoutingSettings | None = None
     placement: Placement | None = None
