@@ -84,7 +84,14 @@ def compiled(source: Path, modules: list[str], folder: Path) -> list[Path]:
     # From there, a traceback names files as they lie beside the libraries once these are installed.
     with chdir(source):
         extensions = mypycify(
-            ["--config-file", str(source.parent / "pyproject.toml"), "--cache-dir", str(folder / "cache"), *paths],
+            [
+                "--follow-imports=silent",
+                "--config-file",
+                str(source.parent / "pyproject.toml"),
+                "--cache-dir",
+                str(folder / "cache"),
+                *paths,
+            ],
             group_name="kvarts",
             debug_level="0",
             target_dir=str(folder / "c"),

@@ -17,7 +17,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
 from kvarts.errors import ConfigError, InputError, MissingFileError, OutputError, did_you_mean
 
@@ -65,12 +65,13 @@ UNFINISHED = ".kvarts-unfinished"
 """Subdirectory that collects the contents of a directory being written. A killed process leaves it behind."""
 
 
-class BundledTrace(NamedTuple):
+class BundledTrace:
     """A bundled trace: its file or folder in `data`, a description, and the tokens per hash id if not 512."""
 
-    file: str
-    what: str
-    trace_block_size: int | None = None
+    def __init__(self, file: str, what: str, trace_block_size: int | None = None) -> None:
+        self.file = file
+        self.what = what
+        self.trace_block_size = trace_block_size
 
 
 SAMPLES = {

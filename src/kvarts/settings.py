@@ -288,6 +288,10 @@ class Given:
         """Add one value."""
         self._values[setting.key] = _Value(setting, value, source)
 
+    def __bool__(self) -> bool:
+        """Return whether any value was given."""
+        return bool(self._values)
+
     def __contains__(self, key: str) -> bool:
         return key in self._values
 

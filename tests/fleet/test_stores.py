@@ -86,6 +86,22 @@ def test_a_request_computes_what_a_worker_that_fails_has_not_stored() -> None:
     assert report.summary["fleet"]["store"]["loaded"][0] == {"reader": 0, "writer": 0, "pages": 40}
 
 
+def test_a_request_computes_at_once_what_another_worker_gives_up_to_store() -> None:
+    """The first worker needs the memory that the store holds, at 410 ms, for a step of 350 ms."""
+    prompts = [[1] * 401, [1] * 401, [2] * 350]
+    rows = [
+        Row(at_ms, units, len(units), 2, None, 0, None) for at_ms, units in zip((0, 405, 410), prompts, strict=True)
+    ]
+    case = Case(rows, 1, 10, 45, 8192, 8, "default", 2)
+    cost = LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)
+    rate = f"{PAGE_BYTES * 1000 // 3}B/s"
+    store = StoreSettings(pages=100, rate=rate, worker_rate=rate, latency_us=0)
+    for step_by_step in (False, True):
+        each = case.config(cost=cost, audit=True, step_by_step=step_by_step)
+        report = replay(case.trace(), FleetConfig(pools=(PoolConfig(role="mixed", each=each),), store=store))
+        assert first_tokens(report) == [401, 811, 760]
+
+
 @pytest.mark.parametrize("pages", [10, 40, 100])
 def test_a_store_that_is_full_evicts_the_ends_of_old_prefixes(pages: int) -> None:
     of_size = StoreSettings(pages=pages, rate=STORE.rate, worker_rate=STORE.worker_rate, latency_us=0)

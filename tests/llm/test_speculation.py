@@ -58,6 +58,36 @@ def test_greedy_tokens_are_those_of_an_undisturbed_run(
         assert engine.kv_live_bytes() == 0
 
 
+def test_guesses_before_prompts_change_no_token(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L6 with guesses that come first: requests are preempted for them, and keep the pages of wrong ones."""
+    model, _ = models("qwen3")
+    prompts = prompts_with_prefixes()
+    answers = answers_of(model, prompts)
+    for num_tokens, page_size, count in ((1024, 16, 16), (160, 4, 3), (112, 1, 3)):
+        guessing(monkeypatch, Oracle(answers))
+        config = EngineConfig(
+            num_pages=num_tokens // page_size,
+            page_size=page_size,
+            max_num_batched_tokens=4 * (1 + count),
+            max_num_seqs=4,
+        )
+        wanted = {"num_speculative_tokens": count, "draft_order": "first"}
+        engine = LLM(model, None, config, kv_groups="off", speculative_config=wanted)
+        for prompt, completion in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+            assert list(completion.tokens) == answers[tuple(prompt)]
+        assert engine.drafts is not None
+        assert 0 < engine.drafts.num_accepted_tokens < engine.drafts.num_drafted_tokens
+        assert engine.kv_live_bytes() == 0
+        engine.check()
+
+
+def test_guesses_before_prompts_need_whole_pages(models: Models) -> None:
+    model, _ = models("gemma3")
+    config = EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=128, max_num_seqs=4)
+    with pytest.raises(ConfigError, match="draft_order: does not go with KV groups"):
+        LLM(model, None, config, kv_groups="all", speculative_config={"draft_order": "first"})
+
+
 def test_n_grams_are_found_in_text_that_repeats(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     untimed(monkeypatch)
     model, _ = models("gemma3")
@@ -250,6 +280,7 @@ def test_requests_come_and_go_at_any_time(models: Models, seed: int, family: str
         ({"num_speculative_tokens": "4"}, "num_speculative_tokens"),
         ({"prompt_lookup_min": 3, "prompt_lookup_max": 2}, "prompt_lookup_min"),
         ({"prompt_lookup_max": 10**9}, "prompt_lookup_max"),
+        ({"draft_order": "any"}, "draft_order"),
         ({"model": "small"}, "speculative_config"),
         ("{", "speculative_config"),
         ("{}}", "speculative_config"),

@@ -13,7 +13,7 @@ from typing import Any
 from kvarts.hardware.kv_groups import KvLayer
 
 from oracles.naive import Batch, NaiveEngine, NaiveRequest, NaiveStep
-from oracles.naive_grouped import NaiveGroups, NaivePart, NaiveSequence
+from oracles.naive_grouped import NaiveGroups, NaivePart, NaiveSequence, has_state
 from oracles.naive_kv_groups import kept_pages
 
 __all__ = ["NaiveGroupEngine"]
@@ -41,7 +41,7 @@ class NaiveGroupEngine(NaiveEngine):
     ) -> None:
         super().__init__(**settings)
         self.layers = list(groups)
-        page_bytes = sum(part_bytes for layer, part_bytes in groups if layer.kind != "state")
+        page_bytes = sum(part_bytes for layer, part_bytes in groups if not has_state(layer))
         self.total_bytes = self.num_pages * page_bytes
         self.block_bytes = gcd(*(part_bytes for _, part_bytes in groups))
         self.groups = CountingGroups(self.layers, self.page_size, self.total_bytes, keeps_all=keeps_all)
@@ -80,7 +80,7 @@ class NaiveGroupEngine(NaiveEngine):
         return {
             group: kept_pages(layer, end, self.page_size, end - start)
             for group, (layer, _) in enumerate(self.layers)
-            if layer.kind != "state"
+            if not has_state(layer)
         }
 
     def most_new(self) -> int:
@@ -106,7 +106,7 @@ class NaiveGroupEngine(NaiveEngine):
         hit = set(range(start // self.page_size))
         for group, (layer, part_bytes) in enumerate(self.layers):
             idle += part_bytes * sum(part.refs == 0 for part in (found[group].values() if found else ()))
-            if layer.kind == "state":
+            if has_state(layer):
                 in_all += part_bytes
                 in_step += part_bytes
                 continue
@@ -122,7 +122,7 @@ class NaiveGroupEngine(NaiveEngine):
         for layer, part_bytes in self.layers:
             pages = len({position // self.page_size for position in range(known)})
             most = self.most_pages(layer)
-            if layer.kind == "state":
+            if has_state(layer):
                 pages = 1
             elif most is not None:
                 # What begins inside a page may reach into one more.
@@ -140,7 +140,7 @@ class NaiveGroupEngine(NaiveEngine):
         num_tokens = len(request.tokens) + request.num_output - 1
         asked = self.most_of(max(1, num_tokens))
         if num_tokens > self.page_size:  # it may begin from a snapshot
-            asked += sum(part_bytes for layer, part_bytes in self.layers if layer.kind == "state")
+            asked += sum(part_bytes for layer, part_bytes in self.layers if has_state(layer))
         return asked
 
     def submit(self, request: NaiveRequest) -> None:
@@ -187,7 +187,7 @@ class NaiveGroupEngine(NaiveEngine):
         sequence = self.sequences[request.seq]
         pages = {(request.computed + each) // self.page_size for each in range(want)}
         for group, (layer, _) in enumerate(self.layers):
-            for page in sorted(pages - set(sequence.parts[group])) if layer.kind != "state" else ():
+            for page in sorted(pages - set(sequence.parts[group])) if not has_state(layer) else ():
                 if page >= -(-request.computed // self.page_size):
                     sequence.parts[group][page] = self.groups.take(group)
 
@@ -195,7 +195,7 @@ class NaiveGroupEngine(NaiveEngine):
         """A decode takes parts for the page of its next token."""
         page = request.computed // self.page_size
         for group, (layer, _) in enumerate(self.layers):
-            if layer.kind != "state":
+            if not has_state(layer):
                 self.sequences[request.seq].parts[group][page] = self.groups.take(group)
 
     def fill(self, request: NaiveRequest) -> None:
@@ -207,7 +207,7 @@ class NaiveGroupEngine(NaiveEngine):
         page = (request.computed - 1) // self.page_size
         if request.computed % self.page_size == 0:
             for group, (layer, _) in enumerate(self.layers):
-                if layer.kind != "state":
+                if not has_state(layer):
                     part = sequence.parts[group][page]
                     self.groups.publish(part, self.groups.name(sequence.tokens, sequence.salt, page))
 
@@ -232,7 +232,7 @@ class NaiveGroupEngine(NaiveEngine):
         others = [place for place, r in enumerate(self.running) if r.seq in joined or not decodes[place]]
         if self.long_prefill_token_threshold and any(any(decodes[place + 1 :]) for place in others):
             return False
-        page_bytes = sum(part_bytes for layer, part_bytes in self.layers if layer.kind != "state")
+        page_bytes = sum(part_bytes for layer, part_bytes in self.layers if not has_state(layer))
         begins = [r for r in self.running if r.seq in self.decoding and r.computed % self.page_size == 0]
         return page_bytes * len(begins) <= self.groups.free_bytes()
 
@@ -242,12 +242,20 @@ class NaiveGroupEngine(NaiveEngine):
                 if request.seq in self.decoding:
                     self.settle(request)
 
+    def is_of_step(self, group: int, tokens: list[Any], tenant: str | None, length: int) -> bool:
+        """Whether the step computes the state of a group after the first `length` pages, or one like it."""
+        layer, _ = self.layers[group]
+        if layer.kind != "state" or has_state(layer) or not length:
+            return False
+        return (group, self.groups.name(tokens, tenant, length - 1)) in self.groups.published
+
     # A step -----------------------------------------------------------------------------------------------
 
     def step(self, now_ns: int) -> int:
         if self.settles_late:
             self.settle_decodes()
         self.begin_step(now_ns)
+        self.groups.published.clear()
         budget = self.max_num_batched_tokens
         is_limited = self.long_prefill_token_threshold and len(self.running) + self.num_waiting() > 1
         self.most_tokens = self.long_prefill_token_threshold if is_limited else budget
@@ -320,6 +328,8 @@ class NaiveGroupEngine(NaiveEngine):
                 pages = sorted(self.groups.needed(layer, hit_tokens))
                 names = {page: self.groups.name(tokens, sequence.salt, page) for page in pages}
                 sequence.parts.append({page: self.groups.copies[group, names[page]][0] for page in pages})
+            if any(self.is_of_step(group, tokens, head.tenant, length) for group in range(len(self.layers))):
+                break
             want = min(head.known - hit_tokens, budget, self.most_tokens)
             wanted = self.wanted(hit_tokens, head.known, hit_tokens + want, sequence.parts)
             if not self.fits(head, wanted + self.block_bytes * self.num_kept(self.total_bytes // self.block_bytes)):

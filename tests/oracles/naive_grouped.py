@@ -83,6 +83,8 @@ class NaiveGroups:
     released: list[NaivePart] = field(default_factory=list)
     copies: dict[tuple[int, Name], list[NaivePart]] = field(default_factory=dict)
     evicted: list[tuple[int, Name]] = field(default_factory=list)
+    published: set[tuple[int, Name]] = field(default_factory=set)
+    """By group, the pages that became findable since this was cleared."""
 
     def bytes_of(self, part: NaivePart) -> int:
         """Return the bytes of a part."""
@@ -166,6 +168,7 @@ class NaiveGroups:
     def publish(self, part: NaivePart, name: Name) -> None:
         """Make a part findable."""
         part.name = name
+        self.published.add((part.group, name))
         self.copies.setdefault((part.group, name), []).append(part)
 
     def open(

@@ -323,11 +323,12 @@ class NaiveStoreFleet:
                 if self.engines[request.replica].is_pausing:
                     self.ends[request.replica] = None
                 sent += 1
-            for place, engine in enumerate(self.engines):
-                if self.ends[place] is None and engine.has_work():
-                    engine.is_pausing = False
-                    self.ends[place] = engine.step(now)
-                    self.tell_ended()
+            while any(end is None and engine.has_work() for end, engine in zip(self.ends, self.engines, strict=True)):
+                for place, engine in enumerate(self.engines):
+                    if self.ends[place] is None and engine.has_work():
+                        engine.is_pausing = False
+                        self.ends[place] = engine.step(now)
+                        self.tell_ended()
             times = [end for end in self.ends if end is not None] + [self.links.next_ns()]
             if sent < len(pending):
                 times.append(pending[sent].arrival_ns)

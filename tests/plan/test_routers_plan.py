@@ -10,6 +10,7 @@ import pytest
 
 from kvarts import ReplayConfig, load_trace, replay
 from kvarts.plan.routers import RoutersPlan
+from kvarts.plan.tables import render_routers
 from kvarts.routers.spec import split_names
 
 DEVICE = ["--model", "llama-3.1-8b", "--device", "h100-80gb", "--replicas", "3"]
@@ -75,3 +76,14 @@ def test_the_function_is_the_command() -> None:
         "llama-3.1-8b", "h100-80gb", replicas=2, router="least-loaded"
     ))  # fmt: skip
     assert plan["points"][0]["ttft_ms"] == alone.summary["ttft_ms"]
+
+
+def test_the_columns_of_routers_are_apart() -> None:
+    """A duration of minutes is ten characters long."""
+    point = {
+        "router": "prefix", "age": None, "hit_ratio": 0.5, "most_to_mean_tokens": 1.0, "slo_ratio": None, "command": "kvarts replay",
+        "ttft_ms": {"mean": 192_000.0, "p99": 454_000.0}, "tpot_ms": {"p99": 454_000.0},
+    }  # fmt: skip
+    routers = {"slo": {}, "replicas": 2, "points": [point]}
+    table = render_routers({"trace": "t", "setting": "s", "routers": routers})
+    assert " 3 min 12 s 7 min 34 s 7 min 34 s " in table

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.laws
 
 @given(
     cases(max_requests=16) | cases(max_requests=16, limits=True) | cases(max_requests=16, cancels=True),
-    part_groups(),
+    part_groups(by_page=True),
     st.sampled_from(["all", "tails"]),
 )
 def test_every_step_and_every_part_is_as_in_the_naive_engine(

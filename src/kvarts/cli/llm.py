@@ -145,7 +145,7 @@ def speculation_option(command: Command, **attributes: Any) -> Command:
     """Add the option `--speculative-config`, with `attributes`."""
     text = (
         "Guess tokens, and verify them in the same step: ngram, or as JSON with num_speculative_tokens, "
-        "prompt_lookup_max and prompt_lookup_min. Changes no token."
+        "prompt_lookup_max, prompt_lookup_min and draft_order. Changes no token."
     )
     return click.option("--speculative-config", metavar="ngram|JSON", help=text, **attributes)(command)
 

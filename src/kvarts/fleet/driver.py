@@ -353,7 +353,10 @@ class FleetDriver(Moves):
             self._starting_rank = worker.rank
             if self._is_mocker:
                 self._set_gate(worker)
-            if worker.start(now_ns):
+            has_started = worker.start(now_ns)
+            if self._store is not None:
+                self._end_waits(now_ns)  # for what it has given up to store, because it needs the memory
+            if has_started:
                 heappush(self._ends, (worker.end_ns, worker.rank, worker.index))
                 if self._layer_wise is not None and worker.only_prefills:
                     self._send_computed(worker, now_ns)

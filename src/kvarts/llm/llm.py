@@ -140,6 +140,9 @@ class LLM:
             logger.info("pages are whole, though layers of the model keep less: %s", room.whole_pages)
         if room.has_states and speculation is not None:
             check_combination({"speculation": "speculative_config", "states": "model"})
+        drafts_first = speculation is not None and speculation.draft_order == "first"
+        if room.cut is not None and drafts_first:
+            check_combination({"first_drafts": "speculative_config.draft_order", "kv_groups": "kv_groups"})
         if config is None:
             config = options.engine_config(room.num_pages(options.kv_memory))
         if config.snapshots != "ends" and not room.has_states:
@@ -208,6 +211,7 @@ class LLM:
             tiers=preparation_of(self.offload, **of_files),
             make_order=eviction,
             drafter=drafter,
+            num_draft_slots=speculation.num_speculative_tokens if speculation is not None and drafts_first else 0,
             step_ns=None if cost is None else cost.step_ns,
         )
         self.kv_groups = room.kv_groups

@@ -45,13 +45,16 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     `method`: `ngram` looks for the last tokens of a sequence earlier in the sequence. `num_speculative_tokens`: most
     tokens guessed per sequence and step. `prompt_lookup_max` and `prompt_lookup_min`: how many of the last tokens must
-    occur before; the longest such n-gram is used, at its last occurrence. Raises ConfigError for a value out of range.
+    occur before; the longest such n-gram is used, at its last occurrence. `draft_order`: with `last`, guesses take the
+    tokens and pages that a step has left; with `first` they come before prompts, and others are preempted for their
+    pages, as in vLLM. Raises ConfigError for a value out of range.
     """
 
     method: Literal["ngram"] = "ngram"
     num_speculative_tokens: int = 16
     prompt_lookup_max: int = 8
     prompt_lookup_min: int = 2
+    draft_order: Literal["last", "first"] = "last"
 
     def __post_init__(self) -> None:
         if self.method != "ngram":
@@ -62,6 +65,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
         for field in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
             check_whole(getattr(self, field), f"speculative_config.{field}", most=MOST_TOKENS)
+        if self.draft_order not in ("last", "first"):
+            raise ConfigError(
+                f"must be 'last' or 'first', got {brief(self.draft_order)}", field="speculative_config.draft_order"
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"{self.prompt_lookup_min} is more than prompt_lookup_max, {self.prompt_lookup_max}",

@@ -92,13 +92,13 @@ def render_routers(plan: dict[str, Any]) -> str:
     lines = [
         f"{plan['trace']} on {routers['replicas']} replicas; {plan['setting']}",
         "",
-        f"{'router':<{width}}{'age':>8}{'hits':>8}{'TTFT':>10}{'p99':>10}{'TPOT p99':>10}{'most/mean':>10}"
+        f"{'router':<{width}}{'age':>8}{'hits':>8}{'TTFT':>11}{'p99':>11}{'TPOT p99':>11}{'most/mean':>10}"
         + f"{'SLO kept':>10}" * has_slo,
     ]
     lines += [
         f"{point['router']:<{width}}{point['age'] or '-':>8}{as_percent(point['hit_ratio']):>8}"
-        f"{as_duration(point['ttft_ms']['mean']):>10}{as_duration(point['ttft_ms']['p99']):>10}"
-        f"{as_duration(point['tpot_ms']['p99']):>10}{number(point['most_to_mean_tokens']):>10}"
+        f"{as_duration(point['ttft_ms']['mean']):>11}{as_duration(point['ttft_ms']['p99']):>11}"
+        f"{as_duration(point['tpot_ms']['p99']):>11}{number(point['most_to_mean_tokens']):>10}"
         + f"{as_percent(point['slo_ratio']):>10}"
         * has_slo
         for point in routers["points"]

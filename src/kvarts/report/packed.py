@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
+
+import msgspec
 
 from kvarts.columns import Column, append_packed
 
@@ -26,7 +28,7 @@ _WIDTHS = ("b", "h", "i", "q")
 """Type codes, in `array` and NumPy, of integers of 1, 2, 4 and 8 bytes."""
 
 
-class _Narrow(NamedTuple):
+class _Narrow(msgspec.Struct, frozen=True, gc=False):
     """Integers in as few bytes as the largest of them needs."""
 
     width: str
@@ -39,7 +41,7 @@ class _Narrow(NamedTuple):
         return np.frombuffer(self.packed, self.width).astype(np.int64)
 
 
-class _Block(NamedTuple):
+class _Block(msgspec.Struct, frozen=True, gc=False):
     """The integers of a block: differences of their differences, in one byte each, compressed.
 
     `distances`: from each difference that needs more than a byte to the next, the first from the start; `jumps`: these

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from kvarts.columns import Column
 from kvarts.few import Few, NarrowColumns, Numbers, arrays_pay, narrowed
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Slab", "StepLog"]
 
 
-class Slab(NamedTuple):
+class Slab(msgspec.Struct, frozen=True, gc=False):
     """Some consecutive steps of a log, with their values."""
 
     durations_ns: Column

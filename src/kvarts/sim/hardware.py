@@ -278,6 +278,8 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
     Empty if neither is given. `counts_groups`: KV groups are counted if `kv_groups` is not given. Raise ConfigError for
     settings that are unknown, contradict each other, or do not fit.
     """
+    if not given:
+        return {}
     of_model, of_device = settings_of(ModelSettings), settings_of(DeviceSettings)
     cost = given_cost(given)
     if not any(setting.key in given for setting in (*of_model, *of_device)):

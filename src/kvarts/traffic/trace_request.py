@@ -1,7 +1,6 @@
 """One request of a trace, and the schema of a line of a Mooncake trace."""
 
-from __future__ import annotations
-
+# Annotations are evaluated when this module is imported: msgspec would compile their texts one by one.
 from typing import Annotated, Literal
 
 import msgspec
