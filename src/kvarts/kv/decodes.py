@@ -1,9 +1,13 @@
 """Decodes of a cache with KV groups: which of them take a page, and which release one, in which steps.
 
 Each decode computes one token per step. So in the steps of one *slot*, out of page_size, the same decodes begin a page,
-and the same windows pass one. The releases of a decode are a Stream as long as they are regular: no other sequence
-holds the parts that the window passes, and all of them are listed, or none. Other releases are *odd*: each is due in
-one step, and is handled individually.
+and the same windows pass one. The releases of a decode are a Stream as long as they are regular: all parts that the
+window passes are listed, or none. Other releases are *odd*: each is due in one step, and is handled individually.
+
+Decodes that hold the same parts stay in the order in which their windows pass them. The last one lists them, with a
+stream as if the others were not there; the streams of the others are *silent*: they list and count nothing, and give up
+their holds when someone examines the parts. A sequence that holds such parts and does not decode may pass them at any
+time. While it does, the releases of a decode that it may come after are odd.
 
 An example: one decode from position 0 on, pages of 4 tokens, a window of 4 tokens, so the token at position 7 is the
 first that does not attend to page 0:
