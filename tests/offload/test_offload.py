@@ -22,6 +22,7 @@ from kvarts.offload.offloader import Offloader
 from kvarts.offload.opening import open_offloader
 from kvarts.offload.page_layout import PageLayout
 from kvarts.offload.safe_first import SafeFirst
+from kvarts.offload.transfers import NEVER_NS
 from kvarts.request import Request
 from kvarts.sim.replica import Replica
 
@@ -138,7 +139,7 @@ def test_after_a_lazy_store_the_next_pages_taken_lose_nothing() -> None:
     assert cache.num_used == 0
     assert offloader.layout.tiers[0].find(old, 1, 6) == 5
     offloader.plan_stores(0)
-    assert offloader.next_ns == 1 << 62, "the target is met"
+    assert offloader.next_ns == NEVER_NS, "the target is met"
     cache.take(5)
     assert cache.match(old, 6).num_pages == 1
     assert cache.match(young, 6).num_pages == 6
@@ -372,7 +373,7 @@ def test_a_store_gives_its_idle_pages_back_and_its_channel_is_free() -> None:
     assert (cache.num_free, cache.num_lent()) == (8, 0)
     assert (offloader.counts.num_given_up, offloader.counts.num_failed) == (1, 1)
     assert offloader.channels[0].wait_ns(0) == 0
-    assert offloader.next_ns == 1 << 62
+    assert offloader.next_ns == NEVER_NS
     assert cache.match(content, 8).num_pages == 8, "they are cached, as before"
     offloader.plan_stores(0)
     assert cache.num_lent() == 8, "it is not given up for ever"

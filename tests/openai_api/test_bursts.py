@@ -42,7 +42,7 @@ def test_what_is_put_off_is_waited_for_when_all_is_done() -> None:
 
     executor = WaitingExecutor(Inner(), put_off)
     plan: Any = "good"
-    assert executor.needs_page_ids and executor.execute(plan) == 250  # type: ignore[comparison-overlap]
+    assert executor.needs_page_ids and executor.execute(plan) == 250
     assert seen == [("text", 100)] and clock.now_ns() == put_off.now_ns() == 250
     put_off.wait()
     assert clock.now_ns() == 250

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -114,7 +115,7 @@ class Kept:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def observe(self, events: list[Event]) -> None:
+    def observe(self, events: Sequence[Event]) -> None:
         self.events += events
 
 

@@ -52,7 +52,6 @@ from kvarts.events import (
     StoreStarted,
     TransferEnded,
 )
-from kvarts.kv.cache import Cache
 
 __all__ = ["Account", "AuditError", "Auditor", "Finding"]
 
@@ -113,7 +112,7 @@ class Auditor:
         plans_ahead: bool = False,
         finds_prefixes: bool = True,
         loads_have_turns: bool = False,
-        account: Callable[[], Cache] | None = None,
+        account: Callable[[], Account] | None = None,
     ) -> None:
         self._account = account
         self._loads_have_turns = loads_have_turns

@@ -1,4 +1,4 @@
-"""Host memory that processes share, and files below it: the directory of one model, and a thread that keeps its pages."""
+"""Host memory that processes share, and files below it: the directory of one model, and a thread for its pages."""
 
 from __future__ import annotations
 
