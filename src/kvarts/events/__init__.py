@@ -10,8 +10,7 @@ page at whose end it was taken. Numbers of pages that requests lack, or that are
 
 from __future__ import annotations
 
-from kvarts.events.steps import LeapDone, StepDone
-from kvarts.events.told import (
+from kvarts.events.details import (
     Admitted,
     Arrived,
     AtRest,
@@ -49,6 +48,7 @@ from kvarts.events.told import (
     TransferEnded,
     Turns,
 )
+from kvarts.events.steps import LeapDone, StepDone
 
 __all__ = [
     "Admitted",

@@ -1,10 +1,10 @@
-"""Events of steps: every engine in virtual time tells them, so they are native classes in the compiled build."""
+"""Events of steps. Every replay makes them, so they are native classes in the compiled build."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from kvarts.events.told import PartsMoved, PerStep, Preemption, Turns
+from kvarts.events.details import PartsMoved, PerStep, Preemption, Turns
 from kvarts.values import Value
 
 __all__ = ["LeapDone", "StepDone"]

@@ -1,4 +1,4 @@
-"""Events as values, but for those of steps."""
+"""Events of requests, pages and transfers, made only if a reader wants details."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ class ChunkPlanned(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodesStalled(msgspec.Struct, frozen=True, gc=False):
-    """Decodes that were admitted after `request`, whose prefill goes on, compute their token as a chunk in this step.
+    """Decodes that were admitted after `request`, whose prefill continues, compute their token as a chunk in this step.
 
     Memory may be short for all of them, and those that were admitted earlier take theirs first.
     """
@@ -383,7 +383,7 @@ class PromptHeld(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptReleased(msgspec.Struct, frozen=True, gc=False):
-    """The pages that were held for another engine are no longer in use: the request has ended here."""
+    """The pages that were held for another engine are released: the request has ended here."""
 
     request: int
     time_ns: int
