@@ -41,7 +41,7 @@ from vllm.distributed.kv_events import BlockStored, KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
@@ -185,8 +185,8 @@ class Step(msgspec.Struct):
     `cached`: the cached tokens in the answers of requests that ended and were never preempted. `published`: the fields
     of the KV events that report the blocks in `stored`. `load`: what a rank reports after the step: requests that wait
     and that run, and the share of blocks in use. `placed`: the rank of each request that arrived; the other fields are
-    then those of all ranks. `num_uncomputed` is not compared: full pages that preempted
-    requests can be found by and have not computed (vLLM).
+    then those of all ranks. `uncomputed` is not compared: the full pages, of this step and
+    before, that vLLM made findable and that a preempted request has not computed.
     """
 
     tokens: dict[int, int] = {}
@@ -200,7 +200,7 @@ class Step(msgspec.Struct):
     published: dict[tuple[int, str], str] = {}
     placed: dict[int, int] = {}
     load: Any = None
-    num_uncomputed: int = 0
+    uncomputed: frozenset[tuple[int, str]] = frozenset()
 
 
 # Workloads ------------------------------------------------------------------------------------------------
@@ -826,11 +826,10 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
         if not workload.is_async:
             give_up(scheduler, requests, given_up)
         done = Step()
-        scheduler.num_uncomputed = 0
         if connector is not None:
             connector.step = step
         plan = scheduler.schedule()
-        done.num_uncomputed = scheduler.num_uncomputed
+        done.uncomputed = frozenset(scheduler.uncomputed)
         done.tokens = {int(name): number for name, number in plan.num_scheduled_tokens.items()}
         done.admitted = {int(new.req_id): new.num_computed_tokens for new in plan.scheduled_new_reqs}
         resumed = plan.scheduled_cached_reqs
@@ -969,19 +968,22 @@ class TheirFrontEnd:
 
 
 class Watched:
-    """Counts full pages of preempted requests that vLLM finds and has not computed.
+    """Notes the full pages of preempted requests that vLLM finds and has not computed.
 
     vLLM makes a page findable when it plans the token that fills it. A request of a lower priority that is preempted
     later in the same step never computes that token.
     """
 
-    num_uncomputed = 0
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.uncomputed: set[tuple[int, str]] = set()
 
     def _preempt_request(self, request: Any, *args: Any, **more: Any) -> None:
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
         for blocks in manager.get_blocks(request.request_id).blocks:
             planned = blocks[request.num_computed_tokens // manager.block_pool.hash_block_size :]
-            self.num_uncomputed += sum(block.block_hash is not None for block in planned)
+            names = [block.block_hash for block in planned if block.block_hash is not None]
+            self.uncomputed |= {(get_group_id(name), get_block_hash(name).hex()) for name in names}
         super()._preempt_request(request, *args, **more)  # type: ignore[misc]
 
 
@@ -1129,7 +1131,7 @@ def run_ranks(
             whole.num_free += done.num_free
             whole.stored += [(rank, key) for _, key in done.stored]
             whole.removed += [(rank, key) for _, key in done.removed]
-            whole.num_uncomputed += done.num_uncomputed
+            whole.uncomputed |= {(rank, key) for _, key in done.uncomputed}
         whole.load = list(loads)
         front_end.ended(whole.ended)
         num_ended += len(whole.ended)
@@ -1154,7 +1156,7 @@ def in_one_form(step: Step | None) -> Step | None:
     return step
 
 
-COMPARED = tuple(name for name in Step.__struct_fields__ if name != "num_uncomputed")
+COMPARED = tuple(name for name in Step.__struct_fields__ if name != "uncomputed")
 
 
 def is_same(ours: Step | None, theirs: Step | None) -> bool:
@@ -1175,11 +1177,10 @@ class Difference(msgspec.Struct):
     @property
     def is_of_uncomputed_page(self) -> bool:
         """Whether vLLM finds a page that it has not computed, and only what can be found differs."""
-        return bool(self.vllm and self.vllm.num_uncomputed) and not set(self.fields()) - {
-            "stored",
-            "removed",
-            "published",
-        }
+        if self.vllm is None or self.kvarts is None or set(self.fields()) - {"stored", "removed", "published"}:
+            return False
+        found = [{*side.stored, *side.removed} for side in (self.kvarts, self.vllm)]
+        return not (found[0] ^ found[1]).isdisjoint(self.vllm.uncomputed)
 
     def fields(self) -> list[str]:
         """Return the names of what differs."""
@@ -1219,7 +1220,7 @@ def shrunk(workload: Workload, config: Any) -> tuple[Workload, Difference]:
             asks = workload.asks[:start] + workload.asks[start + size :]
             smaller = msgspec.structs.replace(workload, asks=asks)
             difference = compare(smaller, config, Counter()) if asks else None
-            if difference is not None:
+            if difference is not None and not difference.is_of_uncomputed_page:
                 workload, found = smaller, difference
                 break
         else:

@@ -327,7 +327,7 @@ class GroupedCache(PartPool):
                     name.copies[index].append(part)
                     name.num_users += 1
         if events is not None:
-            events.details()
+            events.told()
 
     def _keep_snapshots(self, holding: GroupedHolding) -> None:
         """Copy the states to parts of their own, as far as these are not there already and fit."""
@@ -340,7 +340,7 @@ class GroupedCache(PartPool):
             (part,) = self._take(index, 1)
             if self._events is not None:
                 self._events.comes(holding.content, index, name)
-                self._events.details()
+                self._events.told()
             self._publish(part, name)
             if self._blocks is not None:
                 holding.snapshots.append((holding.num_tokens, part))

@@ -158,7 +158,7 @@ class PartPool:
             drop(name)
             emptied += part.blocks
         if events is not None:
-            events.details()
+            events.told()
         self.cached_bytes -= empty_bytes - self.empty_bytes
         self.empty_bytes = empty_bytes
         if self._blocks is not None:
@@ -255,7 +255,7 @@ class PartPool:
         if emptied and self._blocks is not None:
             self._blocks.give(len(emptied), emptied)
         if self._events is not None:
-            self._events.details()
+            self._events.told()
         if self._order is not None and listed:
             self._order.released(listed)
         self.num_used[group] -= num_empty + num_cached

@@ -246,7 +246,7 @@ class RunAccount(PartCounts):
             oldest.eat(self, num_bytes)
             oldest = newer
         if self.events is not None:
-            self.events.details()
+            self.events.told()
 
     def _evict_counted(self, num_bytes: int) -> None:
         """Do the same without ids, events and an order, in one loop: this runs for every chunk in a full memory."""
@@ -390,7 +390,7 @@ class RunAccount(PartCounts):
                     run.ids = []
                 run.forget()
         if events is not None:
-            events.details()
+            events.told()
         if order is not None and listed:
             self._list_in(order, listed, holding.content.hints)
         if num_cached:

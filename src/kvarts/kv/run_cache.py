@@ -462,7 +462,7 @@ class RunCache(RunAccount):
                 if holding.streams[index] is not None:
                     span.is_moving = True
         if events is not None:
-            events.details()
+            events.told()
         if self.wants is not None and start < (known_end := min(end, holding.content.num_known_pages)):
             for index in self._whole:
                 self.wants.complete(holding.content, index, start, known_end)
@@ -533,7 +533,7 @@ class RunCache(RunAccount):
         run = PartRun(index, span, page - 1, page, [holding], is_kept=True, ids=ids)
         if self.events is not None:
             self.events.came(holding.content, index, span, page - 1, page)
-            self.events.details()
+            self.events.told()
         span.parts[index].append(run)
         return run
 
@@ -570,7 +570,7 @@ class RunCache(RunAccount):
                     continue
                 if self.events is not None:
                     self.events.goes(run, run.start, run.end, is_dropped=True)
-                    self.events.details()
+                    self.events.told()
                 run.unlist()
                 self.note_used(index, 1)
                 self.note_empty(index, 1)
@@ -657,7 +657,7 @@ class RunCache(RunAccount):
                 run.is_kept = True
                 self._place(run, spans, holding.content)
         if self.events is not None:
-            self.events.details()
+            self.events.told()
 
     def begin_to_receive(self, content: Content, match: RunMatch, num_tokens: int) -> RunHolding:
         """Begin a sequence whose first `num_tokens` tokens are computed elsewhere: hold `match`, and take other parts.

@@ -143,7 +143,7 @@ class PartTier(RunAccount):
                 if is_stored:
                     if self.events is not None:
                         self.events.came(span.content, index, span, run.start, run.end)
-                        self.events.details()
+                        self.events.told()
                     run.list_index = self._here + index
                     span.parts[run.list_index].append(run)
                     if index in self._whole:
@@ -175,7 +175,7 @@ class PartTier(RunAccount):
         """Emit the drop of a run, which is not an eviction."""
         if self.events is not None and run.list_index < self._coming:
             self.events.goes(run, run.start, run.end, is_dropped=True)
-            self.events.details()
+            self.events.told()
 
     def _doom(self, run: PartRun, span: Span) -> None:
         """Release a pinned run, which must be unlisted from its span, when its last pin ends."""

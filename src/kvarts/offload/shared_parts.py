@@ -105,7 +105,7 @@ class WritersEvents(RunEvents):
     def told(self) -> None:
         """Emit the events recorded since the last call, before anything else is emitted."""
         for events in self._to_tell:
-            events.details()
+            events.told()
         self._to_tell.clear()
 
 
