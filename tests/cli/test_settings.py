@@ -68,6 +68,7 @@ CHOICES = (
     "branches",
     "align",
     "layers",
+    "sync",
 )
 """Values that are not the default, of settings with a few."""
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.session.soak.rules import MAX_POINTS, slope_of
+from kvarts.session.soak.rules import MAX_SECTIONS, slope_of
 
 NUMBERS = st.floats(-1e6, 1e6).map(lambda number: round(number, 3))
 
@@ -58,6 +58,6 @@ def test_long_series_are_thinned() -> None:
     rng = np.random.default_rng(0)
     at = np.arange(20_000)
     found = slope_of(at, 1 + 1e-5 * at + rng.normal(size=len(at)))
-    assert found.num_points == MAX_POINTS
+    assert found.num_points == MAX_SECTIONS
     assert found.low < 1e-5 < found.high
     assert found.high - found.low < 2e-5

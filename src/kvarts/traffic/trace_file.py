@@ -209,10 +209,15 @@ class TraceFile:
                 data = io.BytesIO(self._data)
                 return _unpacked(data) if self._data.startswith(GZIP) else data
             file = open(self.place, "rb")  # noqa: PTH123, SIM115
-            if file.peek(2).startswith(GZIP):
-                with file:
-                    return _unpacked(self.path)
-            return file
+            try:
+                is_packed = file.peek(2).startswith(GZIP)
+            except BaseException:
+                file.close()
+                raise
+            if not is_packed:
+                return file
+            file.close()
+            return _unpacked(self.path)
 
     def _reading(self) -> AbstractContextManager[None]:
         return reading(self.place, hint=where_samples_are(self.place))
