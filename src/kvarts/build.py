@@ -211,8 +211,8 @@ def build_engine(
     is_shared = pages is not None
     if cache is None:
         needs_ids = executor.needs_page_ids
-        # Ids, events and tiers name the parts of a group.
-        counts_only = below is None and tell is None and not (needs_ids or holds_pages)
+        # Ids, events, tiers and handoffs name the parts of a group.
+        counts_only = below is None and tell is None and not (needs_ids or holds_pages or hands_over)
         if memory is None or (memory.is_whole and counts_only):
             cache = _page_cache(config, make_order, below, tell, memory, with_page_ids=needs_ids)
         else:
