@@ -159,8 +159,12 @@ class ServerChat:
 
     def _chunks(self, body: dict[str, Any]) -> Iterator[_Chunk]:
         """Yield the events of a streamed answer. Raise ConfigError for an error of the server."""
-        with closing(self._connection()) as connection:
-            response = self._request(connection, "POST", "/v1/chat/completions", msgspec.json.encode(body))
+        payload = msgspec.json.encode(body)
+        # A response that ends with its connection has the socket to itself: it is closed as well.
+        with (
+            closing(self._connection()) as connection,
+            closing(self._request(connection, "POST", "/v1/chat/completions", payload)) as response,
+        ):
             num_bytes = 0
             try:
                 while line := response.readline(MAX_LINE_BYTES):
@@ -177,8 +181,11 @@ class ServerChat:
                 raise ConfigError(f"the answer broke off: {error}", field=self._url.netloc) from None
 
     def _first_model(self) -> str:
-        with closing(self._connection()) as connection:
-            payload = self._request(connection, "GET", "/v1/models").read(MAX_LINE_BYTES)
+        with (
+            closing(self._connection()) as connection,
+            closing(self._request(connection, "GET", "/v1/models")) as response,
+        ):
+            payload = response.read(MAX_LINE_BYTES)
         try:
             return str(msgspec.json.decode(payload)["data"][0]["id"])
         except (msgspec.DecodeError, KeyError, IndexError, TypeError, UnicodeDecodeError):
@@ -200,7 +207,8 @@ class ServerChat:
             response = connection.getresponse()
             if response.status == 200:
                 return response
-            payload = response.read(MAX_LINE_BYTES)
+            with closing(response):
+                payload = response.read(MAX_LINE_BYTES)
         except (OSError, http.client.HTTPException) as error:
             raise ConfigError(f"cannot be reached: {error}", field=where) from None
         try:
