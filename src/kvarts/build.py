@@ -31,7 +31,6 @@ from kvarts.sched.scheduler import Scheduler
 if TYPE_CHECKING:  # only an engine with KV groups pays for them
     from kvarts.kv.group_pages import GroupPages
     from kvarts.kv.groups import GroupMemory
-    from kvarts.sched.group_loads import GroupTiers
 
 __all__ = ["PrepareTiers", "PreparedTiers", "TierSettings", "build_engine", "open_group_cache", "preparation_of"]
 
@@ -65,7 +64,7 @@ class PreparedTiers(Protocol):
         prefill: PrefillTimes | None,
         fingerprint: Callable[[], str] | None,
     ) -> LowerTiers:
-        """Open the tiers below `cache`; those of a cache with KV groups are GroupTiers.
+        """Open the tiers below `cache`.
 
         `prefill`: compute times; None: measured while running. `fingerprint`: returns an identifier of everything that
         pages depend on besides their tokens.
@@ -249,7 +248,7 @@ def build_engine(
         else:
             from kvarts.sched.group_loads import GroupLoads
 
-            loads = GroupLoads(cast("GroupTiers", lower), cast("GroupPages", cache), waiting, page_size, tell)
+            loads = GroupLoads(lower, cast("GroupPages", cache), waiting, page_size, tell)
     batch: InputBatch | None = None
     if executor.needs_page_ids:
         if cache.settles:

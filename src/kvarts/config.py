@@ -13,7 +13,7 @@ import msgspec
 from kvarts.limits import MOST_MS, MOST_PAGE_TOKENS, MOST_PAGES, check_number, check_whole
 from kvarts.settings import SettingError, setting
 
-__all__ = ["EngineConfig", "EngineOptions", "Profile", "Snapshots"]
+__all__ = ["EngineConfig", "EngineOptions", "Profile", "Slo", "Snapshots"]
 
 Profile = Literal["default", "mocker"]
 Snapshots = Literal["ends", "branches"]
@@ -164,3 +164,19 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             max_itl_ms=self.max_itl_ms,
             snapshots=self.snapshots,
         )
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The bounds, in milliseconds, that a request must meet to count as goodput; each is optional."""
+
+    ttft_ms: Annotated[float | None, setting("Longest time to first token.", metavar="MS")] = None
+    tpot_ms: Annotated[float | None, setting("Longest mean time per output token after the first.", metavar="MS")] = (
+        None
+    )
+    e2e_ms: Annotated[float | None, setting("Longest time to last token.", metavar="MS")] = None
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            if value is not None:
+                check_number(value, field, above=True, most=MOST_MS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -11,6 +11,7 @@ from kvarts.audit.auditor import AuditError, Auditor, Finding
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored
+from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import walk
 from kvarts.kv.page_cache import PageCache
 from kvarts.sim.replica import Replica
@@ -209,7 +210,7 @@ class Miscounting:
 def test_an_auditor_that_knows_what_counts_pages_compares_by_itself() -> None:
     """Handed in as a reader of events, it needs nothing else of the engine."""
     counts: Miscounting
-    auditor = Auditor(40, PAGE_SIZE, account=lambda: counts)
+    auditor = Auditor(40, PAGE_SIZE, account=lambda: cast(Cache, counts))
     config = EngineConfig(num_pages=40, page_size=PAGE_SIZE)
     engine = make_replica(config, readers=[auditor])
     counts = Miscounting(whole_pages(engine.scheduler.cache))

@@ -9,7 +9,6 @@ import time
 import zlib
 from base64 import b64decode
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.resources import files
 from itertools import cycle
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 
 from kvarts import ReplayConfig, Report, Slo, Trace, load_mooncake, replay
 from kvarts.report.run_directory import RunDirectory
-from kvarts.report.run_page import SPARKS, page_data, render_html, sparkline
+from kvarts.report.run_page import SPARKS, ShownOverview, ShownTokens, ShownWait, page_data, render_html, sparkline
 
 from builders.browser import as_phone, inks, ready, scrolls_sideways
 from builders.run_directory import timeline_rows, write_run_directory, write_timeline
@@ -29,37 +28,14 @@ Kvarts = Callable[..., tuple[int, str, str]]
 TRACE = str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl")
 
 
-@dataclass
-class Kind:
-    kind: str
-    tokens: int
-    remark: str = ""
-
-
-@dataclass
-class Waited:
-    request: str
-    waited_ms: float
-    cause: str
-    num_others: int
-    lines: list[str]
-
-
-@dataclass
-class Told:
-    """What whoever reads a journal finds, said by hand."""
-
-    prompt_tokens: int
-    kinds: list[Kind]
-    waits: list[Waited]
-    evictions: list[tuple[float, int]]
-    notes: list[str]
-
-
-TOLD = Told(
+TOLD = ShownOverview(
     100,
-    [Kind("device_hit", 60), Kind("never_seen", 30), Kind("evicted", 10, "gone for 1.0 s (median), 2.0 s (p90)")],
-    [Waited("7", 283_234.5, "too few free KV pages", 12, ["step 1  arrived", "step 3  admitted after 1.2 s"])],
+    [
+        ShownTokens("device_hit", 60),
+        ShownTokens("never_seen", 30),
+        ShownTokens("evicted", 10, "gone for 1.0 s (median), 2.0 s (p90)"),
+    ],
+    [ShownWait("7", 283_234.5, "too few free KV pages", 12, ["step 1  arrived", "step 3  admitted after 1.2 s"])],
     [(1000.0 * (index + 1), index % 3) for index in range(50)],
     ["the journal breaks off"],
 )
@@ -203,8 +179,12 @@ def test_a_page_of_a_run_in_which_everything_fits_has_no_empty_charts(
     assert trace.requests is not None
     few = Trace(trace.requests[:5], unit_tokens=trace.unit_tokens, name="few")
     run_dir = write_run_directory(tmp_path / "run", replay(few, ReplayConfig(num_pages=20_000)))
-    told = Told(
-        100, [Kind("never_seen", 100), Kind("evicted", 0)], [Waited("0", 0.0, "nothing", 0, [])], [(9.0, 0)], []
+    told = ShownOverview(
+        100,
+        [ShownTokens("never_seen", 100), ShownTokens("evicted", 0)],
+        [ShownWait("0", 0.0, "nothing", 0, [])],
+        [(9.0, 0)],
+        [],
     )
     page = tmp_path / "report.html"
     page.write_bytes(render_html(RunDirectory(run_dir), {run_dir: told}))

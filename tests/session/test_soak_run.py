@@ -305,7 +305,7 @@ def on_a_fake(monkeypatch: pytest.MonkeyPatch) -> FakeTarget:
 
     @asynccontextmanager
     async def open_virtual_target(*, sink: int, window: int, record: Any = None) -> Any:
-        yield SessionsTarget(FakeSessions(target), target)
+        yield SessionsTarget(FakeSessions(target), target.now_s, target.sleep_s)
 
     client = types.ModuleType("kvarts.client")
     client.AsyncSessions = open_client  # type: ignore[attr-defined]
@@ -314,11 +314,7 @@ def on_a_fake(monkeypatch: pytest.MonkeyPatch) -> FakeTarget:
     monkeypatch.setitem(sys.modules, "kvarts.client", client)
     monkeypatch.setitem(sys.modules, "kvarts.session.opening", opening)
 
-    class Clock:
-        now_s = staticmethod(target.now_s)
-        sleep_s = staticmethod(target.sleep_s)
-
-    monkeypatch.setattr(command, "_WallClock", Clock)
+    monkeypatch.setattr(command, "CLOCK", (target.now_s, target.sleep_s))
     return target
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 SRC = Path(str(files("kvarts")))
 MOST_FILES = 434
-MOST_PROTOCOLS = 112
+MOST_PROTOCOLS = 85
 
 
 def trees() -> dict[str, ast.Module]:
@@ -25,7 +25,7 @@ def test_files_and_protocols_do_not_become_more() -> None:
         node.name
         for tree in modules.values()
         for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases)
+        if isinstance(node, ast.ClassDef) and "Protocol" in {ast.unparse(base).partition("[")[0] for base in node.bases}
     ]
     assert len(modules) <= MOST_FILES
     assert len(protocols) <= MOST_PROTOCOLS

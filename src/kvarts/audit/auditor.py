@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-from kvarts.audit.comparison import Account, find_different_pages, find_different_private
+from kvarts.audit.comparison import find_different_pages, find_different_private
 from kvarts.audit.finding import AuditError, Finding, Findings
 from kvarts.audit.ledger import LOST, Happened, Keep, Ledger, LedgerError, LedgerGroup, LedgerPart
 from kvarts.audit.request_parts import KnownRequest, PageDigests, RequestParts
@@ -52,8 +52,9 @@ from kvarts.events import (
     StoreStarted,
     TransferEnded,
 )
+from kvarts.kv.cache import Cache
 
-__all__ = ["Account", "AuditError", "Auditor", "Finding"]
+__all__ = ["AuditError", "Auditor", "Finding"]
 
 OF_A_REQUEST = (
     Admitted,
@@ -112,7 +113,7 @@ class Auditor:
         plans_ahead: bool = False,
         finds_prefixes: bool = True,
         loads_have_turns: bool = False,
-        account: Callable[[], Account] | None = None,
+        account: Callable[[], Cache] | None = None,
     ) -> None:
         self._account = account
         self._loads_have_turns = loads_have_turns
@@ -951,7 +952,7 @@ class Auditor:
 
     # Comparing --------------------------------------------------------------------------------------------
 
-    def compare(self, account: Account) -> None:
+    def compare(self, account: Cache) -> None:
         """Compare the engine's account of its memory with the ledger. Raise AuditError with all findings so far."""
         ledger = self.ledger
         num_used, num_cached = ledger.num_used, ledger.num_cached

@@ -4,44 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from kvarts.audit.ledger import Ledger
 from kvarts.audit.request_parts import KnownRequest, PageDigests
-from kvarts.content import Content
+from kvarts.kv.cache import Cache
 
-__all__ = ["Account", "find_different_pages", "find_different_private"]
+__all__ = ["find_different_pages", "find_different_private"]
 
 MAX_PAGES_NAMED = 20
 
 
-class Account(Protocol):
-    """An engine's account of its present memory, in blocks."""
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that a request references or a transfer holds."""
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks that hold a prefix and are not used."""
-
-    @property
-    def num_reserved(self) -> int:
-        """Blocks that stay in use when no request runs."""
-
-    def counts(self) -> tuple[int, ...]:
-        """Return the parts used and the parts cached, one pair per KV group; empty for whole pages."""
-
-    def runs(self) -> Iterable[tuple[int, Content, int, int, int]]:
-        """Return runs of parts that can be found, and of their copies.
-
-        Each is a tuple: group (0 for whole pages), content, first page, page after the last, number of references.
-        """
-
-
 def find_different_pages(
-    account: Account, ledger: Ledger, digests: PageDigests, find: Callable[[str, int | None, int | None], object]
+    account: Cache, ledger: Ledger, digests: PageDigests, find: Callable[[str, int | None, int | None], object]
 ) -> None:
     """Call `find` with text, request and page for each page that differs between the engine and the ledger."""
     theirs: Counter[tuple[int, bytes, int]] = Counter()
@@ -71,7 +45,7 @@ def find_different_pages(
 
 
 def find_different_private(
-    account: Account,
+    account: Cache,
     ledger: Ledger,
     requests: Iterable[KnownRequest],
     find: Callable[[str, int | None, int | None], object],

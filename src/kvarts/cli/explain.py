@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from msgspec import convert
 
 from kvarts.cli.options import INPUT, Command
 from kvarts.cli.process import Progress
@@ -15,8 +16,9 @@ from kvarts.files import reading
 
 if TYPE_CHECKING:
     from kvarts.explain.reading import Journal
-    from kvarts.explain.sums import Overview, RequestTimes
+    from kvarts.explain.sums import RequestTimes
     from kvarts.report.run_directory import RunDirectory
+    from kvarts.report.run_page import ShownOverview
 
 __all__ = ["overview_for", "story_command"]
 
@@ -83,13 +85,14 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
         raise failure
 
 
-def overview_for(run: RunDirectory, on_progress: Callable[[int], object] | None = None) -> Overview | None:
+def overview_for(run: RunDirectory, on_progress: Callable[[int], object] | None = None) -> ShownOverview | None:
     """Return the overview of a run's journals for its page; None without journals."""
     from kvarts.explain.reading import load_journal
     from kvarts.explain.sums import overview_of
+    from kvarts.report.run_page import ShownOverview
 
     journals = [load_journal(path, on_progress=on_progress) for _, path in run.journals()]
-    return overview_of(journals) if journals else None
+    return convert(overview_of(journals), ShownOverview, from_attributes=True) if journals else None
 
 
 def _load(path: Path) -> Journal:

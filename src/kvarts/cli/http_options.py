@@ -8,8 +8,9 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from socket import socket
 
-    from kvarts.event_log import EventReader
     from kvarts.openai_api.access import AccessLog
     from kvarts.openai_api.opening import Opened
     from kvarts.openai_api.server import HttpDoors, Lifecycle
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DoorsBehind",
-    "NoReaders",
-    "ReadersOf",
+    "OneOfSeveral",
     "address_of",
     "door_settings",
     "failure_options",
@@ -47,75 +46,34 @@ __all__ = [
 Command = Callable[..., Any]
 
 
-class OneOfSeveral(Protocol):
-    """The process of a server, as one of several behind one port."""
+@dataclass(frozen=True)
+class OneOfSeveral:
+    """The process of a server, as one of several behind one port. `rank`: of its engine. `listening`: its socket.
 
-    @property
-    def rank(self) -> int:
-        """The rank of its engine."""
+    `joined`: returns a context in which the server answers together with the others. `report_ready`: reports that
+    requests are accepted; its argument is a description of the served models.
+    """
 
-    @property
-    def listening(self) -> socket:
-        """Its socket."""
-
-    def joined(self, opened: Opened) -> AbstractAsyncContextManager[None]:
-        """Return a context in which the server answers together with the others."""
-
-    def report_ready(self, what: str) -> None:
-        """Report that requests are accepted. `what`: a description of the served models."""
+    rank: int
+    listening: socket
+    joined: Callable[[Opened], AbstractAsyncContextManager[None]]
+    report_ready: Callable[[str], object]
 
     def say(self, line: str) -> None:
-        """Print a line."""
+        """Print a line on standard error."""
+        say(f"worker {self.rank}: {line}")
 
 
-class ReadersOf(Protocol):
-    """Opens the readers of the events of engines, which publish them."""
+@dataclass(frozen=True)
+class DoorsBehind:
+    """Servers of workers behind the server of a router, which are opened and closed together. `front`: the router's.
 
-    def __call__(self, name: str) -> list[EventReader]:
-        """Return the readers of the next model, which has this name. Raise ConfigError."""
+    `open`: opens all servers, the router's at the given address, and returns them, their models, and the name and the
+    URL of each worker; it raises ConfigError for a port that is taken.
+    """
 
-    def of_worker(self, name: str, worker: int, *, is_added: bool) -> list[EventReader]:
-        """Return the readers of a worker of a fleet; `is_added`: a scaler added it. Raise ConfigError."""
-
-    def sources_of(self, worker: int) -> list[dict[str, Any]]:
-        """Return where the events of a worker are published."""
-
-    def close(self, worker: int) -> None:
-        """Publish what waits of a worker, and end that."""
-
-
-class NoReaders:
-    """A ReadersOf where nothing reads events."""
-
-    def __call__(self, name: str) -> list[EventReader]:
-        """Return no readers."""
-        return []
-
-    def of_worker(self, name: str, worker: int, *, is_added: bool) -> list[EventReader]:
-        """Return no readers."""
-        return []
-
-    def sources_of(self, worker: int) -> list[dict[str, Any]]:
-        """Return none."""
-        return []
-
-    def close(self, worker: int) -> None:
-        """Do nothing."""
-
-
-class DoorsBehind(Protocol):
-    """Servers of workers behind the server of a router, which are opened and closed together."""
-
-    @property
-    def front(self) -> Opened:
-        """The server of the router."""
-
-    @property
-    def urls(self) -> list[tuple[str, str]]:
-        """The name and the URL of each worker, once they are open."""
-
-    def open(self, address: Any) -> tuple[HttpDoors, Lifecycle]:
-        """Return all servers, the router's at `address`, and their models. Raise ConfigError."""
+    front: Opened
+    open: Callable[[Any], tuple[HttpDoors, Lifecycle, list[tuple[str, str]]]]
 
 
 AT_LEAST_ZERO = click.FloatRange(min=0.0)
@@ -320,12 +278,15 @@ def serve_http(
     from kvarts.openai_api.server import OpenAIServer, serve_until_signal
     from kvarts.report.run_directory import named
 
+    urls: list[tuple[str, str]] = []
+    """The names and the URLs of the workers of a fleet."""
+
     def ready(url: str) -> None:
         if worker is not None:
             worker.report_ready(what)
             return
         say(f"{what} on {url}/v1")
-        for name, of_worker in () if fleet is None else fleet.urls:
+        for name, of_worker in urls:
             say(f"{name} on {of_worker}/v1")
 
     async def serve() -> None:
@@ -335,7 +296,7 @@ def serve_http(
             listening = None if worker is None else worker.listening
             server, models = OpenAIServer(opened.app, opened.models, address, listening), opened.models
         else:
-            server, models = fleet.open(address)
+            server, models, urls[:] = fleet.open(address)
         async with nullcontext() if worker is None else worker.joined(opened):
             await serve_until_signal(
                 server,

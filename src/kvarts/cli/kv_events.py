@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.options import GroupedOption
-from kvarts.cli.parts import CommandPart
+from kvarts.cli.parts import CommandPart, ReadersOf
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 
@@ -71,7 +71,7 @@ def server_readers(
     return ServerReaders(stack, None if config is None else config.for_rank(rank), sources, kv_groups)
 
 
-class ServerReaders:
+class ServerReaders(ReadersOf):
     """Opens publishers, see `server_readers`. `config`: None if KV events are off."""
 
     def __init__(

@@ -16,7 +16,6 @@ from kvarts.cli import (
     workers,
 )
 from kvarts.cli.http_options import (
-    NoReaders,
     address_of,
     door_settings,
     failure_options,
@@ -26,6 +25,7 @@ from kvarts.cli.http_options import (
     serve_http,
 )
 from kvarts.cli.options import INPUT, Command, GroupedOption, options_of
+from kvarts.cli.parts import ReadersOf
 from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.replaying import all_sections
 from kvarts.errors import ConfigError, MissingFileError
@@ -33,7 +33,7 @@ from kvarts.rooms import from_room
 from kvarts.settings import Given, given_by_flags
 
 if TYPE_CHECKING:
-    from kvarts.cli.http_options import DoorsBehind, OneOfSeveral, ReadersOf
+    from kvarts.cli.http_options import DoorsBehind, OneOfSeveral
     from kvarts.openai_api.opening import Opened
     from kvarts.openai_api.recordings import RecordedAnswers
 
@@ -142,7 +142,7 @@ def mock_command(**params: Any) -> None:
     worker = workers.start_if_several(params, given, door.answers, address)
     rank = 0 if worker is None else worker.rank
     door = msgspec.structs.replace(door, rank=rank)
-    readers_of: ReadersOf = NoReaders()
+    readers_of: ReadersOf = ReadersOf()
     sources: list[dict[str, Any]] = []
     kv_groups: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:

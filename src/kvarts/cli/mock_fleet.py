@@ -10,18 +10,17 @@ import click
 from kvarts.cli import (
     http_sessions,
 )
-from kvarts.cli.http_options import say
+from kvarts.cli.http_options import DoorsBehind, say
 from kvarts.cli.options import INPUT, GroupedOption
 from kvarts.cli.process import tell_whole_pages
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvarts.cli.http_options import ReadersOf
+    from kvarts.cli.parts import ReadersOf
     from kvarts.event_log import EventReader
     from kvarts.fleet.config import FleetWorker
-    from kvarts.openai_api.fleet.opening import OpenedFleet
-    from kvarts.openai_api.opening import Door, Opened
+    from kvarts.openai_api.opening import Door
     from kvarts.openai_api.server import HttpDoors, Lifecycle
     from kvarts.settings import Given
 
@@ -58,7 +57,7 @@ def open_if_given(
     speedup: float,
     readers_of: ReadersOf,
     kv_groups: dict[str, list[dict[str, Any]]],
-) -> FleetDoors | None:
+) -> DoorsBehind | None:
     """Return the doors of the fleet that `--fleet` names; None without it. Raise ConfigError.
 
     `readers_of` opens the publisher of KV events of a worker; it reads the KV groups of the worker in `kv_groups`.
@@ -101,6 +100,7 @@ def open_if_given(
             return []
 
     from kvarts.openai_api.fleet.opening import open_fleet
+    from kvarts.openai_api.fleet.servers import FleetModels, FleetServer
 
     fleet = open_fleet(
         config,
@@ -111,21 +111,9 @@ def open_if_given(
         sources_of=readers_of.sources_of,
         close_events=readers_of.close,
     )
-    return FleetDoors(fleet)
 
+    def open_doors(address: Any) -> tuple[HttpDoors, Lifecycle, list[tuple[str, str]]]:
+        server = FleetServer(fleet, address, say=say)
+        return server, FleetModels(fleet), server.urls
 
-class FleetDoors:
-    """A DoorsBehind: those of the workers of a fleet, behind its router's."""
-
-    def __init__(self, fleet: OpenedFleet) -> None:
-        self.front: Opened = fleet.front
-        self.urls: list[tuple[str, str]] = []
-        self._fleet = fleet
-
-    def open(self, address: Any) -> tuple[HttpDoors, Lifecycle]:
-        """Return all servers, and their models. Raise ConfigError if a port is taken."""
-        from kvarts.openai_api.fleet.servers import FleetModels, FleetServer
-
-        server = FleetServer(self._fleet, address, say=say)
-        self.urls = server.urls
-        return server, FleetModels(self._fleet)
+    return DoorsBehind(fleet.front, open_doors)

@@ -39,6 +39,10 @@ class _Seconds(click.ParamType):  # type: ignore[type-arg]
         return parse_duration_s(value) if isinstance(value, str) else value
 
 
+CLOCK = time.monotonic, asyncio.sleep
+"""The clock of a run against a server: what returns the time, and what sleeps."""
+
+
 @click.command("soak", cls=Command)
 @click.option("--address", metavar="HOST:PORT", help="A server of sessions, such as kvarts serve sessions.")
 @click.option("--virtual", is_flag=True, help="The mock in this process, on a virtual clock: hours take seconds.")
@@ -207,7 +211,7 @@ async def _open(
         target: SoakTarget = await stack.enter_async_context(open_virtual(**virtual_settings))
         return target
     sessions = await stack.enter_async_context(from_room("client", "AsyncSessions", field="--address")(address))
-    return SessionsTarget(_OfClient(sessions), _WallClock(), lambda: None if pid is None else rss_of(pid))
+    return SessionsTarget(_OfClient(sessions), *CLOCK, lambda: None if pid is None else rss_of(pid))
 
 
 class _OfClient:
@@ -231,11 +235,3 @@ class _OfClient:
 
     async def close(self, session_id: str) -> int:
         return int(await self._client.get(session_id).close())
-
-
-class _WallClock:
-    def now_s(self) -> float:
-        return time.monotonic()
-
-    async def sleep_s(self, duration_s: float) -> None:
-        await asyncio.sleep(duration_s)

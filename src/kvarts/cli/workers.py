@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.cli.http_options import say
+from kvarts.cli.http_options import OneOfSeveral, say
 from kvarts.cli.options import GroupedOption
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 
 if TYPE_CHECKING:
-    import socket
-
     from kvarts.openai_api.answers import Rule
-    from kvarts.openai_api.opening import Opened
-    from kvarts.openai_api.workers.processes import WorkerProcess
     from kvarts.settings import Given
 
-__all__ = ["StartedWorker", "server_options", "start_if_several"]
+__all__ = ["server_options", "start_if_several"]
 
 
 def server_options() -> list[click.Option]:
@@ -34,34 +29,7 @@ def server_options() -> list[click.Option]:
     ]  # fmt: skip
 
 
-class StartedWorker:
-    """A OneOfSeveral: the process that runs. `rank`: of its engine."""
-
-    def __init__(self, worker: WorkerProcess) -> None:
-        self.rank = worker.rank
-        self._worker = worker
-
-    @property
-    def listening(self) -> socket.socket:
-        """Its socket on the common port."""
-        return self._worker.listening
-
-    def joined(self, opened: Opened) -> AbstractAsyncContextManager[None]:
-        """Return a context in which the server answers together with the other workers."""
-        from kvarts.openai_api.workers.together import joined
-
-        return joined(opened, self._worker)
-
-    def report_ready(self, what: str) -> None:
-        """Tell the parent that requests are accepted."""
-        self._worker.report_ready(what)
-
-    def say(self, line: str) -> None:
-        """Print a line on standard error."""
-        say(f"worker {self.rank}: {line}")
-
-
-def start_if_several(params: dict[str, Any], given: Given, rules: Sequence[Rule], address: Any) -> StartedWorker | None:
+def start_if_several(params: dict[str, Any], given: Given, rules: Sequence[Rule], address: Any) -> OneOfSeveral | None:
     """Return in each of the workers that `--workers` asks for; None without several. The parent exits when all ended.
 
     Raise ConfigError for options that several workers cannot have.
@@ -84,16 +52,17 @@ def start_if_several(params: dict[str, Any], given: Given, rules: Sequence[Rule]
 
     num_workers = params["workers"]
     try:
-        return StartedWorker(
-            start_workers(
-                num_workers,
-                address,
-                ready=lambda url, what: say(f"{num_workers} workers, each {what} on {url}/v1"),
-                say=say,
-            )
+        worker = start_workers(
+            num_workers,
+            address,
+            ready=lambda url, what: say(f"{num_workers} workers, each {what} on {url}/v1"),
+            say=say,
         )
     except WorkersEndedError as error:
         raise click.exceptions.Exit(error.code) from None
+    from kvarts.openai_api.workers.together import joined
+
+    return OneOfSeveral(worker.rank, worker.listening, lambda opened: joined(opened, worker), worker.report_ready)
 
 
 def _check_events(params: dict[str, Any]) -> None:

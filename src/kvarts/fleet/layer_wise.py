@@ -7,23 +7,16 @@ from collections.abc import Mapping
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from math import ceil
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, TypeAlias, cast
 
 from kvarts.fleet.handoff import Computed, Handoff
-from kvarts.fleet.links import Links, LinkTransfer, SharedLinks, slower_of
+from kvarts.fleet.links import LinkTransfer, SharedLinks, slower_of
 from kvarts.rates import Job
 from kvarts.sched.policy import NEVER_NS
 
 __all__ = ["LayerWise", "LayerWiseLinks", "SharedLayerWise", "layers_of"]
 
 NS_PER_S = 1_000_000_000
-
-
-class LayerWiseLinks(Links, Protocol):
-    """Links that carry parts of a prompt. `begin` sends the parts in `handoff.computed`."""
-
-    def supply(self, handoff: Handoff, computed: Computed) -> None:
-        """Send a further part of a transfer under way. The transfer ends when all its bytes have arrived."""
 
 
 class _Part(NamedTuple):
@@ -83,7 +76,7 @@ class _Stream:
 
 
 class LayerWise:
-    """LayerWiseLinks on which each transfer runs at `bytes_per_s`, independent of the others, plus `latency_ns`.
+    """Links on which each transfer runs at `bytes_per_s`, independent of the others, plus `latency_ns`.
 
     Times are exact: in units of a nanosecond divided by the numerator of the rate.
     """
@@ -176,7 +169,7 @@ class _SharedStream:
 
 
 class SharedLayerWise(SharedLinks):
-    """LayerWiseLinks on which the transfers of a link share its rate, while they have anything to send."""
+    """Links on which the transfers of a link share its rate, while they have anything to send."""
 
     def __init__(
         self, bytes_per_s: float, latency_ns: int, num_layers: int, link_of: Mapping[int, int] | None = None
@@ -260,3 +253,7 @@ class SharedLayerWise(SharedLinks):
             elif num_bytes:
                 stream.job = self.job_of(handoff, num_bytes)
                 self._shared.begin(stream.job, now_ns)
+
+
+LayerWiseLinks: TypeAlias = "LayerWise | SharedLayerWise"
+"""Links that carry parts of a prompt: `begin` sends the parts in `handoff.computed`, and `supply` a further one."""

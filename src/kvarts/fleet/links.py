@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from math import ceil
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
+from kvarts.fleet.handoff import Handoff
 from kvarts.rates import End, Job, SharedRates
 from kvarts.sched.policy import NEVER_NS
 
-__all__ = ["FixedRate", "LinkTransfer", "Links", "PeerLinks", "Pull", "PullingLinks", "SharedLinks", "StoreLinks"]
+__all__ = ["FixedRate", "LinkTransfer", "Links", "PeerLinks", "Pull", "SharedLinks", "StoreLinks"]
 __all__ += ["StoreTransfer", "slower_of"]
 
 
-class LinkTransfer(Protocol):
-    """A transfer from one worker to another: the prompt of a handoff, or pages that are pulled."""
-
-    source: int
-    target: int
+LinkTransfer: TypeAlias = "Handoff | Pull"
+"""A transfer from one worker to another: the prompt of a handoff, or pages that are pulled."""
 
 
 class Links(Protocol):
@@ -41,13 +39,6 @@ class Links(Protocol):
 
     def take_ended(self, now_ns: int) -> Sequence[LinkTransfer]:
         """Return the transfers that end now, in the order in which they began."""
-
-
-class PullingLinks(Links, Protocol):
-    """Links that also carry pages that workers pull from each other."""
-
-    def within_ns(self, source: int, target: int, num_bytes: int) -> int:
-        """Return how long one more transfer would take if no other began or ended."""
 
 
 class FixedRate:
@@ -204,7 +195,7 @@ class Pull:
 class PeerLinks:
     """The links of a fleet, as the tiers of a worker see them that read from other workers."""
 
-    def __init__(self, links: PullingLinks) -> None:
+    def __init__(self, links: FixedRate | SharedLinks) -> None:
         self._links = links
         self.pulls: dict[LinkTransfer, Pull] = {}
         """Transfers under way."""

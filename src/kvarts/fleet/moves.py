@@ -7,9 +7,9 @@ the rest of the fleet learns of it after what has ended by then. A failing worke
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappush
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
@@ -17,13 +17,17 @@ from kvarts.fleet.links import Links, PeerLinks, Pull, StoreLinks
 from kvarts.fleet.pool import Front
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.worker import Worker
+from kvarts.kv.transfer import PeersGain, PrefillTimes
 from kvarts.report.requests import COMPLETED, FAILED, REJECTED
 from kvarts.request import Request, RequestState
 from kvarts.sched.policy import NEVER_NS
 from kvarts.traffic.trace_request import TraceRequest
 
-__all__ = ["HOLD_NS", "Incoming", "Moves", "Outcomes", "PeerUse", "ReadMemory", "SharedPages"]
-__all__ += ["RELEASE", "SEND", "StoreUse"]
+if TYPE_CHECKING:
+    from kvarts.build import PrepareTiers, TierSettings
+
+__all__ = ["HOLD_NS", "Incoming", "Moves", "Outcomes", "PeerUse", "PeersOfWorkers"]
+__all__ += ["RELEASE", "SEND", "BelowTiers", "StoreUse", "WorkersStore"]
 
 SEND: Final = 0
 TRANSFER: Final = 1
@@ -87,13 +91,40 @@ class Incoming(Protocol):
         """Record that a request was dropped, because its client gave it up."""
 
 
-class SharedPages(Protocol):
+class BelowTiers(Protocol):
+    """Memory below the tiers of workers that several of them use: each of its views is the use of one worker."""
+
+    unit: str
+    """Its unit: "pages", or with KV groups "blocks"."""
+
+    def num_loaded(self) -> Mapping[int, Mapping[int, int]]:
+        """Return, by worker, the units that it has loaded, by the worker that had stored them."""
+
+    def below(self, worker: int, offload: TierSettings | None, kv_bytes_per_token: int) -> PrepareTiers:
+        """Return what prepares the tiers of `worker`: those of `offload`, and this below them."""
+
+
+class WorkersStore(BelowTiers, Protocol):
     """A store that workers share.
 
     `before_removal`: called with a worker before its readers receive the removal of its pages by another worker.
     """
 
+    size: int
+    unit_bytes: int
     before_removal: Callable[[int], object] | None
+
+    @property
+    def num_cached(self) -> int:
+        """Units that can be found and that no transfer uses."""
+
+    @property
+    def num_evicted(self) -> int:
+        """Units that were evicted to make room."""
+
+    @property
+    def num_refused(self) -> int:
+        """Pages, or parts of pages, that were to be stored and found no room."""
 
     def take_waited_for(self) -> list[tuple[int, int]]:
         """Return each write that has ended since the last call, behind each worker with requests that waited for it."""
@@ -102,7 +133,7 @@ class SharedPages(Protocol):
         """Stop sending events to `worker`, which was removed."""
 
 
-class ReadMemory(Protocol):
+class PeersOfWorkers(BelowTiers, Protocol):
     """The host memory of workers, from which others read.
 
     `before_change`: called with a worker before anything is pinned or released there for others.
@@ -113,13 +144,19 @@ class ReadMemory(Protocol):
     def leave(self, worker: int) -> bool:
         """Stop reading from `worker`, which was removed; return whether it was still registered."""
 
+    def gain(self, prefill: PrefillTimes, page_size: int) -> PeersGain | None:
+        """Return what a worker saves that reads pages, instead of computing them in the time of `prefill`.
+
+        None: routers do not know that.
+        """
+
 
 class StoreUse:
     """A store that workers share, and their links to it."""
 
     __slots__ = ("links", "store")
 
-    def __init__(self, store: SharedPages, links: StoreLinks) -> None:
+    def __init__(self, store: WorkersStore, links: StoreLinks) -> None:
         self.store = store
         self.links = links
 
@@ -129,7 +166,7 @@ class PeerUse:
 
     __slots__ = ("links", "memory")
 
-    def __init__(self, memory: ReadMemory, links: PeerLinks) -> None:
+    def __init__(self, memory: PeersOfWorkers, links: PeerLinks) -> None:
         self.memory = memory
         self.links = links
 

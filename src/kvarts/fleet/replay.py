@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import structs
 
-from kvarts.build import PrepareTiers, TierSettings, build_engine, preparation_of
+from kvarts.build import build_engine, preparation_of
 from kvarts.event_log import EventReader
 from kvarts.executor.base import CostModel
-from kvarts.executor.cost import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.fleet.config import TOKEN_BYTES, FleetConfig, FleetWorker, PoolConfig, Role
 from kvarts.fleet.cost import DecodeOnly
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
-from kvarts.fleet.links import FixedRate, Links, PeerLinks, PullingLinks, SharedLinks, StoreLinks
-from kvarts.fleet.moves import Incoming, PeerUse, ReadMemory, SharedPages, StoreUse
+from kvarts.fleet.links import FixedRate, Links, PeerLinks, SharedLinks, StoreLinks
+from kvarts.fleet.moves import BelowTiers, Incoming, PeersOfWorkers, PeerUse, StoreUse, WorkersStore
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByAge, ByReservation
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.worker import Worker
-from kvarts.kv.transfer import PeersGain
 from kvarts.limits import MOST_REPLICAS
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
@@ -205,46 +203,6 @@ class BuiltFleet:
         return open_next
 
 
-class BelowTiers(Protocol):
-    """Something below the tiers of workers that is not of one of them."""
-
-    def below(self, worker: int, offload: TierSettings | None, kv_bytes_per_token: int) -> PrepareTiers:
-        """Return what prepares the tiers of `worker`: those of `offload`, and this below them."""
-
-
-class WorkersStore(SharedPages, BelowTiers, Protocol):
-    """A store that workers share."""
-
-    unit: str
-    """Its unit: "pages", or with KV groups "blocks"."""
-
-    size: int
-    unit_bytes: int
-
-    @property
-    def num_cached(self) -> int:
-        """Units that can be found and that no transfer uses."""
-
-    @property
-    def num_evicted(self) -> int:
-        """Units that were evicted to make room."""
-
-    @property
-    def num_refused(self) -> int:
-        """Pages, or parts of pages, that were to be stored and found no room."""
-
-    @property
-    def views(self) -> Mapping[int, ViewOfStore]:
-        """Each worker's use of it."""
-
-
-class ViewOfStore(Protocol):
-    """A worker's use of a store."""
-
-    num_loaded_from: dict[int, int]
-    """Units that it has loaded, by the worker that had stored them."""
-
-
 def open_store(config: FleetConfig) -> tuple[WorkersStore | None, StoreLinks | None]:
     """Return the store that the workers share, and their links to it. Raise ConfigError if its room is missing."""
     settings = config.store
@@ -257,23 +215,6 @@ def open_store(config: FleetConfig) -> tuple[WorkersStore | None, StoreLinks | N
         return make(config.store_size, unit_bytes, links), links
     make = from_room("offload.shared_parts", "SharedParts", field="store")
     return make(config.store_size, unit_bytes, links, memory=first.memory, page_size=first.page_size), links
-
-
-class PeersOfWorkers(ReadMemory, BelowTiers, Protocol):
-    """The host memory of workers, from which others read."""
-
-    unit: str
-    """Its unit: "pages", or with KV groups "blocks"."""
-
-    @property
-    def views(self) -> Mapping[int, ViewOfStore]:
-        """The reads of each worker."""
-
-    def gain(self, prefill: PrefillCost, page_size: int) -> PeersGain | None:
-        """Return what a worker saves that reads pages, instead of computing them in the time of `prefill`.
-
-        None: routers do not know that.
-        """
 
 
 def open_peers(config: FleetConfig, links: PeerLinks) -> PeersOfWorkers:
@@ -293,8 +234,8 @@ def pulls_report(memory: PeersOfWorkers) -> dict[str, Any]:
     unit = memory.unit
     pulled = [
         {"reader": reader, "source": source, unit: num_loaded}
-        for reader, view in sorted(memory.views.items())
-        for source, num_loaded in sorted(view.num_loaded_from.items())
+        for reader, loaded_from in sorted(memory.num_loaded().items())
+        for source, num_loaded in sorted(loaded_from.items())
     ]
     return {f"num_pulled_{unit}": sum(row[unit] for row in pulled), "pulled": pulled}
 
@@ -304,8 +245,8 @@ def store_report(store: WorkersStore, links: StoreLinks, end_ns: int) -> dict[st
     unit = store.unit
     loaded = [
         {"reader": reader, "writer": writer, unit: num_loaded}
-        for reader, view in sorted(store.views.items())
-        for writer, num_loaded in sorted(view.num_loaded_from.items())
+        for reader, loaded_from in sorted(store.num_loaded().items())
+        for writer, num_loaded in sorted(loaded_from.items())
     ]
     read_ns, write_ns = links.busy_ns
     num_loaded = sum(row[unit] for row in loaded)
@@ -324,7 +265,7 @@ def store_report(store: WorkersStore, links: StoreLinks, end_ns: int) -> dict[st
     }
 
 
-def links_of(config: FleetConfig, link_of: Mapping[int, int] | None) -> PullingLinks:
+def links_of(config: FleetConfig, link_of: Mapping[int, int] | None) -> FixedRate | SharedLinks:
     """Return the links between the workers, by the configured sharing. `link_of`: see SharedLinks."""
     latency_ns = round(config.latency_ms * 1e6)
     if config.sharing != "none" and config.bytes_per_s is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 from kvarts.events import Blocked
 from kvarts.executor.simulated import LeapTimes
 from kvarts.fleet.handoff import Handoff
+from kvarts.fleet.queues import ByAge, ByReservation
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request, RequestState
 from kvarts.sched.handoffs import Handoffs
@@ -20,11 +21,8 @@ __all__ = ["Queue", "Worker"]
 NOT_BLOCKED: Final = Blocked.NOT
 
 
-class Queue(Protocol):
-    """Admission policy of a worker that takes over requests."""
-
-    def lets_reserve(self, request: Request) -> bool:
-        """Return whether `request` may reserve pages although others wait for memory."""
+Queue: TypeAlias = "ByAge | ByReservation"
+"""The admission policy of a worker that takes over requests."""
 
 
 class Worker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Literal, Protocol
 
@@ -37,13 +38,15 @@ class PrefillTimes(Protocol):
         """Return how long tokens [start, end) of a sequence take alone; None if that is not known yet."""
 
 
-class PeersGain(Protocol):
-    """What workers save that read pages from the memory of other workers. `tier`: the name of that memory."""
+class PeersGain(msgspec.Struct, frozen=True):
+    """What workers save that read pages from the memory of other workers. `tier`: the name of that memory.
+
+    `saved_pages` has as arguments a first page, a number of pages from there on, and the number of tokens of a prompt;
+    it returns how many of these pages the prompt saves, in time to compute.
+    """
 
     tier: str
-
-    def saved_pages(self, start: int, num_pages: int, num_tokens: int) -> float:
-        """Return how many of `num_pages` pages from `start` on a prompt of `num_tokens` saves, in time to compute."""
+    saved_pages: Callable[[int, int, int], float]
 
 
 class Direction(StrEnum):

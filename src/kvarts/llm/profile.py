@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvarts.config import Slo
 from kvarts.content import pack_units
 from kvarts.event_log import EventReader
 from kvarts.events import Event
@@ -23,14 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Profile"]
 
 
-class NoSlo(msgspec.Struct, frozen=True):
-    """Bounds that a request must keep: none, since a profile only measures."""
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    e2e_ms: float | None = None
-
-
 class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of a profile, with the field names of replay reports."""
 
@@ -44,7 +37,7 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     router: str = "round-robin"
     concurrency: int | None = None
     speedup: float = 1.0
-    slo: NoSlo = NoSlo()
+    slo: Slo = Slo()
     offload: Any = None
     kv_groups: str = "off"
     whole_pages: str = ""

@@ -16,7 +16,7 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.groups import GroupMemory
-from kvarts.kv.transfer import Offer, PrefillTimes
+from kvarts.kv.transfer import Offer, PeersGain, PrefillTimes
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.layout import ConnectedTier
@@ -44,24 +44,20 @@ class LinksToPeers(Protocol):
         """Return how long one more transfer would take if no other began or ended."""
 
 
-class Read(Protocol):
-    """A load from the memory of engine `source`."""
-
-    source: int
-
-
 class ReadingView(Protocol):
     """The memory of the others as a tier of engine `worker`.
 
-    `asked`: the engine that has the most of the last lookup. `unsent`: loads that no transfer carries yet.
+    `asked`: the engine that has the most of the last lookup. `num_loaded_from`: what was loaded, by the engine that had
+    it. `unsent`: loads that no transfer carries yet.
     """
 
     worker: int
     asked: int
+    num_loaded_from: dict[int, int]
 
     @property
     def unsent(self) -> list[Any]:
-        """Each is a Read."""
+        """Each has a `source`, the engine that is read."""
 
 
 HostT = TypeVar("HostT")
@@ -94,11 +90,15 @@ class Peers(Generic[HostT, ViewT]):
         """Return the memory of the others as a tier of `worker`. `memory`: the KV groups of its device."""
         raise NotImplementedError
 
+    def num_loaded(self) -> dict[int, dict[int, int]]:
+        """Return, by engine, the units that it has loaded, by the engine that had them."""
+        return {worker: view.num_loaded_from for worker, view in self.views.items()}
+
     def connect(self, worker: int, host: HostT) -> None:
         """Let others read from the host memory of `worker`."""
         self.tiers[worker] = host
 
-    def gain(self, prefill: PrefillTimes, page_size: int) -> PullGain | None:
+    def gain(self, prefill: PrefillTimes, page_size: int) -> PeersGain | None:
         """Return what a worker saves that reads over idle links, instead of computing as in `prefill`.
 
         None: routers do not know what workers could read.
@@ -155,32 +155,24 @@ class PeerMemory(Peers[MemoryTier, "PeerView"]):
         """Return the memory of the others as a tier of `worker`."""
         return PeerView(self, worker)
 
-    def gain(self, prefill: PrefillTimes, page_size: int) -> PullGain:
+    def gain(self, prefill: PrefillTimes, page_size: int) -> PeersGain:
         """Return what a worker saves that reads pages over idle links, instead of computing them as in `prefill`."""
         alone = Channel("peers", latency_us=self._latency_ms * 1e3, bytes_per_s=max(1, round(self._bytes_per_s)))
-        return PullGain(Weigher([alone], self.unit_bytes, prefill, splits=True), page_size)
+        return pull_gain(Weigher([alone], self.unit_bytes, prefill, splits=True), page_size)
 
 
-class PullGain:
-    """What a worker saves that reads pages from others, as its tiers weigh it if nothing else is under way.
+def pull_gain(weigher: Weigher, page_size: int) -> PeersGain:
+    """Return what a worker saves that reads pages from others, as its tiers weigh it if nothing else is under way."""
 
-    `tier`: the name of the memory that is read.
-    """
-
-    tier = "host"
-
-    def __init__(self, weigher: Weigher, page_size: int) -> None:
-        self._weigher = weigher
-        self._page_size = page_size
-
-    def saved_pages(self, start: int, num_pages: int, num_tokens: int) -> float:
-        """Return how many of `num_pages` pages from `start` on a prompt of `num_tokens` saves, in time to compute."""
+    def saved_pages(start: int, num_pages: int, num_tokens: int) -> float:
         offer = Offer(num_pages, (num_pages,))
-        weighed = self._weigher.weigh(0, offer, start, self._page_size, num_tokens, num_behind=0, awaited=None)
+        weighed = weigher.weigh(0, offer, start, page_size, num_tokens, num_behind=0, awaited=None)
         if not weighed.num_pages or not weighed.worth_ns:
             return 0.0
         took_ns = max(weighed.front_ns, weighed.wait_ns or 0)
         return num_pages * (weighed.worth_ns - took_ns) / weighed.worth_ns
+
+    return PeersGain("host", saved_pages)
 
 
 class PinnedRead(Pin, eq=False, kw_only=True):

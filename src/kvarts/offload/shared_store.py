@@ -61,8 +61,12 @@ class Write:
 
 
 class WritingView(Protocol):
-    """The store as a tier of one engine. `unsent`: writes that no transfer carries yet."""
+    """The store as a tier of one engine. `num_loaded_from`: what was loaded, by the engine that had stored it.
 
+    `unsent`: writes that no transfer carries yet.
+    """
+
+    num_loaded_from: dict[int, int]
     unsent: list[Write]
 
 
@@ -97,6 +101,10 @@ class Shared(Generic[ViewT]):
         write = next(each for each in self.writes.values() if each.number == number)
         if worker not in write.waiting:
             write.waiting.append(worker)
+
+    def num_loaded(self) -> dict[int, dict[int, int]]:
+        """Return, by engine, the units that it has loaded, by the engine that had stored them."""
+        return {worker: view.num_loaded_from for worker, view in self.views.items()}
 
     def take_waited_for(self) -> list[tuple[int, int]]:
         """Return each write that has ended since the last call, behind each engine with requests that waited for it."""

@@ -11,10 +11,14 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from contextlib import suppress
 from random import Random, SystemRandom
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvarts.openai_api.errors import ApiError
 from kvarts.owners import Shares
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.flow_control import FlowControl
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 __all__ = [
     "DIRECT",
@@ -177,24 +181,83 @@ class HttpRequest:
             self._gone = None
 
 
-class Direct(Protocol):
-    """A connection without the tasks in between, for one request."""
+class Direct:
+    """A connection without the tasks in between, for one request: reads and writes it as uvicorn does.
+
+    `status_line`: the first line of an answer, by its status.
+    """
+
+    def __init__(
+        self,
+        cycle: RequestResponseCycle,
+        flow: FlowControl,
+        transport: asyncio.Transport,
+        status_line: Mapping[int, bytes],
+    ) -> None:
+        self.cycle = cycle
+        self._flow = flow
+        self._transport = transport
+        self._status_line = status_line
+        self._gone: Callable[[], object] | None = None
 
     def whole_body(self) -> bytes | None:
         """Take the body of the request if all of it has arrived; None if it has not."""
+        cycle = self.cycle
+        if cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
+            return None
+        self._flow.resume_reading()
+        cycle.message_event.clear()
+        whole, cycle.body = bytes(cycle.body), bytearray()
+        return whole
 
     def when_gone(self, gone: Callable[[], object] | None) -> None:
         """Call `gone` if the client closes its connection; None: no longer call anything."""
+        self._gone = gone
+        if gone is not None:
+            self._flow.resume_reading()  # else the end of the connection is not noticed
+            if self.cycle.disconnected:
+                asyncio.get_running_loop().call_soon(self.disconnected)
+
+    def disconnected(self) -> None:
+        """Notify the request that its client has closed the connection."""
+        if self._gone is not None:
+            gone, self._gone = self._gone, None
+            gone()
 
     @property
     def is_ready(self) -> bool:
         """Whether a part can be written now without waiting for the client to read."""
+        cycle = self.cycle
+        return bool(cycle.chunked_encoding) and not (self._flow.write_paused or cycle.disconnected)
 
     def write(self, payload: bytes) -> None:
-        """Write a part."""
+        """Write a chunk."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
 
     def write_whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        """Write a whole answer, whose headers include its length. Return False if it cannot be written now."""
+        """Write a whole answer at once, as uvicorn does in two parts. Return False if it cannot be written now.
+
+        `headers` include the length of `body`.
+        """
+        cycle = self.cycle
+        if self._flow.write_paused or cycle.disconnected or cycle.response_started or cycle.scope["method"] == "HEAD":
+            return False
+        parts = [self._status_line[status]]
+        for name, value in (*cycle.default_headers, *headers):
+            if b"\r" in value or b"\n" in value:
+                return False  # uvicorn refuses it
+            parts += (name, b": ", value, b"\r\n")
+        if not cycle.keep_alive:
+            parts.append(b"connection: close\r\n")
+        parts += (b"\r\n", body)
+        cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = cycle.chunked_encoding = False
+        self._transport.write(b"".join(parts))
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self._transport.close()
+        cycle.on_response()
+        return True
 
 
 class HttpResponse:

@@ -36,7 +36,8 @@ from kvarts.sampling import SamplingParams
 if TYPE_CHECKING:
     from kvarts.openai_api.media import Media
 
-__all__ = ["MAX_BODY_BYTES", "Ask", "Health", "InSessions", "Limits", "Served", "Sharing", "WorkerDoor"]
+__all__ = ["MAX_BODY_BYTES", "Ask", "CountsOfSessions", "Health", "InSessions", "Limits", "Served"]
+__all__ += ["Sharing", "WorkerDoor"]
 
 LATE_S = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5, 1.0, 10.0)
 
@@ -52,24 +53,16 @@ GUARANTEED = 1 << 32
 """Added to the priority of a request within its owner's guarantee, which precedes requests on borrowed capacity."""
 
 
-class CountsOfSessions(Protocol):
-    """Counts of all sessions of one model."""
+class CountsOfSessions(msgspec.Struct, frozen=True):
+    """Counts of all sessions of one model. `num_reserved_pages`: reserved for sessions, whether full or not.
 
-    @property
-    def num_sessions(self) -> int:
-        """The number of sessions."""
+    `num_history_tokens`: tokens of their histories. `ended_by_reason`: the number of ended sessions, by reason.
+    """
 
-    @property
-    def num_reserved_pages(self) -> int:
-        """Pages that are reserved for sessions, whether full or not."""
-
-    @property
-    def num_history_tokens(self) -> int:
-        """Tokens of their histories."""
-
-    @property
-    def ended_by_reason(self) -> Mapping[str, int]:
-        """The number of ended sessions, by reason."""
+    num_sessions: int
+    num_reserved_pages: int
+    num_history_tokens: int
+    ended_by_reason: dict[str, int]
 
 
 class InSessions(Protocol):

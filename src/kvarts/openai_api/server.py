@@ -7,20 +7,19 @@ import contextlib
 import re
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvarts.errors import ConfigError
 from kvarts.openai_api.app import ABORT, OpenAIApp
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.http import DIRECT
+from kvarts.openai_api.http import DIRECT, Direct
 from kvarts.openai_api.models import Models
 from kvarts.reach import check_certificate, check_reach
 from kvarts.signals import asked_to_stop
@@ -121,72 +120,6 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
         return listening
 
 
-class _Direct:
-    """A Direct: reads and writes a request's connection as uvicorn does, and nothing else."""
-
-    def __init__(self, cycle: RequestResponseCycle, flow: FlowControl, transport: asyncio.Transport) -> None:
-        self.cycle = cycle
-        self._flow = flow
-        self._transport = transport
-        self._gone: Callable[[], object] | None = None
-
-    def whole_body(self) -> bytes | None:
-        """Take the body of the request if all of it has arrived."""
-        cycle = self.cycle
-        if cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
-            return None
-        self._flow.resume_reading()
-        cycle.message_event.clear()
-        whole, cycle.body = bytes(cycle.body), bytearray()
-        return whole
-
-    def when_gone(self, gone: Callable[[], object] | None) -> None:
-        """Call `gone` if the client closes its connection."""
-        self._gone = gone
-        if gone is not None:
-            self._flow.resume_reading()  # else the end of the connection is not noticed
-            if self.cycle.disconnected:
-                asyncio.get_running_loop().call_soon(self.disconnected)
-
-    def disconnected(self) -> None:
-        """Notify the request that its client has closed the connection."""
-        if self._gone is not None:
-            gone, self._gone = self._gone, None
-            gone()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a part can be written now."""
-        cycle = self.cycle
-        return bool(cycle.chunked_encoding) and not (self._flow.write_paused or cycle.disconnected)
-
-    def write(self, payload: bytes) -> None:
-        """Write a chunk."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
-
-    def write_whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        """Write a whole answer at once, as uvicorn does in two parts. Return False if it cannot be written now."""
-        cycle = self.cycle
-        if self._flow.write_paused or cycle.disconnected or cycle.response_started or cycle.scope["method"] == "HEAD":
-            return False
-        parts = [STATUS_LINE[status]]
-        for name, value in (*cycle.default_headers, *headers):
-            if b"\r" in value or b"\n" in value:
-                return False  # uvicorn refuses it
-            parts += (name, b": ", value, b"\r\n")
-        if not cycle.keep_alive:
-            parts.append(b"connection: close\r\n")
-        parts += (b"\r\n", body)
-        cycle.response_started = cycle.response_complete = True
-        cycle.waiting_for_100_continue = cycle.chunked_encoding = False
-        self._transport.write(b"".join(parts))
-        cycle.message_event.set()
-        if not cycle.keep_alive:
-            self._transport.close()
-        cycle.on_response()
-        return True
-
-
 class _Protocol(HttpToolsProtocol):
     """HTTP that the application can cut off, for failures on purpose, with errors in the envelope.
 
@@ -201,7 +134,7 @@ class _Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._waits_since_s: float | None = self.loop.time()
         """Since when it waits for a head; None from there to the end of the answer."""
-        self._under_way: deque[_Direct] = deque()
+        self._under_way: deque[Direct] = deque()
         """Unanswered requests in order, possibly after answered ones."""
         self._is_full = False
         """Whether there were too many: further data is not read, and the connection ends after the last answer."""
@@ -264,7 +197,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         while self._under_way and self._under_way[0].cycle.response_complete:
             self._under_way.popleft()
-        direct = _Direct(self.cycle, self.flow, self.transport)
+        direct = Direct(self.cycle, self.flow, self.transport, STATUS_LINE)
         self._under_way.append(direct)
         extensions = self.scope.setdefault("extensions", {})
         extensions[ABORT] = {"call": self.transport.abort}

@@ -100,18 +100,12 @@ class RecordedSteps(Protocol):
         """Return the number of steps."""
 
 
-class _Paged(Protocol):
-    @property
-    def page_size(self) -> int:
-        """Tokens per page."""
-
-
 class RecordedReport(Protocol):
     """A report, as far as `timelines_of` reads it."""
 
     @property
-    def config(self) -> _Paged:
-        """The configuration of the replay."""
+    def config(self) -> Any:
+        """The configuration of the replay, which has its `page_size`."""
 
     @property
     def step_logs(self) -> Sequence[RecordedSteps]:

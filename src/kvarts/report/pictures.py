@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvarts.columns import Column
+from kvarts.config import Slo
 from kvarts.errors import ConfigError
-from kvarts.report.run_directory import SloBounds
 from kvarts.report.words import LATENCIES
 from kvarts.units import as_duration
 
@@ -30,7 +30,7 @@ def check_installed(field: str) -> None:
         raise ConfigError("needs matplotlib", field=field, hint="pip install 'kvarts[plan]'.")
 
 
-def figure_of(title: str, steps: Columns, requests: Columns, slo: SloBounds) -> Any:
+def figure_of(title: str, steps: Columns, requests: Columns, slo: Slo) -> Any:
     """Return KV use, queues, hits and latencies of a replay as a matplotlib Figure."""
     check_installed("plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -91,7 +91,7 @@ def _hits(axes: Any, rows: Columns) -> None:
     axes.set_ylabel("prefix hits, %")
 
 
-def _latencies(axes: Any, rows: Columns, slo: SloBounds) -> None:
+def _latencies(axes: Any, rows: Columns, slo: Slo) -> None:
     """Draw the share of requests within each TTFT and E2E, and the SLO if there is one."""
     ends = {"ttft_ms": "first_token_ms", "e2e_ms": "last_token_ms"}
     names = {field: name for name, field in LATENCIES.items()}

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
+from kvarts.config import Slo
 from kvarts.errors import ConfigError, InputError, MissingFileError, parts_of
 from kvarts.files import is_replaceable, reading
 from kvarts.units import parse_bytes
@@ -35,7 +36,6 @@ __all__ = [
     "RunConfig",
     "RunDirectory",
     "RunReport",
-    "SloBounds",
     "Spread",
     "decoded",
     "decoded_lines",
@@ -260,22 +260,6 @@ def decoded_lines(path: Path, kind: type[Value]) -> list[Value]:
     return rows
 
 
-class SloBounds(Protocol):
-    """Bounds in milliseconds that a request must keep to count as goodput, each optional."""
-
-    @property
-    def ttft_ms(self) -> float | None:
-        """Bound of the time to the first token."""
-
-    @property
-    def tpot_ms(self) -> float | None:
-        """Bound of the mean time per output token after the first."""
-
-    @property
-    def e2e_ms(self) -> float | None:
-        """Bound of the time to the last token."""
-
-
 class RunConfig(Protocol):
     """The part of a run's configuration that a report reads."""
 
@@ -292,7 +276,7 @@ class RunConfig(Protocol):
         """Number of engines with this configuration."""
 
     @property
-    def slo(self) -> SloBounds:
+    def slo(self) -> Slo:
         """Bounds for goodput."""
 
     def to_builtins(self) -> dict[str, Any]:

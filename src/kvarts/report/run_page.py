@@ -15,8 +15,9 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvarts.columns import Column
@@ -74,68 +75,36 @@ COUNTS = {"used": "used_blocks", "cached": "cached_blocks", "running": "active_s
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
-class ShownTokens(Protocol):
-    """Prompt tokens of one kind: hit on the device, never seen, evicted and so on."""
+class ShownTokens(msgspec.Struct, frozen=True):
+    """Prompt tokens of one kind: hit on the device, never seen, evicted and so on. `remark`: may be empty."""
 
-    @property
-    def kind(self) -> str:
-        """Name of the kind."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens."""
-
-    @property
-    def remark(self) -> str:
-        """An additional text; may be empty."""
+    kind: str
+    tokens: int
+    remark: str = ""
 
 
-class ShownWait(Protocol):
-    """A request that waited long to be admitted."""
+class ShownWait(msgspec.Struct, frozen=True):
+    """A request that waited long to be admitted. `num_others` waited with it for the same cause. `lines`: its story."""
 
-    @property
-    def request(self) -> str:
-        """Id of the request."""
-
-    @property
-    def waited_ms(self) -> float:
-        """Duration of the wait."""
-
-    @property
-    def cause(self) -> str:
-        """Cause of the wait."""
-
-    @property
-    def num_others(self) -> int:
-        """Number of other requests that waited with it for the same cause."""
-
-    @property
-    def lines(self) -> list[str]:
-        """Story of the request."""
+    request: str
+    waited_ms: float
+    cause: str
+    num_others: int
+    lines: list[str]
 
 
-class ShownOverview(Protocol):
-    """Reasons for hits and misses of prompt tokens and for waits of requests, of all replicas together."""
+class ShownOverview(msgspec.Struct, frozen=True):
+    """Reasons for hits and misses of prompt tokens and for waits of requests, of all replicas together.
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of prompt tokens."""
+    `waits`: the longest, the longest first; no two with the same story. `evictions`: the end of each stretch of time,
+    in ms, and the pages evicted in it. `notes`: remarks on journals that break off.
+    """
 
-    @property
-    def kinds(self) -> Sequence[ShownTokens]:
-        """The prompt tokens by kind."""
-
-    @property
-    def waits(self) -> Sequence[ShownWait]:
-        """The longest waits, the longest first; no two with the same story."""
-
-    @property
-    def evictions(self) -> Sequence[tuple[float, int]]:
-        """The end of each stretch of time, in ms, and the pages evicted in it."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Remarks on journals that break off."""
+    prompt_tokens: int
+    kinds: list[ShownTokens]
+    waits: list[ShownWait]
+    evictions: list[tuple[float, int]]
+    notes: list[str]
 
 
 def page_data(run: RunDirectory, overviews: Mapping[Path, ShownOverview | None]) -> dict[str, Any]:

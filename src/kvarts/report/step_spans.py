@@ -7,17 +7,18 @@ where an event has one, and else per step. A StepLog computes the rest on demand
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 from mypy_extensions import mypyc_attr
 
-from kvarts.columns import Column, Rows
-from kvarts.events import AtRest, Event, LeapDone, PerStep, Preemption, StepDone
+from kvarts.columns import Rows
+from kvarts.events import AtRest, Event, LeapDone, Preemption, StepDone
+from kvarts.executor.mocker_formula import MockerTimes
 from kvarts.few import Numbers
 from kvarts.report.packed import PackedColumn
 from kvarts.sched.wheel import PagesDue
 
-__all__ = ["HOW_FIELDS", "LISTED_PAGES", "LISTED_TIMES", "SPAN_FIELDS", "StepSpans", "TimesByRule", "as_fields"]
+__all__ = ["HOW_FIELDS", "LISTED_PAGES", "LISTED_TIMES", "SPAN_FIELDS", "StepSpans", "as_fields"]
 
 SPAN_FIELDS = (
     "num_steps",
@@ -66,24 +67,6 @@ LISTED_TIMES: Final = 1
 LISTED_PAGES: Final = 2
 """The pages taken are listed, one number per step. Otherwise they are those of `_pages_due`, or none."""
 _REST_FIELDS = ("step", "time_ns", "used", "cached", "released", "reserved")
-
-
-class TimesByRule(PerStep, Protocol):
-    """The durations of a leap's steps by a rule that is that of all leaps of the engine."""
-
-    @property
-    def known_tokens(self) -> int:
-        """The tokens that the decodes know in the first step, in total: one more per decode in each later step."""
-
-    @property
-    def total_ns(self) -> int:
-        """The sum of the durations."""
-
-    def listed_ns(self, num_decodes: int, known_tokens: int, num_steps: int) -> list[int]:
-        """Return the durations of `num_steps` steps of the engine."""
-
-    def of_steps_ns(self, known_tokens: Column) -> Column:
-        """Return the durations of steps of the engine in which the decodes know so many tokens in total."""
 
 
 def as_fields(stored: dict[str, Numbers], where: Callable[[Numbers, Numbers, Numbers], Numbers]) -> dict[str, Numbers]:
@@ -147,7 +130,7 @@ class StepSpans:
         self._num_steps = 0
         self._durations_ns = PackedColumn("q")
         self._pages_taken = PackedColumn("i")
-        self._rule: TimesByRule | None = None
+        self._rule: MockerTimes | None = None
         """The rule of the engine's durations, if any were given by one."""
         self._period = 1
         self._num_spans = 0
@@ -201,7 +184,7 @@ class StepSpans:
                     flags += LISTED_TIMES
                     durations_ns += times
                 else:
-                    self._rule = rule = cast(TimesByRule, times)
+                    self._rule = rule = cast(MockerTimes, times)
                     took_ns, known_tokens = rule.total_ns, rule.known_tokens
                 if isinstance(taken, PagesDue):
                     self._note_due(taken)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvarts.columns import Column
+from kvarts.executor.mocker_formula import MockerTimes
 from kvarts.few import Few, NarrowColumns, Numbers, arrays_pay, narrowed
 from kvarts.report import packed
 from kvarts.report.distributions import NOTHING, Extent, Ranges, dot
-from kvarts.report.step_spans import LISTED_PAGES, LISTED_TIMES, StepSpans, TimesByRule, as_fields
+from kvarts.report.step_spans import LISTED_PAGES, LISTED_TIMES, StepSpans, as_fields
 
 if TYPE_CHECKING:
     import numpy as np
@@ -384,7 +385,7 @@ class StepLog(StepSpans):
         return np.cumsum(spans["num_steps"]) - spans["num_steps"]
 
 
-def _by_rule(rule: TimesByRule, known_tokens: Column, decodes: Column, num_steps: Column) -> Column:
+def _by_rule(rule: MockerTimes, known_tokens: Column, decodes: Column, num_steps: Column) -> Column:
     """Return the durations of the steps of spans, whose decodes know `known_tokens` in the first of their steps."""
     import numpy as np
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 from msgspec.structs import replace
 
@@ -17,11 +17,14 @@ from kvarts.request import Request
 from kvarts.sched.loads import Loads, LoadUnderWay, LowerTiers
 from kvarts.sched.policy import WaitingQueue
 
-__all__ = ["GroupLoads", "GroupOffers", "GroupTiers"]
+__all__ = ["GroupLoads", "GroupOffers"]
 
 
 class GroupOffers(Protocol):
-    """What tiers below a device with KV groups offer to requests, in parts."""
+    """What tiers below a device with KV groups offer to requests, in parts.
+
+    A load covers all that is offered when it begins, except its front.
+    """
 
     def offered(self, request: int) -> RunMatch:
         """Return the longest prefix that every group could resume from with the parts offered to `request`."""
@@ -31,14 +34,6 @@ class GroupOffers(Protocol):
 
     def offer_up_to(self, request: int, depth: int) -> None:
         """Offer to `request` what the device and the first `depth` tiers have, and nothing of slower ones."""
-
-
-class GroupTiers(LowerTiers, Protocol):
-    """The tiers below a device with KV groups. A load covers all that is offered when it begins, except its front."""
-
-    @property
-    def layout(self) -> GroupOffers:
-        """Their offers."""
 
 
 class GroupLoads(Loads):
@@ -53,10 +48,10 @@ class GroupLoads(Loads):
     """
 
     def __init__(
-        self, tiers: GroupTiers, cache: GroupPages, waiting: WaitingQueue, page_size: int, tell: Tell | None
+        self, tiers: LowerTiers, cache: GroupPages, waiting: WaitingQueue, page_size: int, tell: Tell | None
     ) -> None:
         super().__init__(tiers, cache, waiting, page_size, tell)
-        self._offers = tiers.layout
+        self._offers = cast("GroupOffers", tiers.layout)
         self._parts = cache
         self._needs = cache.needs
 

@@ -52,6 +52,10 @@ class LowerTiers(Protocol):
     """The number of transfers begun so far, which is also the number of the next."""
 
     @property
+    def layout(self) -> object:
+        """What transfers copy; below a device with KV groups, it is a GroupOffers."""
+
+    @property
     def has_work(self) -> bool:
         """Whether a transfer is under way or about to begin, or a load has ended and was not taken."""
 

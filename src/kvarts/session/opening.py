@@ -189,7 +189,7 @@ async def open_virtual_target(*, sink: int, window: int, record: Record | None =
     sessions = open_sessions(mock=True, defaults=SessionSettings(sink=sink, window=window), clock=clock, record=record)
     try:
         seen = VirtualSoakClock(clock)
-        yield SessionsTarget(OneOwner(sessions, seen), seen)
+        yield SessionsTarget(OneOwner(sessions, seen), seen.now_s, seen.sleep_s)
     finally:
         await sessions.shut_down()
 

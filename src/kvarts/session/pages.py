@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvarts.executor.page_bytes import PageSlots
 from kvarts.kv.cache import PageReserve
-from kvarts.kv.groups import GroupMemory, HeavyPages, PageTable, SinkWindow, most_blocks, retained_by_group
+from kvarts.kv.groups import GroupKeeps, GroupMemory, HeavyPages, PageTable, SinkWindow, most_blocks, retained_by_group
 from kvarts.kv.pool import PageId
 
 if TYPE_CHECKING:
@@ -38,40 +38,8 @@ SEES_ALL = 1 << 40
 Scores = npt.NDArray[np.float64]
 
 
-class Retained(Protocol):
-    """What a sequence retains in the layers of a page table. Implemented by SinkWindow and GroupKeeps."""
-
-    @property
-    def sink(self) -> int:
-        """Number of first tokens that are kept separately from the last ones."""
-
-    @property
-    def window(self) -> int:
-        """The largest number of preceding tokens that a token attends to, besides the sink."""
-
-    def first_seen(self, position: int) -> int:
-        """Return the first position after the sink that the token at `position` attends to."""
-
-    def sink_seen(self, position: int) -> int:
-        """Return how many tokens of the sink are kept for the token at `position` and later ones."""
-
-    def sees(self, positions: Any, num_tokens: int) -> Any:
-        """Return, elementwise, whether a token after the first `num_tokens` can see `positions` of held pages."""
-
-    def num_retained(self, num_tokens: int) -> int:
-        """Return how many of the first `num_tokens` tokens are kept for later ones."""
-
-    def num_sink_pages(self, page_size: int) -> int:
-        """Return the number of pages that hold the sink."""
-
-    def num_dropped(self, position: int, page_size: int) -> int:
-        """Return how many pages after the sink no token at `position` or later can see."""
-
-    def places(self, page_size: int) -> set[int]:
-        """Return the offsets in a page at which a token no longer needs a page that the previous token needed."""
-
-    def most_pages(self, page_size: int) -> int:
-        """Return the most pages that a sequence holds between steps."""
+Retained = SinkWindow | HeavyPages | GroupKeeps
+"""What a sequence retains in the layers of a page table."""
 
 
 class ChunkRoom:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
@@ -356,16 +356,8 @@ class Others(Protocol):
         """Preempt requests of other models until `num_pages` can be taken for `request` of `model`; return success."""
 
 
-class Ages(Protocol):
-    """Age of a model's oldest cached pages, comparable across models."""
-
-    @property
-    def next_stamp(self) -> int:
-        """The release stamp of the pages that are evicted next. There must be cached pages."""
-
-    @property
-    def num_next_pages(self) -> int:
-        """Number of pages of that age that are evicted together. There must be cached pages."""
+Ages: TypeAlias = "AgedOrder | PartsMemory"
+"""The age of a model's oldest cached pages, comparable across models."""
 
 
 class DevicePart:

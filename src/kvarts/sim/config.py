@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, g
 
 import msgspec
 
-from kvarts.config import EngineConfig, StateMode
+from kvarts.config import EngineConfig, Slo, StateMode
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, MOST_SECONDS, check_number, check_whole
 from kvarts.rooms import code_named, from_room, is_code_name
@@ -63,22 +63,6 @@ else:  # the rooms of these are imported where they are used: help prints these 
 
 
 KvGroupsName = Literal["off", "all", "tails"]
-
-
-class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The bounds, in milliseconds, that a request must meet to count as goodput; each is optional."""
-
-    ttft_ms: Annotated[float | None, setting("Longest time to first token.", metavar="MS")] = None
-    tpot_ms: Annotated[float | None, setting("Longest mean time per output token after the first.", metavar="MS")] = (
-        None
-    )
-    e2e_ms: Annotated[float | None, setting("Longest time to last token.", metavar="MS")] = None
-
-    def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            value = getattr(self, field)
-            if value is not None:
-                check_number(value, field, above=True, most=MOST_MS)
 
 
 class ReplaySessions(Protocol):

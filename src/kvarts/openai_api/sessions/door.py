@@ -28,7 +28,7 @@ from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.meter import Meter
 from kvarts.openai_api.opening import DEFAULT_TOKENS, Door, Opened, make_served, mock_model, open_app
 from kvarts.openai_api.prompts import HubText, TextModel, WordText
-from kvarts.openai_api.served import Ask, Served
+from kvarts.openai_api.served import Ask, CountsOfSessions, Served
 from kvarts.owners import PARTED
 from kvarts.request import Request
 from kvarts.sampling import Logprobs
@@ -38,7 +38,6 @@ from kvarts.session.table import memory_of
 from kvarts.session.values import (
     Done,
     SessionBusyError,
-    SessionCounts,
     SessionNotReadyError,
     SessionsConfig,
     SessionsExhaustedError,
@@ -116,9 +115,9 @@ class SessionsDoor:
         choice.in_session = task.cancel
         return task
 
-    def counts(self) -> SessionCounts:
+    def counts(self) -> CountsOfSessions:
         """Return the counts of the sessions now."""
-        return self._store.counts()
+        return msgspec.convert(self._store.counts(), CountsOfSessions, from_attributes=True)
 
     async def close(self) -> None:
         """End requests under way and write durable state, if this object owns the store."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -11,7 +11,7 @@ from kvarts.clock import VirtualClock
 from kvarts.sampling import SamplingParams
 from kvarts.session.values import Done, SessionInfo, SessionRuntime, SessionSettings, Token, Update
 
-__all__ = ["OneOwner", "Reading", "SessionsTarget", "SoakClock", "SoakTarget", "VirtualSoakClock", "rss_of"]
+__all__ = ["OneOwner", "Reading", "SessionsTarget", "SoakTarget", "VirtualSoakClock", "rss_of"]
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,18 +25,14 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     inv2_violations: int | None = None
 
 
-class SoakClock(Protocol):
-    """A monotonic time in seconds."""
+class SoakTarget(Protocol):
+    """Sessions on a server, and a monotonic time in seconds. For one event loop; raises KvartsError."""
 
     def now_s(self) -> float:
         """Return the time."""
 
     async def sleep_s(self, duration_s: float) -> None:
         """Return after `duration_s` seconds of this clock."""
-
-
-class SoakTarget(SoakClock, Protocol):
-    """Sessions on a server, and the time on its clock. For one event loop; raises KvartsError."""
 
     async def create(self, settings: SessionSettings) -> str:
         """Return the id of a new session."""
@@ -58,12 +54,21 @@ class SoakTarget(SoakClock, Protocol):
 
 
 class SessionsTarget:
-    """A SoakTarget over any object with the methods of SessionRuntime without an owner, such as a client."""
+    """A SoakTarget over any object with the methods of SessionRuntime without an owner, such as a client.
 
-    def __init__(self, sessions: Any, clock: SoakClock, rss_bytes: Callable[[], int | None] = lambda: None) -> None:
+    `now_s` and `sleep_s` are its clock.
+    """
+
+    def __init__(
+        self,
+        sessions: Any,
+        now_s: Callable[[], float],
+        sleep_s: Callable[[float], Coroutine[Any, Any, None]],
+        rss_bytes: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self._sessions = sessions
-        self.now_s = clock.now_s
-        self.sleep_s = clock.sleep_s
+        self.now_s = now_s
+        self.sleep_s = sleep_s
         self.rss_bytes = rss_bytes
 
     async def create(self, settings: SessionSettings) -> str:
@@ -106,7 +111,7 @@ def rss_of(pid: int) -> int | None:
 
 
 class VirtualSoakClock:
-    """A SoakClock over the clock of the engine.
+    """Time in seconds, by the clock of the engine.
 
     The engine does not wait until its updates are read. So while an answer is read, the time is that of the token being
     read, not that of the engine, which may be ahead.
