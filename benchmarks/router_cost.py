@@ -15,7 +15,7 @@ import time
 import msgspec
 
 from kvarts import ReplayConfig, Trace, load_trace, replay
-from kvarts.routers.spec import POLICIES
+from kvarts.routers.policies import POLICIES
 from kvarts.traffic.editing import repeated
 
 GRID_NS = 3_000_000_000

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvarts.audit.finding import AuditError
+from kvarts.audit.ledger import AuditError
 from kvarts.config import EngineConfig
 from kvarts.events import Admitted, ChunkComputed, Event, LoadStarted, LoadUsed, StepDone, TransferEnded
 from kvarts.executor.cost import PrefillCost

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvarts import ReplayConfig, Routing, load_trace, replay
-from kvarts.routers.spec import policy_of
+from kvarts.routers.policies import policy_of
 from kvarts.routers.view import Asked, View
 
 CASES = json.loads((Path(__file__).parent / "data" / "dynamo_kv.json").read_text())

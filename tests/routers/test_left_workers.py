@@ -8,7 +8,7 @@ from kvarts.content import Content
 from kvarts.events import PagesStored
 from kvarts.request import Request
 from kvarts.routers.config import Routing
-from kvarts.routers.spec import POLICIES
+from kvarts.routers.policies import POLICIES
 
 TOKENS = list(range(64))
 

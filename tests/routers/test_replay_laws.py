@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvarts import ConfigError, ReplayConfig, Routing, load_trace, replay
 from kvarts.report.requests import RequestLog
-from kvarts.routers.spec import POLICIES
+from kvarts.routers.policies import POLICIES
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
 from kvarts.sim.replay import open_replica

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from itertools import chain
 
-from kvarts.audit.finding import Findings
-from kvarts.audit.ledger import Ledger, LedgerPart
+from kvarts.audit.ledger import Findings, Ledger, LedgerPart
 from kvarts.content import Content
 from kvarts.events import DraftJudged, DraftTaken
 
@@ -78,9 +77,9 @@ class KnownRequest:
     order of admission. `began`: the tokens computed before the last step in which it computed any, and `before` the
     same of the step before that. `branch`: the tokens before the place where it leaves other requests, 0 for none.
     `drafted`: tokens that were drafted for it in this step. `load`: the pages it waits for, until it is admitted, else
-    None; `offer`: from which page on so many pages of each tier are loaded, if not all that is below; `front`: the
+    None; `offer`: the first page, and the pages that are loaded from each tier, if not all that is below; `front`: the
     first page that it computes before these, while they are loaded; `awaited`: the transfer for another request that it
-    waits for, or -1; `has_arrived`: its load has ended, and it had no turn since; `is_cancelled`: it is gone when its
+    waits for, or -1; `has_arrived`: its load has ended, without a turn since; `is_cancelled`: it is gone when its
     load has ended. `has_decoded`: it continues with chunks after it has decoded. `is_unread`: a decode computed the
     last of its tokens. `last`: the tokens that it knows when it ends. `stops`: it computes the token that ends it as
     well. `swapped`: while it waits after a preemption that kept its state, the tokens that the state is of; else 0.

@@ -11,8 +11,7 @@ from itertools import chain
 
 import msgspec
 
-from kvarts.audit.finding import Findings
-from kvarts.audit.ledger import Ledger, LedgerPart
+from kvarts.audit.ledger import Findings, Ledger, LedgerPart
 from kvarts.audit.request_parts import KnownRequest, PageDigests, RequestParts
 from kvarts.events import LoadStarted, PagesRemoved, PagesStored, StoreStarted, TransferEnded
 

@@ -19,8 +19,8 @@ import click
 import msgspec
 
 from kvarts.cli.llm import SAMPLING
-from kvarts.cli.options import INPUT, Command
-from kvarts.cli.sessions import WINDOW, need_grpc
+from kvarts.cli.options import INPUT, WINDOW, Command
+from kvarts.cli.process import need_grpc
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.files import read_text
 from kvarts.limits import brief

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.http_options import need_http, say
-from kvarts.cli.options import DIRECTORY, GroupedOption
-from kvarts.cli.sessions import WINDOW, Door
+from kvarts.cli.options import DIRECTORY, WINDOW, GroupedOption
+from kvarts.cli.process import ServesRuntime
 from kvarts.combines import check_combination, why_not
 from kvarts.errors import ConfigError
 from kvarts.units import parse_bytes
@@ -89,7 +89,7 @@ def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) 
             raise ConfigError("is of sessions with a window", field=GIVEN[name], hint="Give --session-window N.")
     if values["session_retention"] is not None and values["session_window"]:
         raise ConfigError("is of sessions without a window", field=GIVEN["session_retention"], hint="Leave one out.")
-    from kvarts.openai_api.sessions.on_demand import SessionsOnDemand
+    from kvarts.openai_api.served import SessionsOnDemand
 
     served = opened.served
 
@@ -128,7 +128,7 @@ def _why_not(opened: Opened, values: dict[str, Any]) -> str:
     return why_not(*given)
 
 
-def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> list[Door]:
+def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> list[ServesRuntime]:
     """Return the server of OpenAI's API that runs next to gRPC, if `--http` asks for it. Raise ConfigError.
 
     With a mock, sets `make_mock` in `settings`, the arguments of `open_sessions`, so that the mock generates words.

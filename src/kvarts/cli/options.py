@@ -28,6 +28,7 @@ __all__ = [
     "DIRECTORY",
     "INPUT",
     "OUTPUT",
+    "WINDOW",
     "Command",
     "Group",
     "GroupedOption",
@@ -359,3 +360,17 @@ def _attributes(kind: Any) -> dict[str, Any]:
             return {}
         case each:
             return {"type": each}
+
+
+class _Window(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
+    """A number of tokens, or `all`, which becomes 0."""
+
+    name = "window"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if value == "all":
+            return 0
+        return click.IntRange(min=1).convert(value, param, ctx)
+
+
+WINDOW = _Window()

@@ -132,7 +132,7 @@ class PlanOptions(CommandLines):
     def routers(self, names: str, ages: str | None) -> dict[str, Any]:
         """Return the comparison of routers. `names` and `ages`: lists separated by commas."""
         from kvarts.plan.routers import RoutersPlan
-        from kvarts.routers.spec import split_names
+        from kvarts.routers.policies import split_names
 
         config = self._timed("--routers")
         try:
@@ -225,7 +225,7 @@ def fleet_kinds(given: Given, most_devices: int, routers: str | None, stores: st
     Raise ConfigError that names options.
     """
     from kvarts.plan.fleet_search import FleetKinds
-    from kvarts.routers.spec import split_names
+    from kvarts.routers.policies import split_names
 
     if not any(key in given for key in ("model", "device", "cost")):
         raise ConfigError("needs a model and a device, or a cost", field="--gpus", hint=GIVE_MODEL)

@@ -21,13 +21,13 @@ import sys
 import warnings
 from _thread import LockType, allocate_lock, start_new_thread
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvarts import __version__
-from kvarts.errors import OutputError
+from kvarts.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Progress",
     "ReaderGoneError",
+    "ServesRuntime",
     "Terminated",
     "end",
     "give_back_memory",
@@ -43,6 +44,7 @@ __all__ = [
     "hold_signals_back",
     "is_compiled",
     "narrate",
+    "need_grpc",
     "print_bytes",
     "print_json",
     "say",
@@ -402,3 +404,16 @@ class Progress:
 def version_line() -> str:
     """Return the version, and which build this is: compiled if the engine is a compiled library, else interpreted."""
     return f"kvarts, version {__version__} ({'compiled' if is_compiled() else 'interpreted'})"
+
+
+ServesRuntime = Callable[[Any], AbstractAsyncContextManager[object]]
+"""A context manager that serves a runtime of sessions at one more address while it is entered."""
+
+
+def need_grpc() -> None:
+    """Raise ConfigError if grpcio is not installed."""
+    try:
+        import google.protobuf  # noqa: F401
+        import grpc  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"sessions need gRPC ({error})", hint="pip install 'kvarts[grpc]'.") from None

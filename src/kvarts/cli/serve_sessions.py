@@ -14,9 +14,8 @@ from kvarts.cli import (
     record,
 )
 from kvarts.cli.llm import MODEL_HELP, engine_options, engine_options_of, kv_groups_option
-from kvarts.cli.options import DIRECTORY, INPUT, Command, GroupedOption, grouped
-from kvarts.cli.process import give_back_memory, narrate
-from kvarts.cli.sessions import WINDOW, Door, need_grpc
+from kvarts.cli.options import DIRECTORY, INPUT, WINDOW, Command, GroupedOption, grouped
+from kvarts.cli.process import ServesRuntime, give_back_memory, narrate, need_grpc
 from kvarts.errors import ConfigError
 from kvarts.rooms import from_room
 from kvarts.session.values import SessionSettings
@@ -98,7 +97,7 @@ def sessions_command(**values: Any) -> None:
         if owners is not None:
             settings["shares"] = owners.keys.shares
         settings["record"] = record.live_reader(stack, values, settings["say"])
-        beside: list[Door] = []
+        beside: list[ServesRuntime] = []
         beside += http_sessions.beside(values, settings, owners)
         asyncio.run(_serve(settings, binding, owners, values["max_message_bytes"], beside))
 
@@ -137,7 +136,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _serve(
-    settings: dict[str, Any], binding: Any, owners: Any, max_message_bytes: int, beside: Sequence[Door]
+    settings: dict[str, Any], binding: Any, owners: Any, max_message_bytes: int, beside: Sequence[ServesRuntime]
 ) -> None:
     from kvarts.serve.server import SessionServer, serve_until_signal
 

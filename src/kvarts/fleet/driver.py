@@ -18,9 +18,8 @@ from kvarts.fleet.layer_wise import LayerWiseLinks
 from kvarts.fleet.links import Links
 from kvarts.fleet.moves import HOLD_NS, RELEASE, SEND, Incoming, Moves, PeerUse, StoreUse
 from kvarts.fleet.pool import Front, Pool
-from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.scaling import FleetState, Scaler
-from kvarts.fleet.worker import Worker
+from kvarts.fleet.worker import ByReservation, Worker
 from kvarts.report.requests import FAILED
 from kvarts.request import RequestState
 from kvarts.sched.policy import NEVER_NS

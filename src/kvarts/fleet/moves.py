@@ -15,8 +15,7 @@ from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
 from kvarts.fleet.links import Links, PeerLinks, Pull, StoreLinks
 from kvarts.fleet.pool import Front
-from kvarts.fleet.queues import ByReservation
-from kvarts.fleet.worker import Worker
+from kvarts.fleet.worker import ByReservation, Worker
 from kvarts.kv.transfer import PeersGain, PrefillTimes
 from kvarts.report.requests import COMPLETED, FAILED, REJECTED
 from kvarts.request import Request, RequestState

@@ -12,16 +12,14 @@ from kvarts.event_log import EventReader
 from kvarts.executor.base import CostModel
 from kvarts.executor.simulated import SimExecutor
 from kvarts.fleet.config import TOKEN_BYTES, FleetConfig, FleetWorker, PoolConfig, Role
-from kvarts.fleet.cost import DecodeOnly
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
 from kvarts.fleet.links import FixedRate, Links, PeerLinks, SharedLinks, StoreLinks
 from kvarts.fleet.moves import BelowTiers, Incoming, PeersOfWorkers, PeerUse, StoreUse, WorkersStore
 from kvarts.fleet.pool import Front, Pool
-from kvarts.fleet.queues import ByAge, ByReservation
 from kvarts.fleet.report import FleetReport
-from kvarts.fleet.worker import Worker
+from kvarts.fleet.worker import ByAge, ByReservation, DecodeOnly, Worker
 from kvarts.limits import MOST_REPLICAS
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog

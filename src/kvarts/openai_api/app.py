@@ -30,10 +30,9 @@ from kvarts.openai_api.http import (
     Send,
     new_id,
 )
-from kvarts.openai_api.models import Models
 from kvarts.openai_api.responses import Responses
 from kvarts.openai_api.routes import TOKENIZED_BYTES, Routes
-from kvarts.openai_api.served import Health, Limits
+from kvarts.openai_api.served import Health, Limits, Models
 
 if TYPE_CHECKING:
     from kvarts.openai_api.access import AccessLog

@@ -20,8 +20,7 @@ from kvarts.openai_api.bodies import CompletionBody
 from kvarts.openai_api.budget import INLINE_BYTES
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.generation import AnswerUnderWay, Exchange, asks_of
-from kvarts.openai_api.models import Models
-from kvarts.openai_api.served import Ask, Served
+from kvarts.openai_api.served import Ask, Models, Served
 
 __all__ = ["Embeddings", "EmbeddingsBody", "embedding"]
 

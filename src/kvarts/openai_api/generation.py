@@ -35,10 +35,9 @@ from kvarts.openai_api.failures import NO_FAILURE, Cut, Failure
 from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole, usage_of
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.openai_api.kv_hints import NO_PRIORITY
-from kvarts.openai_api.models import Models
 from kvarts.openai_api.prompts import NO_LIMIT, Thinking
 from kvarts.openai_api.recordings import CHAT_PATH, COMPLETION_PATH, ScriptedAnswer, ScriptedUsage, Unrecorded
-from kvarts.openai_api.served import Ask, InSessions, Served
+from kvarts.openai_api.served import Ask, InSessions, Models, Served
 from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
 from kvarts.openai_api.tool_calls import NamedCall, RequiredCalls, ToolCallsInText, calls_schema
 from kvarts.owners import PARTED, Owner

@@ -17,8 +17,7 @@ from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.generation import Exchange
 from kvarts.openai_api.meter import BucketCounts
-from kvarts.openai_api.models import Models
-from kvarts.openai_api.served import Served
+from kvarts.openai_api.served import Models, Served
 from kvarts.owners import Owner
 from kvarts.report.page import (
     EVERY_S,

@@ -17,9 +17,8 @@ from kvarts.openai_api.forms import Whole
 from kvarts.openai_api.generation import Exchange, Generating, MakeForm, chat_asks
 from kvarts.openai_api.http import new_id
 from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt, hints_of_parts, with_control
-from kvarts.openai_api.models import Models
 from kvarts.openai_api.prompts import budget_of_messages
-from kvarts.openai_api.served import Ask, Served
+from kvarts.openai_api.served import Ask, Models, Served
 from kvarts.openai_api.shapes import Part, Plain, Shape
 from kvarts.sampling import Logprobs
 

@@ -34,11 +34,10 @@ from kvarts.openai_api.answers import Answers, Rule
 from kvarts.openai_api.app import OpenAIApp, Watcher
 from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.meter import Meter
-from kvarts.openai_api.models import Models
 from kvarts.openai_api.prompts import HubText, TextModel, WordText
 from kvarts.openai_api.recordings import ArrivalRecorder
 from kvarts.openai_api.routes import Routes
-from kvarts.openai_api.served import Limits, Served, Sharing
+from kvarts.openai_api.served import Limits, Models, Served, Sharing
 from kvarts.openai_api.words import NUM_WORDS, VOCABULARY_SIZE, vary_words
 from kvarts.owners import Keys
 from kvarts.request import Request

@@ -16,8 +16,7 @@ from kvarts.openai_api.bodies import APART, MAX_NAME_CHARS, ChatBody, Completion
 from kvarts.openai_api.budget import INLINE_BYTES
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.generation import Exchange, chat_asks, completion_asks
-from kvarts.openai_api.models import Models
-from kvarts.openai_api.served import Ask, Served
+from kvarts.openai_api.served import Ask, Models, Served
 
 if TYPE_CHECKING:
     from kvarts.openai_api.meter import GoneEngines

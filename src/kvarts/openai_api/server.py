@@ -20,7 +20,7 @@ from kvarts.errors import ConfigError
 from kvarts.openai_api.app import ABORT, OpenAIApp
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.http import DIRECT, Direct
-from kvarts.openai_api.models import Models
+from kvarts.openai_api.served import Models
 from kvarts.reach import check_certificate, check_reach
 from kvarts.signals import asked_to_stop
 

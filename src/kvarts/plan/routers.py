@@ -10,7 +10,7 @@ import numpy as np
 
 from kvarts.plan.replays import share_kept
 from kvarts.routers.config import Routing
-from kvarts.routers.spec import policy_of
+from kvarts.routers.policies import policy_of
 from kvarts.routers.view import Needs
 from kvarts.settings import SettingError
 from kvarts.sim.config import ReplayConfig

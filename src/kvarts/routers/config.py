@@ -85,7 +85,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
         `has_pages`: whether workers have cached pages, which some policies ask for.
         """
-        from kvarts.routers.spec import policy_of  # options must be declarable without loading the policies
+        from kvarts.routers.policies import policy_of  # options must be declarable without loading the policies
 
         policy = policy_of(router)
         needs: Needs | None = getattr(policy, "needs", None)
@@ -110,7 +110,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def staleness_ns(self, router: str | Callable[[], Any]) -> int:
         """Return the interval at which metrics are read; 0 reads them whenever a request arrives."""
-        from kvarts.routers.spec import STALENESS_NS
+        from kvarts.routers.policies import STALENESS_NS
 
         if self.staleness is not None:
             return _ns(self.staleness, "staleness")
@@ -132,8 +132,8 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
         `peers`: what workers save that read pages from each other, if they do.
         """
+        from kvarts.routers.policies import policy_of
         from kvarts.routers.router import PolicyRouter
-        from kvarts.routers.spec import policy_of
 
         threshold = self.queue_threshold
         return PolicyRouter(

@@ -12,8 +12,7 @@ from kvarts.config import EngineConfig, Slo, StateMode
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, MOST_SECONDS, check_number, check_whole
 from kvarts.rooms import code_named, from_room, is_code_name
-from kvarts.settings import Given, Section, SettingError, given_by_keywords, given_in, setting
-from kvarts.sim.engines import EngineName, engine_of, with_engine
+from kvarts.settings import Given, Section, SettingError, given_by_keywords, given_in, setting, settings_of
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
 
 if TYPE_CHECKING:
@@ -28,7 +27,79 @@ if TYPE_CHECKING:
     from kvarts.traffic.source import Source
     from kvarts.traffic.trace import Trace
 
-__all__ = ["SECTIONS", "ReplayConfig", "Slo", "make_config", "resolve_replay"]
+__all__ = [
+    "ENGINES",
+    "SECTIONS",
+    "EngineName",
+    "EngineSet",
+    "ReplayConfig",
+    "Slo",
+    "engine_of",
+    "make_config",
+    "resolve_replay",
+    "with_engine",
+]
+
+EngineName = Literal["none", "vllm", "sglang", "tensorrt-llm", "trtllm"]
+
+
+class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
+    """Defaults of one engine, by the settings of a replay.
+
+    `separate_passes`: a step computes its prompts first, and its decodes in a separate pass.
+    """
+
+    max_batched_tokens: int
+    max_seqs: int
+    memory_fraction: float
+    async_scheduling: bool
+    frontend_ms: float
+    separate_passes: bool = False
+
+
+TENSORRT_LLM = EngineSet(
+    max_batched_tokens=8192, max_seqs=2048, memory_fraction=0.9, async_scheduling=True, frontend_ms=25.0
+)
+ENGINES: dict[EngineName, EngineSet] = {
+    "vllm": EngineSet(
+        max_batched_tokens=8192, max_seqs=1024, memory_fraction=0.9, async_scheduling=True, frontend_ms=6.0
+    ),
+    "sglang": EngineSet(
+        max_batched_tokens=8192,
+        max_seqs=2048,
+        memory_fraction=0.88,
+        async_scheduling=True,
+        frontend_ms=25.0,
+        separate_passes=True,
+    ),
+    "tensorrt-llm": TENSORRT_LLM,
+    "trtllm": TENSORRT_LLM,
+}
+"""Default settings of serving engines around their steps, by name, for `--engine`; an explicit setting wins.
+
+Sources are the documentation of the engines: vLLM 0.14 and later ("Optimization and Tuning", `vllm serve --help`,
+`AsyncScheduler`), SGLang 0.5 ("Server Arguments"), TensorRT-LLM 1.0 (`trtllm-serve`, "Overlap Scheduler"). No engine
+documents the time of its front end; it was fitted to measured times to first token (docs/accuracy.md).
+"""
+
+
+def engine_of(name: str) -> EngineSet | None:
+    """Return the defaults of an engine; None for `none`. Raise SettingError for an unknown one."""
+    if name not in get_args(EngineName):
+        raise SettingError(f"must be one of {', '.join(get_args(EngineName))}, got {name!r}", "engine")
+    return ENGINES.get(name)  # type: ignore[call-overload, no-any-return]
+
+
+def with_engine(given: Given, *structs: type) -> Given:
+    """Return `given` over the defaults of the engine that it names, for the settings of `structs`."""
+    engine = engine_of(given["engine"])
+    if engine is None:
+        return given
+    facts: dict[str, Any] = msgspec.to_builtins(engine)
+    if "model" not in given and "device" not in given:
+        del facts["memory_fraction"]  # only a device has it
+    return given.over(given.implied("engine", [each for struct in structs for each in settings_of(struct)], facts))
+
 
 MOST_SPEEDUP = 1e12
 MOST_COST_FACTOR = 1e6

@@ -5,7 +5,7 @@ The events of a leap are the same as if its steps had been done one by one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
@@ -28,10 +28,7 @@ from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sim.router import Routed
 
-if TYPE_CHECKING:
-    from kvarts.sim.joining import Joining
-
-__all__ = ["NEVER_NS", "Replica", "tell_by_step"]
+__all__ = ["NEVER_NS", "Joining", "Replica", "tell_by_step"]
 
 
 FAR_NS: Final = 1_000_000_000
@@ -59,8 +56,6 @@ class Replica:
         self._leaps = not step_by_step
         self._joining: Joining | None = None
         if plans_ahead:
-            from kvarts.sim.joining import Joining
-
             self._joining = Joining()
         self._pool_tokens = engine.config.pool_tokens
         self._is_under_way = False
@@ -463,3 +458,55 @@ def tell_by_step(
             num_empty = min(0, num_empty + size)
         start_ns += duration_ns
     return told + evicted + rest
+
+
+class Joining:
+    """Requests that arrived while steps were planned ahead. Owner of the step that each joins.
+
+    An engine that plans step n + 1 while step n runs, as vLLM does since 0.14, has already made that plan when a
+    request arrives during step n. The request joins step n + 2. An idle engine has made no plan, and loses no step; nor
+    does one whose plan was empty.
+    """
+
+    __slots__ = ("_arrived", "_due")
+
+    def __init__(self) -> None:
+        self._arrived: list[Request] = []
+        self._due: list[Request] = []
+        """Requests that had arrived when the last step was planned."""
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that have not joined."""
+        return len(self._arrived) + len(self._due)
+
+    def add(self, request: Request) -> None:
+        """Let `request` join the step after the next."""
+        self._arrived.append(request)
+
+    def take_due(self) -> list[Request]:
+        """Return the requests that the plan made last knows, in order of arrival. `plan_next` must follow."""
+        due, self._due = self._due, []
+        return due
+
+    def plan_next(self) -> None:
+        """Let those that have arrived be known to the next plan: it is made now, when the step planned last starts."""
+        self._due += self._arrived
+        self._arrived = []
+
+    def take_all(self) -> list[Request]:
+        """Return all requests, in order of arrival: no step is under way, so they join at once."""
+        self.plan_next()
+        return self.take_due()
+
+    def has(self, request: Request) -> bool:
+        """Return whether `request` waits here."""
+        return request in self._arrived or request in self._due
+
+    def drop(self, request: Request) -> bool:
+        """Remove `request`; return whether it was waiting here."""
+        for requests in (self._arrived, self._due):
+            if request in requests:
+                requests.remove(request)
+                return True
+        return False

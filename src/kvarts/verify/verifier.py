@@ -15,18 +15,15 @@ from typing import Any, Literal
 import msgspec
 
 from kvarts.errors import InputError
-from kvarts.verify.block_rules import (
+from kvarts.verify.chunk import Recording, RowChunk, is_count
+from kvarts.verify.reader import BodyRecording, TextRecording, open_recording
+from kvarts.verify.rule import (
     BlockConservation,
     Boundedness,
     Flux,
     GroupParts,
     Leak,
     PeakConsistency,
-    UsedPctArithmetic,
-)
-from kvarts.verify.chunk import Recording, RowChunk, is_count
-from kvarts.verify.reader import BodyRecording, TextRecording, open_recording
-from kvarts.verify.rule import (
     PreemptionNeeded,
     PreemptionTrigger,
     RuleResult,
@@ -34,6 +31,7 @@ from kvarts.verify.rule import (
     StepOrder,
     TimelineLimits,
     TimelineRule,
+    UsedPctArithmetic,
     Violation,
 )
 

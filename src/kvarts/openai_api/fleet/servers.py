@@ -13,7 +13,7 @@ import msgspec
 from kvarts.errors import ConfigError
 from kvarts.llm.llm_engine import EngineDeadError
 from kvarts.openai_api.fleet.opening import OpenedFleet, OpenedWorker
-from kvarts.openai_api.models import Models
+from kvarts.openai_api.served import Models
 from kvarts.openai_api.server import Address, OpenAIServer
 
 __all__ = ["FleetModels", "FleetServer"]
