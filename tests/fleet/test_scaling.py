@@ -33,6 +33,8 @@ def test_a_script_says_what_there_is_from_each_time_on() -> None:
         ("queue,target=4", [(4, 0.0), (4, 0.0)], 2),  # as it should be
         ("queue,target=4", [(9, 0.0), (0, 0.0)], 3),  # ceil(9 / 4)
         ("queue,target=4", [(50, 0.0)], 8),  # not more than `most`
+        ("queue,target=1e-320", [(1, 0.0)], 8),  # although the quotient is infinite
+        ("kv,target=1e-320", [(0, 0.5)], 8),
         ("queue,target=4,stable=0s", [(0, 0.0), (0, 0.0)], 1),
         ("kv,target=50", [(0, 0.9), (0, 0.6)], 3),  # ceil(2 x 75 / 50)
         ("kv,target=50", [(0, 0.52), (0, 0.53)], 2),  # within a tenth
@@ -71,6 +73,9 @@ def of_tokens(
     return FleetState(0, (PoolState(role, role, active, num_starting, 0),))
 
 
+BY_LOAD = "dynamo,target=load,prefill-up=500,prefill-down=100,decode-up=80,decode-down=40"
+
+
 @pytest.mark.parametrize(
     ("policy", "state", "target"),
     [
@@ -89,6 +94,20 @@ def of_tokens(
         ("dynamo,context=100,target=latency", of_tokens((0, 401)), 2),
         ("dynamo,context=100,target=latency", of_tokens((0, 99), (0, 99)), 1),
         ("dynamo,context=100,most=2", of_tokens((1, 1000), (0, 0)), 2),
+        (BY_LOAD, of_tokens((499, 0), (100, 0), role="prefill"), 2),
+        (BY_LOAD, of_tokens((500, 0), (0, 0), role="prefill"), 3),  # as many as `prefill-up`
+        (BY_LOAD, of_tokens((100, 0), (100, 0), role="prefill"), 1),  # as few as `prefill-down`, 200 in one
+        (BY_LOAD, of_tokens((100, 0), (101, 0), role="prefill"), 2),
+        (
+            "dynamo,target=load,prefill-up=150,prefill-down=100,decode-up=80,decode-down=40",
+            of_tokens((100, 0), (0, 0), role="prefill"),
+            2,
+        ),  # 200 in one would be too many
+        (BY_LOAD, of_tokens((0, 800), (0, 0)), 3),
+        (BY_LOAD, of_tokens((0, 799), (0, 0)), 2),
+        (BY_LOAD, of_tokens((100, 290), (0, 390)), 1),  # 78 % of one
+        (BY_LOAD, of_tokens((0, 400), (0, 400)), 2),  # 80 % of one
+        ("dynamo,target=load,decode-up=80,decode-down=40", of_tokens((500, 300), role="mixed"), 2),
         ("llm-d-v2", of_tokens((0, 680)), 1),  # 800 tokens are its capacity, and 85 % of that are in use
         ("llm-d-v2", of_tokens((0, 681)), 2),
         ("llm-d-v2", of_tokens((2000, 0)), 3),  # 2353 tokens of capacity are wanted
@@ -103,6 +122,15 @@ def test_a_policy_of_tokens_keeps_its_rule(policy: str, state: FleetState, targe
     assert parse_scaler(policy).on_tick(state).targets == {name: target}
 
 
+def test_dynamos_loads_of_prefill_workers_are_needed_where_there_are_any(
+    run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    by_load = ("--scaler", "dynamo,target=load,decode-up=80,decode-down=40", "--pages", 600, "--page-size", 512)
+    assert run_command("replay", "sample:mooncake", *by_load, "--prefill-replicas", 1, "--decode-replicas", 1) == 2
+    assert b"--scaler: needs prefill-up and prefill-down" in capsysbinary.readouterr().err
+    assert run_command("replay", "sample:mooncake", *by_load, "--replicas", 2) == 0
+
+
 def test_dynamo_decides_nothing_while_workers_of_any_pool_start() -> None:
     scaler = parse_scaler("dynamo,context=100")
     assert scaler.first_ns() == 5 * S
@@ -111,7 +139,14 @@ def test_dynamo_decides_nothing_while_workers_of_any_pool_start() -> None:
     assert (decision.targets, decision.next_ns) == ({}, 10 * S)
 
 
-@pytest.mark.parametrize("policy", ["dynamo,context=32768", "llm-d-v2,every=10s"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "dynamo,context=32768",
+        "dynamo,target=load,prefill-up=32768,prefill-down=3000,decode-up=80,decode-down=40",
+        "llm-d-v2,every=10s",
+    ],
+)
 def test_a_policy_of_tokens_scales_a_fleet(asked: Callable[..., Any], policy: str) -> None:
     report = asked(
         "replay", "sample:mooncake", "--profile", "mocker", "--pages", 600, "--page-size", 512, "--json",
@@ -130,12 +165,34 @@ def test_a_policy_of_tokens_scales_a_fleet(asked: Callable[..., Any], policy: st
         ("queue,goal=4", "has no"),
         ("llm-d,least=3,most=2", "least is 3"),
         ("script,30s=3:1:2", "P:D"),
-        ("script,30s=0:1", "without a worker"),
+        ("script,30s=0:1", "number of workers"),
         ("script,soon=1:1", "duration"),
+        ("script,30s=inf", "not a number"),
+        ("script,30s=nan:1", "not a number"),
+        ("script,30s=1.5", "number of workers"),
+        ("script,30s=1000000000", "number of workers"),
+        ("script,30s=1,30s=4", "twice"),
+        ("script,30s=1,0h30s=4", "two steps at 30 s"),
+        ("script", "no step"),
+        ("queue,target=4,target=5", "twice"),
+        ("queue,target=nan", "not a number"),
+        ("queue,target=inf", "not a number"),
+        ("queue,most=inf", "not a number"),
+        ("queue,least=1.5", "number of workers"),
+        ("queue,least=0", "number of workers"),
+        ("queue,most=100000", "number of workers"),
         ("kv,every=0s", "every"),
         ("dynamo", "context"),
         ("dynamo,context=0", "context"),
-        ("dynamo,context=100,target=cost", "throughput or latency"),
+        ("dynamo,context=inf", "not a number"),
+        ("dynamo,context=100,target=cost", "throughput, latency or load"),
+        ("dynamo,context=100,decode-up=80", "no effect with target=throughput"),
+        ("dynamo,context=100,target=load", "context has no effect"),
+        ("dynamo,target=load", "needs decode-up"),
+        ("dynamo,target=load,decode-up=80", "needs decode-down"),
+        ("dynamo,target=load,decode-up=80,decode-down=80", "decode-up is 80 and decode-down is 80"),
+        ("dynamo,target=load,decode-up=101,decode-down=80", "decode-up is 101"),
+        ("dynamo,target=load,decode-up=80,decode-down=40,prefill-up=9", "needs prefill-down"),
         ("llm-d-v2,target=4", "has no"),
     ],
 )

@@ -12,7 +12,7 @@ import msgspec
 
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
-from kvarts.fleet.scaling import Scaler, Scripted, parse_scaler
+from kvarts.fleet.scaling import Scaler, Scripted, Thresholds, parse_scaler
 from kvarts.limits import MOST_BYTES, MOST_MS, MOST_PAGES, check_number, check_whole
 from kvarts.rooms import from_room
 from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, ValueSource, setting, settings_of
@@ -400,6 +400,12 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             f"has numbers for a pool {sorted(missing)[0]}, which is not there",
             hint=f"There are: {', '.join(pool.name for pool in pools)}.",
         )
+    if isinstance(scaler, Thresholds):
+        try:
+            for pool in pools:
+                scaler.limits_of(pool.role)
+        except ConfigError as error:
+            raise given.error("scaling.policy", error.what, hint=error.hint) from error
     token_bytes = transfer.token_bytes
     if token_bytes is None and transfer.rate is not None:
         token_bytes = next((_token_bytes(pool.each) for pool in pools if pool.role != "mixed" or transfer.pull), None)
@@ -437,7 +443,10 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             faults=given.build(FaultSettings, "faults").faults,
         )
     except ConfigError as error:
-        raise given.named(error, ()) from error
+        of_tables = [
+            each for section in sections if section.table and not section.is_named for each in section.settings
+        ]
+        raise given.named(error, of_tables) from error
 
 
 def _tables(given: Given, of_all: Given) -> list[tuple[str, Role, str]]:
@@ -480,7 +489,10 @@ def _resolve_pool(given: Given, table: str, of_all: Given, sections: Sequence[Se
             own.add(known[inner], given.value_of(key), _InPool(given.source_of(key), given.setting_of(key)))
     asked = {"fleet": "pools", **dict.fromkeys(["store"] if (sizes := _sizes_of_store(given)) else [], *sizes[:1])}
     asked |= {"pulls": "transfer.pull"} if "transfer.pull" in given and given.value_of("transfer.pull") else {}
-    return resolve_replay(own.over(of_all), sections, asked=asked)
+    try:
+        return resolve_replay(own.over(of_all), sections, asked=asked)
+    except ConfigError as error:
+        raise given.named(error, ()) from error  # it may name a setting of the fleet
 
 
 def _sizes_of_store(given: Given) -> list[str]:

@@ -21,6 +21,7 @@ from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import Worker
+from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.report.requests import FAILED
 from kvarts.request import RequestState
 from kvarts.sched.policy import NEVER_NS
@@ -200,7 +201,10 @@ class FleetDriver(Moves):
                 self._end_pull(pull, now_ns)
 
     def next_ns(self) -> int:
-        """Return when something happens next; NEVER_NS if nothing will, unless a request arrives."""
+        """Return when something happens next; NEVER_NS if nothing will, unless a request arrives.
+
+        Raise TooLateError if that is beyond LATEST_NS.
+        """
         next_ns = self._link_ns = self._links.next_ns()
         if self._roused or self._actions:
             self._source_moved = True
@@ -234,6 +238,8 @@ class FleetDriver(Moves):
         if self._leases:
             next_ns = min(next_ns, self._next_lease_ns())
         is_idle = next_ns == NEVER_NS
+        if next_ns > LATEST_NS and self._link_ns != NEVER_NS:
+            raise TooLateError  # only transfers are under way, and none of them ends in time
         if is_idle and not any(front.waiting for front in self._fronts):
             return next_ns
         if self._changes:
