@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,3 +214,17 @@ def test_workers_start_drain_and_cost_what_they_are_there_for(asked: Callable[..
     assert decode["worker_seconds"] > end_s + 180
     assert report["num_completed"] == 1000
     assert decode["gpu_hours"] == pytest.approx(decode["worker_seconds"] / 3600)
+
+
+def test_a_script_is_for_the_only_pool_of_a_role_whatever_its_name(
+    asked: Callable[..., Any], tmp_path: Path, kvarts: Callable[..., tuple[int, str, str]]
+) -> None:
+    pools = ['[[pool]]\nrole = "prefill"', '[[pool]]\nrole = "decode"\nname = "large-memory"']
+    (tmp_path / "fleet.toml").write_text("\n".join(["pages = 9000", *pools, '[scaling]\npolicy = "script,5s=2:3"']))
+    report = asked("replay", "sample:mooncake", "--config", tmp_path / "fleet.toml", "--json")
+    assert [len(pool["replicas"]) for pool in report["fleet"]["pools"]] == [2, 3]
+    (tmp_path / "fleet.toml").write_text(
+        "\n".join(["pages = 9000", *pools, '[[pool]]\nrole = "decode"', '[scaling]\npolicy = "script,5s=2:3"'])
+    )
+    code, _, said = kvarts("replay", "sample:mooncake", "--config", tmp_path / "fleet.toml")
+    assert (code, "a pool decode, which is not there" in said) == (2, True), said

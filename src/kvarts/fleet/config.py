@@ -393,7 +393,9 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         )
     scaling = given.build(ScalingSettings, "scaling")
     policy = scaling.policy
-    scaler = None if policy is None else parse_scaler(policy)
+    roles = [pool.role for pool in pools]
+    name_of = {pool.role: pool.name for pool in pools if roles.count(pool.role) == 1}
+    scaler = None if policy is None else parse_scaler(policy, name_of)
     if isinstance(scaler, Scripted) and (missing := scaler.pools - {pool.name for pool in pools}):
         raise given.error(
             "scaling.policy",
@@ -436,7 +438,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             hold_s=transfer.hold_s,
             pulls=transfer.pull,
             token_bytes=token_bytes or 0,
-            scaler=None if policy is None else partial(parse_scaler, policy),
+            scaler=None if policy is None else partial(parse_scaler, policy, name_of),
             scaling=policy or "",
             startup_s=scaling.startup_s,
             store=given.build(StoreSettings, "store") if _sizes_of_store(given) else None,

@@ -285,10 +285,11 @@ class TokenDemand:
         return pool.num_expected if pool.num_starting else min(pool.num_expected, num_enough)
 
 
-def parse_scaler(text: str) -> Scaler:
+def parse_scaler(text: str, pools: Mapping[str, str] | None = None) -> Scaler:
     """Parse a scaler: `script,30s=3:1,90s=1:3`, `queue,target=4`, `kv,target=70`, `dynamo,context=32768`, or `llm-d`.
 
     A script gives the numbers of prefill and decode workers from each time on, or one number for workers that do both.
+    `pools`: the name of the only pool with a role, by role, where that is not the role itself.
     The others also accept `every`, `least` and `most`. Raise ConfigError for anything else.
     """
     name, *parts = (part.strip() for part in text.split(","))
@@ -301,7 +302,7 @@ def parse_scaler(text: str) -> Scaler:
             raise ConfigError(f"has {brief(key)} twice", field="scaler")
         given[key] = value
     if name == "script":
-        return Scripted(_script(given))
+        return Scripted(_script(given, pools or {}))
     known: dict[str, dict[str, str]] = {
         "queue": {"target": "4", "stable": "240s"},
         "kv": {"target": "70", "stable": "240s"},
@@ -398,7 +399,7 @@ def _pair(values: Mapping[str, str], role: str, *, most: float = inf) -> tuple[f
     return upper, lower
 
 
-def _script(given: Mapping[str, str]) -> list[tuple[int, dict[str, int]]]:
+def _script(given: Mapping[str, str], pools: Mapping[str, str]) -> list[tuple[int, dict[str, int]]]:
     steps: dict[int, dict[str, int]] = {}
     for when, numbers in given.items():
         roles = ("prefill", "decode") if ":" in numbers else ("mixed",)
@@ -408,7 +409,7 @@ def _script(given: Mapping[str, str]) -> list[tuple[int, dict[str, int]]]:
         at_ns = _ns(when, when)
         if at_ns in steps:
             raise ConfigError(f"has two steps at {at_ns / 1e9:g} s", field="scaler")
-        steps[at_ns] = {role: _count(part, when) for role, part in zip(roles, parts, strict=True)}
+        steps[at_ns] = {pools.get(role, role): _count(part, when) for role, part in zip(roles, parts, strict=True)}
     if not steps:
         raise ConfigError("script has no step", field="scaler", hint="Write script,30s=3:1,90s=1:3.")
     return sorted(steps.items())
