@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from kvarts.errors import ConfigError
-from kvarts.fleet.scaling import FleetState, PoolState, WorkerState, parse_scaler
+from kvarts.fleet.config import FleetConfig, PoolConfig
+from kvarts.fleet.scaling import Decision, FleetState, PoolState, WorkerState, parse_scaler
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
+from kvarts.traffic.trace import Trace, TraceRequest
 
 S = 1_000_000_000
 
@@ -228,3 +232,40 @@ def test_a_script_is_for_the_only_pool_of_a_role_whatever_its_name(
     )
     code, _, said = kvarts("replay", "sample:mooncake", "--config", tmp_path / "fleet.toml")
     assert (code, "a pool decode, which is not there" in said) == (2, True), said
+
+
+class Told:
+    """A scaler that decides the same at every tick."""
+
+    def __init__(self, targets: dict[str, int], every_ns: int) -> None:
+        self.targets = targets
+        self.every_ns = every_ns
+
+    def first_ns(self) -> int:
+        return 0
+
+    def on_tick(self, state: FleetState) -> Decision:
+        return Decision(self.targets, state.now_ns + self.every_ns)
+
+
+@pytest.mark.parametrize(
+    ("targets", "every_ns", "said"),
+    [
+        ({"mixed": 2}, 0, "its tick at 0 s is followed by one at 0 s"),
+        ({"mixed": 2}, -1, "is followed by"),
+        ({"mixt": 2}, S, "mixt, which is not a pool"),
+    ],
+)
+def test_a_scaler_of_ones_own_is_held_to_its_promises(targets: dict[str, int], every_ns: int, said: str) -> None:
+    pools = (PoolConfig(role="mixed", each=ReplayConfig(num_pages=50)),)
+    trace = Trace([TraceRequest(0, 0, bytes(8), 16, 2)], unit_tokens=16, name="one")
+    with pytest.raises(ConfigError, match=said):
+        replay(trace, FleetConfig(pools=pools, scaler=lambda: Told(targets, every_ns)))
+
+
+def test_a_pool_keeps_a_worker_whatever_a_scaler_decides() -> None:
+    pools = (PoolConfig(role="mixed", each=ReplayConfig(num_pages=50, replicas=3)),)
+    trace = Trace([TraceRequest(0, 0, bytes(8), 16, 200)], unit_tokens=16, name="one")
+    report = replay(trace, FleetConfig(pools=pools, scaler=lambda: Told({"mixed": 0}, S)))
+    assert report.summary["num_completed"] == 1
+    assert report.summary["fleet"]["pools"][0]["mean_workers"] < 2

@@ -25,6 +25,7 @@ from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.report.requests import FAILED
 from kvarts.request import RequestState
 from kvarts.sched.policy import NEVER_NS
+from kvarts.settings import SettingError
 
 __all__ = ["FleetDriver"]
 
@@ -289,6 +290,13 @@ class FleetDriver(Moves):
         for worker in self.workers:
             self._is_busy(worker, now_ns)  # so that the scaler reads state as of now
         decision = self._scaler.on_tick(FleetState(now_ns, tuple(pool.state() for pool in self._pools)))
+        if decision.next_ns is not None and decision.next_ns <= now_ns:
+            what = f"its tick at {now_ns / 1e9:g} s is followed by one at {decision.next_ns / 1e9:g} s"
+            raise SettingError(what, "scaler", hint="Return a later next_ns, or None.")
+        unknown = sorted(decision.targets.keys() - {pool.name for pool in self._pools})
+        if unknown:
+            hint = f"There are: {', '.join(pool.name for pool in self._pools)}."
+            raise SettingError(f"has a target for {unknown[0]}, which is not a pool", "scaler", hint=hint)
         self._tick_ns = decision.next_ns
         for pool in self._pools:
             target = decision.targets.get(pool.name)

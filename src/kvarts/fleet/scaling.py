@@ -57,7 +57,7 @@ class FleetState(msgspec.Struct, frozen=True):
 class Decision(msgspec.Struct, frozen=True):
     """How many workers each pool is to have, by its name, those that start included; and when the next tick is.
 
-    A pool that is left out stays as it is. None: no further tick.
+    A pool that is left out stays as it is, and none has fewer than one worker. None: no further tick.
     """
 
     targets: Mapping[str, int]
