@@ -269,3 +269,48 @@ def test_a_pool_keeps_a_worker_whatever_a_scaler_decides() -> None:
     report = replay(trace, FleetConfig(pools=pools, scaler=lambda: Told({"mixed": 0}, S)))
     assert report.summary["num_completed"] == 1
     assert report.summary["fleet"]["pools"][0]["mean_workers"] < 2
+
+
+def test_a_fleet_costs_its_gpu_hours(asked: Callable[..., Any]) -> None:
+    command = (
+        "replay", "sample:mooncake", "--profile", "mocker", "--pages", 16384, "--page-size", 512, "--json",
+        "--slo-ttft-ms", 5000, "--prefill-replicas", 1, "--decode-replicas", 1, "--scaler", "script,30s=2:3",
+    )  # fmt: skip
+    report = asked(*command, "--gpu-price", "prefill=2.5,decode=4")
+    fleet, plain = report["fleet"], asked(*command)
+    hours = [pool["gpu_hours"] for pool in fleet["pools"]]
+    assert [pool["cost"] for pool in fleet["pools"]] == pytest.approx([2.5 * hours[0], 4 * hours[1]])
+    assert fleet["cost"] == pytest.approx(2.5 * hours[0] + 4 * hours[1])
+    num_good = report["goodput"]["ratio"] * report["num_completed"]
+    assert fleet["cost_per_thousand_good"] == pytest.approx(fleet["cost"] / num_good * 1000)
+    assert fleet["cost_per_million_output_tokens"] == pytest.approx(fleet["cost"] / report["num_output_tokens"] * 1e6)
+    assert "cost" not in plain["fleet"] and "cost" not in plain["fleet"]["pools"][0]
+    assert asked(*command, "--gpu-price", 2)["fleet"]["cost"] == pytest.approx(2 * sum(hours))
+
+
+def test_replicas_of_one_kind_have_a_cost_too(asked: Callable[..., Any]) -> None:
+    base = ("replay", "sample:mooncake", "--profile", "mocker", "--pages", 16384, "--page-size", 512, "--json")
+    priced, plain = (asked(*base, "--replicas", 2, *more) for more in (("--gpu-price", 3), ()))
+    assert priced["ttft_ms"] == plain["ttft_ms"]
+    assert priced["fleet"]["cost"] == pytest.approx(3 * 2 * plain["duration_ms"] / 3.6e6)
+
+
+@pytest.mark.parametrize(
+    ("price", "said"),
+    [
+        ("", "is not a price"),
+        ("two", "is not a price"),
+        ("nan", "at least 0"),
+        ("-1", "at least 0"),
+        ("1e300", "at most"),
+        ("=3", "not the price of one pool"),
+        ("prefill=2", "no price for decode"),
+        ("prefill=2,decode=3,mixed=4", "a price for mixed"),
+        ("prefill=2,prefill=3", "not the price of one pool"),
+        ("2,prefill=3", "Keep one of them"),
+    ],
+)
+def test_what_is_no_price_is_refused(price: str, said: str, kvarts: Callable[..., tuple[int, str, str]]) -> None:
+    pools = ("--prefill-replicas", 1, "--decode-replicas", 1)
+    code, _, told = kvarts("replay", "sample:mooncake", "--pages", 900, *pools, "--gpu-price", price)
+    assert (code, "--gpu-price" in told, said in told) == (2, True, True), told
