@@ -263,7 +263,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class PriceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the devices of a fleet cost, for its report."""
+    """Prices of devices, for the costs in a report."""
 
     gpu_hour: Annotated[
         float | str | None,
@@ -597,7 +597,7 @@ def _num_layers(config: ReplayConfig) -> int | None:
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Identical workers: as many as `each` has replicas. `name`: left out, its role.
 
-    `gpu_price`: of a device for an hour, if the report is to have costs.
+    `gpu_price`: the price of a device for an hour, for the costs in the report.
     """
 
     role: Role

@@ -131,7 +131,7 @@ class FleetReport(Report):
         }
 
     def _cost(self, pools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what the devices of all pools cost, in all and by output; empty without prices."""
+        """Return the cost of all pools, in total and per output; empty without prices."""
         costs = [pool["cost"] for pool in pools if "cost" in pool]
         if not costs:
             return {}

@@ -228,7 +228,7 @@ class Thresholds:
         return Decision(targets, state.now_ns + self._every_ns)
 
     def limits_of(self, role: str) -> tuple[float, float]:
-        """Return the upper and the lower threshold of workers with `role`. Raise ConfigError if there is none."""
+        """Return the upper and the lower threshold of workers with `role`. Raise ConfigError if they were not given."""
         limits = self._of_prefill if role == "prefill" else self._of_others
         if limits is None:
             hint = "Write dynamo,target=load,prefill-up=8192,prefill-down=1024,decode-up=80,decode-down=40."
