@@ -394,8 +394,11 @@ class Given:
         """Return `error`, which names fields of `settings`, with the user's spelling of these names."""
         if error.path is not None or error.field is None:
             return error
-        by_name = {setting.field: setting for setting in settings}
+        of_struct = list(settings)
+        by_name = {setting.key: setting for setting in of_struct}
         by_name.update({given.setting.key: given.setting for given in self._values.values()})
+        # A field of the struct may have the name of a given setting elsewhere, as `pages` of a store has.
+        by_name.update({each.field: each for each in of_struct if each.key in self or each.field not in by_name})
         what, hint, fields = parts_of_error(error)
         guilty, inner = self._first_given(fields, by_name)
         if guilty is None:

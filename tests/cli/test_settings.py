@@ -39,6 +39,7 @@ FILE_ONLY = {
 """Settings that only a file, or Python, can give."""
 
 VALUES: dict[str, tuple[str, Any]] = {
+    "price.gpu_hour": ("prefill=2.5,decode=4", "prefill=2.5,decode=4"),
     "model": ("qwen3-8b", "qwen3-8b"),
     "kv_memory": ("3GiB", "3GiB"),
     "cost": ("linear:step_ms=3", "linear:step_ms=3"),

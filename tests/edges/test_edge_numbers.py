@@ -109,11 +109,21 @@ def test_no_value_is_answered_by_a_traceback(name: str, here: Path, call: Run) -
         ("--cost linear:step_ms=1e308", "must be at most"),
         ("--speedup 1e-308", "the replay lasts longer than 73 years"),
         ("--model llama-3.1-8b --device cpu:cores=8,cores=9", "has cores twice"),
+        ("--replicas 2 --pages 9 --store-pages 0", "--store-pages: must be at least 1"),
+        ("--replicas 2 --router llm-d:prefix=3,prefix=4", "--router: llm-d has prefix twice"),
+        (
+            "--replicas 2 --host-pages 9 --pull-from-peers --store-pages 5 --transfer-rate 1GB/s",
+            "--pull-from-peers: does not go with a store",
+        ),
+        ("--replicas 2 --pull-from-peers --transfer-rate 1GB/s --transfer-token-bytes 8", "Give --host-memory as well"),
     ],
 )
 def test_what_is_out_of_its_limits_is_named_as_it_was_typed(arguments: str, says: str, here: Path, call: Run) -> None:
     code, out, err = call("replay", "trace.jsonl", *arguments.split())
     assert (code, out, says in err) == (2, b"", True), err
+
+
+LAYER_WISE = "--prefill-replicas 1 --decode-replicas 1 --transfer-rate 1B/s --transfer layer-wise --transfer-layers 2"
 
 
 @pytest.mark.parametrize(
@@ -124,6 +134,8 @@ def test_what_is_out_of_its_limits_is_named_as_it_was_typed(arguments: str, says
         "--host-pages 500 --d2h 1B/s",
         "--host-pages 500 --bus 1",
         "--prefill-replicas 1 --decode-replicas 1 --transfer-rate 1B/s --transfer-sharing worker",
+        "--prefill-replicas 1 --decode-replicas 1 --transfer-rate 1B/s --faults slow:0:1000000=0s",
+        f"{LAYER_WISE} --faults slow:0:1000000=0s",
     ],
 )
 def test_transfers_that_last_longer_than_virtual_time_are_refused(arguments: str, here: Path, call: Run) -> None:

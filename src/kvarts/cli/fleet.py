@@ -40,6 +40,12 @@ WAITS = {
 }
 
 
+COSTS = {
+    "cost_per_million_output_tokens": "million output tokens",
+    "cost_per_thousand_good": "thousand requests that keep the SLO",
+}
+
+
 def render_fleet(summary: dict[str, Any]) -> str:
     """Return the table of a replay, followed by the fleet's rows: the parts of TTFT, each pool, links."""
     fleet = summary["fleet"]
@@ -56,6 +62,8 @@ def render_fleet(summary: dict[str, Any]) -> str:
         f"pages: peak {as_percent(pool['peak_used_pct'])}, {pool['gpu_hours']:.3g} GPU hours"
         for pool in fleet["pools"]
     ]
+    if "cost" in fleet:
+        lines.append(f"{'cost':<14}{_cost(fleet)}")
     if fleet["transferred_bytes"]:
         num_local = fleet.get("num_local_prefills", 0)
         local = f", {num_local:,} prompts computed where they are continued" if num_local else ""
@@ -76,6 +84,15 @@ def render_fleet(summary: dict[str, Any]) -> str:
             f"{as_duration(first['at_ms'])} on worker {first['replica']}: request {first['request_id']} was given up"
         )
     return "\n".join(lines) + "\n"
+
+
+def _cost(fleet: dict[str, Any]) -> str:
+    by_pool = " + ".join(f"{pool['cost']:,.3f} {pool['name']}" for pool in fleet["pools"])
+    text = f"{fleet['cost']:,.3f}" + (f" = {by_pool}" if len(fleet["pools"]) > 1 else "")
+    for key, words in COSTS.items():
+        if fleet.get(key) is not None:
+            text += f"; {fleet[key]:,.3f} per {words}"
+    return text
 
 
 def _store(store: dict[str, Any]) -> str:

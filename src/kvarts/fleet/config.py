@@ -12,8 +12,8 @@ import msgspec
 
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
-from kvarts.fleet.scaling import Scaler, Scripted, parse_scaler
-from kvarts.limits import MOST_BYTES, MOST_MS, MOST_PAGES, check_number, check_whole
+from kvarts.fleet.scaling import Scaler, Scripted, Thresholds, parse_scaler
+from kvarts.limits import MOST_BYTES, MOST_MS, MOST_PAGES, brief, check_number, check_whole
 from kvarts.rooms import from_room
 from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, ValueSource, setting, settings_of
 from kvarts.sim.config import ReplayConfig, Slo, resolve_replay
@@ -38,6 +38,8 @@ __all__ += ["resolve_fleet"]
 
 MOST_STARTUP_S = MOST_HOLD_S = 86_400.0
 MOST_LAYERS = 10_000
+MOST_PRICE = 1e9
+"""Price of a device for an hour."""
 TOKEN_BYTES = 131_072
 """Bytes of the KV of a token without a model: those of Llama 3.1 8B in 16 bits."""
 
@@ -260,6 +262,56 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise SettingError(error.what, field, hint=error.hint) from error
 
 
+class PriceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prices of devices, for the costs in a report."""
+
+    gpu_hour: Annotated[
+        float | str | None,
+        setting(
+            "Price of a device for an hour, in any currency: 2.5; or by pool, prefill=2.5,decode=4. The report then "
+            "has the cost of the fleet.",
+            flag="--gpu-price",
+            metavar="PRICE",
+            default="none",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        for price in self.by_pool.values():
+            check_number(price, "gpu_hour", most=MOST_PRICE)
+
+    @property
+    def by_pool(self) -> dict[str, float]:
+        """The price by the name of a pool; "" for all pools. Raise SettingError for anything else."""
+        if self.gpu_hour is None:
+            return {}
+        prices: dict[str, float] = {}
+        for part in str(self.gpu_hour).split(","):
+            name, equals, price = part.rpartition("=")
+            name = name.strip()
+            try:
+                value = float(price)
+            except ValueError:
+                hint = "Write 2.5, or prefill=2.5,decode=4."
+                raise SettingError(f"{brief(part)} is not a price", "gpu_hour", hint=hint) from None
+            if name in prices or bool(name) is not bool(equals):
+                raise SettingError(f"{brief(part)} is not the price of one pool", "gpu_hour")
+            prices[name] = value
+        if "" in prices and len(prices) > 1:
+            raise SettingError("has a price for all pools, and one for a pool", "gpu_hour", hint="Keep one of them.")
+        return prices
+
+    def of_pools(self, names: Sequence[str]) -> list[float | None]:
+        """Return the price of each pool; None without any. Raise SettingError if they are not those of these pools."""
+        prices = self.by_pool
+        if "" in prices:
+            return [prices[""]] * len(names)
+        if prices and (other := sorted(prices.keys() ^ set(names))):
+            what = f"has {'a' if other[0] in prices else 'no'} price for {other[0]}"
+            raise SettingError(what, "gpu_hour", hint=f"The pools are {', '.join(names)}.")
+        return [prices.get(name) for name in names]
+
+
 OF_POOL = (
     "replicas",
     "device",
@@ -329,6 +381,7 @@ SECTIONS = (
     Section(struct=TransferSettings, title="Prefill and decode apart", table="transfer"),
     Section(struct=ScalingSettings, title="Prefill and decode apart", table="scaling"),
     Section(struct=FaultSettings, title="Prefill and decode apart", table="faults"),
+    Section(struct=PriceSettings, title="Prefill and decode apart", table="price"),
     Section(struct=StoreSettings, title="A store that workers share", table="store"),
     Section(struct=PoolSettings, title="Prefill and decode apart", table=POOL, is_named=True, is_listed=True),
     Section(
@@ -393,13 +446,21 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         )
     scaling = given.build(ScalingSettings, "scaling")
     policy = scaling.policy
-    scaler = None if policy is None else parse_scaler(policy)
+    roles = [pool.role for pool in pools]
+    name_of: dict[str, str] = {pool.role: pool.name for pool in pools if roles.count(pool.role) == 1}
+    scaler = None if policy is None else parse_scaler(policy, name_of)
     if isinstance(scaler, Scripted) and (missing := scaler.pools - {pool.name for pool in pools}):
         raise given.error(
             "scaling.policy",
             f"has numbers for a pool {sorted(missing)[0]}, which is not there",
             hint=f"There are: {', '.join(pool.name for pool in pools)}.",
         )
+    if isinstance(scaler, Thresholds):
+        try:
+            for pool in pools:
+                scaler.limits_of(pool.role)
+        except ConfigError as error:
+            raise given.error("scaling.policy", error.what, hint=error.hint) from error
     token_bytes = transfer.token_bytes
     if token_bytes is None and transfer.rate is not None:
         token_bytes = next((_token_bytes(pool.each) for pool in pools if pool.role != "mixed" or transfer.pull), None)
@@ -418,9 +479,13 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
                 "does not say when a layer is computed: nothing says how many layers there are",
                 hint="Give a model and a device, or --transfer-layers.",
             )
+    prices = given.build(PriceSettings, "price")
     try:
+        of_pools = prices.of_pools([pool.name for pool in pools])
         return FleetConfig(
-            pools=tuple(pools),
+            pools=tuple(
+                msgspec.structs.replace(pool, gpu_price=price) for pool, price in zip(pools, of_pools, strict=True)
+            ),
             bytes_per_s=transfer.bytes_per_s,
             latency_ms=transfer.latency_ms,
             transfer=transfer.mode,
@@ -430,14 +495,17 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             hold_s=transfer.hold_s,
             pulls=transfer.pull,
             token_bytes=token_bytes or 0,
-            scaler=None if policy is None else partial(parse_scaler, policy),
+            scaler=None if policy is None else partial(parse_scaler, policy, name_of),
             scaling=policy or "",
             startup_s=scaling.startup_s,
             store=given.build(StoreSettings, "store") if _sizes_of_store(given) else None,
             faults=given.build(FaultSettings, "faults").faults,
         )
     except ConfigError as error:
-        raise given.named(error, ()) from error
+        of_tables = [
+            each for section in sections if section.table and not section.is_named for each in section.settings
+        ]
+        raise given.named(error, of_tables) from error
 
 
 def _tables(given: Given, of_all: Given) -> list[tuple[str, Role, str]]:
@@ -480,7 +548,10 @@ def _resolve_pool(given: Given, table: str, of_all: Given, sections: Sequence[Se
             own.add(known[inner], given.value_of(key), _InPool(given.source_of(key), given.setting_of(key)))
     asked = {"fleet": "pools", **dict.fromkeys(["store"] if (sizes := _sizes_of_store(given)) else [], *sizes[:1])}
     asked |= {"pulls": "transfer.pull"} if "transfer.pull" in given and given.value_of("transfer.pull") else {}
-    return resolve_replay(own.over(of_all), sections, asked=asked)
+    try:
+        return resolve_replay(own.over(of_all), sections, asked=asked)
+    except ConfigError as error:
+        raise given.named(error, ()) from error  # it may name a setting of the fleet
 
 
 def _sizes_of_store(given: Given) -> list[str]:
@@ -524,11 +595,15 @@ def _num_layers(config: ReplayConfig) -> int | None:
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Identical workers: as many as `each` has replicas. `name`: left out, its role."""
+    """Identical workers: as many as `each` has replicas. `name`: left out, its role.
+
+    `gpu_price`: the price of a device for an hour, for the costs in the report.
+    """
 
     role: Role
     each: ReplayConfig
     name: str = ""
+    gpu_price: float | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -725,7 +800,15 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         return {
             **self.pools[-1].each.to_builtins(),
             "replicas": self.replicas,
-            "pools": [{"name": pool.name, "role": pool.role, **pool.each.to_builtins()} for pool in self.pools],
+            "pools": [
+                {
+                    "name": pool.name,
+                    "role": pool.role,
+                    **({} if pool.gpu_price is None else {"gpu_price": pool.gpu_price}),
+                    **pool.each.to_builtins(),
+                }
+                for pool in self.pools
+            ],
             "transfer": {
                 "bytes_per_s": self.bytes_per_s,
                 "latency_ms": self.latency_ms,

@@ -20,9 +20,11 @@ from kvarts.fleet.moves import HOLD_NS, RELEASE, SEND, Incoming, Moves, PeerUse,
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import ByReservation, Worker
+from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.report.requests import FAILED
 from kvarts.request import RequestState
 from kvarts.sched.policy import NEVER_NS
+from kvarts.settings import SettingError
 
 __all__ = ["FleetDriver"]
 
@@ -199,7 +201,10 @@ class FleetDriver(Moves):
                 self._end_pull(pull, now_ns)
 
     def next_ns(self) -> int:
-        """Return when something happens next; NEVER_NS if nothing will, unless a request arrives."""
+        """Return when something happens next; NEVER_NS if nothing will, unless a request arrives.
+
+        Raise TooLateError if that is beyond LATEST_NS.
+        """
         next_ns = self._link_ns = self._links.next_ns()
         if self._roused or self._actions:
             self._source_moved = True
@@ -233,6 +238,8 @@ class FleetDriver(Moves):
         if self._leases:
             next_ns = min(next_ns, self._next_lease_ns())
         is_idle = next_ns == NEVER_NS
+        if next_ns > LATEST_NS and self._link_ns != NEVER_NS:
+            raise TooLateError  # only transfers are under way, and none of them ends in time
         if is_idle and not any(front.waiting for front in self._fronts):
             return next_ns
         if self._changes:
@@ -282,6 +289,13 @@ class FleetDriver(Moves):
         for worker in self.workers:
             self._is_busy(worker, now_ns)  # so that the scaler reads state as of now
         decision = self._scaler.on_tick(FleetState(now_ns, tuple(pool.state() for pool in self._pools)))
+        if decision.next_ns is not None and decision.next_ns <= now_ns:
+            what = f"its tick at {now_ns / 1e9:g} s is followed by one at {decision.next_ns / 1e9:g} s"
+            raise SettingError(what, "scaler", hint="Return a later next_ns, or None.")
+        unknown = sorted(decision.targets.keys() - {pool.name for pool in self._pools})
+        if unknown:
+            hint = f"There are: {', '.join(pool.name for pool in self._pools)}."
+            raise SettingError(f"has a target for {unknown[0]}, which is not a pool", "scaler", hint=hint)
         self._tick_ns = decision.next_ns
         for pool in self._pools:
             target = decision.targets.get(pool.name)

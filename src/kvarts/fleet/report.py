@@ -113,9 +113,11 @@ class FleetReport(Report):
             # Pages that are reserved before the prompt is computed are not waited for.
             handed["reserved_ns"] = _no_earlier(handed["reserved_ns"], handed["held_ns"])
             waits = {name: distribution_ms(_between(handed[start], handed[end])) for name, start, end in WAITS}
+        pools = self._pools()
         return {
             "waits": waits,
-            "pools": self._pools(),
+            "pools": pools,
+            **self._cost(pools),
             **({} if self.config.least_remote is None else {"num_local_prefills": int((raw["is_local"] > 0).sum())}),
             "transferred_bytes": int(raw["num_bytes"].sum()),
             **({} if self._store is None else {"store": dict(self._store)}),
@@ -126,6 +128,20 @@ class FleetReport(Report):
                 {"at_ms": at_ns / NS_PER_MS, "replica": worker, "request_id": request}
                 for at_ns, worker, request in self._deadlocks[:10]
             ],
+        }
+
+    def _cost(self, pools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the cost of all pools, in total and per output; empty without prices."""
+        costs = [pool["cost"] for pool in pools if "cost" in pool]
+        if not costs:
+            return {}
+        cost, summary = sum(costs), super().summary
+        num_tokens, goodput = summary["num_output_tokens"], summary["goodput"]
+        num_good = 0.0 if goodput is None else (goodput["requests_per_s"] or 0.0) * summary["duration_ms"] / 1e3
+        return {
+            "cost": cost,
+            "cost_per_million_output_tokens": cost / num_tokens * 1e6 if num_tokens else None,
+            "cost_per_thousand_good": cost / num_good * 1e3 if num_good else None,
         }
 
     def _faults(self, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,6 +168,7 @@ class FleetReport(Report):
             mine = [summary["replicas"][worker.index] for worker in lives.workers]
             busy_ms = sum(worker["busy_ms"] for worker in mine)
             worker_s = lives.worker_ns(end_ns) / 1e9
+            gpu_hours = worker_s * devices_of(pool.each) / 3600
             pools.append(
                 {
                     "name": pool.name,
@@ -163,7 +180,8 @@ class FleetReport(Report):
                     "num_preemptions": sum(worker["num_preemptions"] for worker in mine),
                     "worker_seconds": worker_s,
                     "mean_workers": worker_s / summary["duration_ms"] * 1e3 if summary["duration_ms"] else None,
-                    "gpu_hours": worker_s * devices_of(pool.each) / 3600,
+                    "gpu_hours": gpu_hours,
+                    **({} if pool.gpu_price is None else {"cost": gpu_hours * pool.gpu_price}),
                 }
             )
         return pools

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil
+from contextlib import suppress
+from math import ceil, inf, isfinite
 from typing import ClassVar, Protocol
 
 import msgspec
 
 from kvarts.errors import ConfigError
-from kvarts.limits import brief
+from kvarts.limits import MOST_REPLICAS, brief
 from kvarts.units import parse_duration_s
 
 __all__ = ["Decision", "FleetState", "PoolState", "Scaler", "Scripted", "WorkerState", "parse_scaler"]
@@ -56,7 +57,7 @@ class FleetState(msgspec.Struct, frozen=True):
 class Decision(msgspec.Struct, frozen=True):
     """How many workers each pool is to have, by its name, those that start included; and when the next tick is.
 
-    A pool that is left out stays as it is. None: no further tick.
+    A pool that is left out stays as it is, and none has fewer than one worker. None: no further tick.
     """
 
     targets: Mapping[str, int]
@@ -133,7 +134,9 @@ class Proportional:
         ratio = sum(values) / n / self._target
         if abs(ratio - 1) <= 0.1:
             return pool.num_expected
-        return min(self._most, max(self._least, ceil(n * ratio - 1e-9)))
+        if n * ratio >= self._most:
+            return self._most  # also where the quotient of a tiny target is infinite
+        return max(self._least, ceil(n * ratio - 1e-9))
 
 
 class SpareCapacity:
@@ -184,13 +187,28 @@ class Thresholds:
     A prefill worker's load is its prompt tokens that wait, divided by the `context` length; that of others is the
     tokens that run or wait there, divided by what they hold. A worker is removed only if the largest load, shared by
     the rest, stays below the upper threshold. Nothing changes while workers of any pool start.
+
+    `of_prefill`, `of_others`: the upper and the lower threshold. `are_reached`: a load that is equal to one of them
+    counts as beyond it, as for Dynamo's target `load`.
     """
 
     LIMITS: ClassVar = {"throughput": ((1.0, 0.1), (1.0, 0.6)), "latency": ((0.1, 0.0), (0.4, 0.1))}
-    """Upper and lower thresholds of prefill workers, and of others, by target."""
+    """The thresholds of prefill workers, and of others, by target."""
 
-    def __init__(self, *, target: str, context: float, every_ns: int, least: int, most: int) -> None:
-        self._of_prefill, self._of_others = self.LIMITS[target]
+    def __init__(
+        self,
+        *,
+        of_prefill: tuple[float, float] | None,
+        of_others: tuple[float, float],
+        are_reached: bool,
+        context: float,
+        every_ns: int,
+        least: int,
+        most: int,
+    ) -> None:
+        self._of_prefill = of_prefill
+        self._of_others = of_others
+        self._are_reached = are_reached
         self._context = context
         self._every_ns = every_ns
         self._least = least
@@ -209,20 +227,28 @@ class Thresholds:
                 targets[pool.name] = min(self._most, max(self._least, wanted))
         return Decision(targets, state.now_ns + self._every_ns)
 
+    def limits_of(self, role: str) -> tuple[float, float]:
+        """Return the upper and the lower threshold of workers with `role`. Raise ConfigError if they were not given."""
+        limits = self._of_prefill if role == "prefill" else self._of_others
+        if limits is None:
+            hint = "Write dynamo,target=load,prefill-up=8192,prefill-down=1024,decode-up=80,decode-down=40."
+            raise ConfigError("needs prefill-up and prefill-down for prefill workers", field="scaler", hint=hint)
+        return limits
+
     def _change(self, pool: PoolState) -> int:
         is_prefill, n = pool.role == "prefill", len(pool.active)
-        upper, lower = self._of_prefill if is_prefill else self._of_others
+        upper, lower = self.limits_of(pool.role)
         loads = [
             each.queued_tokens / self._context
             if is_prefill
             else (each.scheduled_tokens + each.queued_tokens) / each.capacity_tokens
             for each in pool.active
         ]
-        if any(load >= upper if is_prefill else load > upper for load in loads):
+        counts_equal = self._are_reached
+        if any(load >= upper if is_prefill or counts_equal else load > upper for load in loads):
             return 1
-        if n > 1 and all(load < lower or not load for load in loads) and max(loads) * n / (n - 1) < upper:
-            return -1
-        return 0
+        has_little = all(load <= lower if counts_equal else load < lower or not load for load in loads)
+        return -1 if n > 1 and has_little and max(loads) * n / (n - 1) < upper else 0
 
 
 class TokenDemand:
@@ -259,25 +285,28 @@ class TokenDemand:
         return pool.num_expected if pool.num_starting else min(pool.num_expected, num_enough)
 
 
-def parse_scaler(text: str) -> Scaler:
+def parse_scaler(text: str, pools: Mapping[str, str] | None = None) -> Scaler:
     """Parse a scaler: `script,30s=3:1,90s=1:3`, `queue,target=4`, `kv,target=70`, `dynamo,context=32768`, or `llm-d`.
 
     A script gives the numbers of prefill and decode workers from each time on, or one number for workers that do both.
+    `pools`: the name of the only pool with a role, by role, where that is not the role itself.
     The others also accept `every`, `least` and `most`. Raise ConfigError for anything else.
     """
     name, *parts = (part.strip() for part in text.split(","))
     given: dict[str, str] = {}
     for part in parts:
-        key, equals, value = part.partition("=")
+        key, equals, value = (each.strip() for each in part.partition("="))
         if not equals:
             raise ConfigError(f"{brief(part)} is not NAME=VALUE", field="scaler")
-        given[key.strip()] = value.strip()
+        if key in given:
+            raise ConfigError(f"has {brief(key)} twice", field="scaler")
+        given[key] = value
     if name == "script":
-        return Scripted(_script(given))
+        return Scripted(_script(given, pools or {}))
     known: dict[str, dict[str, str]] = {
         "queue": {"target": "4", "stable": "240s"},
         "kv": {"target": "70", "stable": "240s"},
-        "dynamo": {"every": "5s", "target": "throughput", "context": ""},
+        "dynamo": {"every": "5s", "target": "throughput", "context": "", **dict.fromkeys(LOADS, "")},
         "llm-d": {"every": "60s"},
         "llm-d-v2": {"every": "60s"},
     }
@@ -292,15 +321,14 @@ def parse_scaler(text: str) -> Scaler:
     every_ns = _ns(values["every"], "every")
     if not every_ns:
         raise ConfigError("every must be above 0", field="scaler")
-    least, most = _number(values["least"], "least"), _number(values["most"], "most")
-    if not 1 <= least <= most:
-        raise ConfigError(f"least is {least:g} and most is {most:g}", field="scaler", hint="Give 1 <= least <= most.")
-    bounds = int(least), int(most)
+    bounds = least, most = _count(values["least"], "least"), _count(values["most"], "most")
+    if least > most:
+        raise ConfigError(f"least is {least} and most is {most}", field="scaler", hint="Give least <= most.")
     if name == "dynamo":
         return _thresholds(values, every_ns, *bounds)
     if name.startswith("llm-d"):
         make = SpareCapacity if name == "llm-d" else TokenDemand
-        return make(every_ns=every_ns, least=bounds[0], most=bounds[1])
+        return make(every_ns=every_ns, least=least, most=most)
     target = _number(values["target"], "target")
     if target <= 0:
         raise ConfigError("target must be above 0", field="scaler")
@@ -308,36 +336,83 @@ def parse_scaler(text: str) -> Scaler:
         of_kv=name == "kv",
         target=target,
         every_ns=every_ns,
-        least=bounds[0],
-        most=bounds[1],
+        least=least,
+        most=most,
         stable_ns=_ns(values["stable"], "stable"),
     )
 
 
+LOADS = ("prefill-up", "prefill-down", "decode-up", "decode-down")
+"""Thresholds of Dynamo's target `load`: queued prompt tokens of a prefill worker, percent of the KV of others."""
+
+
 def _thresholds(values: Mapping[str, str], every_ns: int, least: int, most: int) -> Thresholds:
+    target = values["target"]
+    if target == "load":
+        if values["context"]:
+            raise ConfigError("context has no effect with target=load", field="scaler", hint="Leave it out.")
+        of_prefill = _pair(values, "prefill") if values["prefill-up"] or values["prefill-down"] else None
+        upper, lower = _pair(values, "decode", most=100)
+        return Thresholds(
+            of_prefill=of_prefill,
+            of_others=(upper / 100, lower / 100),
+            are_reached=True,
+            context=1.0,
+            every_ns=every_ns,
+            least=least,
+            most=most,
+        )
+    if target not in Thresholds.LIMITS:
+        raise ConfigError(f"target: {brief(target)} is not throughput, latency or load", field="scaler")
+    for key in LOADS:
+        if values[key]:
+            raise ConfigError(f"{key} has no effect with target={target}", field="scaler", hint="Add target=load.")
     if not values["context"]:
         hint = "Write dynamo,context=32768 with the context length of the model."
         raise ConfigError("dynamo needs a context", field="scaler", hint=hint)
     context = _number(values["context"], "context")
     if not context >= 1:
         raise ConfigError("context must be 1 or more", field="scaler")
-    if values["target"] not in Thresholds.LIMITS:
-        raise ConfigError(f"target: {brief(values['target'])} is not throughput or latency", field="scaler")
-    return Thresholds(target=values["target"], context=context, every_ns=every_ns, least=least, most=most)
+    of_prefill, of_others = Thresholds.LIMITS[target]
+    return Thresholds(
+        of_prefill=of_prefill,
+        of_others=of_others,
+        are_reached=False,
+        context=context,
+        every_ns=every_ns,
+        least=least,
+        most=most,
+    )
 
 
-def _script(given: Mapping[str, str]) -> list[tuple[int, dict[str, int]]]:
-    steps = []
+def _pair(values: Mapping[str, str], role: str, *, most: float = inf) -> tuple[float, float]:
+    """Return the upper and the lower threshold that were given for `role`."""
+    keys = f"{role}-up", f"{role}-down"
+    for key in keys:
+        if not values[key]:
+            hint = "Write dynamo,target=load,prefill-up=8192,prefill-down=1024,decode-up=80,decode-down=40."
+            raise ConfigError(f"target=load needs {key}", field="scaler", hint=hint)
+    upper, lower = (_number(values[key], key) for key in keys)
+    if not 0 <= lower < upper <= most:
+        what = f"{keys[0]} is {upper:g} and {keys[1]} is {lower:g}"
+        raise ConfigError(what, field="scaler", hint=f"Give 0 <= {keys[1]} < {keys[0]} <= {most:g}.")
+    return upper, lower
+
+
+def _script(given: Mapping[str, str], pools: Mapping[str, str]) -> list[tuple[int, dict[str, int]]]:
+    steps: dict[int, dict[str, int]] = {}
     for when, numbers in given.items():
         roles = ("prefill", "decode") if ":" in numbers else ("mixed",)
         parts = numbers.split(":")
         if len(parts) != len(roles):
             raise ConfigError(f"{brief(numbers)} is not P:D", field="scaler", hint="Write script,30s=3:1,90s=1:3.")
-        targets = {role: int(_number(part, when)) for role, part in zip(roles, parts, strict=True)}
-        if min(targets.values()) < 1:
-            raise ConfigError(f"{when} leaves a pool without a worker", field="scaler", hint="Give 1 or more of each.")
-        steps.append((_ns(when, when), targets))
-    return sorted(steps, key=lambda step: step[0])
+        at_ns = _ns(when, when)
+        if at_ns in steps:
+            raise ConfigError(f"has two steps at {at_ns / 1e9:g} s", field="scaler")
+        steps[at_ns] = {pools.get(role, role): _count(part, when) for role, part in zip(roles, parts, strict=True)}
+    if not steps:
+        raise ConfigError("script has no step", field="scaler", hint="Write script,30s=3:1,90s=1:3.")
+    return sorted(steps.items())
 
 
 def _ns(text: str, what: str) -> int:
@@ -347,8 +422,17 @@ def _ns(text: str, what: str) -> int:
         raise ConfigError(f"{what}: {error.what}", field="scaler", hint=error.hint) from error
 
 
+def _count(text: str, what: str) -> int:
+    """Return a number of workers of a pool: 1 or more, since none of its requests could end without one."""
+    number = _number(text, what)
+    if not 1 <= number <= MOST_REPLICAS or number % 1:
+        hint = f"Give a whole number from 1 to {MOST_REPLICAS:,}."
+        raise ConfigError(f"{what}: {brief(text)} is not a number of workers", field="scaler", hint=hint)
+    return int(number)
+
+
 def _number(text: str, what: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{what}: {brief(text)} is no number", field="scaler") from None
+    with suppress(ValueError):
+        if isfinite(number := float(text)):
+            return number
+    raise ConfigError(f"{what}: {brief(text)} is not a number", field="scaler")

@@ -46,14 +46,16 @@ class EngineDeadError(KvartsError):
 
 class RequestFailedError(KvartsError):
     """An error ended one request; the engine and all other requests continue. `asked`: the field of the request that
-    asked for what could not be done; None if the request is not at fault.
+    asked for what could not be done; None if the request is not at fault. `is_outage`: whether no worker is up
+    that could answer it.
     """
 
     exit_code = 1
 
-    def __init__(self, what: str, *, asked: str | None = None) -> None:
+    def __init__(self, what: str, *, asked: str | None = None, is_outage: bool = False) -> None:
         super().__init__(what)
         self.asked = asked
+        self.is_outage = is_outage
 
 
 class Listener(Protocol):

@@ -40,7 +40,7 @@ class Completion(msgspec.Struct, frozen=True):
     """The outcome of a prompt. `tokens`: the generated ones, including the one that ended it. `finish_reason`: `stop`,
     `length`, `cancelled` or `error`; `error` then describes the error. `stop_reason`: the requested stop text or token
     that ended it; None for the model's own end. `cached_tokens`: prompt tokens found in the cache. `error_field`: the
-    field of the request that is at fault, if one is.
+    field of the request that is at fault, if one is. `is_outage`: whether no worker was up that could answer.
 
     Log-probabilities are present if requested: `logprobs` of each token, `top_logprobs` of the likeliest tokens in its
     place, and `prompt_logprobs` of the prompt.
@@ -58,6 +58,7 @@ class Completion(msgspec.Struct, frozen=True):
     error: str | None = None
     stop_reason: int | str | None = None
     error_field: str | None = None
+    is_outage: bool = False
 
 
 class _Beginning:
@@ -108,6 +109,7 @@ class Generation:
         self.stop_reason: int | str | None = None
         self.error: Exception | None = None
         """The error in producing text that ended the request."""
+        self.is_outage = False
         self.tokens: list[int] = []
         self.text = ""
         self._beginnings = () if params.include_stop_str_in_output else tuple(map(_Beginning, params.stop))
@@ -143,9 +145,10 @@ class Generation:
                 self.fail(error)
         return self.finish_reason is not None
 
-    def fail(self, error: Exception) -> None:
-        """End the request with an error."""
+    def fail(self, error: Exception, *, is_outage: bool = False) -> None:
+        """End the request with an error. `is_outage`: see Completion."""
         self.error = error
+        self.is_outage = is_outage
         self.finish_reason = "error"
 
     def clear(self) -> None:
@@ -165,6 +168,8 @@ class Generation:
         error, field = None if self.error is None else f"{type(self.error).__name__}: {self.error}", None
         if isinstance(self.error, KvartsError) and self.error.field is not None:
             error, field = str(self.error), self.error.field
+        elif self.is_outage:
+            error = str(self.error)
         return Completion(
             self.request.index,
             self.text,
@@ -178,6 +183,7 @@ class Generation:
             error,
             self.stop_reason if self.finish_reason == "stop" else None,
             field,
+            self.is_outage,
         )
 
     @property

@@ -248,7 +248,8 @@ class Choice:
             self._meter.prefilled(self.request)
         self._meter.ended(self, completion, monotonic())
         if completion.error is not None:
-            self._answer.put(RequestFailedError(completion.error, asked=completion.error_field))
+            asked, is_outage = completion.error_field, completion.is_outage
+            self._answer.put(RequestFailedError(completion.error, asked=asked, is_outage=is_outage))
             return
         logprobs: list[TokenLogprob] = []
         if self._has_logprobs and completion.logprobs is not None:

@@ -105,7 +105,7 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, EngineDeadError):
         return ApiError(500, "the engine has stopped after an error")
     if isinstance(error, RequestFailedError) and error.asked is None:
-        return ApiError(500, str(error))
+        return ApiError(503 if error.is_outage else 500, str(error))
     if isinstance(error, KvartsError):
         field = (error.asked if isinstance(error, RequestFailedError) else error.field) or ""
         return ApiError(400, str(error).removeprefix("sampling."), param=field.removeprefix("sampling.") or None)

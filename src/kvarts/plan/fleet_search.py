@@ -44,7 +44,7 @@ TENSOR_PARALLELS = (1, 2, 4, 8)
 ROUTERS = ("prefix", "least-loaded")
 """Routers that are tried by default."""
 APART = ("prefill", "decode")
-OF_FLEET = (*APART, "transfer", "scaling", "faults", "store", "pool")
+OF_FLEET = (*APART, "transfer", "scaling", "faults", "price", "store", "pool")
 """Tables of settings that only fleets have."""
 
 Changes = dict[str, Any]

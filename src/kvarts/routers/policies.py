@@ -595,6 +595,8 @@ def policy_of(router: str | Callable[[], Any]) -> Any:
         if not equals or key not in known:
             hint = f"Known: {', '.join(known)}." if known else f"{name} has no options."
             raise SettingError(f"{name} has no option {part!r}", "router", hint=hint)
+        if key in values:
+            raise SettingError(f"{name} has {key} twice", "router")
         values[key] = value
     try:
         made: Any = msgspec.convert(values, struct, strict=False)

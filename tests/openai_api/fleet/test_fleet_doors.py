@@ -153,6 +153,25 @@ def test_a_worker_that_is_down_refuses_and_says_until_when() -> None:
         fleet.assert_at_rest()
 
 
+def test_a_worker_that_goes_down_says_so_to_those_it_was_answering(caplog: pytest.LogCaptureFixture) -> None:
+    pools = small_pool("prefill", 1), small_pool("decode", 2, step_ms=10.0)
+    faults = (Fault("down", 2, 300_000_000),)
+    with RunningFleet(FleetConfig(pools=pools, faults=faults)) as fleet:
+        reply = call(fleet.urls[2], "/v1/completions", {"prompt": PROMPT, "max_tokens": 150})
+        assert (reply.status, reply.json["error"]["message"]) == (503, "worker 2 is down")
+        complete(fleet.url)
+        fleet.assert_at_rest()
+    assert "unexpected" not in caplog.text
+
+
+def test_a_prompt_that_no_worker_of_a_role_holds_is_refused() -> None:
+    pools = small_pool("prefill", 1, step_ms=1.0), small_pool("decode", 1, step_ms=1.0, num_pages=3)
+    with RunningFleet(FleetConfig(pools=pools)) as fleet:
+        reply = call(fleet.url, "/v1/completions", {"prompt": PROMPT, "max_tokens": 5})
+        assert reply.status == 400, reply.payload
+        fleet.assert_at_rest()
+
+
 def test_a_client_that_goes_leaves_nothing_at_either_worker() -> None:
     with RunningFleet(fleet_of(bytes_per_s=2e4)) as fleet:  # a second for each transfer
         for seconds in (0.05, 0.4):

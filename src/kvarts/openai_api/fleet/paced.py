@@ -136,10 +136,10 @@ class Foreseen:
             generation.take(tokens[number], is_end=is_last and answer.is_stopped)
 
     def fail(self, request_index: int, error: Exception) -> None:
-        """End a request with an error."""
+        """End a request with an error: no worker is up that could answer it."""
         answer = self._answers.get(request_index)
         if answer is not None and answer.generation is not None:
-            answer.generation.fail(error)
+            answer.generation.fail(error, is_outage=True)
 
 
 def _varied(before: int, drawn: int) -> int:
