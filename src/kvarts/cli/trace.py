@@ -160,7 +160,7 @@ def scale_command(
 @click.argument("trace", type=INPUT)
 @_writing
 def anonymize_command(trace: Path, output: Path | None, **reading: Any) -> None:
-    """Renumber ids, sessions and tenants of a TRACE, so that only lengths, times and shared prefixes remain."""
+    """Renumber ids, sessions, tenants and models of a TRACE, so that only lengths, times and shared prefixes remain."""
     from kvarts.traffic.editing import anonymized
 
     _write(anonymized(_load(trace, reading)), output)

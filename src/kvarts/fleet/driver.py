@@ -17,13 +17,14 @@ from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
 from kvarts.fleet.links import Links
 from kvarts.fleet.moves import HOLD_NS, RELEASE, SEND, Incoming, Moves, PeerUse, StoreUse
-from kvarts.fleet.pool import Front, Pool
+from kvarts.fleet.pool import Lane, Pool
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import Worker
-from kvarts.report.requests import FAILED
+from kvarts.report.requests import FAILED, REJECTED
 from kvarts.request import RequestState
 from kvarts.sched.policy import NEVER_NS
+from kvarts.traffic.trace_request import TraceRequest
 
 __all__ = ["FleetDriver"]
 
@@ -45,11 +46,9 @@ class FleetDriver(Moves):
     def __init__(
         self,
         arrivals: Incoming,
-        first: Front,
-        second: Front,
+        lanes: Sequence[Lane],
         links: Links,
         *,
-        token_bytes: int,
         only_missing: bool,
         least_remote: int | None = None,
         hold_ns: int = HOLD_NS,
@@ -64,10 +63,8 @@ class FleetDriver(Moves):
     ) -> None:
         super().__init__(
             arrivals,
-            first,
-            second,
+            lanes,
             links,
-            token_bytes=token_bytes,
             only_missing=only_missing,
             least_remote=least_remote,
             hold_ns=hold_ns,
@@ -102,9 +99,11 @@ class FleetDriver(Moves):
         self._caught_up: list[Worker] = []
         """Workers that have become idle while others start their steps."""
         if store is not None:
-            store.store.before_removal = self._catch_up
+            for each in store.stores:
+                each.before_removal = self._catch_up
         if peers is not None:
-            peers.memory.before_change = self._count_leap
+            for memory in peers.memories:
+                memory.before_change = self._count_leap
 
     def run(self) -> None:
         """Run until every request has ended."""
@@ -157,7 +156,7 @@ class FleetDriver(Moves):
                 self._roused.discard(worker.index)
                 self.workers[worker.index] = pool.release(worker)
                 if self._store is not None:
-                    self._store.store.leave(worker.index)
+                    self._store.leave(worker.index)
                 released.append(worker.index)
         return released
 
@@ -271,7 +270,7 @@ class FleetDriver(Moves):
             pool.remove_drained(now_ns)
             if self._peers is not None:
                 for worker in pool.gone:
-                    if self._peers.memory.leave(worker.index):
+                    if self._peers.leave(worker.index):
                         self._lose_pulls(worker, now_ns)
 
     def _scale(self, now_ns: int) -> None:
@@ -450,15 +449,33 @@ class FleetDriver(Moves):
 
     def _arrive(self, now_ns: int) -> None:
         request, row = self._arrivals.pop(now_ns)
-        if self._is_mocker and self._splits:
+        place = self._lane_for(row)
+        handoff = Handoff(request, row, place)
+        if self._is_mocker and self._lanes[handoff.lane].splits:
             request.priority = 0
-        handoff = Handoff(request, row)
         if self.under_way is not None:
             self.under_way[request.index] = handoff
+        if place < 0:
+            self._refuse(handoff, -1, f"no worker has the model {row.model!r}", REJECTED)
+            return
         self._actions.append((SEND, handoff))
         deadline_ns = self._arrivals.gives_up_ns(request, row)
         if deadline_ns is not None:
             heappush(self._deadlines, (max(deadline_ns, now_ns), request.index, handoff))
+
+    def _lane_for(self, row: TraceRequest) -> int:
+        """Return the place of the routers of a request; -1 if no worker has its model.
+
+        A request that was sent to a worker is for the model of that worker.
+        """
+        if len(self._lanes) == 1:
+            return 0
+        if row.direct is not None and row.direct.worker < len(self.workers):
+            worker = self.workers[row.direct.worker]
+            return next(
+                place for place, lane in enumerate(self._lanes) if any(each.has(worker) for each in lane.fronts)
+            )
+        return self._lane_of.get(row.model, -1)
 
     def give_up(self, handoff: Handoff, now_ns: int) -> None:
         """Let the client of a request give it up at `now_ns`, which has not passed."""

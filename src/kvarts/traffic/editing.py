@@ -137,13 +137,14 @@ def spread(trace: Trace, duration_ns: int) -> Trace:
 
 
 def anonymized(trace: Trace) -> Trace:
-    """Return the trace with ids, sessions and tenants numbered by first appearance, and without request names.
+    """Return the trace with ids, sessions, tenants and models numbered by first appearance, and without request names.
 
     Times begin at 0. Lengths and equality of contents are preserved, so replays and plans give the same results.
     """
     numbers = _Numbers()
     sessions: dict[str, str] = {}
     tenants: dict[str, str] = {}
+    models: dict[str, str] = {}
 
     requests = [
         msgspec.structs.replace(
@@ -153,6 +154,7 @@ def anonymized(trace: Trace) -> Trace:
             output_units=None if request.output_units is None else numbers.of(0, request.output_units),
             session_id=_name(sessions, request.session_id, "session"),
             tenant=_name(tenants, request.tenant, "tenant"),
+            model=_name(models, request.model, "model"),
             request_id=None,
         )
         for request in known(trace)
@@ -279,6 +281,8 @@ def mooncake_lines(trace: Trace) -> Iterator[bytes]:
             row["request_id"] = request.request_id
         if request.tenant is not None:
             row["tenant"] = request.tenant
+        if request.model is not None:
+            row["model"] = request.model
         if request.cancel_after_ns is not None:
             row["cancel_after_ms"] = _ms(request.cancel_after_ns)
         if request.hints is not None:
