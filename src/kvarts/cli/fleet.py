@@ -51,18 +51,20 @@ def render_fleet(summary: dict[str, Any]) -> str:
             cells = "".join(f"{as_duration(values[column]):>12}" for column in ("mean", "p50", "p90", "p99", "max"))
             lines.append(f"{words:<14}{cells}")
         lines.append("")
-    for model in fleet.get("models", ()):
+    models = fleet.get("models", ())
+    width = max(14, *(len(name) + 2 for name in (*map(_pool, fleet["pools"]), *(model["name"] for model in models))))
+    for model in models:
         ttft, tpot = model["ttft_ms"], model["tpot_ms"]
         lines.append(
-            f"{model['name'] + ' ':<14}{model['num_completed']:,} of {model['num_requests']:,} requests completed, "
+            f"{model['name']:<{width}}{model['num_completed']:,} of {model['num_requests']:,} requests completed, "
             f"{as_percent(model['prefix_hit_ratio'])} hits"
         )
         lines.append(
-            f"{'':<14}TTFT p50 {as_duration(ttft['p50'])}, p99 {as_duration(ttft['p99'])}; "
+            f"{'':<{width}}TTFT p50 {as_duration(ttft['p50'])}, p99 {as_duration(ttft['p99'])}; "
             f"TPOT p50 {as_duration(tpot['p50'])}, p99 {as_duration(tpot['p99'])}"
         )
     lines += [
-        f"{_pool(pool) + ' ':<14}{_workers(pool)}, {as_percent(pool['busy_pct'])} busy, "
+        f"{_pool(pool):<{width}}{_workers(pool)}, {as_percent(pool['busy_pct'])} busy, "
         f"pages: peak {as_percent(pool['peak_used_pct'])}, {pool['gpu_hours']:.3g} GPU hours"
         for pool in fleet["pools"]
     ]
@@ -71,7 +73,7 @@ def render_fleet(summary: dict[str, Any]) -> str:
         local = f", {num_local:,} prompts computed where they are continued" if num_local else ""
         lines.append(f"{'links':<14}{as_bytes(fleet['transferred_bytes'])} sent{local}")
     if "store" in fleet:
-        stores = fleet["store"] if isinstance(fleet["store"], list) else [fleet["store"]]
+        stores = fleet["store"] if "models" in fleet else [fleet["store"]]
         lines += [f"{'store':<14}{_store(store)}" for store in stores]
     if "faults" in fleet:
         faults = fleet["faults"]

@@ -540,6 +540,12 @@ def _num_layers(config: ReplayConfig) -> int | None:
     return load_geometry(config.placement.model).num_layers
 
 
+def _have_unlike_routers(pools: Sequence[PoolConfig]) -> bool:
+    """Return whether pools that would be behind one router name different ones."""
+    routers = {(pool.role == "decode", repr(pool.each.router), repr(pool.each.routing)) for pool in pools}
+    return len(routers) > len({is_second for is_second, _, _ in routers})
+
+
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Identical workers: as many as `each` has replicas. `name`: left out, its role.
 
@@ -657,10 +663,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if len({pool.name for pool in self.pools}) < len(self.pools):
             raise SettingError("two pools have the same name", "pool")
-        for is_second in (False, True):
-            behind = [pool.each for pool in self.pools if (pool.role == "decode") is is_second]
-            if len({(repr(each.router), repr(each.routing)) for each in behind}) > 1:
-                raise SettingError("pools behind one router name different routers", "pool")
+        if any(_have_unlike_routers(of_model.pools) for of_model in self.of_models):
+            raise SettingError("pools behind one router name different routers", "pool")
         for of_model in self.of_models:
             apart = {pool.role: None for pool in of_model.pools if pool.role != "mixed"}
             models = {pool.each.to_builtins().get("model") for pool in of_model.pools if pool.role != "mixed"}
@@ -744,12 +748,13 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def asks_for_models(self) -> bool:
-        """Whether every request must name its model, because KV goes between workers, and not all have the same."""
+        """Whether every request must name its model: its router is known by that, or the workers that it is KV for."""
         if len(self.of_models) == 1:
             return False
         shares = self.pulls or self.store is not None
         are_alike = len({(_stored_token_bytes(pool.each), _parts_of(pool.each)) for pool in self.pools}) == 1
-        return any(pool.role != "mixed" for pool in self.pools) or (shares and not are_alike)
+        is_apart = any(pool.role != "mixed" for pool in self.pools)
+        return is_apart or _have_unlike_routers(self.pools) or (shares and not are_alike)
 
     def behind_routers(self, *, by_model: bool) -> list[ModelPools]:
         """Return the pools behind each pair of routers: one for all requests, or one for each model."""
