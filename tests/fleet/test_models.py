@@ -125,7 +125,7 @@ def tokens_of(row: Row, case: FleetCase) -> bytes:
 
 
 @st.composite
-def models(draw: st.DrawFn, **settings: Any) -> ModelsCase:
+def models(draw: st.DrawFn, /, **settings: Any) -> ModelsCase:
     """Two or three random fleets over the same links, in pages of one size."""
     found = draw(st.lists(fleets(max_requests=14, **settings), min_size=2, max_size=3))
     first = found[0]
@@ -156,7 +156,7 @@ def settings_of_all(draw: st.DrawFn) -> dict[str, Any]:
     router = draw(st.sampled_from(["round-robin", "least-loaded", "power-of-two", "prefix", "dynamo-kv", "llm-d"]))
     staleness = draw(st.sampled_from([None, None, "20ms"]))
     threshold = draw(st.sampled_from([None, None, 0.1, 1.0]))
-    routing = {} if threshold is None else {"queue_threshold": threshold}
+    routing: dict[str, Any] = {} if threshold is None else {"queue_threshold": threshold}
     if staleness is not None and router in ("prefix", "llm-d"):
         routing["staleness"] = staleness
     return {"router": router, "routing": Routing(**routing), "async_scheduling": draw(st.booleans())}

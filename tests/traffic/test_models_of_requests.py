@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from kvarts.errors import InputError
 from kvarts.traffic.editing import anonymized, merged, mooncake_lines, repeated, scaled, sliced, trace_lines
 from kvarts.traffic.formats import load_trace
-from kvarts.traffic.logs import recorded_trace
+from kvarts.traffic.logs import RecordedRow, recorded_trace
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.workload import FixedLength, Workload
 
@@ -64,10 +66,8 @@ def test_lines_of_a_trace_with_waits_have_models(tmp_path: Path) -> None:
 
 
 def test_recorded_rows_have_models() -> None:
-    from kvarts.traffic.logs import RecordedRow
-
-    row = {"arrival_ns": 0, "prompt": [1], "num_output_tokens": 1, "output": [2]}
-    rows = [RecordedRow(**row, model="llama"), RecordedRow(**row)]
+    row = RecordedRow(arrival_ns=0, prompt=[1], num_output_tokens=1, output=[2])
+    rows = [structs.replace(row, model="llama"), row]
     assert models(recorded_trace(rows)) == ["llama", None]
 
 
@@ -80,3 +80,10 @@ def test_the_sessions_of_a_workload_ask_for_its_models_in_rotation() -> None:
     by_session = {request.session_id: request.model for request in trace}
     assert by_session == {"0": "a", "1": "a", "2": "b", "3": "b", "4": "a", "5": "a"}
     assert all(by_session[request.session_id] == request.model for request in trace)
+
+
+def test_the_requests_of_a_merged_trace_ask_for_its_model(tmp_path: Path, run_command: Callable[..., int]) -> None:
+    trace, out = written(tmp_path / "trace.jsonl", ROWS), tmp_path / "two.jsonl"
+    assert run_command("trace", "merge", trace, trace, "--models", "chat, code", "-o", out) == 0
+    assert models(load_trace(out)) == ["chat", "code"] * 2 + ["chat", "chat", "code", "code"]
+    assert run_command("trace", "merge", trace, trace, "--models", "chat", "-o", out) == 2

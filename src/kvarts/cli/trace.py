@@ -126,12 +126,14 @@ def slice_command(
 @trace_command.command("merge", cls=Command)
 @click.argument("traces", type=INPUT, nargs=-1, required=True)
 @click.option("--same-ids", is_flag=True, help="Equal hash ids of two traces stand for equal tokens.")
+@click.option("--models", metavar="NAME,..", default="", help="The model that the requests of each trace ask for.")
 @_writing
-def merge_command(traces: tuple[Path, ...], output: Path | None, same_ids: bool, **reading: Any) -> None:
+def merge_command(traces: tuple[Path, ...], output: Path | None, same_ids: bool, models: str, **reading: Any) -> None:
     """Write all requests of several TRACES, each at its time; they share nothing unless --same-ids is given."""
     from kvarts.traffic.editing import merged
 
-    _write(merged([_load(trace, reading) for trace in traces], same_ids=same_ids), output)
+    names = [name.strip() for name in models.split(",")] if models else []
+    _write(merged([_load(trace, reading) for trace in traces], same_ids=same_ids, models=names), output)
 
 
 @trace_command.command("scale", cls=Command)

@@ -391,8 +391,8 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
     pools = []
     for name, role, table in _tables(given, of_all):
         served = given.build(PoolSettings, table).served_model_name if table not in ("", *ROLES) else None
-        each = _resolve_pool(given, table, of_all, sections)
-        pools.append(PoolConfig(name=name, role=role, each=each, served_model_name=served))
+        config = _resolve_pool(given, table, of_all, sections)
+        pools.append(PoolConfig(name=name, role=role, each=config, served_model_name=served))
     transfer = given.build(TransferSettings, "transfer")
     if given.in_table("transfer") and not transfer.pull and all(pool.role == "mixed" for pool in pools):
         raise given.error(given.in_table("transfer")[0], "has no effect: mixed workers send nothing")
@@ -565,7 +565,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_name(self) -> str:
-        """The name by which requests ask for its model; "" if it has none."""
+        """The name by which requests ask for its model; "" without a name."""
         if self.served_model_name is not None:
             return self.served_model_name
         return "" if self.each.placement is None else self.each.placement.model
@@ -607,7 +607,7 @@ class ModelPools(msgspec.Struct, frozen=True):
         return num_blocks
 
     def check_shares(self, field: str, verb: str) -> None:
-        """Raise SettingError if its workers cannot share KV. `verb`: what the setting `field` does, for the error."""
+        """Raise SettingError if its workers cannot share KV. `verb`: the action of `field`, for the error."""
         if len({_stored_token_bytes(pool.each) for pool in self.pools}) > 1:
             raise SettingError(f"{verb} pools with different models", field, hint="KV is of one model.")
         if len({_parts_of(pool.each) for pool in self.pools}) > 1:

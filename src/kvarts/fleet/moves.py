@@ -129,7 +129,7 @@ class StoreUse:
             store.leave(worker)
 
     def take_waited_for(self) -> list[tuple[int, int]]:
-        """Return what `take_waited_for` of each store returns."""
+        """Return the writes of all stores that have ended, as `SharedPages.take_waited_for` does."""
         return [each for store in self.stores for each in store.take_waited_for()]
 
 

@@ -45,11 +45,15 @@ def sliced(
     return _like(trace, found)
 
 
-def merged(traces: Sequence[Trace], *, same_ids: bool = False) -> Trace:
+def merged(traces: Sequence[Trace], *, same_ids: bool = False, models: Sequence[str] = ()) -> Trace:
     """Return all requests of `traces` at their own times. `same_ids`: equal ids in different traces mean equal tokens.
 
-    Raise ConfigError for traces whose ids stand for different numbers of tokens.
+    `models`: the names that the requests of each trace ask for from now on. Raise ConfigError for traces whose ids
+    stand for different numbers of tokens, and for another number of models.
     """
+    if models and len(models) != len(traces):
+        what = f"{len(models)} models, and {len(traces)} traces"
+        raise ConfigError(what, field="models", hint="Give the name of a model for each trace.")
     first = traces[0]
     requests: list[TraceRequest] = []
     numbers = _Numbers()
@@ -65,6 +69,8 @@ def merged(traces: Sequence[Trace], *, same_ids: bool = False) -> Trace:
         of_trace = known(trace)
         if not same_ids:
             of_trace = [_apart(request, number, numbers) for request in of_trace]
+        if models:
+            of_trace = [msgspec.structs.replace(request, model=models[number]) for request in of_trace]
         requests += [_moved(request, first_row) for request in of_trace]
         first_row += 1 + max(request.row for request in of_trace)
     return _like(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvarts.events import Arrived, CacheCleared, PagesRemoved
-from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
+from kvarts.fleet.config import FleetConfig, PoolConfig, Role, StoreSettings
 from kvarts.fleet.faults import Fault, Kind
 from kvarts.fleet.replay import replay_fleet
 from kvarts.fleet.scaling import parse_scaler
@@ -245,12 +245,10 @@ def test_thousands_of_requests_replay_to_the_same_events() -> None:
 
 def models_fleet(router: str, **settings: Any) -> FleetConfig:
     """A model of two workers that do both, one of two that compute prompts and two that generate."""
-    each = {"num_pages": 40, "router": router, "audit": HAS_AUDIT}
+    each: dict[str, Any] = {"num_pages": 40, "router": router, "audit": HAS_AUDIT}
     chat = replace(small_pool("mixed", 2, **each), name="chat", served_model_name="chat")
-    apart = [
-        replace(small_pool(role, 2, **each), name=f"code-{role}", served_model_name="code")
-        for role in ("prefill", "decode")
-    ]
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    apart = [replace(small_pool(role, 2, **each), name=f"code-{role}", served_model_name="code") for role in roles]
     return FleetConfig(pools=(chat, *apart), token_bytes=10, **settings)
 
 
