@@ -17,7 +17,7 @@ from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
 from kvarts.fleet.links import Links
 from kvarts.fleet.moves import HOLD_NS, RELEASE, SEND, Incoming, Moves, PeerUse, StoreUse
-from kvarts.fleet.pool import Lane, Pool
+from kvarts.fleet.pool import ModelRouters, Pool
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import Worker
@@ -46,7 +46,7 @@ class FleetDriver(Moves):
     def __init__(
         self,
         arrivals: Incoming,
-        lanes: Sequence[Lane],
+        of_models: Sequence[ModelRouters],
         links: Links,
         *,
         only_missing: bool,
@@ -63,7 +63,7 @@ class FleetDriver(Moves):
     ) -> None:
         super().__init__(
             arrivals,
-            lanes,
+            of_models,
             links,
             only_missing=only_missing,
             least_remote=least_remote,
@@ -449,9 +449,9 @@ class FleetDriver(Moves):
 
     def _arrive(self, now_ns: int) -> None:
         request, row = self._arrivals.pop(now_ns)
-        place = self._lane_for(row)
+        place = self._model_for(row)
         handoff = Handoff(request, row, place)
-        if self._is_mocker and self._lanes[handoff.lane].splits:
+        if self._is_mocker and self._of_models[handoff.model].splits:
             request.priority = 0
         if self.under_way is not None:
             self.under_way[request.index] = handoff
@@ -463,19 +463,21 @@ class FleetDriver(Moves):
         if deadline_ns is not None:
             heappush(self._deadlines, (max(deadline_ns, now_ns), request.index, handoff))
 
-    def _lane_for(self, row: TraceRequest) -> int:
+    def _model_for(self, row: TraceRequest) -> int:
         """Return the place of the routers of a request; -1 if no worker has its model.
 
         A request that was sent to a worker is for the model of that worker.
         """
-        if len(self._lanes) == 1:
+        if len(self._of_models) == 1:
             return 0
         if row.direct is not None and row.direct.worker < len(self.workers):
             worker = self.workers[row.direct.worker]
             return next(
-                place for place, lane in enumerate(self._lanes) if any(each.has(worker) for each in lane.fronts)
+                place
+                for place, routers in enumerate(self._of_models)
+                if any(each.has(worker) for each in routers.fronts)
             )
-        return self._lane_of.get(row.model, -1)
+        return self._place_of_model.get(row.model, -1)
 
     def give_up(self, handoff: Handoff, now_ns: int) -> None:
         """Let the client of a request give it up at `now_ns`, which has not passed."""

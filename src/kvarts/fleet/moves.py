@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
 from kvarts.fleet.links import Links, PeerLinks, Pull, StoreLinks
-from kvarts.fleet.pool import Front, Lane
+from kvarts.fleet.pool import Front, ModelRouters
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.worker import Worker
 from kvarts.report.requests import COMPLETED, FAILED, REJECTED
@@ -150,7 +150,7 @@ class PeerUse:
 class Moves:
     """Owner of the requests of a fleet.
 
-    `lanes`: the routers of each model, or one pair for all requests. `least_remote`, `hold_ns`: see FleetConfig.
+    `of_models`: the routers of each model, or one pair for all requests. `least_remote`, `hold_ns`: see FleetConfig.
     `only_missing`: pages that the second worker has are not sent. `tier_names`: the names of the tiers below any
     worker. `store`, `peers`: see FleetDriver. `is_mocker`: as Dynamo's mocker, to the order of what happens at one
     time. `layer_wise`: `links` again, if they send layers of a prompt before it is complete.
@@ -159,7 +159,7 @@ class Moves:
     def __init__(
         self,
         arrivals: Incoming,
-        lanes: Sequence[Lane],
+        of_models: Sequence[ModelRouters],
         links: Links,
         *,
         only_missing: bool,
@@ -181,9 +181,9 @@ class Moves:
         self._source_moved = True
         """Whether requests have ended since the source said when the next one arrives."""
         self._log = arrivals.log
-        self._lanes = lanes
-        self._lane_of = {lane.model: place for place, lane in enumerate(lanes)}
-        self._fronts = [front for lane in lanes for front in lane.fronts]
+        self._of_models = of_models
+        self._place_of_model = {routers.model: place for place, routers in enumerate(of_models)}
+        self._fronts = [front for routers in of_models for front in routers.fronts]
         self._holding = [front for front in self._fronts if front.router.holds_requests]
         """Routers in which requests may wait."""
         self._pools = [pool for front in self._fronts for pool in front.pools]
@@ -277,13 +277,13 @@ class Moves:
             self._send_on(handoff, now_ns)
             return
         has_begun = handoff.held_ns >= 0 or handoff.decode.num_admissions
-        is_placed = handoff.routed >= 0 and self._lanes[handoff.lane].first.has(self.workers[handoff.routed])
+        is_placed = handoff.routed >= 0 and self._of_models[handoff.model].first.has(self.workers[handoff.routed])
         if not (has_begun or is_placed):
             handoff.is_local = self._stays(handoff, now_ns)
             if self._waits_in_router(handoff):
                 return
-        lane = self._lanes[handoff.lane]
-        front = lane.second if has_begun or handoff.is_local else lane.first
+        routers = self._of_models[handoff.model]
+        front = routers.second if has_begun or handoff.is_local else routers.first
         if front.is_open:
             self._submit(handoff, front, now_ns)
         else:
@@ -294,7 +294,7 @@ class Moves:
 
     def _send_on(self, handoff: Handoff, now_ns: int) -> None:
         """Send a request whose prompt is held, or being computed, to a worker that generates."""
-        second = self._lanes[handoff.lane].second
+        second = self._of_models[handoff.model].second
         if handoff.at_target:
             if handoff.is_coming:
                 self._transfer(handoff, now_ns)
@@ -317,7 +317,7 @@ class Moves:
             return
         holder = None if handoff.fetches is None else self._left.pop(handoff.fetches, None)
         if holder is not None and holder.is_held:
-            if holder.lane == handoff.lane and self._brings(holder, handoff.decode) and worker.index != holder.source:
+            if holder.model == handoff.model and self._brings(holder, handoff.decode) and worker.index != holder.source:
                 self._take_over(handoff, holder)
             else:
                 self._actions.append((RELEASE, holder))
@@ -405,9 +405,9 @@ class Moves:
 
         It is if the cache of the worker has all but a few tokens of the prompt.
         """
-        lane = self._lanes[handoff.lane]
-        second = lane.second
-        if self._least_remote is None or not lane.splits or not second.is_open:
+        routers = self._of_models[handoff.model]
+        second = routers.second
+        if self._least_remote is None or not routers.splits or not second.is_open:
             return False
         if handoff.planned < 0 or not second.sends_to(self.workers[handoff.planned]):
             self._unplan(handoff)
@@ -424,14 +424,14 @@ class Moves:
         """Forget the worker that was chosen on arrival to generate."""
         if handoff.planned >= 0:
             handoff.planned = -1
-            self._lanes[handoff.lane].second.ended(handoff.decode)
+            self._of_models[handoff.model].second.ended(handoff.decode)
 
     def _route_second(self, handoff: Handoff, now_ns: int) -> Worker | None:
         """Return the worker that generates: the one chosen on arrival, if requests are still sent to it.
 
         None: the request waits in the router.
         """
-        second = self._lanes[handoff.lane].second
+        second = self._of_models[handoff.model].second
         if handoff.planned >= 0:
             worker = self.workers[handoff.planned]
             if second.sends_to(worker):
@@ -445,8 +445,8 @@ class Moves:
     def _submit(self, handoff: Handoff, front: Front, now_ns: int) -> None:
         """Queue a request in a worker of `front`, that computes its prompt, or all of it."""
         decode = request = handoff.decode
-        lane = self._lanes[handoff.lane]
-        worker = self._route_second(handoff, now_ns) if front is lane.second else self._route(front, handoff, now_ns)
+        routers = self._of_models[handoff.model]
+        worker = self._route_second(handoff, now_ns) if front is routers.second else self._route(front, handoff, now_ns)
         if worker is None:
             return
         reason = None
@@ -454,12 +454,12 @@ class Moves:
             request = handoff.let_compute()
             handoff.source, handoff.target = worker.index, -1
             if not self._is_mocker:
-                reason = lane.second.never_fits(decode)
+                reason = routers.second.never_fits(decode)
         else:
             handoff.target = worker.index
-            if front is lane.first:
+            if front is routers.first:
                 self._unplan(handoff)
-            if front is lane.first or handoff.is_local:
+            if front is routers.first or handoff.is_local:
                 handoff.do_both()
                 handoff.source = worker.index
             else:
@@ -495,8 +495,8 @@ class Moves:
             if not router.staleness_ns:
                 self._poll(front, now_ns)
             front.tell(now_ns, range(len(front.workers)))
-        request, lane = handoff.decode, self._lanes[handoff.lane]
-        if lane.only_prefills and front is lane.first:
+        request, routers = handoff.decode, self._of_models[handoff.model]
+        if routers.only_prefills and front is routers.first:
             request = handoff.let_compute()
         worker = front.choose(request, handoff, now_ns)
         if worker is not None and router.reads_prefills and handoff.is_from_source:
@@ -517,7 +517,7 @@ class Moves:
         if worker is None:
             return
         handoff.target = worker.index
-        second = self._lanes[handoff.lane].second
+        second = self._of_models[handoff.model].second
         reason = second.never_fits(handoff.decode) if self._is_mocker else None
         if is_direct:
             reason = worker.scheduler.never_fits(handoff.decode)
@@ -567,7 +567,7 @@ class Moves:
         assert layer_wise is not None
         for request in sorted(worker.scheduler.running, key=lambda request: request.admission):
             handoff = self._of[request]
-            token_bytes = self._lanes[handoff.lane].token_bytes
+            token_bytes = self._of_models[handoff.model].token_bytes
             if handoff.placed >= 0:
                 continue  # a client fetches it
             is_first, num_tokens = not handoff.computed, request.num_prompt_tokens
@@ -599,7 +599,7 @@ class Moves:
     def _num_bytes(self, handoff: Handoff) -> int:
         """Return the bytes of KV that a request's target receives."""
         start = handoff.decode.hit_tokens if self._only_missing else 0
-        token_bytes = self._lanes[handoff.lane].token_bytes
+        token_bytes = self._of_models[handoff.model].token_bytes
         return self._weight(self.workers[handoff.target], token_bytes, start, handoff.decode.num_prompt_tokens)
 
     def _weight(self, worker: Worker, token_bytes: int, start: int, num_tokens: int) -> int:
@@ -661,7 +661,7 @@ class Moves:
         handoff.note_below(handoff.prefill, worker.tier_names)
         handoff.at_source = False
         handoff.forget_computed()
-        self._lanes[handoff.lane].first.ended(handoff.prefill)
+        self._of_models[handoff.model].first.ended(handoff.prefill)
         self._complete(handoff)
 
     def _leave_target(self, handoff: Handoff, worker: Worker) -> None:
@@ -680,8 +680,8 @@ class Moves:
 
     def _front_of(self, handoff: Handoff) -> Front:
         """Return the router of the target."""
-        lane = self._lanes[handoff.lane]
-        return lane.first if handoff.target == handoff.source and not handoff.is_local else lane.second
+        routers = self._of_models[handoff.model]
+        return routers.first if handoff.target == handoff.source and not handoff.is_local else routers.second
 
     # Clients that give up ---------------------------------------------------------------------------------
 
@@ -965,12 +965,12 @@ class Moves:
             handoff.num_bytes,
             handoff.num_restarts,
             int(handoff.is_local),
-            *self._models_of(handoff),
+            *self._model_column(handoff),
         )
 
-    def _models_of(self, handoff: Handoff) -> tuple[int, ...]:
+    def _model_column(self, handoff: Handoff) -> tuple[int, ...]:
         """Return the place of its model, if there are several."""
-        return (handoff.lane,) if len(self._lanes) > 1 else ()
+        return (handoff.model,) if len(self._of_models) > 1 else ()
 
     def _refuse(self, handoff: Handoff, worker: int, reason: str, status: int) -> None:
         """Log a request that is given up, with its `reason`."""
@@ -983,7 +983,7 @@ class Moves:
     def _fail(self, handoff: Handoff, reason: str) -> None:
         """Fail a request that fits no worker that generates, and release the pages that its source holds."""
         self._of.pop(handoff.decode)
-        self._lanes[handoff.lane].second.ended(handoff.decode)
+        self._of_models[handoff.model].second.ended(handoff.decode)
         self._refuse(handoff, handoff.target, reason, FAILED)
         self._actions.append((RELEASE, handoff))
 

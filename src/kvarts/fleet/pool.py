@@ -12,7 +12,7 @@ from kvarts.request import Request
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import Informed, Router
 
-__all__ = ["Front", "Lane", "Pool"]
+__all__ = ["Front", "ModelRouters", "Pool"]
 
 
 class Front(Informed):
@@ -132,7 +132,7 @@ class Front(Informed):
         return None if None in reasons else reasons[0]
 
 
-class Lane:
+class ModelRouters:
     """The routers that requests for `model` pass; with None, requests for any model.
 
     `first`: in front of the workers that they arrive at; `second`: of those that only generate, or `first` again if

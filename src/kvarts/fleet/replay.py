@@ -20,7 +20,7 @@ from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
 from kvarts.fleet.links import FixedRate, Links, PeerLinks, PullingLinks, SharedLinks, StoreLinks
 from kvarts.fleet.moves import Incoming, PeerUse, ReadMemory, SharedPages, StoreUse
-from kvarts.fleet.pool import Front, Lane, Pool
+from kvarts.fleet.pool import Front, ModelRouters, Pool
 from kvarts.fleet.queues import ByAge, ByReservation
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.worker import Worker
@@ -193,14 +193,14 @@ class BuiltFleet:
             shared = [*self.stores[place : place + 1], *self.peers[place : place + 1]]
             opened = self._opener(each, number, front.router, readers_of, *shared)
             self.pools.append(Pool(each.name, each.role, each.each.replicas, opened, front, startup_ns=startup_ns))
-        lanes = []
+        of_models = []
         for place, of_model in enumerate(self._behind):
             behind = fronts[place, False]
             token_bytes = config.token_bytes_of(of_model)
-            lanes.append(Lane(of_model.model, behind, fronts.get((place, True), behind), token_bytes))
+            of_models.append(ModelRouters(of_model.model, behind, fronts.get((place, True), behind), token_bytes))
         return FleetDriver(
-            arrivals_at(lanes[0].first),
-            lanes,
+            arrivals_at(of_models[0].first),
+            of_models,
             self.links,
             only_missing=config.transfer == "missing",
             least_remote=config.least_remote,
@@ -330,11 +330,8 @@ class PeersOfWorkers(ReadMemory, BelowTiers, Protocol):
     def views(self) -> Mapping[int, ViewOfStore]:
         """The reads of each worker."""
 
-    def gain(self, prefill: PrefillCost, page_size: int) -> PeersGain | None:
-        """Return what a worker saves that reads pages, instead of computing them in the time of `prefill`.
-
-        None: routers do not know that.
-        """
+    def gain(self, prefill: PrefillCost, page_size: int) -> PeersGain:
+        """Return what a worker saves that reads pages, instead of computing them in the time of `prefill`."""
 
 
 def open_peers(config: FleetConfig, of_model: ModelPools, links: PeerLinks) -> PeersOfWorkers:

@@ -45,6 +45,9 @@ class PeersGain(Protocol):
     def saved_pages(self, start: int, num_pages: int, num_tokens: int) -> float:
         """Return how many of `num_pages` pages from `start` on a prompt of `num_tokens` saves, in time to compute."""
 
+    def saved_by(self, offer: Offer, start: int, num_tokens: int) -> float:
+        """Return how many of the pages of `offer`, which begins at page `start`, are saved in the same way."""
+
 
 class Direction(StrEnum):
     """The direction of a transfer."""

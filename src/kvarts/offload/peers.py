@@ -98,12 +98,10 @@ class Peers(Generic[HostT, ViewT]):
         """Let others read from the host memory of `worker`."""
         self.tiers[worker] = host
 
-    def gain(self, prefill: PrefillTimes, page_size: int) -> PullGain | None:
-        """Return what a worker saves that reads over idle links, instead of computing as in `prefill`.
-
-        None: routers do not know what workers could read.
-        """
-        return None
+    def gain(self, prefill: PrefillTimes, page_size: int) -> PullGain:
+        """Return what a worker saves that reads over idle links, instead of computing as in `prefill`."""
+        alone = Channel("peers", latency_us=self._latency_ms * 1e3, bytes_per_s=max(1, round(self._bytes_per_s)))
+        return PullGain(Weigher([alone], self.unit_bytes, prefill, splits=True), page_size)
 
     def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> partial[TiersToOpen | None]:
         """Return what prepares the tiers of `worker`: those of `offload`, and the host memory of others below them.
@@ -155,11 +153,6 @@ class PeerMemory(Peers[MemoryTier, "PeerView"]):
         """Return the memory of the others as a tier of `worker`."""
         return PeerView(self, worker)
 
-    def gain(self, prefill: PrefillTimes, page_size: int) -> PullGain:
-        """Return what a worker saves that reads pages over idle links, instead of computing them as in `prefill`."""
-        alone = Channel("peers", latency_us=self._latency_ms * 1e3, bytes_per_s=max(1, round(self._bytes_per_s)))
-        return PullGain(Weigher([alone], self.unit_bytes, prefill, splits=True), page_size)
-
 
 class PullGain:
     """What a worker saves that reads pages from others, as its tiers weigh it if nothing else is under way.
@@ -175,12 +168,15 @@ class PullGain:
 
     def saved_pages(self, start: int, num_pages: int, num_tokens: int) -> float:
         """Return how many of `num_pages` pages from `start` on a prompt of `num_tokens` saves, in time to compute."""
-        offer = Offer(num_pages, (num_pages,))
+        return self.saved_by(Offer(num_pages, (num_pages,)), start, num_tokens)
+
+    def saved_by(self, offer: Offer, start: int, num_tokens: int) -> float:
+        """Return how many of the pages of `offer`, which begins at page `start`, are saved in the same way."""
         weighed = self._weigher.weigh(0, offer, start, self._page_size, num_tokens, num_behind=0, awaited=None)
         if not weighed.num_pages or not weighed.worth_ns:
             return 0.0
         took_ns = max(weighed.front_ns, weighed.wait_ns or 0)
-        return num_pages * (weighed.worth_ns - took_ns) / weighed.worth_ns
+        return offer.num_pages * (weighed.worth_ns - took_ns) / weighed.worth_ns
 
 
 class PinnedRead(Pin, eq=False, kw_only=True):
