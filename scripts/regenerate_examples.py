@@ -29,8 +29,10 @@ def prepare(folder: Path) -> None:
     """Put the files there that examples name and that are not bundled."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
     from builders.claude_sessions import write_claude_sessions
+    from builders.files_of_pages import write_files_of_pages
 
     write_claude_sessions(folder / ".claude" / "projects")
+    write_files_of_pages(folder)
 
 
 def printed(line: str, folder: Path) -> str:

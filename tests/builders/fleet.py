@@ -174,6 +174,51 @@ def fault(draw: st.DrawFn, num_workers: int) -> Fault:
     )
 
 
+def assert_as_naive(
+    case: FleetCase, naive: NaiveFleet, report: FleetReport, places: list[int], first_worker: int = 0
+) -> None:
+    """Assert that each request, at its place in the report, is as in the naive fleet, with the same times.
+
+    `first_worker`: the number of the first worker in the report.
+    """
+    raw = report.request_columns
+    reasons = report.requests["reason"]
+    assert len(places) == len(naive.handoffs)
+    for place, handoff in zip(places, naive.handoffs, strict=True):
+        mine = {name: int(column[place]) for name, column in raw.items()}
+        status = ("completed", "rejected", "failed", "cancelled")[mine["status"]]
+        assert (mine["index"], status) == (place, handoff.outcome)
+        if status in ("rejected", "failed"):
+            continue
+        decode, prefill = handoff.decode, handoff.prefill
+        source = handoff.source if handoff.source < 0 else first_worker + handoff.source
+        target = source if handoff.target < 0 else first_worker + case.num_prefills + handoff.target
+        expected = {
+            "source": target if handoff.is_local else source,
+            "replica": target,
+            "is_local": int(handoff.is_local),
+            "prefill_admitted_ns": (decode if handoff.is_local else prefill).first_admitted_ns,
+            "held_ns": handoff.held_ns,
+            "reserved_ns": handoff.reserved_ns,
+            "activated_ns": handoff.activated_ns,
+            "decode_admitted_ns": decode.first_admitted_ns,
+            "released_ns": handoff.released_ns,
+            "first_token_ns": decode.first_token_ns,
+            "last_token_ns": None if status == "cancelled" else decode.last_token_ns,
+            "output_tokens": decode.made,
+            "preemptions": decode.preemptions,
+            "recomputed_tokens": prefill.recomputed_tokens + decode.recomputed_tokens,
+            "num_restarts": handoff.restarts,
+        }
+        if case.is_mocker:
+            expected["cached_tokens"] = max(prefill.largest_hit_tokens, decode.largest_hit_tokens)
+        theirs = {name: -1 if value is None else value for name, value in expected.items()}
+        assert {name: mine[name] for name in theirs} == theirs
+        if status == "cancelled":
+            after_ms = (handoff.cancelled_ns - decode.arrival_ns) / 1e6
+            assert reasons[place] == f"its client gave up {after_ms:g} ms after sending it"
+
+
 def told_to(told: dict[int, Told], worker: FleetWorker) -> list[Told]:
     told[worker.index] = Told()
     return [told[worker.index]]

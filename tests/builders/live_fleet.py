@@ -37,7 +37,7 @@ class Sent:
     """A request, after how long it is sent, and to which worker: None for the router.
 
     `left_at`: the worker that computes its prompt first, whose pages it then fetches. `gives_up_ms`: how long its
-    client waits.
+    client waits. `model`: the one that it asks the router for.
     """
 
     delay_ms: float
@@ -49,6 +49,7 @@ class Sent:
     num_stops: int = 0
     priority: int = 0
     salt: str | None = None
+    model: str | None = None
 
 
 def small_pool(role: Role, num_workers: int, *, step_ms: float = 0.05, **settings: Any) -> PoolConfig:
@@ -111,7 +112,8 @@ def served_live(config: FleetConfig, sent: list[Sent], *, speedup: float = 1.0) 
             choices = await ask(holder.opened.served, request, 1, f"{number}", LEAVES)
             params = holder.transfers.told(LEAVES, choices) if choices else None
             run.told.append(params)
-        served = fleet.front.served if request.worker is None else workers[request.worker].opened.served
+        in_front = fleet.front.models.of(request.model)
+        served = in_front if request.worker is None else workers[request.worker].opened.served
         asking = asyncio.ensure_future(ask(served, request, request.num_tokens, f"{number}", params))
         try:
             timeout_s = None if request.gives_up_ms is None else request.gives_up_ms / 1000

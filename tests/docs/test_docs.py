@@ -2,8 +2,8 @@
 
 `pycon` blocks are sessions; a `python` block prints what the `output` block after it says, where there is one, and
 knows what earlier blocks of its page define that do nothing but import and define; in a `console` block each
-`$ kvarts` command prints what follows it, `...` standing for anything; `toml` blocks are configurations, `json` blocks
-rows of a trace.
+`$ kvarts` command prints what follows it, `...` standing for anything; `toml` blocks are configurations, and files for
+these commands if their first line is a comment with the name of one; `json` blocks are rows of a trace.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvarts.cli.replaying import OneRun, all_sections, read_settings
 from kvarts.traffic.mooncake import load_mooncake
 
 from builders.claude_sessions import write_claude_sessions
+from builders.files_of_pages import write_files_of_pages
 from builders.rooms import missing_room
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +120,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clau
     """Examples find no bundled file there: to who installs with pip they are `sample:NAME` only."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "once upon a time"}\n{"prompt": "once upon a hill"}\n')
     shutil.copytree(claude_sessions, tmp_path / ".claude" / "projects")
+    write_files_of_pages(tmp_path)
     monkeypatch.chdir(tmp_path)
 
 

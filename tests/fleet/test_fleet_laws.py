@@ -19,7 +19,7 @@ from kvarts.routers.config import QueueOrder, Routing
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
-from builders.fleet import ENDS, SCALERS, FleetCase, fleets, replayed_with
+from builders.fleet import ENDS, SCALERS, FleetCase, assert_as_naive, fleets, replayed_with
 from builders.grouped import FULL, part_groups
 from builders.tiered import BYTES_PER_TOKEN, tiers_below
 
@@ -102,41 +102,7 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
     """L4, L7, L8; laws L1 to L3 of each worker are checked after each of its steps."""
     naive = case.naive()
     report = replayed(case)
-    raw = report.request_columns
-    reasons = report.requests["reason"]
-    assert len(raw["index"]) == len(naive.handoffs)
-    for place, handoff in enumerate(naive.handoffs):
-        mine = {name: int(column[place]) for name, column in raw.items()}
-        status = ("completed", "rejected", "failed", "cancelled")[mine["status"]]
-        assert (mine["index"], status) == (handoff.request.seq, handoff.outcome)
-        if status in ("rejected", "failed"):
-            continue
-        decode, prefill = handoff.decode, handoff.prefill
-        target = handoff.source if handoff.target < 0 else case.num_prefills + handoff.target
-        expected = {
-            "source": target if handoff.is_local else handoff.source,
-            "replica": target,
-            "is_local": int(handoff.is_local),
-            "prefill_admitted_ns": (decode if handoff.is_local else prefill).first_admitted_ns,
-            "held_ns": handoff.held_ns,
-            "reserved_ns": handoff.reserved_ns,
-            "activated_ns": handoff.activated_ns,
-            "decode_admitted_ns": decode.first_admitted_ns,
-            "released_ns": handoff.released_ns,
-            "first_token_ns": decode.first_token_ns,
-            "last_token_ns": None if status == "cancelled" else decode.last_token_ns,
-            "output_tokens": decode.made,
-            "preemptions": decode.preemptions,
-            "recomputed_tokens": prefill.recomputed_tokens + decode.recomputed_tokens,
-            "num_restarts": handoff.restarts,
-        }
-        if case.is_mocker:
-            expected["cached_tokens"] = max(prefill.largest_hit_tokens, decode.largest_hit_tokens)
-        theirs = {name: -1 if value is None else value for name, value in expected.items()}
-        assert {name: mine[name] for name in theirs} == theirs
-        if status == "cancelled":
-            after_ms = (handoff.cancelled_ns - decode.arrival_ns) / 1e6
-            assert reasons[place] == f"its client gave up {after_ms:g} ms after sending it"
+    assert_as_naive(case, naive, report, list(range(len(naive.handoffs))))
     fleet = report.summary["fleet"]
     assert fleet["num_deadlocks"] == naive.num_deadlocks
     if case.faults:

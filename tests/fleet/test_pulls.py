@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kvarts.executor.cost import LinearCost, PrefillCost
 from kvarts.fleet import replay as fleet_replay
-from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
+from kvarts.fleet.config import FleetConfig, ModelPools, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.links import PeerLinks
 from kvarts.fleet.report import FleetReport
@@ -191,8 +191,8 @@ def test_a_router_knows_what_workers_could_read(case: FleetCase, offload: Offloa
     )
     opened = fleet_replay.open_peers
 
-    def open_and_look(config: FleetConfig, links: PeerLinks) -> Any:
-        Looking.memory = memory = opened(config, links)  # type: ignore[assignment]
+    def open_and_look(config: FleetConfig, of_model: ModelPools, links: PeerLinks) -> Any:
+        Looking.memory = memory = opened(config, of_model, links)  # type: ignore[assignment]
         return memory
 
     with pytest.MonkeyPatch.context() as patch:

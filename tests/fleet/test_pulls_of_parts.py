@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace as with_arrival
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -16,8 +16,11 @@ from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import PartGroup
+from kvarts.kv.transfer import Offer, PeersGain
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import REJECTED
+from kvarts.routers.policies import PrefixAware
+from kvarts.routers.view import Asked, View
 from kvarts.settings import SettingError
 from kvarts.sim.replay import replay
 
@@ -158,3 +161,72 @@ def test_pools_that_divide_pages_into_other_parts_do_not_read_from_each_other() 
     )
     with pytest.raises(SettingError, match="different parts"):
         FleetConfig(pools=pools, pulls=True, bytes_per_s=1.0, token_bytes=1)
+
+
+BUSY = [9] * 101
+"""Its ten pages keep a worker busy."""
+
+
+@pytest.mark.parametrize(("settings", "chosen"), [({}, 1), ({"pulls": False}, 0), ({"bytes_per_s": 105.0}, 0)])
+def test_a_router_counts_what_reading_saves(settings: dict[str, Any], chosen: int) -> None:
+    """Forty pages are on the first worker, which has more to compute. On the other one, reading saves almost 36."""
+    rows = [Row(at_ms, units, len(units), 2, None, 0, None) for at_ms, units in ((0, [1] * 401), (1000, BUSY))]
+    rows.append(Row(1001, [1] * 401, 401, 2, None, 0, None))
+    report = placed_by_prefix(rows, **settings)
+    assert report.requests["replica"].tolist() == [0, 0, chosen]
+    if not settings:
+        assert report.requests["peers_tokens"].tolist() == [0, 0, 400]
+
+
+def placed_by_prefix(rows: list[Row], **settings: Any) -> FleetReport:
+    case = Case(rows, 1, 10, 2000, 8192, 8, "default", 2)
+    cost = LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)
+    each = case.config(cost=cost, audit=True, kv_groups="all", groups=FULL_AND_WINDOW, offload=AT_ONCE, router="prefix")
+    links: dict[str, Any] = {"pulls": True, "bytes_per_s": 10_000.0, "token_bytes": 1}
+    pools = (PoolConfig(role="mixed", each=each),)
+    report: FleetReport = replay(case.trace(), FleetConfig(pools=pools, **{**links, **settings}))
+    return report
+
+
+class Looking:
+    """The prefix router, which notes how many pages each worker has, and how many more it could read."""
+
+    found: ClassVar[dict[int, list[tuple[int, int]]]] = {}
+    needs = PrefixAware.needs
+
+    def choose(self, asked: Asked, view: View) -> int:
+        limit = (asked.num_tokens - 1) // view.page_size
+        starts = [sum(view.pages(asked, limit).get(worker, ())) for worker in view.workers]
+        more = view.directory.saved_elsewhere(
+            asked.content, starts, limit, asked.num_tokens, PeersGain("host", all_of_parts)
+        )
+        self.found[asked.index] = [(start, int(each)) for start, each in zip(starts, more, strict=True)]
+        return PrefixAware().choose(asked, view)
+
+
+def all_of_parts(offer: Offer, start: int, num_tokens: int) -> float:
+    """A gain of all pages."""
+    assert offer.num_pages == sum(offer.by_tier) > 0
+    assert all(begin < end for runs in offer.runs for _, begin, end, _ in runs)
+    return offer.num_pages
+
+
+@pytest.mark.laws
+@given(returning(max_requests=14), part_groups(), st.sampled_from(["all", "tails"]), st.integers(2, 3))
+def test_a_router_knows_what_workers_could_read(
+    case: Case, groups: tuple[PartGroup, ...], keeps: str, num_workers: int
+) -> None:
+    """With bandwidth without end, a worker reads what the router knew of: requests come one by one."""
+    case.rows = [with_arrival(row, arrival_ms=index * 60_000) for index, row in enumerate(case.rows)]
+    case.replicas = num_workers
+    each = case.config(audit=True, offload=AT_ONCE, kv_groups=keeps, groups=groups, cost=COST, router=Looking)
+    links: dict[str, Any] = {"bytes_per_s": 1e15, "token_bytes": 1000, "pulls": True}
+    Looking.found.clear()
+    report: FleetReport = replay(case.trace(), FleetConfig(pools=(PoolConfig(role="mixed", each=each),), **links))
+    raw = report.request_columns
+    for index, found in Looking.found.items():
+        if raw["status"][index] == REJECTED:
+            continue
+        start, num_more = found[int(raw["replica"][index])]
+        assert int(raw["cached_tokens"][index]) == (start + num_more) * case.page_size
+        assert (int(raw["peers_tokens"][index]) > 0) is (num_more > 0)

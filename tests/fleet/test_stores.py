@@ -203,7 +203,7 @@ def test_workers_that_share_a_store_are_as_the_naive_ones(
     each = case.config(audit=True, cost=A_TOKEN_A_MS, offload=offload, replicas=num_workers)
     store = StoreSettings(pages=num_pages, rate=f"{rate}B/s", worker_rate=f"{worker_rate}B/s", latency_us=latency_us)
     fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=each),), store=store)
-    assert fleet.stored_unit_bytes == page_bytes
+    assert fleet.behind_routers(by_model=False)[0].stored_unit_bytes == page_bytes
     report: FleetReport = replay(case.trace(), fleet)
     rows = report.request_columns
     names = ("host", "store") if has_host else ("store",)

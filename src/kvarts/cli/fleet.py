@@ -57,8 +57,20 @@ def render_fleet(summary: dict[str, Any]) -> str:
             cells = "".join(f"{as_duration(values[column]):>12}" for column in ("mean", "p50", "p90", "p99", "max"))
             lines.append(f"{words:<14}{cells}")
         lines.append("")
+    models = fleet.get("models", ())
+    width = max(14, *(len(name) + 2 for name in (*map(_pool, fleet["pools"]), *(model["name"] for model in models))))
+    for model in models:
+        ttft, tpot = model["ttft_ms"], model["tpot_ms"]
+        lines.append(
+            f"{model['name']:<{width}}{model['num_completed']:,} of {model['num_requests']:,} requests completed, "
+            f"{as_percent(model['prefix_hit_ratio'])} hits"
+        )
+        lines.append(
+            f"{'':<{width}}TTFT p50 {as_duration(ttft['p50'])}, p99 {as_duration(ttft['p99'])}; "
+            f"TPOT p50 {as_duration(tpot['p50'])}, p99 {as_duration(tpot['p99'])}"
+        )
     lines += [
-        f"{pool['role'] + ' pool':<14}{_workers(pool)}, {as_percent(pool['busy_pct'])} busy, "
+        f"{_pool(pool):<{width}}{_workers(pool)}, {as_percent(pool['busy_pct'])} busy, "
         f"pages: peak {as_percent(pool['peak_used_pct'])}, {pool['gpu_hours']:.3g} GPU hours"
         for pool in fleet["pools"]
     ]
@@ -69,7 +81,8 @@ def render_fleet(summary: dict[str, Any]) -> str:
         local = f", {num_local:,} prompts computed where they are continued" if num_local else ""
         lines.append(f"{'links':<14}{as_bytes(fleet['transferred_bytes'])} sent{local}")
     if "store" in fleet:
-        lines.append(f"{'store':<14}{_store(fleet['store'])}")
+        stores = fleet["store"] if "models" in fleet else [fleet["store"]]
+        lines += [f"{'store':<14}{_store(store)}" for store in stores]
     if "faults" in fleet:
         faults = fleet["faults"]
         lines.append(
@@ -106,6 +119,11 @@ def _store(store: dict[str, Any]) -> str:
     if num_refused := store.get("num_pages_without_room") or store.get("num_parts_without_room"):
         text += f", {num_refused:,} without room"
     return text + f"; busy: {as_percent(store['read_busy_pct'])} reading, {as_percent(store['write_busy_pct'])} writing"
+
+
+def _pool(pool: dict[str, Any]) -> str:
+    """Return the name of a pool, and its role if that is another word."""
+    return f"{pool['name']} ({pool['role']})" if pool["name"] != pool["role"] else f"{pool['role']} pool"
 
 
 def _workers(pool: dict[str, Any]) -> str:

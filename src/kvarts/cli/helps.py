@@ -50,7 +50,7 @@ SUMMARIES = {
     "story": "Explain the slowest requests, one request, or a block.",
     "sweep": "Replay every point of a grid.",
     "trace": "Look at traces, and make traces from traces.",
-    "trace anonymize": "Number ids, sessions and tenants again.",
+    "trace anonymize": "Number ids, sessions, tenants and models again.",
     "trace convert": "Write a trace of any form as Mooncake's JSON lines.",
     "trace forms": "List the forms of traces that are read, with an example.",
     "trace info": "Print requests, tokens, sessions and reuse of a trace.",

@@ -83,10 +83,15 @@ def open_if_given(
     config = with_eviction(resolve_fleet(given, sections), given, None)
     for pool in config.pools:
         tell_whole_pages(pool.each, f"the workers in pool {pool.name or pool.role}")
-    name = (*door.names, model)[0]
+    are_several = len(config.of_models) > 1
+    if are_several and door.names:
+        hint = "Give each pool its served_model_name."
+        raise ConfigError("is for one model", field="--served-model-name", hint=hint)
 
     def readers_of_worker(worker: FleetWorker) -> list[EventReader]:
         each = worker.pool.each
+        of_pool = worker.pool.model_name if are_several else config.of_models[0].model
+        name = (*door.names, of_pool or model)[0]
         kv_groups.pop(name, None)
         if each.kv_groups != "off":
             kv_groups[name] = each.memory.to_builtins()["kv_groups"]

@@ -126,12 +126,14 @@ def slice_command(
 @trace_command.command("merge", cls=Command)
 @click.argument("traces", type=INPUT, nargs=-1, required=True)
 @click.option("--same-ids", is_flag=True, help="Equal hash ids of two traces stand for equal tokens.")
+@click.option("--models", metavar="NAME,..", default="", help="The model that the requests of each trace ask for.")
 @_writing
-def merge_command(traces: tuple[Path, ...], output: Path | None, same_ids: bool, **reading: Any) -> None:
+def merge_command(traces: tuple[Path, ...], output: Path | None, same_ids: bool, models: str, **reading: Any) -> None:
     """Write all requests of several TRACES, each at its time; they share nothing unless --same-ids is given."""
     from kvarts.traffic.editing import merged
 
-    _write(merged([_load(trace, reading) for trace in traces], same_ids=same_ids), output)
+    names = [name.strip() for name in models.split(",")] if models else []
+    _write(merged([_load(trace, reading) for trace in traces], same_ids=same_ids, models=names), output)
 
 
 @trace_command.command("scale", cls=Command)
@@ -160,7 +162,7 @@ def scale_command(
 @click.argument("trace", type=INPUT)
 @_writing
 def anonymize_command(trace: Path, output: Path | None, **reading: Any) -> None:
-    """Renumber ids, sessions and tenants of a TRACE, so that only lengths, times and shared prefixes remain."""
+    """Renumber ids, sessions, tenants and models of a TRACE, so that only lengths, times and shared prefixes remain."""
     from kvarts.traffic.editing import anonymized
 
     _write(anonymized(_load(trace, reading)), output)

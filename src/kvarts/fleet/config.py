@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
@@ -27,6 +28,7 @@ __all__ = [
     "SECTIONS",
     "FleetConfig",
     "FleetWorker",
+    "ModelPools",
     "PoolConfig",
     "Role",
     "StoreSettings",
@@ -242,6 +244,11 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """The rates of the store and of a worker."""
         return self._parsed(parse_rate, "rate"), self._parsed(parse_rate, "worker_rate")
 
+    @property
+    def latency_ns(self) -> int:
+        """The time on top of every transfer."""
+        return round(self.latency_us * 1e3)
+
     def num_units(self, unit_bytes: int, unit: str = "page") -> int:
         """Return the pages, or blocks, of the store. Raise SettingError for a size that holds none."""
         if self.pages is not None:
@@ -367,6 +374,9 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Annotated[Role, setting("What its workers do: prefill, decode, or mixed for both.", flag=None)] = "mixed"
     replicas: Annotated[AtLeastOne, setting("Number of workers.", flag=None)] = 1
+    served_model_name: Annotated[
+        str | None, setting("Name by which requests ask for its model.", flag=None, default="that of the model")
+    ] = None
 
 
 TIERS = ("target_free", "h2d", "d2h", "disk_pages", "disk_memory", "disk_read", "disk_write")
@@ -431,10 +441,11 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         for each in section.settings:
             if each.key in given:
                 of_all.add(each, given.value_of(each.key), given.source_of(each.key))
-    pools = [
-        PoolConfig(name=name, role=role, each=_resolve_pool(given, table, of_all, sections))
-        for name, role, table in _tables(given, of_all)
-    ]
+    pools = []
+    for name, role, table in _tables(given, of_all):
+        served = given.build(PoolSettings, table).served_model_name if table not in ("", *ROLES) else None
+        config = _resolve_pool(given, table, of_all, sections)
+        pools.append(PoolConfig(name=name, role=role, each=config, served_model_name=served))
     transfer = given.build(TransferSettings, "transfer")
     if given.in_table("transfer") and not transfer.pull and all(pool.role == "mixed" for pool in pools):
         raise given.error(given.in_table("transfer")[0], "has no effect: mixed workers send nothing")
@@ -470,9 +481,15 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
                 "does not say how long a transfer takes: nothing says what the KV of a token weighs",
                 hint="Give a model and a device, or --transfer-token-bytes.",
             )
+        pools = [replace(pool, token_bytes=_token_bytes(pool.each)) for pool in pools]
     layers = transfer.layers
     if layers is None and transfer.mode == "layer-wise":
-        layers = next((_num_layers(pool.each) for pool in pools if pool.role != "mixed"), None)
+        counts = list(dict.fromkeys(_num_layers(pool.each) for pool in pools if pool.role != "mixed"))
+        layers = counts[0] if counts else None
+        if len(counts) > 1:
+            raise given.error(
+                "transfer.mode", "is of models that differ in their layers", hint="Give --transfer-layers for all."
+            )
         if layers is None:
             raise given.error(
                 "transfer.mode",
@@ -594,20 +611,81 @@ def _num_layers(config: ReplayConfig) -> int | None:
     return load_geometry(config.placement.model).num_layers
 
 
+def _have_unlike_routers(pools: Sequence[PoolConfig]) -> bool:
+    """Return whether pools that would be behind one router name different ones."""
+    routers = {(pool.role == "decode", repr(pool.each.router), repr(pool.each.routing)) for pool in pools}
+    return len(routers) > len({is_second for is_second, _, _ in routers})
+
+
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Identical workers: as many as `each` has replicas. `name`: left out, its role.
 
     `gpu_price`: the price of a device for an hour, for the costs in the report.
+    `served_model_name`: the name by which requests ask for the model of its workers; left out, that of the model.
+    `token_bytes`: bytes of the KV of a token on a link, if that is not the same in the whole fleet.
     """
 
     role: Role
     each: ReplayConfig
     name: str = ""
     gpu_price: float | None = None
+    served_model_name: str | None = None
+    token_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
             msgspec.structs.force_setattr(self, "name", self.role)
+
+    @property
+    def model_name(self) -> str:
+        """The name by which requests ask for its model; "" without a name."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return "" if self.each.placement is None else self.each.placement.model
+
+
+class ModelPools(msgspec.Struct, frozen=True):
+    """The pools that requests for one model are sent to; with None, requests for any model."""
+
+    model: str | None
+    pools: tuple[PoolConfig, ...]
+
+    @property
+    def first(self) -> ReplayConfig:
+        """The configuration of the engines of its first pool."""
+        return self.pools[0].each
+
+    @property
+    def num_host_pages(self) -> int:
+        """Pages of the host memory of all workers."""
+        return sum(pool.each.replicas * pool.each.tiers.get("host", 0) for pool in self.pools)
+
+    @property
+    def stored_unit_bytes(self) -> int:
+        """The bytes of a page in a store, or with KV groups of a block: those on all devices of a worker."""
+        first = self.first
+        if first.kv_groups == "off":
+            return _stored_token_bytes(first) * first.page_size
+        return first.memory.block_bytes * _num_ways(first)
+
+    def store_size(self, store: StoreSettings) -> int:
+        """Return the pages of a store, or with KV groups its blocks. Raise SettingError for a size that holds none."""
+        if self.first.kv_groups == "off":
+            return store.num_units(self.stored_unit_bytes)
+        if store.pages is None:
+            return store.num_units(self.stored_unit_bytes, "block")
+        num_blocks = self.first.memory.num_blocks(store.pages)
+        if num_blocks > MOST_PAGES:
+            raise SettingError(f"makes {num_blocks:,} blocks, more than {MOST_PAGES:,}", "pages")
+        return num_blocks
+
+    def check_shares(self, field: str, verb: str) -> None:
+        """Raise SettingError if its workers cannot share KV. `verb`: the action of `field`, for the error."""
+        if len({_stored_token_bytes(pool.each) for pool in self.pools}) > 1:
+            raise SettingError(f"{verb} pools with different models", field, hint="KV is of one model.")
+        if len({_parts_of(pool.each) for pool in self.pools}) > 1:
+            what = f"{verb} pools that divide pages into different parts"
+            raise SettingError(what, field, hint="Give them the same {kv_groups}, or set it to off.")
 
 
 class FleetWorker(msgspec.Struct, frozen=True):
@@ -658,12 +736,14 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if len({pool.name for pool in self.pools}) < len(self.pools):
             raise SettingError("two pools have the same name", "pool")
-        for is_second in (False, True):
-            behind = [pool.each for pool in self.pools if (pool.role == "decode") is is_second]
-            if len({(repr(each.router), repr(each.routing)) for each in behind}) > 1:
-                raise SettingError("pools behind one router name different routers", "pool")
-        if len({pool.each.to_builtins().get("model") for pool in self.pools if pool.role != "mixed"}) > 1:
-            raise SettingError("prefill and decode workers have different models", "pool", hint="KV is of one model.")
+        if any(_have_unlike_routers(of_model.pools) for of_model in self.of_models):
+            raise SettingError("pools behind one router name different routers", "pool")
+        for of_model in self.of_models:
+            apart = {pool.role: None for pool in of_model.pools if pool.role != "mixed"}
+            models = {pool.each.to_builtins().get("model") for pool in of_model.pools if pool.role != "mixed"}
+            if len(apart) == 1 or len(models) > 1:
+                hint = "KV is of one model: each that has prefill workers needs decode workers, too."
+                raise SettingError("prefill and decode workers have different models", "pool", hint=hint)
         for fault in self.faults:
             if self.scaler is None and fault.worker >= self.replicas:
                 raise SettingError(
@@ -712,24 +792,13 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not all("host" in pool.each.tiers for pool in self.pools):
             hint = "Give {offload.host_memory} as well."
             raise SettingError("needs workers with host memory", "transfer.pull", hint=hint)
-        if len({_stored_token_bytes(pool.each) for pool in self.pools}) > 1:
-            raise SettingError("is among pools with different models", "transfer.pull", hint="KV is of one model.")
-        if len({_parts_of(pool.each) for pool in self.pools}) > 1:
-            what = "is among pools that divide pages into different parts"
-            raise SettingError(what, "transfer.pull", hint="Give them the same {kv_groups}, or set it to off.")
-
-    @property
-    def num_host_pages(self) -> int:
-        """Pages of the host memory of all workers."""
-        return sum(pool.each.replicas * pool.each.tiers.get("host", 0) for pool in self.pools)
+        for of_model in self.of_models:
+            of_model.check_shares("transfer.pull", "is among")
 
     def _check_store(self, store: StoreSettings) -> None:
         """Raise SettingError for a store that the pools cannot share."""
-        if len({_stored_token_bytes(pool.each) for pool in self.pools}) > 1:
-            raise SettingError("is shared by pools with different models", "store.pages", hint="KV is of one model.")
-        if len({_parts_of(pool.each) for pool in self.pools}) > 1:
-            what = "is shared by pools that divide pages into different parts"
-            raise SettingError(what, "store.pages", hint="Give them the same {kv_groups}, or set it to off.")
+        for of_model in self.of_models:
+            of_model.check_shares("store.pages", "is shared by")
         for pool in self.pools:
             if pool.each.offload is not None and pool.each.offload.is_lazy:
                 raise SettingError(
@@ -738,31 +807,37 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                     hint="Leave it out.",
                 )
         try:
-            _ = self.store_size
+            for of_model in self.of_models:
+                of_model.store_size(store)
         except SettingError as error:
             what, hint = error.texts
             raise SettingError(what, *(f"store.{field}" for field in error.fields), hint=hint) from error
 
     @property
-    def stored_unit_bytes(self) -> int:
-        """The bytes of a page in a store, or with KV groups of a block: those on all devices of a worker."""
-        first = self.first
-        if first.kv_groups == "off":
-            return _stored_token_bytes(first) * self.page_size
-        return first.memory.block_bytes * _num_ways(first)
+    def of_models(self) -> list[ModelPools]:
+        """The pools of each model that requests can ask for, in the order of the first pool of each."""
+        names = dict.fromkeys(pool.model_name for pool in self.pools)
+        return [ModelPools(name, tuple(pool for pool in self.pools if pool.model_name == name)) for name in names]
 
     @property
-    def store_size(self) -> int:
-        """The pages of the store, or with KV groups its blocks. Raise SettingError for a size that holds none."""
-        assert self.store is not None
-        if self.first.kv_groups == "off":
-            return self.store.num_units(self.stored_unit_bytes)
-        if self.store.pages is None:
-            return self.store.num_units(self.stored_unit_bytes, "block")
-        num_blocks = self.first.memory.num_blocks(self.store.pages)
-        if num_blocks > MOST_PAGES:
-            raise SettingError(f"makes {num_blocks:,} blocks, more than {MOST_PAGES:,}", "pages")
-        return num_blocks
+    def asks_for_models(self) -> bool:
+        """Whether every request must name its model: its router is known by that, or the workers that it is KV for."""
+        if len(self.of_models) == 1:
+            return False
+        shares = self.pulls or self.store is not None
+        are_alike = len({(_stored_token_bytes(pool.each), _parts_of(pool.each)) for pool in self.pools}) == 1
+        is_apart = any(pool.role != "mixed" for pool in self.pools)
+        return is_apart or _have_unlike_routers(self.pools) or (shares and not are_alike)
+
+    def behind_routers(self, *, by_model: bool) -> list[ModelPools]:
+        """Return the pools behind each pair of routers: one for all requests, or one for each model."""
+        return self.of_models if by_model else [ModelPools(None, self.pools)]
+
+    def token_bytes_of(self, of_model: ModelPools) -> int:
+        """Return the bytes of the KV of a token of a model on a link."""
+        pools = [pool for pool in of_model.pools if pool.role != "mixed" or self.pulls]
+        known = (pool.token_bytes for pool in pools if pool.token_bytes is not None)
+        return next(known, self.token_bytes)
 
     @property
     def first(self) -> ReplayConfig:
@@ -805,6 +880,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                     "name": pool.name,
                     "role": pool.role,
                     **({} if pool.gpu_price is None else {"gpu_price": pool.gpu_price}),
+                    **({} if pool.served_model_name is None else {"served_model_name": pool.served_model_name}),
                     **pool.each.to_builtins(),
                 }
                 for pool in self.pools

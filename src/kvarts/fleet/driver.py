@@ -17,14 +17,15 @@ from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
 from kvarts.fleet.links import Links
 from kvarts.fleet.moves import HOLD_NS, RELEASE, SEND, Incoming, Moves, PeerUse, StoreUse
-from kvarts.fleet.pool import Front, Pool
+from kvarts.fleet.pool import ModelRouters, Pool
 from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import ByReservation, Worker
 from kvarts.limits import LATEST_NS, TooLateError
-from kvarts.report.requests import FAILED
+from kvarts.report.requests import FAILED, REJECTED
 from kvarts.request import RequestState
 from kvarts.sched.policy import NEVER_NS
 from kvarts.settings import SettingError
+from kvarts.traffic.trace_request import TraceRequest
 
 __all__ = ["FleetDriver"]
 
@@ -46,11 +47,9 @@ class FleetDriver(Moves):
     def __init__(
         self,
         arrivals: Incoming,
-        first: Front,
-        second: Front,
+        of_models: Sequence[ModelRouters],
         links: Links,
         *,
-        token_bytes: int,
         only_missing: bool,
         least_remote: int | None = None,
         hold_ns: int = HOLD_NS,
@@ -65,10 +64,8 @@ class FleetDriver(Moves):
     ) -> None:
         super().__init__(
             arrivals,
-            first,
-            second,
+            of_models,
             links,
-            token_bytes=token_bytes,
             only_missing=only_missing,
             least_remote=least_remote,
             hold_ns=hold_ns,
@@ -103,9 +100,11 @@ class FleetDriver(Moves):
         self._caught_up: list[Worker] = []
         """Workers that have become idle while others start their steps."""
         if store is not None:
-            store.store.before_removal = self._catch_up
+            for each in store.stores:
+                each.before_removal = self._catch_up
         if peers is not None:
-            peers.memory.before_change = self._count_leap
+            for memory in peers.memories:
+                memory.before_change = self._count_leap
 
     def run(self) -> None:
         """Run until every request has ended."""
@@ -158,7 +157,7 @@ class FleetDriver(Moves):
                 self._roused.discard(worker.index)
                 self.workers[worker.index] = pool.release(worker)
                 if self._store is not None:
-                    self._store.store.leave(worker.index)
+                    self._store.leave(worker.index)
                 released.append(worker.index)
         return released
 
@@ -277,7 +276,7 @@ class FleetDriver(Moves):
             pool.remove_drained(now_ns)
             if self._peers is not None:
                 for worker in pool.gone:
-                    if self._peers.memory.leave(worker.index):
+                    if self._peers.leave(worker.index):
                         self._lose_pulls(worker, now_ns)
 
     def _scale(self, now_ns: int) -> None:
@@ -463,15 +462,35 @@ class FleetDriver(Moves):
 
     def _arrive(self, now_ns: int) -> None:
         request, row = self._arrivals.pop(now_ns)
-        if self._is_mocker and self._splits:
+        place = self._model_for(row)
+        handoff = Handoff(request, row, place)
+        if self._is_mocker and self._of_models[handoff.model].splits:
             request.priority = 0
-        handoff = Handoff(request, row)
         if self.under_way is not None:
             self.under_way[request.index] = handoff
+        if place < 0:
+            self._refuse(handoff, -1, f"no worker has the model {row.model!r}", REJECTED)
+            return
         self._actions.append((SEND, handoff))
         deadline_ns = self._arrivals.gives_up_ns(request, row)
         if deadline_ns is not None:
             heappush(self._deadlines, (max(deadline_ns, now_ns), request.index, handoff))
+
+    def _model_for(self, row: TraceRequest) -> int:
+        """Return the place of the routers of a request; -1 if no worker has its model.
+
+        A request that was sent to a worker is for the model of that worker.
+        """
+        if len(self._of_models) == 1:
+            return 0
+        if row.direct is not None and row.direct.worker < len(self.workers):
+            worker = self.workers[row.direct.worker]
+            return next(
+                place
+                for place, routers in enumerate(self._of_models)
+                if any(each.has(worker) for each in routers.fronts)
+            )
+        return self._place_of_model.get(row.model, -1)
 
     def give_up(self, handoff: Handoff, now_ns: int) -> None:
         """Let the client of a request give it up at `now_ns`, which has not passed."""

@@ -33,7 +33,8 @@ class Handoff:
     """A request whose prompt `source` computes and which `target` continues. -1: no such worker was chosen yet.
 
     `prefill` and `decode` are its Request objects in the two engines; `prefill` is None if one worker does both.
-    `order`: its place among the reservations of its target.
+    `order`: its place among the reservations of its target. `model`: the place of the routers of its model;
+    -1: no worker has it.
     """
 
     __slots__ = (
@@ -52,6 +53,7 @@ class Handoff:
         "is_local",
         "is_recomputed",
         "is_reported",
+        "model",
         "num_bytes",
         "num_computed_bytes",
         "num_restarts",
@@ -68,8 +70,9 @@ class Handoff:
         "transfer_ns",
     )
 
-    def __init__(self, decode: Request, row: TraceRequest) -> None:
+    def __init__(self, decode: Request, row: TraceRequest, model: int = 0) -> None:
         self.decode = decode
+        self.model = model
         self.row = row
         self.prefill: Request | None = None
         direct = row.direct

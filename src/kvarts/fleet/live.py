@@ -45,10 +45,16 @@ class _Arriving:
         """Their outcomes."""
         return self
 
-    def add(self, request: Request, direct: DirectRequest | None) -> None:
+    def add(self, request: Request, direct: DirectRequest | None, model: str | None) -> None:
         """Add a request, which arrives no earlier than the ones before it."""
         row = TraceRequest(
-            request.index, request.arrival_ns, (), request.num_prompt_tokens, request.max_tokens, direct=direct
+            request.index,
+            request.arrival_ns,
+            (),
+            request.num_prompt_tokens,
+            request.max_tokens,
+            direct=direct,
+            model=model,
         )
         self._queue.append((request, row))
 
@@ -102,7 +108,9 @@ class LiveFleet:
         self._arriving = _Arriving()
         config = structs.replace(config, pools=pools)
         self._num_known = config.replicas
-        self._driver = BuiltFleet(config, num_waiting=1).open(lambda _: self._arriving, readers_of)
+        by_model = len(config.of_models) > 1
+        opened = BuiltFleet(config, by_model=by_model, num_waiting=1)
+        self._driver = opened.open(lambda _: self._arriving, readers_of)
         self._under_way: dict[int, Handoff] = {}
         self._driver.under_way = self._under_way
         self._stops = config.first.stop_tokens
@@ -125,11 +133,14 @@ class LiveFleet:
         """Return the request with this index if its prompt is held for another one to fetch."""
         return self._driver.holder(index)
 
-    def arrive(self, request: Request, direct: DirectRequest | None) -> None:
-        """Let a request arrive at its time, after `now_ns`. `direct`: the worker that its client chose, if it did."""
+    def arrive(self, request: Request, direct: DirectRequest | None, model: str | None = None) -> None:
+        """Let a request arrive at its time, after `now_ns`.
+
+        `direct`: the worker that its client chose, if it did. `model`: the one that it asks for, of several.
+        """
         assert request.arrival_ns > self._driver.now_ns or not self._driver.now_ns
         request.stops = self._stops
-        self._arriving.add(request, direct)
+        self._arriving.add(request, direct, model)
 
     def run_until(self, until_ns: int) -> None:
         """Carry out everything that happens before `until_ns`. Requests that can never go on fail."""

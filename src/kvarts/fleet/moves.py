@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
 from kvarts.fleet.links import Links, PeerLinks, Pull, StoreLinks
-from kvarts.fleet.pool import Front
+from kvarts.fleet.pool import Front, ModelRouters
 from kvarts.fleet.worker import ByReservation, Worker
 from kvarts.kv.transfer import PeersGain, PrefillTimes
 from kvarts.report.requests import COMPLETED, FAILED, REJECTED
@@ -143,38 +143,47 @@ class PeersOfWorkers(BelowTiers, Protocol):
     def leave(self, worker: int) -> bool:
         """Stop reading from `worker`, which was removed; return whether it was still registered."""
 
-    def gain(self, prefill: PrefillTimes, page_size: int) -> PeersGain | None:
-        """Return what a worker saves that reads pages, instead of computing them in the time of `prefill`.
-
-        None: routers do not know that.
-        """
+    def gain(self, prefill: PrefillTimes, page_size: int) -> PeersGain:
+        """Return what a worker saves that reads pages, instead of computing them in the time of `prefill`."""
 
 
 class StoreUse:
-    """A store that workers share, and their links to it."""
+    """The stores that workers share, one for each model, and their links to these."""
 
-    __slots__ = ("links", "store")
+    __slots__ = ("links", "stores")
 
-    def __init__(self, store: WorkersStore, links: StoreLinks) -> None:
-        self.store = store
+    def __init__(self, stores: Sequence[WorkersStore], links: StoreLinks) -> None:
+        self.stores = stores
         self.links = links
+
+    def leave(self, worker: int) -> None:
+        """Stop sending events to `worker`, which was removed."""
+        for store in self.stores:
+            store.leave(worker)
+
+    def take_waited_for(self) -> list[tuple[int, int]]:
+        """Return the writes of all stores that have ended, as `WorkersStore.take_waited_for` does."""
+        return [each for store in self.stores for each in store.take_waited_for()]
 
 
 class PeerUse:
-    """The host memory of workers, from which others read, and the links that carry it."""
+    """The host memory of the workers of each model, from which others read, and the links that carry it."""
 
-    __slots__ = ("links", "memory")
+    __slots__ = ("links", "memories")
 
-    def __init__(self, memory: PeersOfWorkers, links: PeerLinks) -> None:
-        self.memory = memory
+    def __init__(self, memories: Sequence[PeersOfWorkers], links: PeerLinks) -> None:
+        self.memories = memories
         self.links = links
+
+    def leave(self, worker: int) -> bool:
+        """Stop reading from `worker`, which was removed; return whether it was still registered."""
+        return any(memory.leave(worker) for memory in self.memories)
 
 
 class Moves:
     """Owner of the requests of a fleet.
 
-    `first`: the workers that requests arrive at; `second`: those that only generate, or `first` again if there are
-    none. `least_remote`, `hold_ns`: see FleetConfig. `token_bytes`: bytes of the KV of a token on a link;
+    `of_models`: the routers of each model, or one pair for all requests. `least_remote`, `hold_ns`: see FleetConfig.
     `only_missing`: pages that the second worker has are not sent. `tier_names`: the names of the tiers below any
     worker. `store`, `peers`: see FleetDriver. `is_mocker`: as Dynamo's mocker, to the order of what happens at one
     time. `layer_wise`: `links` again, if they send layers of a prompt before it is complete.
@@ -183,11 +192,9 @@ class Moves:
     def __init__(
         self,
         arrivals: Incoming,
-        first: Front,
-        second: Front,
+        of_models: Sequence[ModelRouters],
         links: Links,
         *,
-        token_bytes: int,
         only_missing: bool,
         least_remote: int | None = None,
         hold_ns: int = HOLD_NS,
@@ -207,10 +214,9 @@ class Moves:
         self._source_moved = True
         """Whether requests have ended since the source said when the next one arrives."""
         self._log = arrivals.log
-        self._first = first
-        self._second = second
-        self._splits = first is not second
-        self._fronts = [first, second] if self._splits else [first]
+        self._of_models = of_models
+        self._place_of_model = {routers.model: place for place, routers in enumerate(of_models)}
+        self._fronts = [front for routers in of_models for front in routers.fronts]
         self._holding = [front for front in self._fronts if front.router.holds_requests]
         """Routers in which requests may wait."""
         self._pools = [pool for front in self._fronts for pool in front.pools]
@@ -218,9 +224,8 @@ class Moves:
             (worker for pool in self._pools for worker in pool.workers), key=lambda worker: worker.index
         )
         self._links = links
-        self._token_bytes = token_bytes
         self._only_missing = only_missing
-        self._least_remote = least_remote if first is not second else None
+        self._least_remote = least_remote
         self._hold_ns = hold_ns
         self._left: dict[int, Handoff] = {}
         """Requests whose prompt is held for another request to fetch, by row."""
@@ -236,7 +241,6 @@ class Moves:
         self._of: dict[Request, Handoff] = {}
         """The requests in the fleet, by either of their engine requests."""
         self._num_reserved = 0
-        self._only_prefills = self._splits and all(pool.role == "prefill" for pool in first.pools)
         self._cut: set[int] = set() if peers is None else peers.links.cut
         """Workers whose link is cut."""
         self.num_failed_transfers = 0
@@ -306,12 +310,13 @@ class Moves:
             self._send_on(handoff, now_ns)
             return
         has_begun = handoff.held_ns >= 0 or handoff.decode.num_admissions
-        is_placed = handoff.routed >= 0 and self._first.has(self.workers[handoff.routed])
+        is_placed = handoff.routed >= 0 and self._of_models[handoff.model].first.has(self.workers[handoff.routed])
         if not (has_begun or is_placed):
             handoff.is_local = self._stays(handoff, now_ns)
             if self._waits_in_router(handoff):
                 return
-        front = self._second if has_begun or handoff.is_local else self._first
+        routers = self._of_models[handoff.model]
+        front = routers.second if has_begun or handoff.is_local else routers.first
         if front.is_open:
             self._submit(handoff, front, now_ns)
         else:
@@ -322,13 +327,14 @@ class Moves:
 
     def _send_on(self, handoff: Handoff, now_ns: int) -> None:
         """Send a request whose prompt is held, or being computed, to a worker that generates."""
+        second = self._of_models[handoff.model].second
         if handoff.at_target:
             if handoff.is_coming:
                 self._transfer(handoff, now_ns)
-        elif self._second.is_open:
+        elif second.is_open:
             self._choose_second(handoff, now_ns)
         elif handoff.is_held:
-            self._second.stranded.append(handoff)
+            second.stranded.append(handoff)
 
     def _send_direct(self, handoff: Handoff, now_ns: int) -> None:
         """Send a request to the worker that its client chose, which fetches its prompt if it is held anywhere."""
@@ -344,7 +350,7 @@ class Moves:
             return
         holder = None if handoff.fetches is None else self._left.pop(handoff.fetches, None)
         if holder is not None and holder.is_held:
-            if self._brings(holder, handoff.decode) and worker.index != holder.source:
+            if holder.model == handoff.model and self._brings(holder, handoff.decode) and worker.index != holder.source:
                 self._take_over(handoff, holder)
             else:
                 self._actions.append((RELEASE, holder))
@@ -432,11 +438,13 @@ class Moves:
 
         It is if the cache of the worker has all but a few tokens of the prompt.
         """
-        if self._least_remote is None or not self._second.is_open:
+        routers = self._of_models[handoff.model]
+        second = routers.second
+        if self._least_remote is None or not routers.splits or not second.is_open:
             return False
-        if handoff.planned < 0 or not self._second.sends_to(self.workers[handoff.planned]):
+        if handoff.planned < 0 or not second.sends_to(self.workers[handoff.planned]):
             self._unplan(handoff)
-            planned = self._route(self._second, handoff, now_ns)
+            planned = self._route(second, handoff, now_ns)
             if planned is None:
                 return False
             handoff.planned = planned.index
@@ -449,27 +457,29 @@ class Moves:
         """Forget the worker that was chosen on arrival to generate."""
         if handoff.planned >= 0:
             handoff.planned = -1
-            self._second.ended(handoff.decode)
+            self._of_models[handoff.model].second.ended(handoff.decode)
 
     def _route_second(self, handoff: Handoff, now_ns: int) -> Worker | None:
         """Return the worker that generates: the one chosen on arrival, if requests are still sent to it.
 
         None: the request waits in the router.
         """
+        second = self._of_models[handoff.model].second
         if handoff.planned >= 0:
             worker = self.workers[handoff.planned]
-            if self._second.sends_to(worker):
+            if second.sends_to(worker):
                 handoff.planned = -1
-                if self._second.router.reads_prefills and handoff.is_from_source:
-                    self._second.router.prefilled(handoff.decode.index)
+                if second.router.reads_prefills and handoff.is_from_source:
+                    second.router.prefilled(handoff.decode.index)
                 return worker
             self._unplan(handoff)
-        return self._route(self._second, handoff, now_ns)
+        return self._route(second, handoff, now_ns)
 
     def _submit(self, handoff: Handoff, front: Front, now_ns: int) -> None:
         """Queue a request in a worker of `front`, that computes its prompt, or all of it."""
         decode = request = handoff.decode
-        worker = self._route_second(handoff, now_ns) if front is self._second else self._route(front, handoff, now_ns)
+        routers = self._of_models[handoff.model]
+        worker = self._route_second(handoff, now_ns) if front is routers.second else self._route(front, handoff, now_ns)
         if worker is None:
             return
         reason = None
@@ -477,12 +487,12 @@ class Moves:
             request = handoff.let_compute()
             handoff.source, handoff.target = worker.index, -1
             if not self._is_mocker:
-                reason = self._second.never_fits(decode)
+                reason = routers.second.never_fits(decode)
         else:
             handoff.target = worker.index
-            if front is self._first:
+            if front is routers.first:
                 self._unplan(handoff)
-            if front is self._first or handoff.is_local:
+            if front is routers.first or handoff.is_local:
                 handoff.do_both()
                 handoff.source = worker.index
             else:
@@ -518,8 +528,8 @@ class Moves:
             if not router.staleness_ns:
                 self._poll(front, now_ns)
             front.tell(now_ns, range(len(front.workers)))
-        request = handoff.decode
-        if self._only_prefills and front is self._first:
+        request, routers = handoff.decode, self._of_models[handoff.model]
+        if routers.only_prefills and front is routers.first:
             request = handoff.let_compute()
         worker = front.choose(request, handoff, now_ns)
         if worker is not None and router.reads_prefills and handoff.is_from_source:
@@ -540,7 +550,8 @@ class Moves:
         if worker is None:
             return
         handoff.target = worker.index
-        reason = self._second.never_fits(handoff.decode) if self._is_mocker else None
+        second = self._of_models[handoff.model].second
+        reason = second.never_fits(handoff.decode) if self._is_mocker else None
         if is_direct:
             reason = worker.scheduler.never_fits(handoff.decode)
         if reason is not None:
@@ -589,10 +600,11 @@ class Moves:
         assert layer_wise is not None
         for request in sorted(worker.scheduler.running, key=lambda request: request.admission):
             handoff = self._of[request]
+            token_bytes = self._of_models[handoff.model].token_bytes
             if handoff.placed >= 0:
                 continue  # a client fetches it
             is_first, num_tokens = not handoff.computed, request.num_prompt_tokens
-            num_bytes = self._weight(worker, 0, num_tokens)
+            num_bytes = self._weight(worker, token_bytes, 0, num_tokens)
             parts = [
                 handoff.compute(now_ns, now_ns, num_bytes * request.hit_tokens // num_tokens),
                 handoff.compute(now_ns, worker.end_ns, num_bytes * request.num_computed // num_tokens),
@@ -620,17 +632,18 @@ class Moves:
     def _num_bytes(self, handoff: Handoff) -> int:
         """Return the bytes of KV that a request's target receives."""
         start = handoff.decode.hit_tokens if self._only_missing else 0
-        return self._weight(self.workers[handoff.target], start, handoff.decode.num_prompt_tokens)
+        token_bytes = self._of_models[handoff.model].token_bytes
+        return self._weight(self.workers[handoff.target], token_bytes, start, handoff.decode.num_prompt_tokens)
 
-    def _weight(self, worker: Worker, start: int, num_tokens: int) -> int:
+    def _weight(self, worker: Worker, token_bytes: int, start: int, num_tokens: int) -> int:
         """Return the bytes of KV with which `worker`, with `start` tokens of a prompt, can continue it."""
         cache, page_size = worker.scheduler.cache, self._page_size
         if cache.settles:
             num_blocks = cache.num_sent(start, num_tokens, page_size)
-            return num_blocks * page_size * self._token_bytes // cache.page_blocks
+            return num_blocks * page_size * token_bytes // cache.page_blocks
         if self._only_missing:
             num_tokens = cache.num_sent(start, num_tokens, page_size) * page_size
-        return num_tokens * self._token_bytes
+        return num_tokens * token_bytes
 
     def _activate(self, handoff: Handoff, now_ns: int) -> None:
         """Activate a request whose KV has arrived, at the end of the step under way."""
@@ -681,7 +694,7 @@ class Moves:
         handoff.note_below(handoff.prefill, worker.tier_names)
         handoff.at_source = False
         handoff.forget_computed()
-        self._first.ended(handoff.prefill)
+        self._of_models[handoff.model].first.ended(handoff.prefill)
         self._complete(handoff)
 
     def _leave_target(self, handoff: Handoff, worker: Worker) -> None:
@@ -700,7 +713,8 @@ class Moves:
 
     def _front_of(self, handoff: Handoff) -> Front:
         """Return the router of the target."""
-        return self._first if handoff.target == handoff.source and not handoff.is_local else self._second
+        routers = self._of_models[handoff.model]
+        return routers.first if handoff.target == handoff.source and not handoff.is_local else routers.second
 
     # Clients that give up ---------------------------------------------------------------------------------
 
@@ -879,7 +893,7 @@ class Moves:
         """Let requests go on that have waited for writes of other workers to the store."""
         if self._store is None:
             return
-        for index, write in self._store.store.take_waited_for():
+        for index, write in self._store.take_waited_for():
             worker = self.workers[index]
             self._is_busy(worker, now_ns)
             assert worker.scheduler.loads is not None
@@ -984,7 +998,12 @@ class Moves:
             handoff.num_bytes,
             handoff.num_restarts,
             int(handoff.is_local),
+            *self._model_column(handoff),
         )
+
+    def _model_column(self, handoff: Handoff) -> tuple[int, ...]:
+        """Return the place of its model, if there are several."""
+        return (handoff.model,) if len(self._of_models) > 1 else ()
 
     def _refuse(self, handoff: Handoff, worker: int, reason: str, status: int) -> None:
         """Log a request that is given up, with its `reason`."""
@@ -997,7 +1016,7 @@ class Moves:
     def _fail(self, handoff: Handoff, reason: str) -> None:
         """Fail a request that fits no worker that generates, and release the pages that its source holds."""
         self._of.pop(handoff.decode)
-        self._second.ended(handoff.decode)
+        self._of_models[handoff.model].second.ended(handoff.decode)
         self._refuse(handoff, handoff.target, reason, FAILED)
         self._actions.append((RELEASE, handoff))
 

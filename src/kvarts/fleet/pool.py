@@ -12,7 +12,7 @@ from kvarts.request import Request
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import Informed, Router
 
-__all__ = ["Front", "Pool"]
+__all__ = ["Front", "ModelRouters", "Pool"]
 
 
 class Front(Informed):
@@ -130,6 +130,24 @@ class Front(Informed):
             return self.pools[0].workers[0].scheduler.never_fits(request)
         reasons = [pool.workers[0].scheduler.never_fits(request) for pool in self.pools]
         return None if None in reasons else reasons[0]
+
+
+class ModelRouters:
+    """The routers that requests for `model` pass; with None, requests for any model.
+
+    `first`: in front of the workers that they arrive at; `second`: of those that only generate, or `first` again if
+    there are none. `token_bytes`: bytes of the KV of a token on a link.
+    """
+
+    def __init__(self, model: str | None, first: Front, second: Front, token_bytes: int) -> None:
+        self.model = model
+        self.first = first
+        self.second = second
+        self.token_bytes = token_bytes
+        self.splits = first is not second
+        self.fronts = [first, second] if self.splits else [first]
+        self.only_prefills = self.splits and all(pool.role == "prefill" for pool in first.pools)
+        """Whether every worker that requests arrive at only computes prompts."""
 
 
 class Pool:

@@ -8,26 +8,29 @@ from typing import Any
 from msgspec import structs
 
 from kvarts.build import build_engine, preparation_of
+from kvarts.errors import InputError
 from kvarts.event_log import EventReader
 from kvarts.executor.base import CostModel
 from kvarts.executor.simulated import SimExecutor
-from kvarts.fleet.config import TOKEN_BYTES, FleetConfig, FleetWorker, PoolConfig, Role
+from kvarts.fleet.config import TOKEN_BYTES, FleetConfig, FleetWorker, ModelPools, PoolConfig, Role
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
 from kvarts.fleet.links import FixedRate, Links, PeerLinks, SharedLinks, StoreLinks
 from kvarts.fleet.moves import BelowTiers, Incoming, PeersOfWorkers, PeerUse, StoreUse, WorkersStore
-from kvarts.fleet.pool import Front, Pool
+from kvarts.fleet.pool import Front, ModelRouters, Pool
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.worker import ByAge, ByReservation, DecodeOnly, Worker
-from kvarts.limits import MOST_REPLICAS
+from kvarts.limits import MOST_REPLICAS, brief
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.rooms import from_room
 from kvarts.sim.arrivals import Arrivals
+from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, trace_of
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import Router
+from kvarts.traffic.trace import Trace
 
 __all__ = ["BuiltFleet", "replay_fleet"]
 
@@ -46,23 +49,26 @@ def replay_fleet(
     on_progress: Callable[[int], object] | None = None,
     observers_of: Callable[[FleetWorker], Sequence[EventReader]] | None = None,
 ) -> FleetReport:
-    """Replay the traffic of one model on the fleet described by `config`, and return the report."""
+    """Replay traffic on the fleet described by `config`, and return the report.
+
+    If workers have several models and requests name theirs, each model has routers of its own. Raise InputError for a
+    request that names none of these models.
+    """
     trace = trace_of(traffic)
     first = config.first
+    models = models_asked_for(trace, config)
     source = first.source(trace)
     log = RequestLog(
         largest_hit_counts=first.profile == "mocker",
         tiers=tiers_of(config),
-        more=("source", *TIMES, "num_bytes", "num_restarts", "is_local"),
+        more=("source", *TIMES, "num_bytes", "num_restarts", "is_local", *(["model"] if models else [])),
     )
     steps: list[StepLog] = []
 
     def readers_of(worker: FleetWorker) -> list[EventReader]:
         each = worker.pool.each
         memory = None if each.kv_groups == "off" else each.memory.to_builtins()
-        shared = {} if opened.store is None else {STORE: opened.store.size}
-        if config.pulls:
-            shared[PEERS] = config.num_host_pages
+        shared = opened.shared_by(worker.pool)
         steps.append(StepLog(each.num_blocks, {**each.tiers, **shared}, memory))
         return [steps[-1], *(() if observers_of is None else observers_of(worker))]
 
@@ -78,11 +84,10 @@ def replay_fleet(
             stops=first.stop_tokens,
         )
 
-    opened = BuiltFleet(config)
+    opened = BuiltFleet(config, by_model=bool(models))
     driver = opened.open(arrivals_at, readers_of, on_progress=on_progress)
     driver.run()
     schedulers = [worker.scheduler for worker in driver.workers]
-    store, store_links = opened.store, opened.store_links
     return FleetReport(
         trace,
         config,
@@ -90,8 +95,9 @@ def replay_fleet(
         steps,
         num_evicted_pages=sum(each.cache.num_evicted for each in schedulers),
         tier_names=tiers_of(config),
-        store=None if store is None or store_links is None else store_report(store, store_links, driver.now_ns),
-        pulls=None if opened.peers is None else pulls_report(opened.peers),
+        models=models,
+        stores=opened.stores_report(driver.now_ns),
+        pulls=[pulls_report(memory) for memory in opened.peers],
         transfers=[each.tiers.totals() for each in schedulers if each.tiers is not None],
         evicted_parts=[each.num_evicted_parts() for each in schedulers],
         deadlocks=driver.deadlocks,
@@ -99,6 +105,26 @@ def replay_fleet(
         num_failed_transfers=driver.num_failed_transfers,
         pools=opened.pools,
     )
+
+
+def models_asked_for(trace: Trace, config: FleetConfig) -> list[str]:
+    """Return the models that requests are sent to by their names; empty if all requests go to any worker.
+
+    Raise InputError for a request that names none of these models.
+    """
+    names = [of_model.model or "" for of_model in config.of_models]
+    if len(names) == 1 or not (trace.names_models or config.asks_for_models):
+        return []
+    for request in trace.requests or ():
+        if request.model not in names:
+            what = "names no model" if request.model is None else f"asks for {brief(request.model)}"
+            raise InputError(
+                f"row {request.row + 1} {what}, and the pools have {' and '.join(filter(None, names))}",
+                path=trace.name,
+                field="model",
+                hint="A pool may have another served_model_name.",
+            )
+    return names
 
 
 def tiers_of(config: FleetConfig) -> list[str]:
@@ -111,13 +137,19 @@ def tiers_of(config: FleetConfig) -> list[str]:
 class BuiltFleet:
     """The workers of a fleet with their routers, and the store that they share, for one run. `open` must follow.
 
+    `by_model`: the workers of each model have routers, a store, and peers to read from that are not those of others.
     `num_waiting`: as of an EventLog.
     """
 
-    def __init__(self, config: FleetConfig, *, num_waiting: int = MANY_EVENTS) -> None:
+    def __init__(self, config: FleetConfig, *, by_model: bool = False, num_waiting: int = MANY_EVENTS) -> None:
         self._config = config
         self._num_waiting = num_waiting
-        self.store, self.store_links = open_store(config)
+        self._behind = config.behind_routers(by_model=by_model)
+        settings = config.store
+        self.store_links = None if settings is None else StoreLinks(*settings.bytes_per_s, settings.latency_ns)
+        self.stores = (
+            [] if self.store_links is None else [open_store(config, each, self.store_links) for each in self._behind]
+        )
         self._pool_of: dict[int, int] = {}
         """The place of each worker's pool."""
         link_of = self._pool_of if config.sharing == "pool" else None
@@ -125,7 +157,9 @@ class BuiltFleet:
         pulling = links_of(config, link_of)
         self.links: Links = pulling if self.layer_wise is None else self.layer_wise
         self.peer_links = PeerLinks(pulling) if config.pulls else None
-        self.peers = None if self.peer_links is None else open_peers(config, self.peer_links)
+        self.peers = (
+            [] if self.peer_links is None else [open_peers(config, each, self.peer_links) for each in self._behind]
+        )
         self.pools: list[Pool] = []
         self._num_workers = 0
 
@@ -141,42 +175,68 @@ class BuiltFleet:
         `arrivals_at` returns the requests that arrive at the first router, `readers_of` the readers of a worker's
         events.
         """
-        config, store, store_links = self._config, self.store, self.store_links
-        fronts: dict[bool, Front] = {}
-        for is_second in (False, True):
-            behind = [each.each for each in config.pools if (each.role == "decode") is is_second]
-            if behind:
-                num_workers = sum(each.replicas for each in behind)
-                most_tiers = max(behind, key=lambda each: len(each.tiers))
-                of_all = structs.replace(behind[0], replicas=num_workers, offload=most_tiers.offload)
-                replicas: list[Replica] = []
-                peers_gain = None if self.peers is None else self.peers.gain(prefill_cost(of_all), config.page_size)
-                router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off", peers=peers_gain)
-                fronts[is_second] = Front(router, replicas)
+        config, store_links, peer_links = self._config, self.store_links, self.peer_links
+        fronts: dict[tuple[int, bool], Front] = {}
+        for place, of_model in enumerate(self._behind):
+            for is_second in (False, True):
+                pools = [each.each for each in of_model.pools if (each.role == "decode") is is_second]
+                if pools:
+                    fronts[place, is_second] = self._front(pools, place)
         startup_ns = round(config.startup_s * 1e9)
-        for place, each in enumerate(config.pools):
-            front = fronts[each.role == "decode"]
-            opened = self._opener(each, place, front.router, readers_of)
+        for number, each in enumerate(config.pools):
+            place = self._place_of(each)
+            front = fronts[place, each.role == "decode"]
+            shared = [*self.stores[place : place + 1], *self.peers[place : place + 1]]
+            opened = self._opener(each, number, front.router, readers_of, *shared)
             self.pools.append(Pool(each.name, each.role, each.each.replicas, opened, front, startup_ns=startup_ns))
-        peers, peer_links = self.peers, self.peer_links
+        of_models = []
+        for place, of_model in enumerate(self._behind):
+            behind = fronts[place, False]
+            token_bytes = config.token_bytes_of(of_model)
+            of_models.append(ModelRouters(of_model.model, behind, fronts.get((place, True), behind), token_bytes))
         return FleetDriver(
-            arrivals_at(fronts[False]),
-            fronts[False],
-            fronts.get(True, fronts[False]),
+            arrivals_at(of_models[0].first),
+            of_models,
             self.links,
-            token_bytes=config.token_bytes,
             only_missing=config.transfer == "missing",
             least_remote=config.least_remote,
             hold_ns=round(config.hold_s * 1e9),
             is_mocker=config.first.profile == "mocker",
             tier_names=tiers_of(config),
-            store=None if store is None or store_links is None else StoreUse(store, store_links),
-            peers=None if peers is None or peer_links is None else PeerUse(peers, peer_links),
+            store=None if store_links is None else StoreUse(self.stores, store_links),
+            peers=None if peer_links is None else PeerUse(self.peers, peer_links),
             layer_wise=self.layer_wise,
             scaler=None if config.scaler is None else config.scaler(),
             faults=config.faults,
             on_progress=on_progress,
         )
+
+    def _front(self, pools: Sequence[ReplayConfig], place: int) -> Front:
+        """Return a router in front of `pools` without workers yet; `place`: that of their model."""
+        num_workers = sum(each.replicas for each in pools)
+        most_tiers = max(pools, key=lambda each: len(each.tiers))
+        of_all = structs.replace(pools[0], replicas=num_workers, offload=most_tiers.offload)
+        replicas: list[Replica] = []
+        peers_gain = self.peers[place].gain(prefill_cost(of_all), of_all.page_size) if self.peers else None
+        router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off", peers=peers_gain)
+        return Front(router, replicas)
+
+    def _place_of(self, pool: PoolConfig) -> int:
+        """Return the place of the routers of a pool."""
+        return next(
+            place for place, of_model in enumerate(self._behind) if pool.name in [each.name for each in of_model.pools]
+        )
+
+    def shared_by(self, pool: PoolConfig) -> dict[str, int]:
+        """Return the sizes of the memory that workers of `pool` share with others, by the names of these tiers."""
+        place = self._place_of(pool)
+        shared = {STORE: self.stores[place].size} if self.stores else {}
+        return {**shared, PEERS: self._behind[place].num_host_pages} if self.peers else shared
+
+    def stores_report(self, end_ns: int) -> list[dict[str, Any]]:
+        """Return the use of the stores, as a part of the report."""
+        links = self.store_links
+        return [] if links is None else [store_report(store, links, end_ns) for store in self.stores]
 
     def _opener(
         self,
@@ -184,8 +244,12 @@ class BuiltFleet:
         place: int,
         router: Router,
         readers_of: Callable[[FleetWorker], Sequence[EventReader]],
+        shared: BelowTiers | None = None,
     ) -> Callable[[int], Worker]:
-        """Return a function that builds the next worker of a pool, given its number behind `router`."""
+        """Return a function that builds the next worker of a pool, given its number behind `router`.
+
+        `shared`: memory below its own tiers, shared with others.
+        """
         rank = RANKS[of_pool.role] * MOST_REPLICAS
 
         def open_next(number: int) -> Worker:
@@ -194,34 +258,31 @@ class BuiltFleet:
             self._pool_of[index] = place
             of_router = router.reader_of(number)
             readers = [*readers_of(FleetWorker(index, of_pool)), *(() if of_router is None else (of_router,))]
-            return open_worker(
-                of_pool, index, rank + index, readers, self.store or self.peers, num_waiting=self._num_waiting
-            )
+            return open_worker(of_pool, index, rank + index, readers, shared, num_waiting=self._num_waiting)
 
         return open_next
 
 
-def open_store(config: FleetConfig) -> tuple[WorkersStore | None, StoreLinks | None]:
-    """Return the store that the workers share, and their links to it. Raise ConfigError if its room is missing."""
-    settings = config.store
-    if settings is None:
-        return None, None
-    links = StoreLinks(*settings.bytes_per_s, round(settings.latency_us * 1e3))
-    first, unit_bytes = config.first, config.stored_unit_bytes
+def open_store(config: FleetConfig, of_model: ModelPools, links: StoreLinks) -> WorkersStore:
+    """Return the store that the workers of a model share. Raise ConfigError if its room is missing."""
+    assert config.store is not None
+    first, size, unit_bytes = of_model.first, of_model.store_size(config.store), of_model.stored_unit_bytes
+    opened: WorkersStore
     if first.kv_groups == "off":
-        make = from_room("offload.shared_store", "SharedStore", field="store")
-        return make(config.store_size, unit_bytes, links), links
-    make = from_room("offload.shared_parts", "SharedParts", field="store")
-    return make(config.store_size, unit_bytes, links, memory=first.memory, page_size=first.page_size), links
+        opened = from_room("offload.shared_store", "SharedStore", field="store")(size, unit_bytes, links)
+    else:
+        make = from_room("offload.shared_parts", "SharedParts", field="store")
+        opened = make(size, unit_bytes, links, memory=first.memory, page_size=first.page_size)
+    return opened
 
 
-def open_peers(config: FleetConfig, links: PeerLinks) -> PeersOfWorkers:
-    """Return the host memory from which workers read. Raise ConfigError if its room is missing."""
+def open_peers(config: FleetConfig, of_model: ModelPools, links: PeerLinks) -> PeersOfWorkers:
+    """Return the host memory from which the workers of a model read. Raise ConfigError if its room is missing."""
     assert config.bytes_per_s is not None
-    unit_bytes = config.token_bytes * config.page_size
+    unit_bytes = config.token_bytes_of(of_model) * config.page_size
     make = from_room("offload.peers", "PeerMemory", field="transfer.pull")
-    if config.first.kv_groups != "off":
-        unit_bytes = config.stored_unit_bytes
+    if of_model.first.kv_groups != "off":
+        unit_bytes = of_model.stored_unit_bytes
         make = from_room("offload.peer_parts", "PeerParts", field="transfer.pull")
     opened: PeersOfWorkers = make(unit_bytes, links, latency_ms=config.latency_ms, bytes_per_s=config.bytes_per_s)
     return opened

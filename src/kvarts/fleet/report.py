@@ -31,8 +31,15 @@ WAITS = (
 """The parts of the time to first token, with the start and end of each."""
 
 
+_OF_MODEL = ("arrival_ns", "first_token_ns", "last_token_ns", "input_tokens", "output_tokens", "cached_tokens")
+
+
 class FleetReport(Report):
-    """The outcome of a replay on a fleet. `deadlocks`: time, worker, and the request that was failed."""
+    """The outcome of a replay on a fleet. `deadlocks`: time, worker, and the request that was failed.
+
+    `models`: those that requests were sent to by their names; empty if all went to any worker. `stores`, `pulls`: of
+    each of them, or one of all.
+    """
 
     config: FleetConfig
 
@@ -45,8 +52,9 @@ class FleetReport(Report):
         *,
         num_evicted_pages: int,
         tier_names: Sequence[str] = (),
-        store: Mapping[str, Any] | None = None,
-        pulls: Mapping[str, Any] | None = None,
+        models: Sequence[str] = (),
+        stores: Sequence[Mapping[str, Any]] = (),
+        pulls: Sequence[Mapping[str, Any]] = (),
         transfers: Sequence[TransferTotals] = (),
         evicted_parts: Sequence[Sequence[int]] = (),
         deadlocks: Sequence[tuple[int, int, str]] = (),
@@ -67,7 +75,8 @@ class FleetReport(Report):
             num_evicted_parts=evicted,
         )
         self._tiers = list(tier_names)
-        self._store = store
+        self._models = models
+        self._stores = stores
         self._pulls = pulls
         self._deadlocks = deadlocks
         self._num_faults = num_faults
@@ -87,6 +96,8 @@ class FleetReport(Report):
         columns["prefill_replica"] = raw["source"]
         columns["transferred_bytes"] = raw["num_bytes"]
         columns["restarts"] = raw["num_restarts"]
+        if self._models:
+            columns["model"] = [None if place < 0 else self._models[place] for place in raw["model"].tolist()]
         return columns
 
     @cached_property
@@ -118,10 +129,11 @@ class FleetReport(Report):
             "waits": waits,
             "pools": pools,
             **self._cost(pools),
+            **({"models": self._of_models(raw)} if self._models else {}),
             **({} if self.config.least_remote is None else {"num_local_prefills": int((raw["is_local"] > 0).sum())}),
             "transferred_bytes": int(raw["num_bytes"].sum()),
-            **({} if self._store is None else {"store": dict(self._store)}),
-            **({} if self._pulls is None else {"pulls": dict(self._pulls)}),
+            **self._of_each("store", self._stores),
+            **self._of_each("pulls", self._pulls),
             **self._faults(raw),
             "num_deadlocks": len(self._deadlocks),
             "deadlocks": [
@@ -143,6 +155,45 @@ class FleetReport(Report):
             "cost_per_million_output_tokens": cost / num_tokens * 1e6 if num_tokens else None,
             "cost_per_thousand_good": cost / num_good * 1e3 if num_good else None,
         }
+
+    def _of_each(self, name: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a part of the report that each model has; empty if none has it."""
+        if not parts:
+            return {}
+        if not self._models:
+            return {name: dict(parts[0])}
+        return {name: [{"model": model, **part} for model, part in zip(self._models, parts, strict=True)]}
+
+    def _of_models(self, raw: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the latencies and the hits of the requests for each model."""
+        found = []
+        summary = super().summary
+        for place, model in enumerate(self._models):
+            is_mine = raw["model"] == place
+            done = is_mine & (raw["status"] == COMPLETED)
+            mine = {name: raw[name][done] for name in _OF_MODEL}
+            ttft_ns = mine["first_token_ns"] - mine["arrival_ns"]
+            e2e_ns = mine["last_token_ns"] - mine["arrival_ns"]
+            several = mine["output_tokens"] > 1
+            decode_ns = mine["last_token_ns"] - mine["first_token_ns"]
+            tpot_ns = decode_ns[several] / (mine["output_tokens"][several] - 1)
+            num_input, num_cached = int(mine["input_tokens"].sum()), int(mine["cached_tokens"].sum())
+            duration_s = summary["duration_ms"] / 1e3
+            found.append(
+                {
+                    "name": model,
+                    "num_requests": int(is_mine.sum()),
+                    "num_completed": int(done.sum()),
+                    "num_input_tokens": num_input,
+                    "num_output_tokens": int(mine["output_tokens"].sum()),
+                    "ttft_ms": distribution_ms(ttft_ns),
+                    "tpot_ms": distribution_ms(tpot_ns),
+                    "e2e_ms": distribution_ms(e2e_ns),
+                    "goodput": self._goodput(ttft_ns, tpot_ns, several, e2e_ns, duration_s),
+                    "prefix_hit_ratio": num_cached / num_input if num_input else None,
+                }
+            )
+        return found
 
     def _faults(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return the number of faults and their cost; empty if no faults were configured."""

@@ -41,12 +41,16 @@ class PrefillTimes(Protocol):
 class PeersGain(msgspec.Struct, frozen=True):
     """What workers save that read pages from the memory of other workers. `tier`: the name of that memory.
 
-    `saved_pages` has as arguments a first page, a number of pages from there on, and the number of tokens of a prompt;
-    it returns how many of these pages the prompt saves, in time to compute.
+    `saved_by` has as arguments an offer, the page that it begins with, and the number of tokens of a prompt; it returns
+    how many of the pages on offer the prompt saves, in time to compute.
     """
 
     tier: str
-    saved_pages: Callable[[int, int, int], float]
+    saved_by: Callable[[Offer, int, int], float]
+
+    def saved_pages(self, start: int, num_pages: int, num_tokens: int) -> float:
+        """Return how many of `num_pages` pages from `start` on a prompt of `num_tokens` saves, in time to compute."""
+        return self.saved_by(Offer(num_pages, (num_pages,)), start, num_tokens)
 
 
 class Direction(StrEnum):

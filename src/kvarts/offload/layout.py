@@ -176,6 +176,13 @@ class Layout(Generic[TierT]):
         """Return how many of the pages [start, limit) of `content` each tier that is not elsewhere adds, in turn."""
         raise NotImplementedError
 
+    def elsewhere(self, content: Content, start: int, limit: int) -> Offer | None:
+        """Return the parts that make pages from `start` on findable, and that another engine has; None without any.
+
+        As an offer of one tier, in bytes on all devices of an engine.
+        """
+        return None
+
     def forget(self, request: int) -> None:
         """End the pins of the offer to `request`."""
         raise NotImplementedError

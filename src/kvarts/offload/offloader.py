@@ -109,6 +109,7 @@ class Offloader(Transfers, Generic[LayoutT]):
         self.ended = layout.ended
         self.lookup = layout.lookup
         self.found = layout.found
+        self.elsewhere = layout.elsewhere
         self.forget = layout.forget
         self.await_write = layout.await_write
 

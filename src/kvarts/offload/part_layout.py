@@ -371,6 +371,16 @@ class PartLayout(Layout[PartTier]):
             ends.append(max(ends[-1], self._match(content, limit, depth).num_pages))
         return tuple(end - before for before, end in pairwise(ends))
 
+    def elsewhere(self, content: Content, start: int, limit: int) -> Offer | None:
+        """Return the parts that make pages from `start` on findable, and that another engine has; None without any."""
+        found = self.tiers[-1].elsewhere(self._parts.tree, content, limit, self._num_own)
+        if found is None or found[0].num_pages <= start:
+            return None
+        match, runs = found
+        num_pages = match.num_pages - start
+        most_front = self._most_front(start, match) if self.can_split else 0
+        return Offer(num_pages, (num_pages,), (runs,), (most_front,))
+
     def _match(self, content: Content, limit: int, depth: int) -> RunMatch:
         """Return how far every group can resume with the parts of the device and of the first `depth` tiers."""
         last, tree = self.tiers[-1], self._parts.tree

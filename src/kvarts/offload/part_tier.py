@@ -24,7 +24,10 @@ from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, Spot, first_list
 from kvarts.kv.span_tree import SpanTree, find
 from kvarts.kv.transfer import Coming
 
-__all__ = ["PartTier"]
+__all__ = ["PartTier", "ReadableParts"]
+
+ReadableParts = tuple[RunMatch, tuple[tuple[int, int, int, int], ...]]
+"""A match with parts of another engine, and the runs of these, see Offer."""
 
 
 class PartTier(RunAccount):
@@ -277,6 +280,10 @@ class PartTier(RunAccount):
     def is_awaited(self) -> bool:
         """Whether another engine is storing something here."""
         return False
+
+    def elsewhere(self, tree: SpanTree, content: Content, limit: int, depth: int) -> ReadableParts | None:
+        """Return a match of `tree` with parts of another engine, and the runs of these; None: they are not here."""
+        return None
 
     def coming(self, match: RunMatch, start: int, now_ns: int) -> Coming | None:
         """Return the pages of `match` from `start` on, some of which other engines are storing; None: none of them."""

@@ -18,7 +18,7 @@ from kvarts.content import Content
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, holding_of_transfer
 from kvarts.kv.span_tree import SpanTree
-from kvarts.offload.part_tier import PartTier
+from kvarts.offload.part_tier import PartTier, ReadableParts
 from kvarts.offload.peers import PEERS, Peers
 
 __all__ = ["PeerParts", "PeerPartsView"]
@@ -93,6 +93,22 @@ class PeerPartsView(PartTier):
             if match.num_pages > best.num_pages or is_first:
                 best, self.asked = match, source
         return best
+
+    def elsewhere(self, tree: SpanTree, content: Content, limit: int, depth: int) -> ReadableParts | None:
+        """Return the match as in `match`, and the runs with the other engine, see Offer. A lookup is not affected."""
+        asked = self.asked
+        match = self.match(tree, content, limit, depth)
+        there, self.asked = self._peers.tiers.get(self.asked), asked
+        if there is None or match.pieces is None:
+            return None
+        unit_bytes = self._peers.unit_bytes
+        runs = [
+            (0, begin, end, self.part_blocks[index] * unit_bytes)
+            for index, pieces in enumerate(match.pieces)
+            for run, begin, end in pieces
+            if there.has(run)
+        ]
+        return match, tuple(runs)
 
     def has(self, run: PartRun) -> bool:
         """Return whether a run, which a match has found, is with the engine that was asked."""

@@ -98,12 +98,10 @@ class Peers(Generic[HostT, ViewT]):
         """Let others read from the host memory of `worker`."""
         self.tiers[worker] = host
 
-    def gain(self, prefill: PrefillTimes, page_size: int) -> PeersGain | None:
-        """Return what a worker saves that reads over idle links, instead of computing as in `prefill`.
-
-        None: routers do not know what workers could read.
-        """
-        return None
+    def gain(self, prefill: PrefillTimes, page_size: int) -> PeersGain:
+        """Return what a worker saves that reads over idle links, instead of computing as in `prefill`."""
+        alone = Channel("peers", latency_us=self._latency_ms * 1e3, bytes_per_s=max(1, round(self._bytes_per_s)))
+        return peers_gain(Weigher([alone], self.unit_bytes, prefill, splits=True), page_size)
 
     def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> partial[TiersToOpen | None]:
         """Return what prepares the tiers of `worker`: those of `offload`, and the host memory of others below them.
@@ -155,24 +153,18 @@ class PeerMemory(Peers[MemoryTier, "PeerView"]):
         """Return the memory of the others as a tier of `worker`."""
         return PeerView(self, worker)
 
-    def gain(self, prefill: PrefillTimes, page_size: int) -> PeersGain:
-        """Return what a worker saves that reads pages over idle links, instead of computing them as in `prefill`."""
-        alone = Channel("peers", latency_us=self._latency_ms * 1e3, bytes_per_s=max(1, round(self._bytes_per_s)))
-        return pull_gain(Weigher([alone], self.unit_bytes, prefill, splits=True), page_size)
 
-
-def pull_gain(weigher: Weigher, page_size: int) -> PeersGain:
+def peers_gain(weigher: Weigher, page_size: int) -> PeersGain:
     """Return what a worker saves that reads pages from others, as its tiers weigh it if nothing else is under way."""
 
-    def saved_pages(start: int, num_pages: int, num_tokens: int) -> float:
-        offer = Offer(num_pages, (num_pages,))
+    def saved_by(offer: Offer, start: int, num_tokens: int) -> float:
         weighed = weigher.weigh(0, offer, start, page_size, num_tokens, num_behind=0, awaited=None)
         if not weighed.num_pages or not weighed.worth_ns:
             return 0.0
         took_ns = max(weighed.front_ns, weighed.wait_ns or 0)
-        return num_pages * (weighed.worth_ns - took_ns) / weighed.worth_ns
+        return offer.num_pages * (weighed.worth_ns - took_ns) / weighed.worth_ns
 
-    return PeersGain("host", saved_pages)
+    return PeersGain("host", saved_by)
 
 
 class PinnedRead(Pin, eq=False, kw_only=True):

@@ -192,7 +192,9 @@ class SharedStore(Shared["StoreView"]):
 
     def leave(self, worker: int) -> None:
         """Send no events to `worker`, which has left."""
-        self.views[worker].listen(None, None)
+        view = self.views.get(worker)
+        if view is not None:
+            view.listen(None, None)
 
     def _on_stored(self, run: TierRun) -> None:
         parent = run.parent

@@ -394,7 +394,7 @@ def open_app(
     speedup: float | None = None,
     watcher: Watcher | None = None,
     engines: Sequence[Served] | None = None,
-    gone: GoneEngines | None = None,
+    gone: Sequence[GoneEngines] = (),
 ) -> Opened:
     """Return the application around the served models. `engines` and `gone`: see Routes."""
     models = Models(served)

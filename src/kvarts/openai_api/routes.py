@@ -67,11 +67,11 @@ class Routes:
         *,
         speedup: float | None = None,
         engines: Sequence[Served] | None = None,
-        gone: GoneEngines | None = None,
+        gone: Sequence[GoneEngines] = (),
     ) -> None:
         self._models = models
         self._engines = tuple(models) if engines is None else tuple(engines)
-        self._gone = () if gone is None else (gone,)
+        self._gone = gone
         self._metrics: ServerMetrics | None = None
         """Created on first use, because the import takes longer than most of a mock's start."""
         self.speedup = speedup

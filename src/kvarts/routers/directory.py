@@ -25,6 +25,7 @@ from kvarts.events import (
     StepStarted,
     TransferEnded,
 )
+from kvarts.kv.transfer import PeersGain
 
 __all__ = ["ActiveBlocks", "CacheFeed", "EventIndex", "IndexRule", "IndexSpan", "IndexTree", "PlacementIndex"]
 
@@ -466,6 +467,17 @@ class EventIndex(IndexTree):
         for worker in sorted(workers):
             found[worker] = self._match(worker, path)
         return found
+
+    def saved_elsewhere(
+        self, content: Content, starts: Sequence[int], limit: int, num_tokens: int, gain: PeersGain
+    ) -> list[float]:
+        """Return, per worker, how many pages it saves that reads what it lacks of `limit` pages from another one."""
+        runs = self.elsewhere(content, sorted(set(starts)), limit, gain.tier)
+        saved = {
+            start: gain.saved_pages(start, num_pages, num_tokens) if num_pages else 0.0
+            for start, num_pages in runs.items()
+        }
+        return [saved[start] for start in starts]
 
     def elsewhere(self, content: Content, starts: Iterable[int], limit: int, tier: str) -> dict[int, int]:
         """Return, for each of `starts`, the most consecutive pages from there on that any worker has in `tier`.

@@ -65,7 +65,7 @@ class PolicyRouter:
             page_size=page_size,
             max_num_batched_tokens=max_num_batched_tokens,
             directory=directory,
-            peers=None if peers is None or self.index is None else (peers, self.index),
+            peers=peers,
             seed=seed,
         )
         self._cached_tokens = getattr(policy, "cached_tokens", None)

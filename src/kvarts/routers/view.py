@@ -12,7 +12,7 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.kv.transfer import PeersGain
-from kvarts.routers.directory import ActiveBlocks, EventIndex, IndexRule, PlacementIndex
+from kvarts.routers.directory import ActiveBlocks, IndexRule, PlacementIndex
 
 __all__ = ["Asked", "Directory", "Found", "Metrics", "Needs", "Policy", "View"]
 
@@ -86,6 +86,14 @@ class Directory(Protocol):
     def matches(self, content: Content, limit: int) -> dict[int, tuple[int, ...]]:
         """Return, per worker with a match, the pages of the longest prefix that it can resume from, by tier."""
 
+    def saved_elsewhere(
+        self, content: Content, starts: Sequence[int], limit: int, num_tokens: int, gain: PeersGain
+    ) -> list[float]:
+        """Return, per worker, how many pages it saves that reads what it lacks of `limit` pages from another one.
+
+        `starts`: the pages that each can resume from already. `num_tokens`: those of the prompt.
+        """
+
 
 class NoDirectory:
     """A Directory without any reports."""
@@ -94,13 +102,19 @@ class NoDirectory:
         """Return an empty dict."""
         return {}
 
+    def saved_elsewhere(
+        self, content: Content, starts: Sequence[int], limit: int, num_tokens: int, gain: PeersGain
+    ) -> list[float]:
+        """Return zero for each worker."""
+        return [0.0] * len(starts)
+
 
 class View:
     """Owner of a router's knowledge. Workers are numbered from 0, and numbers are not reused.
 
     `page_size`: tokens per page of the workers; `max_num_batched_tokens`: token budget of a step. `directory`: looks up
     exact prefixes. Ties not broken by number are broken by `random`, which is seeded with `seed`. `peers`: what workers
-    save that read pages from each other, and the index of these.
+    save that read pages from each other.
     """
 
     def __init__(
@@ -111,7 +125,7 @@ class View:
         page_size: int,
         max_num_batched_tokens: int = 8192,
         directory: Directory | None = None,
-        peers: tuple[PeersGain, EventIndex] | None = None,
+        peers: PeersGain | None = None,
         seed: int = 0,
     ) -> None:
         self.page_size = page_size
@@ -231,17 +245,11 @@ class View:
         """
         if self._peers is None:
             return []
-        gain, index = self._peers
         found = self.pages(asked, limit)
         starts = [0] * len(self.num_requests)
         for worker, pages in found.items():
             starts[worker] = sum(pages)
-        runs = index.elsewhere(asked.content, sorted(set(starts)), limit, gain.tier)
-        saved = {
-            start: gain.saved_pages(start, num_pages, asked.num_tokens) if num_pages else 0.0
-            for start, num_pages in runs.items()
-        }
-        return [saved[start] for start in starts]
+        return self.directory.saved_elsewhere(asked.content, starts, limit, asked.num_tokens, self._peers)
 
     def placements(self, asked: Asked) -> tuple[dict[int, int], int]:
         """Return the blocks that each worker has by earlier placements, and the number of blocks of the prompt."""

@@ -104,6 +104,12 @@ class LowerTiers(Protocol):
     def found(self, content: Content, start: int, limit: int) -> tuple[int, ...]:
         """Return how many of the pages [start, limit) of `content` each tier of this engine alone adds, in turn."""
 
+    def elsewhere(self, content: Content, start: int, limit: int) -> Offer | None:
+        """Return the parts that make pages from `start` on findable, and that another engine has; None without any.
+
+        As an offer of one tier, in bytes on all devices of an engine. Nothing is pinned.
+        """
+
     def coming(self, content: Content, start: int, limit: int) -> Coming | None:
         """Return the pages of `content` from `start` on that other engines are storing below; None without any."""
 

@@ -340,3 +340,17 @@ class AskedCaches:
             if num_pages or any(below):
                 matches[index] = (num_pages, *below)
         return matches
+
+    def saved_elsewhere(
+        self, content: Content, starts: Sequence[int], limit: int, num_tokens: int, gain: PeersGain
+    ) -> list[float]:
+        """Return, per engine, how many pages it saves that reads what it lacks of `limit` pages from another one.
+
+        `starts`: the pages that each can resume from already. `num_tokens`: those of the prompt.
+        """
+        saved = []
+        for engine, start in zip(self._engines, starts, strict=True):
+            tiers = engine.scheduler.tiers
+            offer = None if tiers is None else tiers.elsewhere(content, start, limit)
+            saved.append(0.0 if offer is None else gain.saved_by(offer, start, num_tokens))
+        return saved

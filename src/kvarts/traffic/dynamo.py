@@ -150,6 +150,7 @@ class _Row(msgspec.Struct, gc=False):
     dependencies: list[_Dependency] = []
     cancel_after_ms: Milliseconds | None = None
     hints: Hints | None = None
+    model: str | None = None
 
 
 def load_agentic(path: Path | str | TraceFile) -> Trace:
@@ -247,6 +248,7 @@ def _request(
             After(number_of[each.request_id], round(each.delay_ms * NS_PER_MS), each.trigger == "dispatch")
             for each in row.dependencies
         ),
+        model=row.model or None,
     )
 
 
@@ -306,7 +308,7 @@ def _line(trace: Trace, request: TraceRequest, play: int, waits: list[After]) ->
         "request_id": str(request.row),
         "play_id": f"play-{play}",
         "session_id": request.session_id or str(request.row),
-        "model": "",
+        "model": request.model or "",
         "input_length": request.num_prompt_tokens,
         "output_length": request.num_output_tokens,
         "hash_ids": ids,

@@ -45,11 +45,15 @@ def sliced(
     return _like(trace, found)
 
 
-def merged(traces: Sequence[Trace], *, same_ids: bool = False) -> Trace:
+def merged(traces: Sequence[Trace], *, same_ids: bool = False, models: Sequence[str] = ()) -> Trace:
     """Return all requests of `traces` at their own times. `same_ids`: equal ids in different traces mean equal tokens.
 
-    Raise ConfigError for traces whose ids stand for different numbers of tokens.
+    `models`: the names that the requests of each trace ask for from now on. Raise ConfigError for traces whose ids
+    stand for different numbers of tokens, and for another number of models.
     """
+    if models and len(models) != len(traces):
+        what = f"{len(models)} models, and {len(traces)} traces"
+        raise ConfigError(what, field="models", hint="Give the name of a model for each trace.")
     first = traces[0]
     requests: list[TraceRequest] = []
     numbers = _Numbers()
@@ -65,6 +69,8 @@ def merged(traces: Sequence[Trace], *, same_ids: bool = False) -> Trace:
         of_trace = known(trace)
         if not same_ids:
             of_trace = [_apart(request, number, numbers) for request in of_trace]
+        if models:
+            of_trace = [msgspec.structs.replace(request, model=models[number]) for request in of_trace]
         requests += [_moved(request, first_row) for request in of_trace]
         first_row += 1 + max(request.row for request in of_trace)
     return _like(
@@ -137,13 +143,14 @@ def spread(trace: Trace, duration_ns: int) -> Trace:
 
 
 def anonymized(trace: Trace) -> Trace:
-    """Return the trace with ids, sessions and tenants numbered by first appearance, and without request names.
+    """Return the trace with ids, sessions, tenants and models numbered by first appearance, and without request names.
 
     Times begin at 0. Lengths and equality of contents are preserved, so replays and plans give the same results.
     """
     numbers = _Numbers()
     sessions: dict[str, str] = {}
     tenants: dict[str, str] = {}
+    models: dict[str, str] = {}
 
     requests = [
         msgspec.structs.replace(
@@ -153,6 +160,7 @@ def anonymized(trace: Trace) -> Trace:
             output_units=None if request.output_units is None else numbers.of(0, request.output_units),
             session_id=_name(sessions, request.session_id, "session"),
             tenant=_name(tenants, request.tenant, "tenant"),
+            model=_name(models, request.model, "model"),
             request_id=None,
         )
         for request in known(trace)
@@ -279,6 +287,8 @@ def mooncake_lines(trace: Trace) -> Iterator[bytes]:
             row["request_id"] = request.request_id
         if request.tenant is not None:
             row["tenant"] = request.tenant
+        if request.model is not None:
+            row["model"] = request.model
         if request.cancel_after_ns is not None:
             row["cancel_after_ms"] = _ms(request.cancel_after_ns)
         if request.hints is not None:

@@ -286,6 +286,7 @@ class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     number it asked for, so that a replay refuses it too. `began_ns`: start of the run, in runs that have other records.
     `cancel_after_ns`: time after arrival at which its client gave it up, of a run on a fleet: `output` then has the
     tokens that would have followed, too. `worker`, `is_left`, `fetches`: see DirectRequest; the last is a line, from 0.
+    `model`: the name by which it asked for one of several.
     """
 
     arrival_ns: int
@@ -295,6 +296,7 @@ class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     max_tokens: int = 0
     priority: int = 0
     tenant: str | None = None
+    model: str | msgspec.UnsetType = msgspec.UNSET
     hints: Hints | msgspec.UnsetType = msgspec.UNSET
     request_id: str | None = None
     ended: str = "finished"
@@ -370,4 +372,5 @@ def _request(index: int, row: RecordedRow, first_ns: int, places: Mapping[int, i
         cancel_after_ns=row.cancel_after_ns if isinstance(row.cancel_after_ns, int) else None,
         hints=row.hints if isinstance(row.hints, Hints) else None,
         direct=direct,
+        model=row.model if isinstance(row.model, str) else None,
     )

@@ -2,8 +2,9 @@
 
 Optional fields: `session_id` and `delay` (ms after the session's previous turn), `priority`, `output_token_ids`,
 `request_id`, `tenant` (tenants share no pages), `cancel_after_ms` (time after sending at which the client abandons a
-request), `hints` (how long its KV is worth keeping, see Hints), and `wait_for` with `tool_wait_ms`, as in the first
-version of Dynamo's agentic traces. Other fields are ignored. A hash id stands for `trace_block_size` equal tokens. A
+request), `hints` (how long its KV is worth keeping, see Hints), `model` (the name of the one that a request asks for,
+of several in a fleet), and `wait_for` with `tool_wait_ms`, as in the first version of Dynamo's agentic traces. Other
+fields are ignored. A hash id stands for `trace_block_size` equal tokens. A
 row without `hash_ids` shares nothing with any other.
 """
 

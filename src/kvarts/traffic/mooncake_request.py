@@ -88,6 +88,7 @@ def request_of(
         and row.priority == 0
         and row.cancel_after_ms is None
         and row.hints is None
+        and row.model is None
     ):
         return TraceRequest(row_number, arrival_ns, units, input_length, output_length)
     output_units = None if output_token_ids is None else _packed(output_token_ids, "output_token_ids")
@@ -105,6 +106,7 @@ def request_of(
         tenant=None if row.tenant is None else str(row.tenant),
         cancel_after_ns=None if row.cancel_after_ms is None else round(row.cancel_after_ms * NS_PER_MS),
         hints=row.hints,
+        model=None if row.model is None else str(row.model),
     )
 
 

@@ -29,7 +29,8 @@ class Trace:
 
     `requests` may be any iterable. If it is neither a list nor RequestColumns, it is read on demand and must be in
     arrival order. `has_output_tokens`: some requests have `output_units`, so prompts must be compared token by token.
-    `has_sessions`: some requests have a `session_id` or wait for others; determined automatically for a list.
+    `has_sessions`: some requests have a `session_id` or wait for others; `names_models`: some name the model that they
+    ask for; both are determined automatically for a list.
     `knows_prefixes`: the trace records which prefixes prompts share; if not, no prompts share any.
     `left_out`: number of rows of the file that are not requests here, by reason. `warnings`: notes on how the file was
     read, which reports repeat.
@@ -42,6 +43,7 @@ class Trace:
         unit_tokens: int = 1,
         has_output_tokens: bool = False,
         has_sessions: bool = False,
+        names_models: bool = False,
         knows_prefixes: bool = True,
         name: str = "trace",
         num_skipped_lines: int = 0,
@@ -54,7 +56,9 @@ class Trace:
         self.has_output_tokens = has_output_tokens
         if isinstance(requests, list):
             has_sessions = any(request.session_id is not None or request.after for request in requests)
+            names_models = any(request.model is not None for request in requests)
         self.has_sessions = has_sessions
+        self.names_models = names_models
         self.knows_prefixes = knows_prefixes
         self.name = name
         self.num_skipped_lines = num_skipped_lines
@@ -128,6 +132,7 @@ class Trace:
                 "delay_s": [None if request.delay_ns is None else request.delay_ns / 1e9 for request in requests],
                 "priority": [request.priority for request in requests],
                 "tenant": [request.tenant for request in requests],
+                **({"model": [request.model for request in requests]} if self.names_models else {}),
             }
         )
 

@@ -68,6 +68,8 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     """Units of the prompt and its answer, if a later prompt reveals them; later prompts can then hit them."""
     hints: Hints | None = None
     direct: DirectRequest | None = None
+    model: str | None = None
+    """The name of the model that it asks for."""
 
 
 class MooncakeRow(msgspec.Struct, gc=False):
@@ -87,6 +89,7 @@ class MooncakeRow(msgspec.Struct, gc=False):
     tool_wait_ms: int | float | None = None
     cancel_after_ms: Annotated[float, msgspec.Meta(ge=0, le=LATEST_NS / 1e6)] | None = None
     hints: Hints | None = None
+    model: str | int | None = None
 
 
 class PlainRow(msgspec.Struct, gc=False):
@@ -106,3 +109,4 @@ class PlainRow(msgspec.Struct, gc=False):
     tool_wait_ms: int | float | None = None
     cancel_after_ms: None = None
     hints: None = None
+    model: None = None

@@ -85,7 +85,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     an exponential distribution with `poisson`, exact with `fixed`). A turn adds `new_tokens` to its session, and its
     answer has `output_tokens`. Sessions are assigned in rotation to `num_prefix_groups` groups; a session begins with
     the shared prefix of its group, `prefix_tokens` long. Users abandon the share `stops` of all requests,
-    `stop_after_s` after sending them (mean or exact in the same way), unless they have ended by then.
+    `stop_after_s` after sending them (mean or exact in the same way), unless they have ended by then. With `models`,
+    each session asks for one of these, in rotation after all groups; a name may occur more than once.
 
     Raises ConfigError for a value out of range.
     """
@@ -101,6 +102,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefix_tokens: int = 0
     stops: float = 0.0
     stop_after_s: float = 0.0
+    models: tuple[str, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -144,6 +146,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         row = 0
         for session in range(self.num_sessions):
             group = session % self.num_prefix_groups
+            model = None
+            if self.models:
+                model = self.models[session // self.num_prefix_groups % len(self.models)]
             history: tuple[range, ...] = ()
             if self.prefix_tokens:
                 history = (range(group * self.prefix_tokens, (group + 1) * self.prefix_tokens),)
@@ -163,6 +168,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                         session_id=str(session) if num_turns > 1 else None,
                         delay_ns=int(delays_ns[row]) if turn else None,
                         cancel_after_ns=stops_ns[row],
+                        model=model,
                     )
                 )
                 history = (*history, prompt, output)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvarts.fleet.config import FleetConfig
 from kvarts.fleet.faults import Fault
@@ -309,3 +310,48 @@ def test_openais_client_under_load_at_the_router_and_as_a_side_car(fleet: Runnin
     ]
     assert of_decodes[:2] == [0, 0] and of_decodes[2] > 300 * len(PROMPT.split())
     assert sum(fleet.metric(worker, "vllm:request_success_total") for worker in range(4)) == 600
+
+
+@pytest.fixture
+def two_models() -> Iterator[RunningFleet]:
+    chat = replace(small_pool("mixed", 1), name="chat", served_model_name="chat")
+    code = [
+        replace(small_pool(role, 1), name=f"code-{role}", served_model_name="code") for role in ("prefill", "decode")
+    ]
+    with RunningFleet(FleetConfig(pools=(chat, *code), token_bytes=1000, bytes_per_s=1e7)) as running:
+        yield running
+        running.assert_at_rest()
+
+
+def test_the_router_lists_all_models_and_a_request_gets_its_own(two_models: RunningFleet) -> None:
+    fleet = two_models
+    listed = call(fleet.url, "/v1/models").json["data"]
+    assert [each["id"] for each in listed] == ["chat", "code"]
+    assert [[each["id"] for each in call(url, "/v1/models").json["data"]] for url in fleet.urls] == [
+        ["chat"], ["code"], ["code"]
+    ]  # fmt: skip
+
+    def ended() -> list[float]:
+        return [fleet.metric(worker, "vllm:request_success_total") for worker in range(3)]
+
+    assert complete(fleet.url, model="code")["model"] == "code"
+    assert ended() == [0, 1, 1]
+    assert complete(fleet.url, model="chat")["model"] == "chat"
+    assert ended() == [1, 1, 1]
+    complete(fleet.url)  # the first one answers requests without a model
+    assert ended() == [2, 1, 1]
+    reply = call(fleet.url, "/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "model": "mistral"})
+    assert reply.status == 404
+    assert reply.json["error"]["message"] == "the model 'mistral' does not exist; there is 'chat', 'code'"
+
+
+def test_the_port_of_a_worker_has_its_model_alone(two_models: RunningFleet) -> None:
+    fleet = two_models
+    assert complete(fleet.urls[2], model="code")["model"] == "code"
+    assert fleet.metric(2, "vllm:request_success_total", model_name="code") == 1
+    reply = call(fleet.urls[0], "/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "model": "code"})
+    assert reply.status == 404
+    held = complete(fleet.urls[1], max_tokens=1, model="code", kv_transfer_params=ASKED)["kv_transfer_params"]
+    # KV is of one model: another one computes the prompt, and the pages are released.
+    complete(fleet.urls[0], kv_transfer_params=held)
+    assert fleet.metric(0, "vllm:prompt_tokens_by_source_total", source="external_kv_transfer") == 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvarts.events import Arrived, CacheCleared, PagesRemoved
-from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
+from kvarts.fleet.config import FleetConfig, PoolConfig, Role, StoreSettings
 from kvarts.fleet.faults import Fault, Kind
 from kvarts.fleet.replay import replay_fleet
 from kvarts.fleet.scaling import parse_scaler
@@ -241,3 +241,37 @@ def test_thousands_of_requests_replay_to_the_same_events() -> None:
         for index in range(4_000)
     ]
     assert_same(config, sent)
+
+
+def models_fleet(router: str, **settings: Any) -> FleetConfig:
+    """A model of two workers that do both, one of two that compute prompts and two that generate."""
+    each: dict[str, Any] = {"num_pages": 40, "router": router, "audit": HAS_AUDIT}
+    chat = replace(small_pool("mixed", 2, **each), name="chat", served_model_name="chat")
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    apart = [replace(small_pool(role, 2, **each), name=f"code-{role}", served_model_name="code") for role in roles]
+    return FleetConfig(pools=(chat, *apart), token_bytes=10, **settings)
+
+
+@settings(max_examples=5)
+@given(
+    st.lists(st.tuples(requests, st.sampled_from([None, "chat", "code"])), min_size=1, max_size=14),
+    st.sampled_from(["round-robin", "prefix", "least-loaded"]),
+)
+def test_requests_for_several_models_replay(asked: list[tuple[Sent, str | None]], router: str) -> None:
+    """At any door: a request without a model is for the first, and one to a worker for that of the worker."""
+    sent = [replace_sent(each, model) for each, model in asked]
+    config = models_fleet(router, bytes_per_s=1e6)
+    run = served_live(config, sent)
+    assert {row.model for row in run.rows} <= {"chat", "code"}
+    report, again = replayed(config, run.rows)
+    for worker, heard in run.heard.items():
+        mine = shifted(heard.events, 0)
+        while mine and mine[-1][0] in AFTER_ALL:
+            mine.pop()
+        assert mine == (again[worker].events if worker in again else []), f"worker {worker}"
+    for model, worker in zip(report.requests["model"], report.requests["replica"].tolist(), strict=True):
+        assert worker < 0 or (worker < 2) is (model == "chat")
+
+
+def replace_sent(sent: Sent, model: str | None) -> Sent:
+    return Sent(**{**vars(sent), "model": model})

@@ -20,7 +20,7 @@ from kvarts.decoders import convert
 from kvarts.event_log import EventReader
 from kvarts.executor.base import no_rotation
 from kvarts.executor.page_bytes import NoPageBytes, PageSlots
-from kvarts.fleet.config import FleetConfig, FleetWorker
+from kvarts.fleet.config import FleetConfig, FleetWorker, ModelPools, PoolConfig
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.live import LiveFleet
 from kvarts.fleet.worker import Worker
@@ -70,7 +70,7 @@ class KvTransfers:
     """The WorkerDoor of the door of `worker`. `address`: its host and port, once it listens.
 
     `loop` owns the engines of `fleet`. `hold_s`: how long the worker holds pages, in real time. `faults`: those of the
-    fleet; requests are refused while the worker is down.
+    fleet; requests are refused while the worker is down. `model`: that of the worker, if there are several.
     """
 
     def __init__(
@@ -83,7 +83,9 @@ class KvTransfers:
         tensor_parallel: int,
         hold_s: float,
         faults: Sequence[Fault] = (),
+        model: str | None = None,
     ) -> None:
+        self._model = model
         self._downs = [fault for fault in faults if fault.kind == "down" and fault.worker == worker.index]
         self.address = ("127.0.0.1", 0)
         self._fleet = fleet
@@ -127,6 +129,8 @@ class KvTransfers:
 
     def assign(self, index: int, ask: Ask) -> None:
         """Send request `index` to this worker. In the engine's thread."""
+        if self._model is not None:
+            self._fleet.models[index] = self._model
         params = _params_of(ask)
         fetches = self._fetched(params) if params.do_remote_prefill and params.names_holder else None
         self._fleet.direct[index] = DirectRequest(self._worker.index, bool(params.do_remote_decode), fetches)
@@ -172,6 +176,30 @@ class KvTransfers:
         self._loop.post(lambda _: self._fleet.catch_up())
 
 
+class DoorOfModel:
+    """A WorkerDoor: the part of the router's door that serves one of several models, named `model`."""
+
+    def __init__(self, fleet: PacedFleet, model: str, clear_cache: Callable[[], object]) -> None:
+        self._fleet = fleet
+        self._model = model
+        self._clear_cache = clear_cache
+
+    def check(self, asks: Sequence[Ask]) -> None:
+        """Accept all requests."""
+
+    def assign(self, index: int, ask: Ask) -> None:
+        """Send request `index` to the workers of this model. In the engine's thread."""
+        self._fleet.models[index] = self._model
+
+    def clear_cache(self) -> None:
+        """Drop every cached page that is not in use."""
+        self._clear_cache()
+
+    def told(self, asked: dict[str, Any] | None, choices: Sequence[Choice]) -> dict[str, Any] | None:
+        """Return the fields of an answer: what was asked."""
+        return asked
+
+
 def _params_of(ask: Ask) -> KvTransferParams:
     """Return the fields of a request. Raise ApiError if one has the wrong type."""
     try:
@@ -202,8 +230,9 @@ def open_fleet(
     sources_of: Callable[[int], list[dict[str, Any]]] = lambda _: [],
     close_events: Callable[[int], object] = lambda _: None,
 ) -> OpenedFleet:
-    """Return mocks of all workers of `config`, and the router in front of them, all served under one name.
+    """Return mocks of all workers of `config`, and the router in front of them.
 
+    All are served under the names of `door`, or as `model`; several models each under the name in `config`.
     `readers_of` returns the readers of all events of a worker, `sources_of` where the worker with a number publishes
     its KV events, and `close_events` ends that once the worker has left.
     """
@@ -235,13 +264,12 @@ class OpenedFleet:
         self.close_events = close_events
         self._door = door
         self._speedup = speedup
-        self._names = door.names or (model,)
+        self._models = config.behind_routers(by_model=len(config.of_models) > 1)
+        self._names = door.names or (config.of_models[0].model or model,)
         self._readers_of = readers_of
         self._sources_of = sources_of
-        limits = [mock_limits(door, pool.each) for pool in config.pools]
-        longest = max(limits, key=lambda each: each.max_model_len)
-        self.gone = GoneEngines(self._names[0], meter_of(door, longest, speedup=speedup))
-        self._meters = WorkerMeters(self.gone)
+        self.gone = [self._gone_of(of_model) for of_model in self._models]
+        self._meters = WorkerMeters()
         self._described: dict[int, FleetWorker] = {}
         self._clock = clock = FleetClock(speedup=speedup)
         live = LiveFleet(config, self._all_readers_of)
@@ -260,19 +288,44 @@ class OpenedFleet:
         paced.is_asked = loop.wait_for_task
         self._recorder = FleetRecorder(paced) if door.is_recording else None
         self.workers = [self._open(worker) for worker in live.workers]
-        context = context_in_front(config, [each.max_model_len for each in limits])
-        most = msgspec.structs.replace(limits[0], max_model_len=context)
-        meter = meter_of(msgspec.structs.replace(door, residency_share=0.0), most, speedup=speedup)
-        in_front = self._served(live.workers[0], together(config), most, meter, None)
+        in_front = [self._in_front(of_model, live.workers) for of_model in self._models]
         # The page is of engines; each worker has one.
         no_page = msgspec.structs.replace(door, has_page=False)
-        gone = None if config.scaler is None else self.gone
-        self.front = open_app([in_front], no_page, speedup=speedup, engines=self._engines(), gone=gone)
+        gone = [] if config.scaler is None else self.gone
+        self.front = open_app(in_front, no_page, speedup=speedup, engines=self._engines(), gone=gone)
         self._tell_sources()
+
+    def _gone_of(self, of_model: ModelPools) -> GoneEngines:
+        """Return the counts of removed workers with this model: none so far."""
+        limits = [mock_limits(self._door, pool.each) for pool in of_model.pools]
+        longest = max(limits, key=lambda each: each.max_model_len)
+        return GoneEngines(self._names_of(of_model)[0], meter_of(self._door, longest, speedup=self._speedup))
+
+    def _in_front(self, of_model: ModelPools, workers: Sequence[Worker]) -> Served:
+        """Return a model as the router's door serves it."""
+        door, speedup = self._door, self._speedup
+        limits = [mock_limits(door, pool.each) for pool in of_model.pools]
+        context = context_in_front(of_model.pools, [each.max_model_len for each in limits])
+        most = msgspec.structs.replace(limits[0], max_model_len=context)
+        meter = meter_of(msgspec.structs.replace(door, residency_share=0.0), most, speedup=speedup)
+        first = next(worker for worker in workers if self._model_of(self._described[worker.index].pool) is of_model)
+        made = self._served(first, together(of_model.pools), most, meter, of_model, None)
+        if of_model.model is not None:
+            made.transfers = DoorOfModel(self.fleet, of_model.model, first.engine.clear_cache)
+        return made
+
+    def _names_of(self, of_model: ModelPools) -> Sequence[str]:
+        """Return the names by which requests ask for a model."""
+        return self._names if of_model.model is None else (of_model.model or self._names[0],)
+
+    def _model_of(self, pool: PoolConfig) -> ModelPools:
+        """Return the model of a pool."""
+        return next(each for each in self._models if pool.name in [one.name for one in each.pools])
 
     def _all_readers_of(self, worker: FleetWorker) -> list[EventReader]:
         meter = meter_of(self._door, mock_limits(self._door, worker.pool.each), speedup=self._speedup)
-        self._meters.add(worker.index, meter)
+        gone = self.gone[self._models.index(self._model_of(worker.pool))]
+        self._meters.add(worker.index, meter, gone)
         self._described[worker.index] = worker
         return [*self._readers_of(worker), *meter.readers]
 
@@ -307,7 +360,8 @@ class OpenedFleet:
         described = self._described[worker.index]
         each = described.pool.each
         meter = self._meters.of(worker.index)
-        served = self._served(worker, each, mock_limits(door, each), meter, described)
+        of_model = self._model_of(described.pool)
+        served = self._served(worker, each, mock_limits(door, each), meter, of_model, described)
         transfers = KvTransfers(
             self.fleet,
             self.loop,
@@ -316,6 +370,7 @@ class OpenedFleet:
             tensor_parallel=int(getattr(each.cost, "tensor_parallel", 1)),
             hold_s=config.hold_s / speedup,
             faults=config.faults,
+            model=of_model.model,
         )
         served.transfers = transfers
         opened = open_app([served], door, speedup=speedup)
@@ -324,7 +379,13 @@ class OpenedFleet:
         return OpenedWorker(worker.index, f"worker {worker.index} ({described.pool.name})", opened, transfers)
 
     def _served(
-        self, worker: Worker, of_host: EngineConfig, limits: Limits, meter: Meter, described: FleetWorker | None
+        self,
+        worker: Worker,
+        of_host: EngineConfig,
+        limits: Limits,
+        meter: Meter,
+        of_model: ModelPools,
+        described: FleetWorker | None,
     ) -> Served:
         config, door = self.config, self._door
         host = ModelHost(
@@ -335,7 +396,7 @@ class OpenedFleet:
             slots=PageSlots(1, config.page_size),
             rotate_late=no_rotation,
             kv=NoPageBytes(),
-            token_bytes=config.token_bytes,
+            token_bytes=config.token_bytes_of(of_model),
             vocab_size=VOCABULARY_SIZE,
             max_positions=limits.max_model_len,
             fingerprint=lambda: f"mock {door.seed}",
@@ -350,29 +411,33 @@ class OpenedFleet:
             }
         rank = 0 if described is None else described.index
         of_worker = msgspec.structs.replace(door, is_recording=False, rank=rank)
-        made = make_served(host, WordText(), self._names, of_worker, limits=limits, meter=meter, facts=facts)
+        adapters = door.adapters if of_model is self._models[0] else ()
+        names = self._names_of(of_model)
+        made = make_served(
+            host, WordText(), names, of_worker, limits=limits, meter=meter, facts=facts, adapters=adapters
+        )
         made.recorder = self._recorder
         made.make_meter = partial(FleetMeter, self.fleet, self._meters, meter)
         return made
 
 
-def context_in_front(config: FleetConfig, of_pools: Sequence[int]) -> int:
+def context_in_front(pools: Sequence[PoolConfig], of_pools: Sequence[int]) -> int:
     """Return the context of requests to the router: one that fits some worker of each kind that it passes through.
 
     `of_pools`: the context of the workers of each pool.
     """
     behind: dict[bool, list[int]] = {}
-    for pool, tokens in zip(config.pools, of_pools, strict=True):
+    for pool, tokens in zip(pools, of_pools, strict=True):
         behind.setdefault(pool.role == "decode", []).append(tokens)
     return min(map(max, behind.values()))
 
 
-def together(config: FleetConfig) -> EngineConfig:
-    """Return the configuration of an engine with the places and the pages of all workers."""
-    each = [worker.pool.each for worker in config.workers]
+def together(pools: Sequence[PoolConfig]) -> EngineConfig:
+    """Return the configuration of an engine with the places and the pages of all workers of `pools`."""
+    each = [pool.each for pool in pools for _ in range(pool.each.replicas)]
     return EngineConfig(
         num_pages=min(MOST_PAGES, sum(of_worker.num_pages for of_worker in each)),
-        page_size=config.page_size,
+        page_size=each[0].page_size,
         max_num_seqs=sum(of_worker.max_num_seqs for of_worker in each),
         max_num_batched_tokens=sum(of_worker.max_num_batched_tokens for of_worker in each),
     )

@@ -207,23 +207,25 @@ class FleetClock(PacedClock):
 
 
 class WorkerMeters:
-    """The meters of the workers, by their numbers. `gone`: the counts of removed workers."""
+    """The meters of the workers, by their numbers."""
 
-    def __init__(self, gone: GoneEngines) -> None:
-        self.gone = gone
+    def __init__(self) -> None:
         self._of: dict[int, Meter] = {}
+        self._gone: dict[int, GoneEngines] = {}
 
-    def add(self, worker: int, meter: Meter) -> None:
-        """Add the meter of a worker."""
+    def add(self, worker: int, meter: Meter, gone: GoneEngines) -> None:
+        """Add the meter of a worker. `gone`: has the counts of removed workers with its model."""
         self._of[worker] = meter
+        self._gone[worker] = gone
 
     def of(self, worker: int) -> Meter:
         """Return the meter that counts for a worker, which may have left."""
-        return self._of.get(worker, self.gone.meter)
+        meter = self._of.get(worker)
+        return self._gone[worker].meter if meter is None else meter
 
     def leave(self, worker: int, engine: Engine) -> None:
-        """Remove the meter of a worker with this engine; its counts are kept in `gone`."""
-        self.gone.take(self._of.pop(worker), engine)
+        """Remove the meter of a worker with this engine; its counts are kept among those of removed workers."""
+        self._gone[worker].take(self._of.pop(worker), engine)
 
 
 class PacedFleet:
@@ -251,6 +253,8 @@ class PacedFleet:
         """Waits until a task for the engine is queued. To be set as soon as there is a loop."""
         self.direct: dict[int, DirectRequest] = {}
         """Requests that a client sends to a worker, by index; to be set before they are queued."""
+        self.models: dict[int, str] = {}
+        """The models that requests ask for, of several, by index; to be set before they are queued."""
         self.gave_up_ns: dict[int, int] = {}
         """When requests were given up, by index, if that is recorded."""
         self._foreseen = foreseen
@@ -276,9 +280,10 @@ class PacedFleet:
         self._foreseen.draw(request, is_known=self._knows_tokens)
         index = request.index
         direct = self.direct.get(index) if self._keeps else self.direct.pop(index, None)
+        model = self.models.get(index) if self._keeps else self.models.pop(index, None)
         self._run_until(now_ns)
         self._requests[index] = request
-        self.fleet.arrive(request, direct)
+        self.fleet.arrive(request, direct, model)
 
     def cancel(self, request: Request) -> None:
         """Drop `request`, now."""
@@ -410,7 +415,8 @@ class FleetRecorder(ArrivalRecorder):
     """Records the requests that arrive at any door of a fleet.
 
     A row has all tokens that its answer would have had, and the time at which its client gave it up. A request that was
-    sent to a worker has its number, and that of the line whose pages it has fetched.
+    sent to a worker has its number, and that of the line whose pages it has fetched; with several models, each row
+    has the name of its model.
     """
 
     def __init__(self, fleet: PacedFleet) -> None:
@@ -420,7 +426,7 @@ class FleetRecorder(ArrivalRecorder):
     def rows(self) -> list[RecordedRow]:
         """Return the arrivals so far."""
         lines = {request.index: line for line, (request, _) in enumerate(self._arrived)}
-        direct_of, gave_up_ns = self._fleet.direct, self._fleet.gave_up_ns
+        direct_of, gave_up_ns, models = self._fleet.direct, self._fleet.gave_up_ns, self._fleet.models
         rows = []
         for (request, _), row in zip(self._arrived, super().rows(), strict=True):
             content, num_prompt = request.content, request.num_prompt_tokens
@@ -431,6 +437,8 @@ class FleetRecorder(ArrivalRecorder):
             }
             if request.index in gave_up_ns:
                 changes["cancel_after_ns"] = gave_up_ns[request.index] - request.arrival_ns
+            if request.index in models:
+                changes["model"] = models[request.index]
             direct = direct_of.get(request.index)
             if direct is not None:
                 changes["worker"] = direct.worker
