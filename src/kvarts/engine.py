@@ -120,7 +120,8 @@ class Engine:
         log, scheduler = self.log, self.scheduler
         if self.tiers is not None and self.executor.needs_page_ids:
             self.tiers.expire(now_ns)
-        scheduler.settle()
+        if scheduler.to_settle is not None:
+            scheduler.settle()
         if log.tell_details is not None:
             log.tell_details(StepStarted(scheduler.wheel.step, now_ns))
         self._num_withheld = scheduler.pages.num_withheld

@@ -34,7 +34,7 @@ def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: in
         num_tokens,
         len(plan.admitted),
         plan.preemptions,
-        scheduler.side_counts_at_mark(),
+        scheduler.side_counts_at_mark() if scheduler.has_sides else (),
         num_withheld,
         scheduler.cache.num_reserved,
         num_loading,
