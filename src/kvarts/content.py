@@ -140,7 +140,8 @@ class Content:
         else:
             first = page * self.page_size // self.unit_tokens * UNIT_BYTES
             last = -(-(page + 1) * self.page_size // self.unit_tokens) * UNIT_BYTES
-        return _slice(self.units, first, last)
+        units = self.units
+        return units[first:last] if isinstance(units, bytes) else bytes(units[first:last])
 
     def common_pages(self, other: Content, start: int, end: int) -> int:
         """Return the largest r in [start, end] such that pages [start, r) are equal; earlier pages must be."""
@@ -158,19 +159,17 @@ class Content:
         else:
             first = start * self.page_size // self.unit_tokens
             last = -(-end * self.page_size // self.unit_tokens)
-        mine = _slice(self.units, first * UNIT_BYTES, last * UNIT_BYTES)
-        theirs = _slice(other.units, first * UNIT_BYTES, last * UNIT_BYTES)
+        first_byte, last_byte = first * UNIT_BYTES, last * UNIT_BYTES
+        units, others = self.units, other.units
+        # Compiled, a part of bytes is made without a slice object.
+        mine = units[first_byte:last_byte] if isinstance(units, bytes) else bytes(units[first_byte:last_byte])
+        theirs = others[first_byte:last_byte] if isinstance(others, bytes) else bytes(others[first_byte:last_byte])
         if mine == theirs:
             return end
         # Read as little-endian numbers, the lowest differing bit is in the first differing unit.
         differing = int.from_bytes(mine, "little") ^ int.from_bytes(theirs, "little")
         first_differing = first + ((differing & -differing).bit_length() - 1) // (8 * UNIT_BYTES)
         return max(start, first_differing * self.unit_tokens // self.page_size)
-
-
-def _slice(units: bytes | bytearray, first: int, last: int) -> bytes:
-    """Return a part of `units`; compiled, one of bytes is made without a slice object."""
-    return units[first:last] if isinstance(units, bytes) else bytes(units[first:last])
 
 
 NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)

@@ -119,7 +119,8 @@ class Engine:
         log, scheduler = self.log, self.scheduler
         if self.tiers is not None and self.executor.needs_page_ids:
             self.tiers.expire(now_ns)
-        scheduler.settle()
+        if scheduler.to_settle is not None:
+            scheduler.settle()
         if log.tell_details is not None:
             log.tell_details(StepStarted(scheduler.wheel.step, now_ns))
         self._num_withheld = scheduler.pages.num_withheld
@@ -206,7 +207,7 @@ def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: in
         num_tokens,
         len(plan.admitted),
         plan.preemptions,
-        scheduler.side_counts_at_mark(),
+        scheduler.side_counts_at_mark() if scheduler.has_sides else (),
         num_withheld,
         scheduler.cache.num_reserved,
         num_loading,

@@ -21,10 +21,12 @@ TO_WHOLE: Final = 4503599627370496.0
 MOST_WHOLE: Final = 2251799813685248.0
 """2**51: below it, `TO_WHOLE` rounds."""
 FAR_NS: Final = 1e300
+MANY_STEPS: Final = 50
+"""The number of steps from which on their durations are summed by NumPy, if it pays."""
 
 
 def mocker_step_ns(batch: Batch) -> int:
-    """Return the duration of a step."""
+    """Return the duration of a step. Both of its parts are rounded, as by `round`."""
     num_prefills = after = before = 0
     num_decodes = batch.num_decodes
     known_tokens = batch.decode_known_tokens
@@ -45,19 +47,15 @@ def mocker_step_ns(batch: Batch) -> int:
     if num_prefills:
         t = num_prefills * (after // num_prefills - before // num_prefills)
         if t:
-            duration_ns = _rounded((4.209989e-7 * t * t + 1.518344e-2 * t + 16.50142) * 1e6)
+            ns = (4.209989e-7 * t * t + 1.518344e-2 * t + 16.50142) * 1e6
+            duration_ns = int((ns + TO_WHOLE) - TO_WHOLE) if ns < MOST_WHOLE else round(ns)
     if num_decodes:
         u = known_tokens / batch.pool_tokens
         if u > 1.0:
             u = 1.0
         # At least 5.74 for every u in [0, 1], so the floor of 1 ms is out of reach.
-        duration_ns += _rounded((-25.74 * u * u + 54.01 * u + 5.74) * 1e6)
+        duration_ns += int(((-25.74 * u * u + 54.01 * u + 5.74) * 1e6 + TO_WHOLE) - TO_WHOLE)
     return duration_ns
-
-
-def _rounded(ns: float) -> int:
-    """Return the result of `round`."""
-    return int((ns + TO_WHOLE) - TO_WHOLE) if ns < MOST_WHOLE else round(ns)
 
 
 def mocker_decode_ns(num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
@@ -138,7 +136,7 @@ class MockerTimes(LeapTimes):
 
     def _take(self, num_steps: int, within_ns: float) -> None:
         """Have `num_steps` steps, or fewer: all but the first start before `within_ns`."""
-        if not IS_COMPILED and are_many(num_steps):
+        if not IS_COMPILED and num_steps >= MANY_STEPS and are_many(num_steps):
             self._take_many(num_steps, within_ns)
             return
         capacity, known, more = float(self.pool_tokens), float(self.known_tokens), float(self.num_decodes)
@@ -163,14 +161,17 @@ class MockerTimes(LeapTimes):
         import numpy as np
 
         known = np.arange(self.known_tokens, self.known_tokens + num_steps * self.num_decodes, self.num_decodes)
-        durations_ns = self.of_steps_ns(known)
-        ends_ns = np.cumsum(durations_ns)
+        ns = _many_ns(known, self.pool_tokens)
+        np.rint(ns, out=ns)  # whole numbers below 2**53, so their sums are exact
         last = num_steps - 1
         if within_ns < FAR_NS:
+            ends_ns = np.cumsum(ns)
             last = min(last, int(np.searchsorted(ends_ns, within_ns)))
+            self.total_ns = int(ends_ns[last])
+        else:
+            self.total_ns = int(np.add.reduce(ns))
         self.num_steps = last + 1
-        self.total_ns = int(ends_ns[last])
-        self.last_ns = int(durations_ns[last])
+        self.last_ns = int(ns[last])
 
     def end_before(self, within_ns: int) -> None:
         """Drop all steps but the first that start `within_ns` or more after the start of the first."""

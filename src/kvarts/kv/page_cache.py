@@ -342,8 +342,17 @@ class PageCache(Cache):
         if not holding.is_open:
             raise PageError("the holding is closed")
         content = holding.content
-        self.grow(holding, -(-num_tokens // content.page_size))
-        num_full = num_tokens // content.page_size
+        page_size = content.page_size
+        # `grow` and `publish`, inlined: this runs for every chunk.
+        num_pages = -(-num_tokens // page_size)
+        num_missing = num_pages - holding.num_pages
+        if num_missing > 0:
+            taken_ids = self.take(num_missing)
+            if taken_ids is not None:
+                assert holding.page_ids is not None
+                holding.page_ids += taken_ids
+            holding.num_pages = num_pages
+        num_full = num_tokens // page_size
         if num_full > content.num_known_pages:
             num_full = content.num_known_pages
         self.num_published += 1

@@ -236,7 +236,14 @@ class PrefixTree:
                 if node.start < first < node.end:
                     self._split(node, first)
                     break
-        released = self._drop(path)
+        released: list[Node] = []
+        for node in walk(path):
+            node.refs -= 1
+            assert node.refs >= 0, f"{node} was released more often than it was pinned"
+            if not node.refs:
+                released.append(node)
+                if not node.holds:
+                    self.num_cached += node.end - node.start
         for part in range(len(firsts) - 1, -1, -1):
             listed = []
             while released and released[0].start >= firsts[part]:
@@ -247,12 +254,6 @@ class PrefixTree:
 
     def release(self, path: Path) -> None:
         """Drop the references of `path`, deepest page first; pages without references are cached from now on."""
-        released = self._drop(path)
-        if released:
-            self.order.released(released)
-
-    def _drop(self, path: Path) -> list[Node]:
-        """Drop the references of `path`; return the runs that have none left, deepest first."""
         # `walk`, inlined: this runs for every request.
         released: list[Node] = []
         index = len(path)
@@ -271,7 +272,8 @@ class PrefixTree:
                     break
                 assert node.parent is not None
                 node = node.parent  # split off after this path pinned it
-        return released
+        if released:
+            self.order.released(released)
 
     def isolate(self, path: Path, start: int, end: int) -> list[Node]:
         """Return the runs of pages [start, end) of `path`, split where these begin and end; deepest first."""

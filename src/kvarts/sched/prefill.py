@@ -110,6 +110,7 @@ class Prefill:
         "_aligned",
         "_batch",
         "_cache",
+        "_is_plain",
         "_itl",
         "_loads",
         "_own_pages",
@@ -157,6 +158,8 @@ class Prefill:
         self._tell = tell
         self._itl = itl
         self._aligned = aligned
+        self._is_plain = itl is None and aligned is None and not cache.releases
+        """Whether a chunk depends only on the budget, and releases nothing."""
 
     @property
     def may_wait(self) -> bool:
@@ -174,8 +177,12 @@ class Prefill:
         """
         self._running.enter(request, hit_tokens, now_ns)
         num_known = request.num_prompt_tokens + request.num_output_tokens
-        num_allowed = min(budget, self.most_tokens)  # of two: compiled, these are not calls
-        num_allowed = num_tokens = min(num_known - hit_tokens, num_allowed)
+        num_tokens = num_known - hit_tokens
+        if num_tokens > budget:
+            num_tokens = budget
+        if num_tokens > self.most_tokens:
+            num_tokens = self.most_tokens
+        num_allowed = num_tokens
         if self._aligned is not None and request.holding is not None:
             branch = self._cache.branch(request.holding)
             num_allowed = num_tokens = self._aligned.num_tokens(request, hit_tokens, num_tokens, branch)
@@ -221,11 +228,13 @@ class Prefill:
         ends the step for those after it. One that its own pages, or the bound of latency, keep from computing more
         uses up the budget. As in vLLM, each takes its pages at its turn, also if it can be preempted in this step.
         """
-        planned: dict[int, Planned] = {}
         cache, running = self._cache, self._running
+        self._published = -1
+        if self._is_plain and len(running.chunked) == 1 and running.chunked[0].own is None:
+            return budget - self._resume_one(running.chunked[0], budget, now_ns, chunks)
+        planned: dict[int, Planned] = {}
         num_most = 0
         is_cut = False
-        self._published = -1
         for request in running.chunked.copy():
             if request.admission < 0:
                 continue  # preempted for an earlier request
@@ -270,8 +279,36 @@ class Prefill:
                     budget += num_decoding - running.wheel.num_decoding
             planned[request.admission] = Planned(request, start + num_tokens)
         budget -= self._compute_planned(planned, chunks)
-        self._publish_before(MOST_COUNT)
+        if running.num_sharing:
+            self._publish_before(MOST_COUNT)
         return 0 if is_cut else budget
+
+    def _resume_one(self, request: Request, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
+        """Compute the next chunk of the only chunked request; return the number of its tokens."""
+        running = self._running
+        start = request.num_computed
+        num_known = request.num_prompt_tokens + request.num_output_tokens
+        num_tokens = num_known - start
+        if num_tokens > budget:
+            num_tokens = budget
+        if num_tokens > self.most_tokens:
+            num_tokens = self.most_tokens
+        num_freed = 0
+        if (num_tokens // self._page_size + 2) * self._cache.page_blocks > self._cache.num_free:
+            assert request.holding is not None
+            num_blocks = max(0, self._cache.num_to_run(request.holding, start, start + num_tokens))
+            num_decoding = running.wheel.num_decoding
+            if not self._preemptor.make_room(request, num_blocks, now_ns, {}):
+                num_tokens = 0
+            else:
+                num_freed = num_decoding - running.wheel.num_decoding
+        if num_tokens:
+            if running.num_sharing:
+                self._publish_before(request.admission)
+            self._compute(request, num_tokens, num_known, chunks)
+        if running.num_sharing:
+            self._publish_before(MOST_COUNT)
+        return num_tokens - num_freed
 
     def _take_planned(self, planned: dict[int, Planned]) -> None:
         """Take the pages of the chunks in `planned`, which a request with a later turn may withdraw."""
@@ -293,7 +330,8 @@ class Prefill:
         num_tokens = 0
         for admission, chunk in planned.items():
             request = chunk.request
-            self._publish_before(admission)
+            if self._running.num_sharing:
+                self._publish_before(admission)
             num_new = chunk.end - request.num_computed
             num_tokens += num_new
             self._compute(request, num_new, request.num_prompt_tokens + request.num_output_tokens, chunks)
@@ -325,9 +363,9 @@ class Prefill:
         return ended
 
     def _publish_before(self, admission: int) -> None:
-        """Make findable the pages that decodes admitted before `admission` fill in this step."""
+        """Make findable the pages that decodes admitted before `admission` fill in this step, if any may be found."""
         first = self._published
-        if self._running.num_sharing and admission > first:
+        if admission > first:
             self._published = admission
             self.publish_filled(1, first, admission)
 
@@ -402,6 +440,8 @@ class Prefill:
             running.chunked.append(request)
         if self._batch is not None:
             chunks.append(self._batch.chunk(request, start, num_tokens, num_known))
+        elif own is None and not request.computes_only:  # `_chunk_of`, inlined: this runs for every chunk
+            chunks.append(Chunk(start, num_tokens, request.num_prompt_tokens, num_known))
         else:
             chunks.append(_chunk_of(request, start, num_tokens, num_known))
 

@@ -304,14 +304,19 @@ class Running(RunningOrder):
             num_pages = holding.num_pages
         else:
             # Pages of decodes are taken in bulk; a request that was loaded has its pages before it computes.
-            num_pages = max(holding.num_pages, -(-num_computed // page_size) + num_unused)
+            num_pages = -(-num_computed // page_size) + num_unused
+            if num_pages < holding.num_pages:
+                num_pages = holding.num_pages
         num_full = num_computed // page_size - num_unnamed
         if self.names_at_turns:
             num_full = holding.path[-1].end if holding.path else 0
         self._cache.close(holding, num_full, num_pages)
         self.num_left += 1
         request.holding = None
-        self.part(request)
+        self.remove(request)  # as `part` does
+        request.admission = request.seniority = -1
+        if request.furthest_computed and request.state is not FINISHED:
+            self._count_recomputed(request)
         if num_computed > request.furthest_computed:
             request.furthest_computed = num_computed
 

@@ -70,6 +70,60 @@ class Scheduler:
     receives page and request events.
     """
 
+    __slots__ = (
+        "_aligned",
+        "_batch",
+        "_begins",
+        "_defers",
+        "_drafts_first",
+        "_finds_prefixes",
+        "_given_up",
+        "_has_itl_bound",
+        "_horizon",
+        "_ignores_priorities",
+        "_joined",
+        "_keeps_time",
+        "_lacking",
+        "_least_wanted",
+        "_long_prefill",
+        "_max_num_seqs",
+        "_num_published",
+        "_page_size",
+        "_plans_ahead",
+        "_pool_tokens",
+        "_prefill",
+        "_settle_places",
+        "_settles",
+        "_settles_late",
+        "_takes_turns",
+        "_tell",
+        "_told_blocked",
+        "_unsettled",
+        "_watermark",
+        "blocked",
+        "blocked_head",
+        "cache",
+        "config",
+        "drafts",
+        "handoffs",
+        "has_released",
+        "has_sides",
+        "loads",
+        "mark",
+        "num_pages_wanted",
+        "own_pages",
+        "pages",
+        "pins",
+        "plans_idle",
+        "preemptor",
+        "running",
+        "tiers",
+        "to_settle",
+        "waiting",
+        "waiting_with_pages",
+        "wheel",
+    )
+
     def __init__(
         self,
         config: EngineConfig,
@@ -134,6 +188,7 @@ class Scheduler:
             assert step_ns is not None, "a bound of latency needs the duration of steps"
             most_ns, pool_tokens = round(config.max_itl_ms * 1e6), config.pool_tokens
             itl = ItlBound(most_ns, step_ns, self.wheel, page_size=config.page_size, pool_tokens=pool_tokens)
+        self._has_itl_bound = itl is not None
         long_prefill = config.long_prefill_token_threshold
         self._aligned: AlignedChunks | None = None
         if cache.aligns:
@@ -171,6 +226,7 @@ class Scheduler:
                     hint="Raise it, or lower max_num_seqs or num_speculative_tokens.",
                 )
         self._page_size = config.page_size
+        self._ignores_priorities = config.profile == "mocker"
         self._max_num_seqs = config.max_num_seqs
         self._long_prefill = long_prefill
         self._takes_turns = bool(long_prefill) or cache.aligns
@@ -185,9 +241,11 @@ class Scheduler:
         self._settles = cache.settles
         # Else others take and release parts between steps, and may use what decodes release.
         self._settles_late = cache.releases and pages.is_alone and loads is None
-        self._to_settle: list[Request] | None = None
+        self.to_settle: list[Request] | None = None
         """The requests that completed their known tokens in the last step, if its decodes are not settled yet."""
         self._keeps_time = cache.keeps_time
+        self._begins = self._keeps_time or loads is not None or self._takes_turns
+        """Whether a plan begins with `_begin`."""
         self._given_up: list[Request] = []
         """Requests to drop when the next step is planned."""
         self._joined: list[Request] = []
@@ -204,14 +262,13 @@ class Scheduler:
 
         Raise ConfigError for a request without prompt tokens, or without tokens to generate.
         """
-        config = self.config
         if request.num_prompt_tokens < 1 or request.max_tokens < (0 if request.computes_only else 1):
             raise ConfigError(f"request {request.index} must have at least one prompt token and one output token")
         reason = self.never_fits(request)
         if reason is not None:
             request.become(RequestState.REJECTED)
             return reason
-        if config.profile == "mocker":
+        if self._ignores_priorities:
             request.priority = 0
         request.become(QUEUED)
         if request.own is not None:
@@ -233,7 +290,7 @@ class Scheduler:
     def never_fits(self, request: Request) -> str | None:
         """Return the reason why there can never be enough pages for `request`; None if there can."""
         cache = self.cache
-        num_tokens = max(1, request.num_prompt_tokens + request.max_tokens - 1)
+        num_tokens = request.num_prompt_tokens + request.max_tokens - 1 or 1  # 0 for one token that is only computed
         num_most = self.pages.num_most - (num_reserved := self.own_pages.reserve.num_pages)
         num_blocks = cache.num_beyond(num_tokens, self._page_size, num_most)
         if not num_blocks or request.own is not None:
@@ -366,30 +423,23 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> StepPlan:
         """Plan the step that starts at `now_ns` and take its pages. `commit` must follow."""
-        wheel, loads, preemptor, cache = self.wheel, self.loads, self.preemptor, self.cache
+        wheel, loads, preemptor, cache, running = self.wheel, self.loads, self.preemptor, self.cache, self.running
         if self._defers:
             cache.begin_step()
-        self.settle()
+        if self.to_settle is not None:
+            self.settle()
         preemptions: list[Preemption] = []
         preemptor.preemptions = preemptions
         if gave_way := preemptor.gave_way:
             preemptor.gave_way = []
         self.mark.used = -1  # the next look sets the mark
-        if self._keeps_time:
-            self.cache.set_time(now_ns)
         self.num_pages_wanted = self._least_wanted = 0
-        if loads is not None:
-            loads.take_ended()
-            loads.tiers.begin_step(now_ns)
-        if self._long_prefill:
-            is_alone = self.running.num_running + self.num_waiting == 1
-            self._prefill.most_tokens = MOST_COUNT if is_alone else self._long_prefill
-        if self._takes_turns and self.running.chunked:
-            self._order_turns(now_ns)
+        if self._begins:
+            self._begin(now_ns)
         goes_on = True
         drafts_first = self._drafts_first
         if drafts_first is not None:
-            goes_on = drafts_first.take_turns(self.running, preemptor, self._pool_tokens, now_ns)
+            goes_on = drafts_first.take_turns(running, preemptor, self._pool_tokens, now_ns)
         elif unsettled := self._unsettled:
             self._unsettled = []
             goes_on = preemptor.take_turns(unsettled, now_ns)
@@ -400,12 +450,12 @@ class Scheduler:
         if drafts_first is not None:
             budget -= drafts_first.num_planned()
         chunks: list[Chunk] = []
-        if self.running.chunked and budget > 0 and goes_on:
+        if running.chunked and budget > 0 and goes_on:
             # A part of a budget may be just enough for the decodes.
             budget = self._prefill.resume(budget, now_ns, chunks)
-        elif self.running.num_sharing:
+        elif running.num_sharing:
             self._prefill.publish_filled(1)
-        if self.running.stalled and not self.running.chunked:
+        if running.stalled and not running.chunked:
             budget -= self._resume_stalled(budget, now_ns)
         admitted: tuple[int, ...] = ()
         if self.waiting_with_pages:
@@ -414,7 +464,7 @@ class Scheduler:
             for request in self._joined:
                 if wheel.has(request):
                     start = wheel.num_computed(request)
-                    self._aligned.note_state(cache, request, start, start, self.running.num_in_flight(request))
+                    self._aligned.note_state(cache, request, start, start, running.num_in_flight(request))
         if preemptions:
             self.blocked = NOT_BLOCKED
         elif (self.waiting.num_waiting and not self.pages.is_draining) or (
@@ -423,14 +473,14 @@ class Scheduler:
             admitted += self._admit(now_ns, budget, chunks)
         if loads is not None:
             loads.tiers.plan_stores(now_ns)  # pages that the step leaves idle
-        self.cache.look(self.mark)
+        cache.look(self.mark)
         num_decodes, known_tokens, num_joined = wheel.num_decoding, wheel.known_tokens, 0
         if self._plans_ahead:
             self._drop_given_up(now_ns)
-            if self.running.taken_off:
-                self.running.publish_read()
+            if running.taken_off:
+                running.publish_read()
             self._release_ended()
-            self.running.in_flight, self._prefill.computing = self._prefill.computing, {}
+            running.in_flight, self._prefill.computing = self._prefill.computing, {}
         if self.handoffs is not None:
             num_joined, tokens_joined = self.handoffs.take_joined()
             num_decodes += num_joined
@@ -450,7 +500,7 @@ class Scheduler:
             else:
                 drafts, decodes = self.drafts.take(decodes, plan_batch, self.pages.token_budget)
             if drafts is not None:
-                self.cache.look(self.mark)
+                cache.look(self.mark)
                 plan_batch = plan_batch.replaced(num_drafted=len(drafts.rows))
         transfers = () if loads is None else loads.tiers.take_planned()
         copies = self.own_pages.take_copies()
@@ -459,6 +509,20 @@ class Scheduler:
         return StepPlan(
             wheel.step, plan_batch, admitted, preempted, decodes, left, transfers, copies, drafts, snapshots
         )
+
+    def _begin(self, now_ns: int) -> None:
+        """Begin the plan of a step: what orders, loads, or the lengths of chunks require before its turns."""
+        loads = self.loads
+        if self._keeps_time:
+            self.cache.set_time(now_ns)
+        if loads is not None:
+            loads.take_ended()
+            loads.tiers.begin_step(now_ns)
+        if self._long_prefill:
+            is_alone = self.running.num_running + self.num_waiting == 1
+            self._prefill.most_tokens = MOST_COUNT if is_alone else self._long_prefill
+        if self._takes_turns and self.running.chunked:
+            self._order_turns(now_ns)
 
     def commit(self, end_ns: int, result: StepResult | None = None) -> list[Request]:
         """End the scheduled step at `end_ns`; return the requests that finished, in admission order."""
@@ -478,10 +542,10 @@ class Scheduler:
                 self.drafts.judge(result)
         finished = self._end_decodes(1, end_ns, stopped)
         completing = self._prefill.completing
-        in_turn = bool(self._takes_turns and completing)
-        if not in_turn:
+        in_turn = self._takes_turns and bool(completing)
+        if finished and not in_turn:
             self._finish_all(finished, end_ns)
-        if self.tiers is not None and result is not None and result.transfer_reports:
+        if result is not None and result.transfer_reports and self.tiers is not None:
             self.tiers.report(result.transfer_reports, end_ns)
             self.blocked = NOT_BLOCKED
         if self.own_pages.computed:
@@ -492,15 +556,16 @@ class Scheduler:
                 finished = completed = sorted([*finished, *completed], key=lambda request: request.admission)
             else:
                 finished += completed
-            self._finish_all(completed, end_ns)
-        if self.running.ended or self.has_released:
+            if completed:
+                self._finish_all(completed, end_ns)
+        if self._plans_ahead and (self.running.ended or self.has_released):
             self._end_ahead(end_ns)
         if self.handoffs is not None and (self.handoffs.late or self.handoffs.resumed):
             self.handoffs.stall(end_ns)
         if finished:
             self.blocked = NOT_BLOCKED
         if self._settles:
-            self._to_settle = completing
+            self.to_settle = completing
             if not self._settles_late or (self.handoffs is not None and self.handoffs.has_any_between_steps):
                 self.settle()
         return finished
@@ -514,10 +579,12 @@ class Scheduler:
         long as no added request becomes the head of the waiting queue, and until the time that the queue's
         `holds_until_ns` returns.
         """
-        self.settle()
-        if self.running.chunked or self.waiting_with_pages or self.running.stalled or self._unsettled:
+        if self.to_settle is not None:
+            self.settle()
+        running = self.running
+        if running.chunked or self.waiting_with_pages or running.stalled or self._unsettled:
             return 0
-        if self.running.ended or self._given_up:
+        if self._plans_ahead and (running.ended or self._given_up):
             return 0
         if self.loads is not None and (self.loads.fronts or self.loads.has_ended):
             return 0
@@ -544,7 +611,7 @@ class Scheduler:
         """End the last of `num_steps` advanced steps at `end_ns`; return the requests that finished."""
         finished = self.commit_many(num_steps, end_ns)
         if self._settles:
-            self._to_settle = []
+            self.to_settle = []
             if not self._settles_late or (self.handoffs is not None and self.handoffs.has_any_between_steps):
                 self.settle()
         return finished
@@ -552,7 +619,8 @@ class Scheduler:
     def commit_many(self, num_steps: int, end_ns: int) -> list[Request]:
         """End the last of the advanced steps at `end_ns`; return the requests that finished, in admission order."""
         finished = self._end_decodes(num_steps, end_ns, NONE)
-        self._finish_all(finished, end_ns)
+        if finished:
+            self._finish_all(finished, end_ns)
         if self.running.ended:
             self._end_ahead(end_ns)
         return finished
@@ -578,14 +646,13 @@ class Scheduler:
         return finished
 
     def _finish_all(self, ended: list[Request], end_ns: int) -> None:
-        """Finish requests that have generated their last token, or hand them over."""
+        """Finish requests that have generated their last token, or hand them over. There is at least one."""
         for request in ended:
             if request.is_handed_over and self.handoffs is not None:
                 self.handoffs.hold(request, end_ns)
             else:
                 self._finish(request, end_ns)
-        if ended:
-            self.blocked = NOT_BLOCKED
+        self.blocked = NOT_BLOCKED
 
     # Inside: admissions --------------------------------------------------------------------------------------
 
@@ -610,17 +677,20 @@ class Scheduler:
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
         """Admit loaded requests, then the head of the waiting queue while `max_num_seqs`, budget and pages allow."""
         waiting, cache, running, loads, pages = self.waiting, self.cache, self.running, self.loads, self.pages
-        page_size, max_num_seqs, tell, pins = self._page_size, self._max_num_seqs, self._tell, self.pins
-        handoffs, most_tokens = self.handoffs, self._prefill.most_tokens
+        page_size, max_num_seqs, tell, handoffs = self._page_size, self._max_num_seqs, self._tell, self.handoffs
+        loads_take_places = False
         admitted: list[int] = []
         self.blocked = NOT_BLOCKED
         drafts, num_padded = self._drafts_first, 0
-        has_prefills, has_running = bool(chunks), bool(chunks or self.wheel.num_decoding)
-        if loads is not None and loads.fronts:
-            for load in loads.fronts.copy():
-                if budget > 0:
-                    budget -= self._prefill.compute_front(load, budget, chunks)
+        has_prefills = has_running = False
+        if drafts is not None:
+            has_prefills, has_running = bool(chunks), bool(chunks or self.wheel.num_decoding)
         if loads is not None:
+            loads_take_places = loads.takes_places
+            if loads.fronts:
+                for load in loads.fronts.copy():
+                    if budget > 0:
+                        budget -= self._prefill.compute_front(load, budget, chunks)
             head = waiting.head(now_ns) if waiting.num_waiting and not loads.takes_places else None
             if head is None or head is not loads.retried:
                 budget = self._admit_loaded(loads, now_ns, budget, chunks, admitted)
@@ -628,7 +698,7 @@ class Scheduler:
             return tuple(admitted)  # loaded requests have their pages and their places already
         while waiting.num_waiting and self.blocked is NOT_BLOCKED:
             request = waiting.head(now_ns)
-            if self.num_seated >= max_num_seqs:
+            if (self.num_seated if loads_take_places else running.num_running) >= max_num_seqs:
                 self.blocked = FOR_SEQS
                 break
             if handoffs is not None:
@@ -652,12 +722,19 @@ class Scheduler:
             # The last token is always computed: its logits are needed.
             limit = (num_known - 1) // page_size if self._finds_prefixes else 0
             match = cache.match(request.content, limit)
-            watermark = self._watermark if running.num_running else 0
+            watermark = self._watermark
+            if watermark and not running.num_running:
+                watermark = 0
             if self._defers and match.num_pages and cache.is_of_step(match):
                 self.blocked = FOR_BUDGET  # the next step may begin after it
                 break
-            hit_tokens = _hit_tokens(request, match.num_pages)
-            num_new = min(budget, most_tokens) + hit_tokens - match.num_pages * page_size
+            hit_tokens = match.num_pages * page_size
+            num_new = self._prefill.most_tokens
+            if budget < num_new:
+                num_new = budget
+            if request.content.swapped_tokens:
+                hit_tokens = _hit_tokens(request, match.num_pages)
+                num_new += hit_tokens - match.num_pages * page_size
             if self._aligned is not None:
                 num_new = min(num_new, num_known - hit_tokens)
                 num_new = self._aligned.num_tokens(request, hit_tokens, num_new, cache.branch_of(match))
@@ -679,7 +756,7 @@ class Scheduler:
                 num_matched = 0 if cache.lender is None else cache.num_lent_of(match)
                 if pages.reclaim(num_short, num_matched):
                     continue  # it may now have to take pages that it shared with stores
-                if pins is not None and pins.num_pins and pins.give_up_oldest():
+                if self.pins is not None and self.pins.num_pins and self.pins.give_up_oldest():
                     continue  # it may now have to take pages that it shared with the pin
                 if not pages.make_way(request, num_wanted, to_admit=True):
                     least = cache.least_to_admit(match, num_known, num_new) + watermark + num_matched
@@ -696,7 +773,7 @@ class Scheduler:
                     self._lacking = request, num_wanted, self._least_wanted, budget
                     self._num_published = cache.num_published if pages.is_alone and loads is None else -1
                     break
-            if not self._prefill.has_room(request, hit_tokens, chunks):
+            if self._has_itl_bound and not self._prefill.has_room(request, hit_tokens, chunks):
                 self.blocked = FOR_BUDGET
                 break
             if loads is not None:
@@ -716,8 +793,10 @@ class Scheduler:
                     self.blocked = FOR_PAGES
                     self.num_pages_wanted = self._least_wanted = cache.num_free + loads.num_short
                     break
-            self._take_from_waiting(request)
+            waiting.remove(request)
+            self._num_published = -1
             if tell is not None:
+                self._told_blocked = None
                 reach = cache.reach(request.content, limit)
                 tell(Admitted(request.index, request.content, match.num_pages, reach=reach))
             request.holding = cache.open(match)
@@ -732,7 +811,7 @@ class Scheduler:
             if loads is not None and request is loads.retried:
                 loads.retried = None
                 budget = self._admit_loaded(loads, now_ns, budget, chunks, admitted)
-        if self.blocked is FOR_PAGES and handoffs is not None and handoffs.passes_blocked:
+        if handoffs is not None and handoffs.passes_blocked and self.blocked is FOR_PAGES:
             # These have their pages; a request that lacks some gets them sooner if these run.
             for ready in handoffs.ready():
                 if self.num_seated >= max_num_seqs or budget <= 0:
@@ -895,7 +974,7 @@ class Scheduler:
         makes a difference only if the pages that decodes begin in that step are not free yet; then each decode releases
         at its turn. Chunked requests always do.
         """
-        completed, self._to_settle = self._to_settle, None
+        completed, self.to_settle = self.to_settle, None
         if completed is None:
             return
         cache, wheel = self.cache, self.wheel
@@ -1055,7 +1134,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert laws L1, L2 and L3, between steps, and that each request is in the queue that its state requires."""
-        if self._to_settle is not None and self.cache.follows_decodes:
+        if self.to_settle is not None and self.cache.follows_decodes:
             if self.has_work:
                 return  # the cache has not ended the last step
             self.settle()  # nothing decodes, so that releases nothing

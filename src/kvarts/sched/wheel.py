@@ -31,6 +31,8 @@ __all__ = ["DecodeWheel", "PagesDue"]
 NEVER: Final = 1 << 62
 MOST_STALE: Final = 64
 """The number of outdated entries of the queue of last tokens that is tolerated in addition to one per decode."""
+FEW_STEPS: Final = 4
+"""The number of steps per slot with pages due up to which the slots of these steps are looked at, one by one."""
 
 
 class PagesDue:
@@ -112,7 +114,12 @@ class DecodeWheel:
         self._members[slot][request.admission] = request
         self.num_decoding += 1
         if request.own is None:
-            self._add_due(slot)
+            # `_add_due`, inlined, as is `_remove_due` below: these run for every request.
+            num_due = self._num_due[slot]
+            self._num_due[slot] = num_due + 1
+            if not num_due:
+                self._places_due[slot] = len(self._slots_due)
+                self._slots_due.append(slot)
             self._num_growing += 1
             self._base_sum += base
         else:
@@ -126,7 +133,13 @@ class DecodeWheel:
         del self._members[slot][request.admission]
         self.num_decoding -= 1
         if request.own is None:
-            self._remove_due(slot)
+            num_due = self._num_due[slot] - 1
+            self._num_due[slot] = num_due
+            if not num_due:
+                place, last = self._places_due[slot], self._slots_due.pop()
+                if last != slot:
+                    self._slots_due[place] = last
+                    self._places_due[last] = place
             self._num_growing -= 1
             self._base_sum -= base
         else:
@@ -212,6 +225,18 @@ class DecodeWheel:
         """Return the same by the slots in which pages are due, however many steps there are."""
         due, size = self._num_due, self.page_size
         first = self.step % size
+        if num_steps <= size and num_steps < FEW_STEPS * len(self._slots_due):
+            # It takes less time to look at the slots of the steps than at all slots with pages due.
+            passed = due[first : first + num_steps]
+            if len(passed) < num_steps:
+                passed += due[: num_steps - len(passed)]
+            return PagesDue(
+                num_steps,
+                size,
+                [offset for offset, count in enumerate(passed) if count],
+                [count for count in passed if count],
+                sum(passed),
+            )
         offsets: list[int] = []
         counts: list[int] = []
         total = 0

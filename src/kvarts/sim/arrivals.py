@@ -70,6 +70,8 @@ class Arrivals(Informed):
         self._num_arrived = 0
         self._delay_ns = delay_ns
         self._timeout_ns = timeout_ns
+        self.has_timeout = timeout_ns is not None
+        """Whether clients give up requests of which no row says when."""
         self._stops = stops
         self._held: dict[Request, TraceRequest] = {}
         """Requests that wait in the router, and their rows."""

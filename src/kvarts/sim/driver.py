@@ -149,10 +149,11 @@ class Driver:
         ), "L8: the replay ended with requests left over"
 
     def _run_by_arrival(self) -> None:
-        while (now_ns := self._next_ns()) != NEVER_NS:
+        deadlines = self._deadlines
+        while (now_ns := self._next_ns() if deadlines else self._look_ahead()) != NEVER_NS:
             for of_model in self._polled:
                 self._poll(of_model, now_ns)
-            if self._is_given_up_at(now_ns):
+            if deadlines and deadlines[0][0] <= now_ns:
                 self._give_up(now_ns)
                 continue
             of_model = self._arriving
@@ -199,8 +200,11 @@ class Driver:
                 finished.clear()
 
     def _look_again(self, index: int, now_ns: int) -> None:
-        """Reset the time until which nothing ends in a runner: a request arrives or leaves at `now_ns`."""
-        if self._is_told and self._due_ns[index] != now_ns:
+        """Reset the time until which nothing ends in a runner: a request arrives or leaves at `now_ns`.
+
+        Only where runners may lag behind, as a router must know.
+        """
+        if self._due_ns[index] != now_ns:
             self._due_ns[index] = now_ns
             heappush(self._due, (now_ns, index))
 
@@ -312,7 +316,8 @@ class Driver:
             self._run_alone(index, now_ns)
             if request not in self._in_engines:
                 return
-            self._look_again(index, now_ns)
+            if self._is_told:
+                self._look_again(index, now_ns)
         runner = self._rouse(index, now_ns)
         self._given_up.add(request)
         if runner.drop(request, of_model.engines[engine], now_ns):
@@ -327,7 +332,7 @@ class Driver:
         engine = of_model.choose(request, row, now_ns)
         if engine is not None:
             self._enter(of_model, request, row, engine, now_ns)
-        else:
+        elif of_model.has_timeout or row.cancel_after_ns is not None:
             self._expect(of_model, request, row, now_ns)
 
     def _take_placed(self, now_ns: int) -> None:
@@ -344,12 +349,14 @@ class Driver:
         index = engine // self._num_ranks
         if not self._is_reactive:
             self._run_alone(index, now_ns)
-            self._look_again(index, now_ns)
+            if self._is_told:
+                self._look_again(index, now_ns)
         self._rouse(index, now_ns)
         reason = of_model.submit(request, row, engine, now_ns)
         if reason is None:
             self._in_engines[request] = of_model, row, engine
-            self._expect(of_model, request, row, now_ns)
+            if of_model.has_timeout or row.cancel_after_ns is not None:
+                self._expect(of_model, request, row, now_ns)
             # It may be admitted in the next step of this engine, and end before all others.
             self._quiet_ns[index] = self._ends_ns[index]
         else:

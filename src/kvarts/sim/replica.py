@@ -189,7 +189,7 @@ class Replica:
         assert not self._is_under_way
         self._is_under_way = True
         engine, tiers = self.engine, self._tiers
-        others_join = self.join(now_ns)
+        others_join = self._joining is not None and self.join(now_ns)
         must_plan, self._must_plan = self._must_plan, False
         if tiers is not None and (tiers.advance_to(now_ns) or must_plan):
             self.scheduler.blocked = Blocked.NOT
@@ -206,9 +206,10 @@ class Replica:
                 if waiting.num_waiting and (holds_until_ns := waiting.holds_until_ns(now_ns)) < until_ns:
                     until_ns = holds_until_ns
                 return self._leap(now_ns, until_ns, num_steps)
-        if self.prepare(now_ns):
+        if engine.prepare(now_ns):
             engine.carry_out(now_ns)
             return engine.now_ns
+        self._plans_late = True
         # Requests that join need not wait: no step is under way.
         waits = engine.has_work and not (others_join or self.scheduler.has_released or self._leaving)
         return self.pause(self._next_ns(now_ns) if waits else now_ns)
@@ -222,36 +223,39 @@ class Replica:
 
     def finish(self) -> list[Request]:
         """End what `start` started; return the requests that finished, in admission order, then those dropped."""
-        if self._joining is None and not (self._leaving or self._dropping):
-            return self._finish()
-        leaving, self._leaving = self._leaving, []
-        finished = self._finish()
-        if self._joining is not None and self._is_idle:
-            self._plans_late = True
-        for request in leaving:
-            request.cancelled_ns = self.engine.now_ns
-            finished.append(request)
-        dropping, self._dropping = self._dropping, []
-        for request in dropping:
-            if request not in finished and not self._leaves_later(request):
-                self.cancel(request, self.engine.now_ns)
-                finished.append(request)
-        return finished
-
-    def _finish(self) -> list[Request]:
         self._is_under_way = False
-        engine = self.engine
-        if self._joining is not None:
-            for request in self._joining.take_due():  # the next plan, which was made when this step began, knows them
+        engine, joining = self.engine, self._joining
+        if joining is not None:
+            for request in joining.take_due():  # the next plan, which was made when this step began, knows them
                 engine.submit(request, engine.now_ns)
+        leaving = self._leaving  # those that are added from here on leave later
+        if leaving:
+            self._leaving = []
         if self.is_pausing:
             self.is_pausing = False
             engine.emit()
-            return []
+            finished: list[Request] = []
+        elif self._num_leapt:
+            finished = self._end_leap()
+        else:
+            finished = engine.end()
+        if joining is not None and self._is_idle:
+            self._plans_late = True
+        for request in leaving:
+            request.cancelled_ns = engine.now_ns
+            finished.append(request)
+        if self._dropping:
+            dropping, self._dropping = self._dropping, []
+            for request in dropping:
+                if request not in finished and not self._leaves_later(request):
+                    self.cancel(request, engine.now_ns)
+                    finished.append(request)
+        return finished
+
+    def _end_leap(self) -> list[Request]:
+        engine, scheduler = self.engine, self.scheduler
         num_leapt, self._num_leapt = self._num_leapt, 0
-        if not num_leapt:
-            return engine.end()
-        scheduler, tell = self.scheduler, engine.log.tell_details
+        tell = engine.log.tell_details
         if tell is not None:
             tell(StepEnded(scheduler.wheel.step + num_leapt - 1, engine.now_ns))
         finished = scheduler.commit_leap(num_leapt, engine.now_ns)

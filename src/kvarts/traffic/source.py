@@ -245,7 +245,8 @@ class OpenLoop(_Loop):
 
     def done(self, request: TraceRequest, now_ns: int) -> None:
         """Schedule the requests that waited for `request`."""
-        self._release(request, now_ns)
+        if self._waits is not None:
+            self._release(request, now_ns)
 
     def _no_earlier(self, ready_ns: int, request: TraceRequest) -> int:
         return max(ready_ns, self._scaled(request.arrival_ns)) if request.delay_ns is None else ready_ns
@@ -261,7 +262,7 @@ class OpenLoop(_Loop):
     def _advance(self) -> None:
         super()._advance()
         if self._upcoming is not None:
-            self._upcoming_ns = self._scaled(self._read_ns)
+            self._upcoming_ns = self._read_ns if self._speedup == 1.0 else self._scaled(self._read_ns)
 
 
 class ClosedLoop(_Loop):

@@ -149,7 +149,8 @@ class Trace:
         """
         num_tokens = request.num_prompt_tokens
         units, unit_tokens = request.units, self.unit_tokens
-        units = spell(units)
+        if not isinstance(units, bytes):
+            units = spell(units)
         if request.answered_units is not None and know_output and not self.has_output_tokens:
             units = request.answered_units
             num_tokens += request.num_output_tokens
