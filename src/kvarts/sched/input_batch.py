@@ -11,7 +11,6 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from kvarts.content import UNIT_BYTES
-from kvarts.kv.groups import PageTable
 from kvarts.kv.pool import PageId
 from kvarts.request import Request
 from kvarts.sched.plan import Chunk, DecodeRows, Snapshot, StepResult
@@ -19,6 +18,8 @@ from kvarts.sched.plan import Chunk, DecodeRows, Snapshot, StepResult
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from kvarts.kv.groups import PageTable
 
 __all__ = ["InputBatch", "NewPage"]
 
@@ -165,6 +166,8 @@ class InputBatch:
 
     def _page_tables(self, request: Request, end: int) -> tuple[PageTable, ...]:
         """Return the page tables of the first `end` tokens of a request that does not bring its own pages."""
+        from kvarts.kv.groups import PageTable  # only an executor of tokens has tables
+
         holding = request.holding
         assert holding is not None and holding.page_ids is not None
         return (PageTable(tuple(holding.page_ids)),)
