@@ -203,7 +203,7 @@ class CachePlan:
         chosen = self.default_sizes() if sizes is None else list(sizes)
         breakdown = Breakdown(self.trace, self._tokens, self._reuse, self._distances)
         curve = self.curve
-        kept = np.unique(np.linspace(0, len(curve.sizes) - 1, min(len(curve.sizes), MOST_POINTS)).round().astype(int))
+        kept = np.linspace(0, len(curve.sizes) - 1, min(len(curve.sizes), MOST_POINTS)).round().astype(int)
         return {
             "trace": self.trace.name,
             "num_requests": len(self._reuse.num_pages),
