@@ -94,21 +94,24 @@ def _pages_by_id(requests: RequestColumns, unit_tokens: int, page_size: int) -> 
     start = 0
     for first in range(0, len(ends), SLAB):
         lasts = ends[first : first + SLAB] - start - 1
-        part = ids[start : start + int(lasts[-1]) + 1].astype(np.int64)
+        part = ids[start : start + int(lasts[-1]) + 1].astype(np.int32)
         start += len(part)
         firsts = np.concatenate(([0], lasts[:-1] + 1))
-        follows = np.concatenate(([NO_ID], part[:-1]))
+        follows = np.empty(len(part), np.int32)
+        follows[1:] = part[:-1]
         follows[firsts] = NO_ID
         known = before[part]
         before[part] = follows
         if ((known != follows) & (known != UNSEEN)).any() or (before[part] != follows).any():
             return None
-        place = np.arange(len(part)) - np.repeat(firsts, lasts - firsts + 1)
-        num_before, num_after = place * unit_tokens // page_size, (place + 1) * unit_tokens // page_size
-        is_last = np.zeros(len(part), bool)
-        is_last[lasts] = True
-        num_new[part[~is_last]] = (num_after - num_before)[~is_last]
-        np.maximum.at(num_new, part[lasts], prompts[first : first + SLAB] // page_size - num_before[lasts])
+        lengths = lasts - firsts + 1
+        edges = np.arange(int(lengths.max()) + 1) * unit_tokens // page_size  # pages before each place
+        place = np.arange(len(part), dtype=np.int32) - np.repeat(firsts.astype(np.int32), lengths)
+        pages_here = np.diff(edges).astype(np.int32)[place]
+        is_inner = np.ones(len(part), bool)
+        is_inner[lasts] = False
+        num_new[part[is_inner]] = pages_here[is_inner]
+        np.maximum.at(num_new, part[lasts], prompts[first : first + SLAB] // page_size - edges[lengths - 1])
     # A sequence's last token is never computed.
     num_private = int(((prompts + outputs - 1) // page_size - prompts // page_size).sum())
     return num_private + int(num_new.sum(dtype=np.int64))
