@@ -16,10 +16,8 @@ from kvarts.kv.cache import Cache, Pins
 from kvarts.kv.eviction import EvictionOrder, LruOrder, TreeWatcher
 from kvarts.kv.page_cache import OneGroupCache, PageCache
 from kvarts.kv.pool import CountPool, IdPool
-from kvarts.kv.transfer import LoadKv, PrefillTimes
 from kvarts.kv.tree import PrefixTree
 from kvarts.rooms import from_room, function_named
-from kvarts.sched.drafts import Drafter
 from kvarts.sched.handoffs import Handoffs
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads, LowerTiers
@@ -31,6 +29,8 @@ from kvarts.sched.scheduler import Scheduler
 if TYPE_CHECKING:  # only an engine with KV groups pays for them
     from kvarts.kv.group_pages import GroupPages
     from kvarts.kv.groups import GroupMemory
+    from kvarts.kv.transfer import LoadKv, PrefillTimes
+    from kvarts.sched.drafts import Drafter
 
 __all__ = ["PrepareTiers", "PreparedTiers", "TierSettings", "build_engine", "open_group_cache", "preparation_of"]
 

@@ -8,11 +8,13 @@ scheduler makes computed catch up with known.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
-from kvarts.kv.groups import OwnPages
+
+if TYPE_CHECKING:
+    from kvarts.kv.groups import OwnPages
 
 __all__ = ["NEXT_STATES", "Request", "RequestState"]
 

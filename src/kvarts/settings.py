@@ -52,7 +52,7 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 """The type of a setting with a minimum of 1, enforced in files and on the command line."""
 
-_NAME = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+_NAME = r"\{(\w+(?:\.\w+)*)\}"  # compiled on first use
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +202,7 @@ def _first_changed(of: msgspec.Struct | None, fields: Sequence[str]) -> str:
 
 
 def _spelled(text: str, spell: Callable[[str], str]) -> str:
-    return _NAME.sub(lambda match: spell(match[1]), text)
+    return re.sub(_NAME, lambda match: spell(match[1]), text)
 
 
 class ValueSource(Protocol):

@@ -15,9 +15,11 @@ from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.plan.curve import Optimum, lru_curve, stack_distances
-from kvarts.plan.reuse import find_reuse
+from kvarts.plan.reuse import REQUESTS_PER_PASS, Reuse, find_reuse, find_token_reuse
 from kvarts.traffic.formats import load_trace
+from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace
+from kvarts.traffic.trace_request import PlainRow
 
 from builders.plan_traces import small_traces
 from oracles.naive_plan import best_of_all, naive_lru, naive_requests
@@ -86,6 +88,28 @@ def test_spans_are_all_pages_once_and_their_order_is_that_of_use(trace: Trace, p
         of_spans = [previous for row, start, end, previous in rows if row == index for _ in range(start, end)]
         assert of_spans == before
         last.update(dict.fromkeys(request.pages, index))
+
+
+@st.composite
+def plain_traces(draw: st.DrawFn) -> tuple[Trace, Trace]:
+    """Return a trace of plain rows as columns, of which there are many in relation to their ids, and as a list."""
+    unit_tokens, most_ids = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    ids = st.lists(st.sampled_from([0, 1, 2, 1 << 40]), min_size=1, max_size=most_ids)
+    num_rows = most_ids * REQUESTS_PER_PASS + draw(st.integers(0, 5))
+    rows = [
+        PlainRow(len(each) * unit_tokens - draw(st.integers(0, unit_tokens - 1)), draw(st.integers(1, 3)), time, each)
+        for time, each in enumerate(draw(st.lists(ids, min_size=num_rows, max_size=num_rows)))
+    ]
+    columns = RequestColumns()
+    assert columns.add(rows, 0, unit_tokens) == num_rows
+    return Trace(columns, unit_tokens=unit_tokens), Trace(list(columns), unit_tokens=unit_tokens)
+
+
+@given(plain_traces())
+def test_spans_of_columns_are_those_of_a_tree(traces: tuple[Trace, Trace]) -> None:
+    found, expected = map(find_token_reuse, traces)
+    for name in Reuse.__struct_fields__:
+        assert np.array_equal(getattr(found, name), getattr(expected, name)), name
 
 
 @settings(max_examples=200)

@@ -218,6 +218,8 @@ BAD = [
     ("requests.1.type", "x", "requests[1].type", "Invalid value 'x'"),
     ("requests.1.hash_ids", [1, 2, -3], "requests[1].hash_ids[2]", ">= 0"),
     ("requests.1.hash_ids", [1, 2, 1 << 40], "requests[1].hash_ids[2]", "<"),
+    ("requests.1.hash_ids", [1, 2, "3"], "requests[1].hash_ids[2]", "got `str`"),
+    ("requests.1.hash_ids", "1, 2", "requests[1].hash_ids", "got `str`"),
     ("requests.2.t", 1.0, "requests[2].t", "before the request before it"),
     ("requests.3.duration_ms", 40_000, "requests[3].duration_ms", "done 30.0 s after"),
     ("requests.3.requests.1.in", 200, "requests[3].requests[1].hash_ids", "whole blocks"),
@@ -271,6 +273,24 @@ def test_settings_of_other_forms_are_refused(tmp_path: Path, setting: str, value
     with pytest.raises(ConfigError) as caught:
         load_trace(path, **{setting: value})
     assert caught.value.field == setting
+
+
+@given(
+    lists_of_ids=st.lists(st.lists(st.sampled_from([1, 2, 11, 12]), max_size=4), min_size=1, max_size=6),
+    spaces=st.lists(st.sampled_from(["", " ", "\n"]), min_size=3, max_size=3),
+)
+@pytest.mark.laws
+def test_ids_are_read_however_those_of_the_turn_before_begin(
+    tmp_path_factory: pytest.TempPathFactory, lists_of_ids: list[list[int]], spaces: list[str]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "ids.json"
+    turns = []
+    for time, ids in enumerate(lists_of_ids):
+        text = f"{spaces[0]},{spaces[1]}".join(map(str, ids)) + spaces[2]
+        turns.append(f'{{"t": {time}, "type": "s", "in": {64 * len(ids) + 1}, "out": 1, "hash_ids": [{text}]}}')
+    start = '{"id": "one", "block_size": 64, "hash_id_scope": "global", "requests": ['
+    path.write_text(f"{start}{', '.join(turns)}]}}")
+    assert_read_as_naively(path, [path])
 
 
 ANYTHING = st.recursive(

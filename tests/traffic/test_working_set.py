@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvarts.traffic.info import working_set_pages
 from kvarts.traffic.request_columns import RequestColumns
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.traffic.trace import Trace, TraceRequest, spell
 from kvarts.traffic.trace_request import PlainRow
 
 
@@ -35,6 +36,7 @@ def test_columns_are_counted_as_a_set_of_prefixes_counts_them(data: st.DataObjec
     if data.draw(st.booleans(), label="ids stand for prefixes"):
         names: dict[tuple[int, ...], int] = {}
         prompts = [[names.setdefault(tuple(ids[: end + 1]), len(names)) for end in range(len(ids))] for ids in prompts]
+    surplus = data.draw(st.sampled_from([b"", bytes(8)]), label="ids after those of the prompt, in a list of requests")
     columns = RequestColumns()
     seen = set()
     num_private = 0
@@ -51,3 +53,5 @@ def test_columns_are_counted_as_a_set_of_prefixes_counts_them(data: st.DataObjec
     trace = Trace(columns, unit_tokens=unit_tokens)
     assert np.array(columns.ids).size, "NumPy is loaded, so that columns are counted as arrays"
     assert working_set_pages(trace, page_size) == len(seen) + num_private
+    listed = Trace([replace(each, units=spell(each.units) + surplus) for each in columns], unit_tokens=unit_tokens)
+    assert working_set_pages(listed, page_size) == len(seen) + num_private

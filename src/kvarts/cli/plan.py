@@ -343,13 +343,15 @@ def plan_command(
         values["command"] = options.plan("--routers", routers, *(() if ages is None else ("--router-ages", ages)))
         _print(values, as_json, tables.render_routers)
         return
-    from kvarts.plan.league import ALL_POLICIES
+    if league:
+        from kvarts.plan.league import ALL_POLICIES
 
+        policies = (*ALL_POLICIES, *policies)
     values = options.make(
         sizes=sizes,
         page_size=_page_size(given),
         count_outputs=count_outputs,
-        policies=[*(ALL_POLICIES if league else ()), *policies],
+        policies=policies,
         prices=prices,
     ).values
     pictures.write(values)

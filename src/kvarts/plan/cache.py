@@ -31,6 +31,7 @@ from kvarts.plan.curve import Optimum, concave_hull, find_knees, lru_curve, stac
 from kvarts.plan.reuse import OTHER, OWN, SHARED, Reuse, find_token_reuse
 from kvarts.sched.plan import Batch, Chunk
 from kvarts.sim.config import ReplayConfig
+from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace
 
 __all__ = [
@@ -69,25 +70,30 @@ class Breakdown:
     """
 
     def __init__(self, trace: Trace, tokens: Reuse, reuse: Reuse, distances: Column) -> None:
-        requests = trace.requests or []
         self._reuse = reuse
-        self._distances = distances
-        self._hittable = reuse.hittable
+        hittable = reuse.hittable
+        counted = np.flatnonzero(hittable)  # the spans that can be hits
+        self._distances, self._hittable = distances[counted], hittable[counted]
+        self._request, self._source = reuse.request[counted], reuse.source[counted]
         self._seen_tokens = int(tokens.hittable.sum())
-        tenants = {request.tenant for request in requests}
-        self._tenants = sorted(tenants, key=lambda name: (name is not None, name or ""))
-        places = {name: place for place, name in enumerate(self._tenants)}
-        self._tenant = np.array([places[request.tenant] for request in requests])
         turns: dict[str, int] = {}
-        of_request = []
+        requests = trace.requests or []
+        turn_of: list[int] = []
+        tenant_of: list[str | None] = []
+        if isinstance(requests, RequestColumns):  # which have neither sessions nor tenants
+            turn_of, tenant_of, requests = [0] * len(requests), [None] * len(requests), []
         for request in requests:
             turn = 0
             if request.session_id is not None:
                 turn = turns[request.session_id] = turns.get(request.session_id, 0) + 1
-            of_request.append(turn)
-        self._turn = np.searchsorted(FIRST_TURNS, np.array(of_request), side="right")
+            turn_of.append(turn)
+            tenant_of.append(request.tenant)
+        self._tenants = sorted(set(tenant_of), key=lambda name: (name is not None, name or ""))
+        places = {name: place for place, name in enumerate(self._tenants)}
+        self._tenant = np.array([places[name] for name in tenant_of])
+        self._turn = np.searchsorted(FIRST_TURNS, np.array(turn_of), side="right")
         self._has_sessions = bool(turns)
-        ages_ns = reuse.arrival_ns[reuse.request] - reuse.arrival_ns[reuse.previous]
+        ages_ns = reuse.arrival_ns[self._request] - reuse.arrival_ns[reuse.previous[counted]]
         self._age = np.searchsorted(np.array(AGES_S) * NS_PER_S, ages_ns, side="right")
 
     def at(self, num_pages: int) -> dict[str, Any]:
@@ -97,48 +103,51 @@ class Breakdown:
         lost = self._hittable - found
         num_found, num_lost = int(found.sum()) * page_size, int(lost.sum()) * page_size
         num_tokens = reuse.num_prompt_tokens
-        by_request = np.bincount(reuse.request, found, len(reuse.num_pages))
-        lost_by_request = np.bincount(reuse.request, lost, len(reuse.num_pages))
+        has_hits, has_losses = (np.zeros(len(reuse.num_pages), bool) for _ in range(2))
+        has_hits[self._request[found > 0]] = has_losses[self._request[lost > 0]] = True
+        by_source = self._tokens_by(found, lost, self._source, 1 + max(SOURCES.values()))
         seen = int(self._hittable.sum()) * page_size
         result: dict[str, Any] = {
             "hit_tokens": num_found,
-            "requests_with_hits": int((by_request > 0).sum()),
-            "requests_with_losses": int((lost_by_request > 0).sum()),
+            "requests_with_hits": int(has_hits.sum()),
+            "requests_with_losses": int(has_losses.sum()),
             "computed_tokens": {
                 "never_seen": num_tokens - self._seen_tokens,
                 "unaligned": self._seen_tokens - seen,
                 "evicted": num_lost,
             },
-            "by_origin": {name: self._tokens(found, lost, reuse.source == source) for name, source in SOURCES.items()},
-            "by_age": {name: self._tokens(found, lost, self._age == place) for place, name in enumerate(AGES)},
+            "by_origin": {name: by_source[source] for name, source in SOURCES.items()},
+            "by_age": dict(zip(AGES, self._tokens_by(found, lost, self._age, len(AGES)), strict=True)),
         }
         if self._has_sessions:
-            turn = self._turn[reuse.request]
+            by_turn = self._tokens_by(found, lost, self._turn[self._request], len(TURNS))
             result["by_turn"] = {
                 name: {
                     "prompt_tokens": int(reuse.prompt_tokens[self._turn == place].sum()),
-                    **self._tokens(found, lost, turn == place),
+                    **by_turn[place],
                 }
                 for place, name in enumerate(TURNS)
                 if (self._turn == place).any()
             }
         if self._tenants != [None]:
-            tenant = self._tenant[reuse.request]
+            by_tenant = self._tokens_by(found, lost, self._tenant[self._request], len(self._tenants))
             result["by_tenant"] = {
                 "" if name is None else name: {
                     "prompt_tokens": int(reuse.prompt_tokens[self._tenant == place].sum()),
-                    **self._tokens(found, lost, tenant == place),
+                    **by_tenant[place],
                 }
                 for place, name in enumerate(self._tenants)
             }
         return result
 
-    def _tokens(self, found: Column, lost: Column, chosen: Column) -> dict[str, int]:
+    def _tokens_by(self, found: Column, lost: Column, kinds: Column, num_kinds: int) -> list[dict[str, int]]:
+        """Return the tokens found and evicted of spans of each kind."""
+        hits, losses = (np.bincount(kinds, pages, num_kinds).astype(np.int64).tolist() for pages in (found, lost))
         page_size = self._reuse.page_size
-        return {
-            "hit_tokens": int(found[chosen].sum()) * page_size,
-            "evicted_tokens": int(lost[chosen].sum()) * page_size,
-        }
+        return [
+            {"hit_tokens": hit * page_size, "evicted_tokens": lost * page_size}
+            for hit, lost in zip(hits, losses, strict=True)
+        ]
 
 
 class CachePlan:
@@ -152,9 +161,7 @@ class CachePlan:
         self._distances = stack_distances(reuse)
         self.curve = lru_curve(reuse, self._distances)
         self.optimum = Optimum(reuse)
-        self.least_pages = max(
-            -(-(request.num_prompt_tokens + request.num_output_tokens - 1) // page_size) for request in trace
-        )
+        self.least_pages = -(-int((self._tokens.num_pages + self._tokens.num_private).max()) // page_size)
         """The smallest pool that can hold each request alone."""
         self.knees = find_knees(self.curve, self.least_pages)
         self.count_outputs = count_outputs
@@ -196,7 +203,7 @@ class CachePlan:
         chosen = self.default_sizes() if sizes is None else list(sizes)
         breakdown = Breakdown(self.trace, self._tokens, self._reuse, self._distances)
         curve = self.curve
-        kept = np.unique(np.linspace(0, len(curve.sizes) - 1, min(len(curve.sizes), MOST_POINTS)).round().astype(int))
+        kept = np.linspace(0, len(curve.sizes) - 1, min(len(curve.sizes), MOST_POINTS)).round().astype(int)
         return {
             "trace": self.trace.name,
             "num_requests": len(self._reuse.num_pages),

@@ -134,40 +134,56 @@ def lru_curve(reuse: Reuse, distances: Column | None = None) -> HitCurve:
 def stack_distances(reuse: Reuse) -> Column:
     """Return for each span the pages used since its last use plus those before it in its sequence; -1 if never seen.
 
-    A Fenwick tree counts, for each request, the pages whose latest use is in that request.
+    Pages used since are those of all requests since then, less those that were used again by a request in between.
     """
-    num_requests = len(reuse.num_pages)
-    tree = [0] * (num_requests + 1)
-    found = [-1] * len(reuse.request)
-    num_pages = (reuse.num_pages + reuse.num_private).tolist()
-    total = 0
-    now = 0
-    spans = zip(reuse.request.tolist(), reuse.start.tolist(), reuse.end.tolist(), reuse.previous.tolist(), strict=True)
-    for place, (request, start, end, previous) in enumerate(spans):
-        while now < request:
-            # The latest use of every page of the previous request is that request.
-            size = num_pages[now]
-            total += size
-            now += 1
-            index = now
-            while size and index <= num_requests:
-                tree[index] += size
-                index += index & -index
-        if previous < 0:
-            continue
-        older = 0
-        index = previous + 1
-        while index:
-            older += tree[index]
-            index &= index - 1
-        found[place] = start + total - older
-        size = end - start
-        total -= size
-        index = previous + 1
-        while index <= num_requests:
-            tree[index] -= size
-            index += index & -index
-    return np.array(found, np.int64)
+    found = np.full(len(reuse.request), -1)
+    seen = np.flatnonzero(reuse.previous >= 0)
+    previous = reuse.previous[seen]
+    pages_before = np.concatenate([[0], np.cumsum(reuse.num_pages + reuse.num_private)])
+    since = pages_before[reuse.request[seen]] - pages_before[previous + 1]
+    again = _sums_of_larger(previous, reuse.end[seen] - reuse.start[seen])
+    found[seen] = reuse.start[seen] + since - again
+    return found
+
+
+def _sums_of_larger(values: Column, weights: Column) -> Column:
+    """Return for each value the sum of the weights of larger values before it.
+
+    Bit by bit, from the highest on, groups of values with the same higher bits are divided, each part in the order that
+    it had. Values without the bit are smaller than those of their group with it, whose weights before them they add.
+    """
+    count = len(values)
+    found = np.zeros(count, np.int64)
+    if not count:
+        return found
+    order = np.argsort(values, kind="stable")  # in which the groups end
+    values = values.astype(np.int32)
+    begins = np.zeros(count, bool)
+    begins[0] = True
+    places = np.arange(count, dtype=np.int32)
+    for bit in reversed(range(int(values.max()).bit_length())):
+        firsts = np.flatnonzero(begins).astype(np.int32)
+        group = np.cumsum(begins, dtype=np.int32) - 1
+        has_bit = (values >> bit) & 1 == 1
+        counted = np.where(has_bit, weights, 0)
+        sums = np.cumsum(counted)
+        found += np.where(has_bit, 0, sums - (sums - counted)[firsts][group])
+        ranks = np.cumsum(has_bit, dtype=np.int32)
+        ranks_before = ranks[firsts] - has_bit[firsts]
+        # Where the part with the bit begins, less the number of values with it in all groups before.
+        parts = np.append(firsts[1:], np.int32(count)) - np.append(ranks_before[1:], ranks[-1])
+        to = np.where(has_bit, (parts - 1)[group] + ranks, places - ranks + ranks_before[group])
+        values, weights, found = _moved(values, to), _moved(weights, to), _moved(found, to)
+        divides = parts + ranks_before
+        begins[divides[divides < count]] = True
+    return _moved(found, order)
+
+
+def _moved(values: Column, to: Column) -> Column:
+    """Return the values at other places: each at the one of `to`."""
+    moved = np.empty_like(values)
+    moved[to] = values
+    return moved
 
 
 def concave_hull(curve: HitCurve, least_pages: int) -> tuple[Column, Column]:

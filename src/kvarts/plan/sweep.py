@@ -3,25 +3,18 @@
 The journal has one line per finished point, in order of completion; a point whose line is incomplete is run again. The
 table has one row per point, in the order of the points, so it does not depend on the number of processes or restarts.
 
-On a Ray cluster, workers import kvarts and read the trace by its path, so both must exist on every node. Ray is
-imported only on use.
+On a Ray cluster, workers import kvarts and read the trace by its path, so both must exist on every node. Ray, and what
+starts processes, is imported only on use.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from math import prod
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
 from pathlib import Path
-from threading import Thread
 from types import TracebackType
 from typing import Any
 
@@ -145,6 +138,9 @@ class Processes:
     def __init__(self, num_workers: int) -> None:
         self._pool = None
         if num_workers > 1:
+            from concurrent.futures import ProcessPoolExecutor
+            from multiprocessing import get_context
+
             self._pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
 
     def results(self, run: Callable[[Any], Row], points: Mapping[str, Any]) -> Iterator[tuple[str, Row]]:
@@ -156,6 +152,9 @@ class Processes:
             for key, point in points.items():
                 yield key, run(point)
             return
+        from concurrent.futures import as_completed
+        from concurrent.futures.process import BrokenProcessPool
+
         futures = {self._pool.submit(run, point): key for key, point in points.items()}
         try:
             for future in as_completed(futures):
@@ -179,6 +178,10 @@ class Processes:
 
 def _end_with_parent() -> None:
     """End this worker as soon as its parent ends: a killed sweep cannot stop its workers."""
+    from multiprocessing import parent_process
+    from multiprocessing.connection import wait
+    from threading import Thread
+
     parent = parent_process()
     assert parent is not None
 
@@ -249,8 +252,10 @@ def _dotted(table: Mapping[str, Any], prefix: str = "") -> Values:
 
 
 def _key(point: Values) -> str:
+    from hashlib import sha256
+
     text = json.dumps(point, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return sha256(text.encode()).hexdigest()
 
 
 class _Line(msgspec.Struct):
@@ -311,8 +316,10 @@ def _check_reachable(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not colon or "/" in host or not port.isdecimal():
         return
+    from socket import create_connection
+
     try:
-        socket.create_connection((host, int(port)), timeout=REACHED_WITHIN_S).close()
+        create_connection((host, int(port)), timeout=REACHED_WITHIN_S).close()
     except (OSError, OverflowError) as error:
         raise _unreachable(address, str(error)) from error
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import fsum
-from typing import NamedTuple
 
 from kvarts.columns import Column
 from kvarts.few import Numbers, arrays_pay
@@ -40,16 +39,10 @@ Parts = Iterable[tuple[Numbers, Numbers]]
 Ranges = Sequence[tuple[int, int]]
 
 
-class Extent(NamedTuple):
-    """The number of times, each as often as its weight says, their sum, and the least and the largest of them."""
+Extent = tuple[int, int, int, int]
+"""The number of times, each as often as its weight says, their sum, and the least and the largest of them."""
 
-    num_values: int
-    total_ns: int
-    lowest_ns: int
-    highest_ns: int
-
-
-NOTHING = Extent(0, 0, (1 << 63) - 1, -(1 << 63))
+NOTHING: Extent = (0, 0, (1 << 63) - 1, -(1 << 63))
 
 
 def distribution_ms(values_ns: Numbers) -> Distribution:
@@ -150,7 +143,7 @@ def _extent(parts: Callable[[], Parts]) -> Extent:
             count += int(weights.sum())
             total_ns += dot(weights, values_ns)
             lowest, highest = min(lowest, int(counted.min())), max(highest, int(counted.max()))
-    return Extent(count, total_ns, lowest, highest)
+    return count, total_ns, lowest, highest
 
 
 def _searched(parts: Callable[[], Parts], within: Callable[[Ranges], Parts], extent: Extent) -> Distribution:

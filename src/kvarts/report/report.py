@@ -17,7 +17,6 @@ from kvarts.columns import Column, to_frame
 from kvarts.errors import ConfigError
 from kvarts.events import Blocked
 from kvarts.few import Few, Numbers, arrays_pay
-from kvarts.kv.transfer import TransferTotals
 from kvarts.report.advice import Trials, advice
 from kvarts.report.distributions import (
     NS_PER_MS,
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from kvarts.kv.transfer import TransferTotals
     from kvarts.report.run_directory import RunConfig
 
 __all__ = ["REPORT_VERSION", "Report"]
@@ -382,7 +382,7 @@ class Report:
         if not extents:
             return None
         counts, totals_ns, lowest_ns, highest_ns = zip(*extents, strict=True)
-        return Extent(sum(counts), sum(totals_ns), min(lowest_ns), max(highest_ns))
+        return sum(counts), sum(totals_ns), min(lowest_ns), max(highest_ns)
 
     def _goodput(
         self,

@@ -249,7 +249,7 @@ class StepLog(StepSpans):
             return NOTHING
         count = int(decodes.dot(self.spans["num_steps"]))
         total_ns = dot(decodes, self.spans["duration_ns"])
-        return Extent(count, total_ns, int(firsts_ns[has_any].min()), int(lasts_ns[has_any].max()))
+        return count, total_ns, int(firsts_ns[has_any].min()), int(lasts_ns[has_any].max())
 
     def gaps_within(self, ranges: Ranges) -> Iterator[tuple[Numbers, Numbers]]:
         """Return all `gaps` in the ranges [low, high), and maybe others."""

@@ -11,16 +11,17 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from kvarts.content import UNIT_BYTES
-from kvarts.kv.group_pages import GroupPages
-from kvarts.kv.groups import PageTable
 from kvarts.kv.pool import PageId
-from kvarts.kv.runs import PartRun
 from kvarts.request import Request
 from kvarts.sched.plan import Chunk, DecodeRows, Snapshot, StepResult
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from kvarts.kv.group_pages import GroupPages
+    from kvarts.kv.groups import PageTable
+    from kvarts.kv.runs import PartRun
 
 __all__ = ["GroupBatch", "InputBatch", "NewPage"]
 
@@ -167,6 +168,8 @@ class InputBatch:
 
     def _page_tables(self, request: Request, end: int) -> tuple[PageTable, ...]:
         """Return the page tables of the first `end` tokens of a request that does not bring its own pages."""
+        from kvarts.kv.groups import PageTable  # only an executor of tokens has tables
+
         holding = request.holding
         assert holding is not None and holding.page_ids is not None
         return (PageTable(tuple(holding.page_ids)),)
@@ -224,6 +227,8 @@ class GroupBatch(InputBatch):
 
     def _page_tables(self, request: Request, end: int) -> tuple[PageTable, ...]:
         assert request.holding is not None
+        from kvarts.kv.groups import PageTable
+
         return tuple(map(PageTable, self._cache.tables(request.holding, end)))
 
     def _blocks_of(self, request: Request, page: int) -> tuple[PageId, ...]:

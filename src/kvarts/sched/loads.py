@@ -21,18 +21,20 @@ If page 1 were nowhere and page 2 below, page 1 would be a front: the request co
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import LoadAwaited, LoadStarted, LoadUsed, LoadWeighed
 from kvarts.kv.cache import Cache, Holding, Match
 from kvarts.kv.eviction import HeldPages
-from kvarts.kv.transfer import Awaited, Coming, Loaded, Offer, Transfer, TransferReport, TransferTotals, Weighed
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request, RequestState
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
+
+if TYPE_CHECKING:
+    from kvarts.kv.transfer import Awaited, Coming, Loaded, Offer, Transfer, TransferReport, TransferTotals, Weighed
 
 __all__ = ["LoadUnderWay", "Loads", "LowerTiers"]
 
@@ -320,6 +322,8 @@ class Loads:
         if offer is None:
             if coming is None:
                 return False
+            from kvarts.kv.transfer import Offer
+
             offer = Offer(0, (0,) * len(tiers.tier_names))
         if num_behind:
             # Where running requests leave no memory for another one, those behind gain nothing by a load, which keeps
@@ -329,6 +333,8 @@ class Loads:
                 num_behind = 0
         leader, awaited = self._leader(request, start, limit) if self._loading else (None, None)
         if awaited is None and coming is not None:
+            from kvarts.kv.transfer import Awaited
+
             awaited = Awaited(num_offered + coming.num_pages, coming.end_ns)
         weighed = self._weigh(request, offer, match, num_known, num_behind, awaited)
         if weighed.is_awaited and leader is None:
@@ -446,7 +452,11 @@ class Loads:
                 end = content.common_pages(other, 0, min(limit, load.end))
                 if end > most:
                     best, most = load, end
-        return (None, None) if best is None else (best, Awaited(most - start, best.end_ns))
+        if best is None:
+            return None, None
+        from kvarts.kv.transfer import Awaited
+
+        return best, Awaited(most - start, best.end_ns)
 
     def take_ended(self) -> None:
         """Process the loads that have ended: their pages can be hit, and the requests that waited for them can run."""

@@ -6,14 +6,16 @@ Some requests bring pages of their own along; these come from a reserve.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvarts.event_log import Tell
 from kvarts.kv.cache import Cache, PageReserve, Pins
-from kvarts.kv.groups import OwnPages
 from kvarts.kv.pool import PageId
 from kvarts.request import Request
 from kvarts.sched.wheel import DecodeWheel
+
+if TYPE_CHECKING:
+    from kvarts.kv.groups import OwnPages
 
 __all__ = ["OnePool", "OwnPagesInUse", "PageSource"]
 

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvarts.kv.groups import PageTable
 from kvarts.kv.pool import PageId
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from kvarts.kv.groups import PageTable
 
 __all__ = ["DecodeRows", "DraftRows", "PageScores", "Snapshot"]
 

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.events import Admitted, Blocked, Cancelled, DecodesStalled, Finished, HeadBlocked, Preemption
 from kvarts.kv.cache import Cache, Leap, Mark, Pins
-from kvarts.kv.transfer import Loaded
 from kvarts.limits import MOST_COUNT
 from kvarts.request import NEXT_STATES, Request, RequestState
-from kvarts.sched.drafts import Drafter, Drafts
 from kvarts.sched.handoffs import Handoffs
 from kvarts.sched.horizon import Horizon
 from kvarts.sched.input_batch import InputBatch
@@ -35,6 +33,10 @@ from kvarts.sched.preemption import Preemptor, holding_of
 from kvarts.sched.prefill import AlignedChunks, ItlBound, Prefill
 from kvarts.sched.running import Running
 from kvarts.sched.wheel import DecodeWheel
+
+if TYPE_CHECKING:
+    from kvarts.kv.transfer import Loaded
+    from kvarts.sched.drafts import Drafter, Drafts
 
 __all__ = ["Scheduler"]
 
@@ -210,6 +212,8 @@ class Scheduler:
         self.drafts: Drafts | None = None
         """Drafted tokens, for an executor that reports which drafts are right; else None."""
         if drafter is not None:
+            from kvarts.sched.drafts import Drafts
+
             assert batch is not None, "only an executor of tokens can tell which drafts are right"
             self.drafts = Drafts(
                 drafter, self.wheel, cache, batch, loads=self.loads, tell=tell, num_slots=num_draft_slots

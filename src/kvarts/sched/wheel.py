@@ -21,10 +21,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from kvarts.kv.groups import OwnPages, SinkWindow
 from kvarts.request import Request
+
+if TYPE_CHECKING:
+    from kvarts.kv.groups import OwnPages, SinkWindow
 
 __all__ = ["DecodeWheel", "PagesDue"]
 

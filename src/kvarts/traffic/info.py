@@ -46,11 +46,11 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     requests = trace.requests
     if not requests:
         return None
+    if arrays_pay(len(requests.ids if isinstance(requests, RequestColumns) else requests)):
+        num_pages = _pages_by_id(requests, trace.unit_tokens, page_size)
+        if num_pages is not None:
+            return num_pages
     if isinstance(requests, RequestColumns):
-        if arrays_pay(len(requests.ids)):
-            num_pages = _pages_by_id(requests, trace.unit_tokens, page_size)
-            if num_pages is not None:
-                return num_pages
         lengths: Iterable[tuple[int, int]] = zip(requests.prompts, requests.outputs, strict=True)
         groups = _alike(requests.first_ids(), [None] * len(requests))
     else:
@@ -78,40 +78,66 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     return num_pages
 
 
-def _pages_by_id(requests: RequestColumns, unit_tokens: int, page_size: int) -> int | None:
+def _pages_by_id(requests: Sequence[TraceRequest], unit_tokens: int, page_size: int) -> int | None:
     """Return the working set if every id always follows the same id, or always none: then it stands for a prefix.
 
     It has the pages that end in its last unit, as far as any of its prompts fills them. Return None for other ids.
     """
     import numpy as np
 
-    ids, ends = np.frombuffer(requests.ids, requests.ids.typecode), np.frombuffer(requests.ends, np.int64)
+    if isinstance(requests, RequestColumns):
+        ids, ends = np.frombuffer(requests.ids, requests.ids.typecode), np.frombuffer(requests.ends, np.int64)
+        prompts, outputs = (np.array(column, np.int64) for column in (requests.prompts, requests.outputs))
+    else:
+        prompts = np.array([request.num_prompt_tokens for request in requests])
+        outputs = np.array([request.num_output_tokens for request in requests])
+        counts = -(-prompts // unit_tokens)
+        if _first_unit(requests[0].units) > MOST_SPARSE * int(counts.sum()):
+            return None
+        packed = _packed_ids(requests, (counts * UNIT_BYTES).tolist())
+        if packed is None:
+            return None
+        ids, ends = np.frombuffer(packed, np.uint64), np.cumsum(counts)
     num_ids = int(ids.max()) + 1
     if num_ids > MOST_SPARSE * len(ids) or num_ids > np.iinfo(np.int32).max:
         return None
-    prompts, outputs = (np.frombuffer(column, "i").astype(np.int64) for column in (requests.prompts, requests.outputs))
     before, num_new = np.full(num_ids, UNSEEN, np.int32), np.zeros(num_ids, np.int32)
     start = 0
     for first in range(0, len(ends), SLAB):
         lasts = ends[first : first + SLAB] - start - 1
-        part = ids[start : start + int(lasts[-1]) + 1].astype(np.int64)
+        part = ids[start : start + int(lasts[-1]) + 1].astype(np.int32)
         start += len(part)
         firsts = np.concatenate(([0], lasts[:-1] + 1))
-        follows = np.concatenate(([NO_ID], part[:-1]))
+        follows = np.empty(len(part), np.int32)
+        follows[1:] = part[:-1]
         follows[firsts] = NO_ID
         known = before[part]
         before[part] = follows
         if ((known != follows) & (known != UNSEEN)).any() or (before[part] != follows).any():
             return None
-        place = np.arange(len(part)) - np.repeat(firsts, lasts - firsts + 1)
-        num_before, num_after = place * unit_tokens // page_size, (place + 1) * unit_tokens // page_size
-        is_last = np.zeros(len(part), bool)
-        is_last[lasts] = True
-        num_new[part[~is_last]] = (num_after - num_before)[~is_last]
-        np.maximum.at(num_new, part[lasts], prompts[first : first + SLAB] // page_size - num_before[lasts])
+        lengths = lasts - firsts + 1
+        edges = np.arange(int(lengths.max()) + 1) * unit_tokens // page_size  # pages before each place
+        place = np.arange(len(part), dtype=np.int32) - np.repeat(firsts.astype(np.int32), lengths)
+        pages_here = np.diff(edges).astype(np.int32)[place]
+        is_inner = np.ones(len(part), bool)
+        is_inner[lasts] = False
+        num_new[part[is_inner]] = pages_here[is_inner]
+        np.maximum.at(num_new, part[lasts], prompts[first : first + SLAB] // page_size - edges[lengths - 1])
     # A sequence's last token is never computed.
     num_private = int(((prompts + outputs - 1) // page_size - prompts // page_size).sum())
     return num_private + int(num_new.sum(dtype=np.int64))
+
+
+def _packed_ids(requests: Sequence[TraceRequest], sizes: Sequence[int]) -> bytes | None:
+    """Return the ids of all prompts, of which those of each have that size; None for several tenants, or ranges."""
+    packed: list[bytes] = []
+    tenant = requests[0].tenant
+    for request, size in zip(requests, sizes, strict=True):
+        units = request.units
+        if not isinstance(units, bytes) or request.tenant != tenant:
+            return None
+        packed.append(units if len(units) == size else units[:size])
+    return b"".join(packed)
 
 
 def _first_unit(units: Units) -> int:

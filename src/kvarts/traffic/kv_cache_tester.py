@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
+from kvarts.content import UNIT_BYTES, pack_units
 from kvarts.errors import InputError, parts_of
 from kvarts.files import reading
 from kvarts.hints import Hints
@@ -51,40 +52,52 @@ ID_BITS = 40
 TOOL_USE = "tool_use"
 RUNS_TOOL = Hints(tool=TOOL_USE)
 
+NO_TEXT = b"none"
+"""No text of ids begins with it."""
+
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 HashId = Annotated[int, msgspec.Meta(ge=0, lt=1 << ID_BITS)]
 
 
-class _Turn(msgspec.Struct, gc=False, tag_field="type", tag="s"):
+PlayT = TypeVar("PlayT")
+IdsT = TypeVar("IdsT")
+"""The ids of a turn: their text, of which most is that of the turn before; or the ids, to explain what is wrong."""
+
+
+class _Turn(msgspec.Struct, Generic[IdsT], gc=False, tag_field="type", tag="s"):
     t: Seconds
     num_input: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] = msgspec.field(name="in")
     num_output: Count = msgspec.field(name="out")
-    hash_ids: list[HashId]
+    hash_ids: IdsT
     api_time: Seconds | None = None
     think_time: Seconds | None = None
     stop: str | None = None
 
 
-class _TurnNotStreamed(_Turn, gc=False, tag_field="type", tag="n"):
+class _TurnNotStreamed(_Turn[IdsT], gc=False, tag_field="type", tag="n"):
     pass
 
 
-_Turns = list[_Turn | _TurnNotStreamed]
-
-
-class _SubAgent(msgspec.Struct, gc=False, tag_field="type", tag="subagent"):
+class _SubAgent(msgspec.Struct, Generic[IdsT], gc=False, tag_field="type", tag="subagent"):
     t: Seconds
     agent_id: str
-    requests: _Turns
+    requests: list[_Turn[IdsT] | _TurnNotStreamed[IdsT]]
     duration_ms: Annotated[int, msgspec.Meta(ge=0, lt=10**12)] | None = None
 
 
-class _Play(msgspec.Struct, gc=False):
+class _Play(msgspec.Struct, Generic[IdsT], gc=False):
     id: str
     block_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     hash_id_scope: Literal["local", "global"]
-    requests: list[_Turn | _TurnNotStreamed | _SubAgent]
+    requests: list[_Turn[IdsT] | _TurnNotStreamed[IdsT] | _SubAgent[IdsT]]
+
+
+_Texts = msgspec.Raw
+_RawTurn = _Turn[_Texts]
+_RawPlay = _Play[_Texts]
+_Turns = list[tuple[str, _RawTurn, bytes]]
+"""Turns with their names in errors and their packed ids."""
 
 
 def load_kv_cache_tester(path: Path | str | TraceFile) -> Trace:
@@ -100,11 +113,11 @@ def load_kv_cache_tester(path: Path | str | TraceFile) -> Trace:
     plays = list(_plays(files))
     if not plays:
         raise InputError("has no requests", path=file.path)
-    has_session_times = _has_session_times(play for _, play in plays)
+    has_session_times = _has_session_times(play for _, play, _ in plays)
     requests: list[TraceRequest] = []
     place_of_session: dict[str, _Place] = {}
     left_out: Counter[str] = Counter()
-    for number, (place, play) in enumerate(plays, 1):
+    for number, (place, play, ids) in enumerate(plays, 1):
         first, block_size = plays[0][0], plays[0][1].block_size
         if play.block_size != block_size:
             raise place.error(
@@ -113,7 +126,7 @@ def load_kv_cache_tester(path: Path | str | TraceFile) -> Trace:
                 hint="Replay sessions of one block size at a time.",
             )
         first_id = number << ID_BITS if play.hash_id_scope == "local" else 0
-        session = _Session(place, block_size, first_id=first_id, has_session_times=has_session_times)
+        session = _Session(place, block_size, ids, first_id=first_id, has_session_times=has_session_times)
         for session_id in session.read(play, requests):
             if session_id in place_of_session:
                 raise place.error(
@@ -138,8 +151,9 @@ class _Place(msgspec.Struct, frozen=True):
         return InputError(what, path=self.path, line=self.line, field=field, hint=hint)
 
 
-def _plays(files: Iterable[TraceFile]) -> Iterator[tuple[_Place, _Play]]:
-    decoder = msgspec.json.Decoder(_Play)
+def _plays(files: Iterable[TraceFile]) -> Iterator[tuple[_Place, _RawPlay, list[bytes]]]:
+    """Yield the sessions of `files`, and the packed ids of all their turns, in the order of the file."""
+    decoder = msgspec.json.Decoder(_RawPlay)
     for file in files:
         for line, data in file.records():
             place = _Place(
@@ -147,10 +161,45 @@ def _plays(files: Iterable[TraceFile]) -> Iterator[tuple[_Place, _Play]]:
                 line if file.is_json_lines else None,
                 f"{file.path.name}:{line}" if line > 1 else file.path.name,
             )
-            yield place, _decoded(file, place.line, data, decoder)
+            play = _decoded(file, place.line, data, decoder)
+            try:
+                ids = _packed_ids(play)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                # As a part of the whole, the value that is wrong is named with its place.
+                _decoded(file, place.line, data, msgspec.json.Decoder(_Play[list[HashId]]))
+                raise
+            yield place, play, ids
 
 
-def _has_session_times(plays: Iterable[_Play]) -> bool:
+def _packed_ids(play: _RawPlay) -> list[bytes]:
+    """Return the ids of all turns, 8 bytes each. Those that begin the turn before are not decoded again.
+
+    Raise msgspec.DecodeError for other values than lists of ids.
+    """
+    decoder = msgspec.json.Decoder(list[HashId])
+    found: list[bytes] = []
+    own_text, own_ids = NO_TEXT, b""
+    for entry in play.requests:
+        if isinstance(entry, _SubAgent):
+            text, ids = NO_TEXT, b""
+            for turn in entry.requests:
+                text, ids = _ids_after(text, ids, bytes(turn.hash_ids), decoder)
+                found.append(ids)
+        else:
+            own_text, own_ids = _ids_after(own_text, own_ids, bytes(entry.hash_ids), decoder)
+            found.append(own_ids)
+    return found
+
+
+def _ids_after(before: bytes, ids: bytes, text: bytes, decoder: msgspec.json.Decoder[list[int]]) -> tuple[bytes, bytes]:
+    """Return the `text` of a turn without its last bracket, and its ids; `before` and `ids` are those of another."""
+    end = len(before)
+    if text.startswith(before) and text[end : end + 1] == b",":
+        return text[:-1], ids + pack_units(decoder.decode(b"[" + text[end + 1 :]))
+    return text[:-1], pack_units(decoder.decode(text))
+
+
+def _has_session_times(plays: Iterable[_RawPlay]) -> bool:
     """Return whether sub-agents' times count from the start of their session; one answer for the whole input."""
     is_later = False
     for play in plays:
@@ -170,7 +219,7 @@ def _files(directory: Path) -> list[Path]:
         return [file for file in directory.iterdir() if file.name.endswith(SUFFIXES)]
 
 
-def _decoded(file: TraceFile, line: int | None, data: bytes, decoder: msgspec.json.Decoder[_Play]) -> _Play:
+def _decoded(file: TraceFile, line: int | None, data: bytes, decoder: msgspec.json.Decoder[PlayT]) -> PlayT:
     hint = "A session is one JSON object with id, block_size, hash_id_scope and requests."
     try:
         return decoder.decode(data)
@@ -187,33 +236,38 @@ def _decoded(file: TraceFile, line: int | None, data: bytes, decoder: msgspec.js
 
 
 class _Session:
-    """Converts one JSON object to requests. `num_empty`: number of sub-agents without requests."""
+    """Converts one JSON object to requests. `ids`: of its turns. `num_empty`: number of sub-agents without requests."""
 
-    def __init__(self, place: _Place, block_size: int, *, first_id: int, has_session_times: bool) -> None:
+    def __init__(
+        self, place: _Place, block_size: int, ids: Sequence[bytes], *, first_id: int, has_session_times: bool
+    ) -> None:
         self._place = place
         self._block_size = block_size
+        self._ids = ids
         self._first_id = first_id
         self._has_session_times = has_session_times
         self.num_empty = 0
 
-    def read(self, play: _Play, requests: list[TraceRequest]) -> list[str]:
+    def read(self, play: _RawPlay, requests: list[TraceRequest]) -> list[str]:
         """Append all requests of `play`; return its session ids: the main session's, and one per sub-agent."""
-        own: list[tuple[str, _Turn]] = []
+        own: _Turns = []
         session_ids = [play.id]
-        agents: list[tuple[str, _SubAgent]] = []
+        agents: list[tuple[str, _SubAgent[_Texts], _Turns]] = []
+        ids = iter(self._ids)
         for index, entry in enumerate(play.requests):
+            field = f"requests[{index}]"
             if isinstance(entry, _SubAgent):
-                agents.append((f"requests[{index}]", entry))
+                turns = [(f"{field}.requests[{place}]", turn, next(ids)) for place, turn in enumerate(entry.requests)]
+                agents.append((field, entry, turns))
             else:
-                own.append((f"requests[{index}]", entry))
+                own.append((field, entry, next(ids)))
         if not own:
             raise self._place.error("has no request", "requests", hint="Leave such a session out.")
         first_row = len(requests)
         main = self._append(requests, play.id, own, begin_ns=_ns(own[0][1].t))
         children = []
-        for field, agent in agents:
+        for field, agent, turns in agents:
             session_ids.append(f"{play.id}/{agent.agent_id}")
-            turns = [(f"{field}.requests[{place}]", turn) for place, turn in enumerate(agent.requests)]
             if turns:
                 begin_ns = self._begin_ns(field, agent)
                 children.append(self._append(requests, session_ids[-1], turns, begin_ns=begin_ns))
@@ -223,7 +277,7 @@ class _Session:
             self._link(requests, first_row, linked(main, children))
         return session_ids
 
-    def _begin_ns(self, field: str, agent: _SubAgent) -> int:
+    def _begin_ns(self, field: str, agent: _SubAgent[_Texts]) -> int:
         if self._has_session_times:
             return _ns(agent.requests[0].t)
         begin_ns = _ns(agent.t) - (agent.duration_ms or 0) * NS_PER_MS
@@ -245,12 +299,12 @@ class _Session:
                 requests[row] = msgspec.structs.replace(request, after=waits, delay_ns=0)
 
     def _append(
-        self, requests: list[TraceRequest], session_id: str, turns: list[tuple[str, _Turn]], *, begin_ns: int
+        self, requests: list[TraceRequest], session_id: str, turns: _Turns, *, begin_ns: int
     ) -> list[RecordedTimes]:
-        """Append a session that begins at `begin_ns`; return its recorded times. Turns carry field names for errors."""
-        before: _Turn | None = None
+        """Append a session that begins at `begin_ns`; return its recorded times."""
+        before: _RawTurn | None = None
         recorded = []
-        for field, turn in turns:
+        for field, turn, ids in turns:
             delay_ns = None
             if before is not None:
                 if turn.t < before.t:
@@ -266,7 +320,7 @@ class _Session:
                 TraceRequest(
                     row,
                     start_ns,
-                    self._units(row, field, turn),
+                    self._units(row, field, turn.num_input, ids),
                     turn.num_input,
                     max(turn.num_output, 1),
                     session_id=session_id,
@@ -279,23 +333,21 @@ class _Session:
             before = turn
         return recorded
 
-    def _units(self, row: int, field: str, turn: _Turn) -> bytes:
+    def _units(self, row: int, field: str, num_tokens: int, ids: bytes) -> bytes:
         """Return the ids of the whole blocks, plus a unique id for the tokens after them."""
-        num_whole, num_rest = divmod(turn.num_input, self._block_size)
-        if len(turn.hash_ids) != num_whole:
+        num_whole, num_rest = divmod(num_tokens, self._block_size)
+        if len(ids) != num_whole * UNIT_BYTES:
             raise self._place.error(
-                f"{len(turn.hash_ids)} ids, and {turn.num_input} tokens have {num_whole} whole blocks of "
+                f"{len(ids) // UNIT_BYTES} ids, and {num_tokens} tokens have {num_whole} whole blocks of "
                 f"{self._block_size}",
                 f"{field}.hash_ids",
                 hint="There is one id for each whole block of the prompt.",
             )
-        units = np.array(turn.hash_ids, np.uint64) + np.uint64(self._first_id)
-        if num_rest:
-            units = np.append(units, np.uint64(NO_ID + row))
-        return units.tobytes()
+        units = ids if not self._first_id else (np.frombuffer(ids, np.uint64) + np.uint64(self._first_id)).tobytes()
+        return units + pack_units([NO_ID + row]) if num_rest else units
 
 
-def _delay_ns(before: _Turn, turn: _Turn) -> int:
+def _delay_ns(before: _RawTurn, turn: _RawTurn) -> int:
     """Return the client's delay between the end of `before` and the sending of `turn`.
 
     If `before` has a recorded end, this is `think_time`. Otherwise `think_time` counts from the last known end, that of

@@ -34,7 +34,7 @@ __all__ = ["BLOCK_TOKENS", "MooncakeReader", "Turns", "load_mooncake"]
 
 Row = TypeVar("Row")
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 17
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BLOCK_TOKENS = 512
 """Tokens per hash id in Mooncake's own traces."""
