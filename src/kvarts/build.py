@@ -252,7 +252,7 @@ def build_engine(
     batch: InputBatch | None = None
     if executor.needs_page_ids:
         if cache.settles:
-            from kvarts.sched.input_batch import GroupBatch
+            from kvarts.sched.group_batch import GroupBatch
 
             batch = GroupBatch(cast("GroupPages", cache), config.max_num_seqs)
         else:

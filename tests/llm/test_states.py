@@ -25,7 +25,7 @@ from kvarts.hardware.model_config import load_geometry
 from kvarts.llm.llm import LLM
 from kvarts.llm.room import KVRoom
 from kvarts.sampling import SamplingParams
-from kvarts.sched.input_batch import GroupBatch
+from kvarts.sched.group_batch import GroupBatch
 from kvarts.sched.plan import Snapshot
 
 from builders import real_models

@@ -50,7 +50,7 @@ def test_a_check_says_what_it_ran(kvarts: Kvarts, directory: Path, monkeypatch: 
     assert (values["num_state_layers"], values["state_bytes"]) == (3, 16_896)
     assert values["num_cached_tokens"] > 0, "some prompt went on from a snapshot"
 
-    from kvarts.sched.input_batch import GroupBatch
+    from kvarts.sched.group_batch import GroupBatch
 
     take = GroupBatch.take_snapshots
     monkeypatch.setattr(

@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from kvarts.kv.group_pages import GroupPages
     from kvarts.kv.groups import PageTable
-    from kvarts.kv.runs import PartRun
 
-__all__ = ["GroupBatch", "InputBatch", "NewPage"]
+__all__ = ["InputBatch", "NewPage"]
 
 NewPage = tuple[int, int, tuple[PageId, ...]]
 """A row, a page of its sequence, and its block in each page table."""
@@ -189,48 +187,3 @@ class InputBatch:
         left = tuple(self._left)
         self._left.clear()
         return left
-
-
-class GroupBatch(InputBatch):
-    """An InputBatch whose plans name the blocks of every page table and of states, which form one group."""
-
-    __slots__ = ("_cache", "_snapshots", "has_states")
-
-    def __init__(self, cache: GroupPages, max_num_seqs: int) -> None:
-        super().__init__(max_num_seqs, cache.page_size)
-        self._cache = cache
-        self.has_states = cache.memory.has_states
-        assert sum(group.is_state for group in cache.memory.groups) <= 1, "a model that runs has one group of states"
-        self._snapshots: list[tuple[int, int, PartRun]] = []
-        """Snapshots of the step: the row, the number of tokens before the snapshot, and the part."""
-
-    def chunk(self, request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
-        """Return a chunk of `request` that names its row, tokens, page tables and state."""
-        chunk = super().chunk(request, start, num_tokens, num_known)
-        holding = request.holding
-        if not self.has_states or holding is None:
-            return chunk
-        begins_from, state = self._cache.states(holding, start)
-        for count, part in self._cache.take_snapshots(holding):
-            self._snapshots.append((request.row, count, part))
-        return chunk.replaced(state=state, begins_from=begins_from)
-
-    def take_snapshots(self) -> tuple[Snapshot, ...]:
-        """Return the snapshots to make in the step.
-
-        A snapshot that was evicted in the same step for another is left out: its blocks have a new owner, and no chunk
-        begins from it.
-        """
-        made = tuple(Snapshot(row, count, part.blocks) for row, count, part in self._snapshots if part.is_found)
-        self._snapshots.clear()
-        return made
-
-    def _page_tables(self, request: Request, end: int) -> tuple[PageTable, ...]:
-        assert request.holding is not None
-        from kvarts.kv.groups import PageTable
-
-        return tuple(map(PageTable, self._cache.tables(request.holding, end)))
-
-    def _blocks_of(self, request: Request, page: int) -> tuple[PageId, ...]:
-        assert request.holding is not None
-        return self._cache.blocks_of_page(request.holding, page)

@@ -11,7 +11,7 @@ from sys import byteorder
 from typing import overload
 
 from kvarts.content import UNIT_BYTES
-from kvarts.traffic.mooncake_request import plain_columns, requests_of
+from kvarts.traffic.plain_rows import plain_columns, requests_of
 from kvarts.traffic.trace_request import PlainRow, TraceRequest
 
 __all__ = ["RequestColumns"]
