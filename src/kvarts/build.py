@@ -21,7 +21,7 @@ from kvarts.kv.tree import PrefixTree
 from kvarts.rooms import from_room, function_named
 from kvarts.sched.drafts import Drafter
 from kvarts.sched.handoffs import Handoffs
-from kvarts.sched.input_batch import InputBatch
+from kvarts.sched.input_batch import MOST_LATE, InputBatch
 from kvarts.sched.loads import Loads, LowerTiers
 from kvarts.sched.page_source import OnePool, PageSource
 from kvarts.sched.plan import Batch
@@ -257,7 +257,11 @@ def build_engine(
 
             batch = GroupBatch(cast("GroupPages", cache), config.max_num_seqs)
         else:
-            batch = InputBatch(config.max_num_seqs, page_size)
+            # Who evicts the least recently used pages, or is told of none, cannot tell when a page became findable.
+            is_unseen = make_order is LruOrder and tell is None and below is None and pins is not None
+            is_plain = drafter is None and not hands_over
+            most_late = max(0, MOST_LATE - page_size) if is_unseen and is_plain else 0
+            batch = InputBatch(config.max_num_seqs, page_size, most_late=most_late)
     scheduler = Scheduler(
         config,
         cache,
