@@ -258,9 +258,9 @@ class Cache:
         raise NotImplementedError
 
     def call_before_reads(self, publish: Callable[[], object]) -> None:
-        """Call `publish` before pages are looked for: it makes findable what its caller has left unpublished.
+        """Call `publish` before pages are looked for: its owner may publish full pages of decodes late.
 
-        The caller publishes before anything else is published, and before a holding is closed.
+        The owner publishes them itself before anything else is published, and before a holding is closed.
         """
         raise NotImplementedError
 

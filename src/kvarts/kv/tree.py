@@ -54,7 +54,7 @@ class PrefixTree:
         self.on_removed: Callable[[Node, int, int], object] | None = None
         """Called for pages [start, end), the last ones of a node, that can no longer be found."""
         self.on_read: Callable[[], object] | None = None
-        """Called before runs are looked for or looked at: it publishes what its owner has left unpublished."""
+        """Called before runs are looked for or looked at; it may extend some of them."""
         self._watcher = watcher
         self._roots: dict[str | None, Node] = {}
 
