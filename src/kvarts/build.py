@@ -257,7 +257,7 @@ def build_engine(
 
             batch = GroupBatch(cast("GroupPages", cache), config.max_num_seqs)
         else:
-            # Who evicts the least recently used pages, or is told of none, cannot tell when a page became findable.
+            # Without events and tiers, an LRU order evicts the same pages whenever a used page becomes findable.
             is_unseen = make_order is LruOrder and tell is None and below is None and pins is not None
             is_plain = drafter is None and not hands_over
             most_late = max(0, MOST_LATE - page_size) if is_unseen and is_plain else 0

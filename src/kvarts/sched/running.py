@@ -150,7 +150,7 @@ class Running(RunningOrder):
         self.num_sharing = 0
         """Decodes with generated pages that other requests may hit, because their tokens are known."""
         self.most_late = 0 if batch is None else batch.most_late
-        """For how many steps the pages that decodes fill may stay unpublished while nobody looks for pages."""
+        """For how many steps pages that decodes fill may stay unpublished, as long as no other pages are looked for."""
         self.num_late = 0
         """The number of such steps. In them no request has started to decode, or stopped."""
         self._first_late = 0
@@ -159,7 +159,7 @@ class Running(RunningOrder):
             cache.call_before_reads(self.publish_late)
 
     def publish_later(self) -> None:
-        """Leave the pages that decodes fill in the step being planned unpublished until someone looks for pages."""
+        """Leave the pages that decodes fill in the step being planned unpublished until pages are looked for."""
         if not self.num_late:
             self._first_late = self.wheel.step
         self.num_late += 1
@@ -167,9 +167,9 @@ class Running(RunningOrder):
             self.publish_late()
 
     def publish_late(self) -> None:
-        """Publish what `publish_later` left: the same pages, in an order that nobody can tell from that of the steps.
+        """Publish the pages of these steps, each request once. The result is that of publishing step by step.
 
-        Decodes that go on cost nothing until then, and all their pages together about as much as one.
+        Equal pages of two requests keep their order, since requests are in the order in which they filled the first.
         """
         if not self.num_late:
             return
