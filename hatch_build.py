@@ -13,19 +13,16 @@ import sysconfig
 import tempfile
 from contextlib import chdir
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-
-if TYPE_CHECKING:
-    pass
 
 COMPILER = ["mypy==2.4.*", "setuptools>=80"]
 EXACT = ["-ffp-contract=off"]
 """A multiplication and an addition are rounded one by one, as Python does it: reports are the same to the last byte."""
 
 
-class CompileHook(BuildHookInterface["BuilderConfig"]):
+class CompileHook(BuildHookInterface[Any]):
     """Compiles `modules` of its configuration into the wheel."""
 
     def dependencies(self) -> list[str]:

@@ -19,7 +19,7 @@ from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.rooms import from_room, function_named
 from kvarts.sched.handoffs import Handoffs
-from kvarts.sched.input_batch import InputBatch
+from kvarts.sched.input_batch import MOST_LATE, InputBatch
 from kvarts.sched.loads import Loads, LowerTiers
 from kvarts.sched.page_source import OnePool, PageSource
 from kvarts.sched.plan import Batch
@@ -256,7 +256,11 @@ def build_engine(
 
             batch = GroupBatch(cast("GroupPages", cache), config.max_num_seqs)
         else:
-            batch = InputBatch(config.max_num_seqs, page_size)
+            # Without events and tiers, an LRU order evicts the same pages whenever a used page becomes findable.
+            is_unseen = make_order is LruOrder and tell is None and below is None and pins is not None
+            is_plain = drafter is None and not hands_over
+            most_late = max(0, MOST_LATE - page_size) if is_unseen and is_plain else 0
+            batch = InputBatch(config.max_num_seqs, page_size, most_late=most_late)
     scheduler = Scheduler(
         config,
         cache,

@@ -257,6 +257,13 @@ class Cache:
         """
         raise NotImplementedError
 
+    def call_before_reads(self, publish: Callable[[], object]) -> None:
+        """Call `publish` before pages are looked for: its owner may publish full pages of decodes late.
+
+        The owner publishes them itself before anything else is published, and before a holding is closed.
+        """
+        raise NotImplementedError
+
     def take_for(self, holding: Holding, num_tokens: int) -> None:
         """Take the blocks of tokens up to `num_tokens`, which must be free, as far as `holding` does not have them.
 
@@ -268,8 +275,8 @@ class Cache:
         """Take the blocks of `page`, the next page of `holding`; none of its tokens is computed yet."""
         raise NotImplementedError
 
-    def take_due(self, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
-        """Take the next pages of decodes, page `page_of[i]` of `holdings[i]`. They must be free."""
+    def take_due(self, holdings: Sequence[Holding]) -> None:
+        """Take the next page of each of `holdings`, which decode. These pages must be free."""
         raise NotImplementedError
 
     def publish(self, holding: Holding, num_tokens: int) -> None:

@@ -327,8 +327,8 @@ class GroupPages(Cache):
             self.parts.take_pages(1)
         self.count()
 
-    def take_due(self, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
-        """Take the next pages of decodes."""
+    def take_due(self, holdings: Sequence[Holding]) -> None:
+        """Take the next page of each of `holdings`."""
         for holding in holdings:
             self.parts.take_next(cast(PartHolding, holding).parts, 1)
         self.count()

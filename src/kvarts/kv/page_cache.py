@@ -59,6 +59,10 @@ class PageCache(Cache):
         if num_used > mark.used:
             mark.used, mark.cached, mark.released = num_used, num_cached, self.num_released
 
+    def call_before_reads(self, publish: Callable[[], object]) -> None:
+        """Call `publish` before pages are looked for."""
+        self.tree.on_read = publish
+
     # Needs of requests ----------------------------------------------------------------------------------------
 
     def num_to_admit(self, match: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
@@ -273,8 +277,8 @@ class PageCache(Cache):
             holding.page_ids.append(taken_ids[0])
             holding.num_pages += 1
 
-    def take_due(self, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
-        """Take the next pages of decodes at once."""
+    def take_due(self, holdings: Sequence[Holding]) -> None:
+        """Take the next page of each of `holdings` at once."""
         taken_ids = self.take(len(holdings))
         assert taken_ids is not None
         for holding, page_id in zip(holdings, taken_ids, strict=True):

@@ -53,6 +53,8 @@ class PrefixTree:
         self.num_cached = 0
         self.on_removed: Callable[[Node, int, int], object] | None = None
         """Called for pages [start, end), the last ones of a node, that can no longer be found."""
+        self.on_read: Callable[[], object] | None = None
+        """Called before runs are looked for or looked at; it may extend some of them."""
         self._watcher = watcher
         self._roots: dict[str | None, Node] = {}
 
@@ -60,6 +62,8 @@ class PrefixTree:
 
     def match(self, content: Content, limit: int) -> Match:
         """Return the longest resident prefix of `content`, at most `limit` pages. Change nothing."""
+        if self.on_read is not None:
+            self.on_read()
         nodes: Path = []
         position = 0
         num_shared = 0
@@ -87,6 +91,8 @@ class PrefixTree:
 
     def has(self, content: Content, page: int) -> bool:
         """Return whether `page` of `content` is resident, and thus all pages before it."""
+        if self.on_read is not None:
+            self.on_read()
         position = 0
         node = self._roots.get(content.salt)
         while node is not None and node.children:
@@ -460,6 +466,8 @@ class PrefixTree:
 
     def nodes(self) -> Iterator[Node]:
         """Iterate over all resident runs, twins included, parents before children."""
+        if self.on_read is not None:
+            self.on_read()
         stack = list(self._roots.values())
         while stack:
             for child in (stack.pop().children or {}).values():

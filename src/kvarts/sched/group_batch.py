@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.groups import PageTable
 from kvarts.kv.pool import PageId
 from kvarts.kv.runs import PartRun
 from kvarts.request import Request
-from kvarts.sched.input_batch import InputBatch
+from kvarts.sched.input_batch import InputBatch, NewPage
 from kvarts.sched.plan import Chunk, Snapshot
 
 __all__ = ["GroupBatch"]
@@ -50,6 +52,10 @@ class GroupBatch(InputBatch):
     def _page_tables(self, request: Request, end: int) -> tuple[PageTable, ...]:
         assert request.holding is not None
         return tuple(map(PageTable, self._cache.tables(request.holding, end)))
+
+    def _new_pages(self, requests: Iterable[Request], step: int) -> tuple[NewPage, ...]:
+        size = self._cache.page_size
+        return tuple([self.new_page(request, (request.wheel_base + step) // size) for request in requests])
 
     def _blocks_of(self, request: Request, page: int) -> tuple[PageId, ...]:
         assert request.holding is not None

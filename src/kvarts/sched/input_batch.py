@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvarts.content import UNIT_BYTES
 from kvarts.kv.pool import PageId
@@ -21,14 +21,20 @@ if TYPE_CHECKING:
 
     from kvarts.kv.groups import PageTable
 
-__all__ = ["InputBatch", "NewPage"]
+__all__ = ["MOST_LATE", "InputBatch", "NewPage"]
+
+MOST_LATE: Final = 112
+"""The most steps for which an engine without readers of its pages leaves pages that decodes fill unpublished."""
 
 NewPage = tuple[int, int, tuple[PageId, ...]]
 """A row, a page of its sequence, and its block in each page table."""
 
 
 class InputBatch:
-    """Owner of each request's `row`, and of sampled tokens until they enter the request's content."""
+    """Owner of each request's `row`, and of sampled tokens until they enter the request's content.
+
+    `most_late`: for how many steps tokens that fill a page are kept here in addition.
+    """
 
     __slots__ = (
         "_bases",
@@ -39,10 +45,11 @@ class InputBatch:
         "_rows",
         "_sampled",
         "_sampled_steps",
+        "most_late",
         "requests",
     )
 
-    def __init__(self, max_num_seqs: int, page_size: int) -> None:
+    def __init__(self, max_num_seqs: int, page_size: int, *, most_late: int = 0) -> None:
         import numpy as np  # not imported for a replay, which has no batch of rows
 
         self.requests: list[Request | None] = [None] * max_num_seqs
@@ -53,8 +60,9 @@ class InputBatch:
         self._rows: npt.NDArray[np.int64] | None = None
         self._left: list[int] = []
         self._page_size = page_size
-        # A ring of the last steps' tokens: they are appended to the content at least once in page_size steps.
-        self._sampled_steps = page_size + 1
+        self.most_late = most_late
+        # A ring of the last steps' tokens: they are appended to the content when they fill a page, or so much later.
+        self._sampled_steps = page_size + 1 + most_late
         self._sampled = np.zeros((self._sampled_steps, max_num_seqs), np.uint64)
 
     def enter(self, request: Request) -> None:
@@ -152,13 +160,21 @@ class InputBatch:
             rows=rows,
             positions=self._bases[rows] + step,
             tokens=self._sampled[(step - 1) % self._sampled_steps][rows],
-            new_blocks=tuple(
-                self.new_page(request, (request.wheel_base + step) // self._page_size) for request in with_new_page
-            ),
+            new_blocks=self._new_pages(with_new_page, step),
             new_tables=tuple(
                 (request.row, own.page_tables) for request in with_new_table if (own := request.own) is not None
             ),
         )
+
+    def _new_pages(self, requests: Iterable[Request], step: int) -> tuple[NewPage, ...]:
+        """Return the entries of a plan for the pages that requests got for `step`: their last ones."""
+        new_pages: list[NewPage] = []
+        for request in requests:
+            holding = request.holding
+            assert holding is not None and holding.page_ids is not None
+            page = (request.wheel_base + step) // self._page_size
+            new_pages.append((request.row, page, (holding.page_ids[page],)))
+        return tuple(new_pages)
 
     def new_page(self, request: Request, page: int) -> NewPage:
         """Return the entry of a plan for a page that `request` got: its row, the page, and its block in each table."""

@@ -86,10 +86,7 @@ class Preemptor:
         if num_due * self._page_blocks > cache.num_free:
             return self._take_in_turn(self._running.wheel.needing_page(), now_ns)
         if cache.names_decodes:
-            wheel, page_size = self._running.wheel, self._page_size
-            needing = wheel.needing_page()
-            page_of = [wheel.num_computed(request) // page_size for request in needing]
-            cache.take_due([holding_of(request) for request in needing], page_of)
+            cache.take_due([holding_of(request) for request in self._running.wheel.needing_page()])
         else:
             cache.take_pages(num_due)
         return True

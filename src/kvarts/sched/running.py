@@ -98,6 +98,7 @@ class Running(RunningOrder):
 
     __slots__ = (
         "_cache",
+        "_first_late",
         "_keeps_tokens",
         "_page_size",
         "batch",
@@ -105,8 +106,10 @@ class Running(RunningOrder):
         "ended",
         "in_flight",
         "lag",
+        "most_late",
         "names_at_turns",
         "num_admitted",
+        "num_late",
         "num_left",
         "num_sharing",
         "stalled",
@@ -146,9 +149,46 @@ class Running(RunningOrder):
         """Decodes off the wheel, admitted after a chunked request, that get no tokens until its prefill is complete."""
         self.num_sharing = 0
         """Decodes with generated pages that other requests may hit, because their tokens are known."""
+        self.most_late = 0 if batch is None else batch.most_late
+        """For how many steps pages that decodes fill may stay unpublished, as long as no other pages are looked for."""
+        self.num_late = 0
+        """The number of such steps. In them no request has started to decode, or stopped."""
+        self._first_late = 0
+        """The first of them."""
+        if self.most_late:
+            cache.call_before_reads(self.publish_late)
+
+    def publish_later(self) -> None:
+        """Leave the pages that decodes fill in the step being planned unpublished until pages are looked for."""
+        if not self.num_late:
+            self._first_late = self.wheel.step
+        self.num_late += 1
+        if self.num_late >= self.most_late:
+            self.publish_late()
+
+    def publish_late(self) -> None:
+        """Publish the pages of these steps, each request once. The result is that of publishing step by step.
+
+        Equal pages of two requests keep their order, since requests are in the order in which they filled the first.
+        """
+        if not self.num_late:
+            return
+        end = self._first_late + self.num_late
+        wheel, cache, batch = self.wheel, self._cache, self.batch
+        assert batch is not None
+        filled = wheel.having_filled(self._first_late, self.num_late)
+        self.num_late = 0
+        # The token computed in a step is the one sampled in the step before.
+        batch.append_all_sampled(filled, [request.wheel_base + wheel.step + 1 for request in filled], wheel.step)
+        for request in filled:
+            if request.own is None:
+                assert request.holding is not None
+                cache.publish(request.holding, request.wheel_base + end)
 
     def enter(self, request: Request, hit_tokens: int, now_ns: int) -> None:
         """Let `request` run from `now_ns` on, admitted last, with its first `hit_tokens` tokens in pages."""
+        if self.num_late:
+            self.publish_late()
         assert PREFILLING in NEXT_STATES[request.state]  # `become`, inlined: this runs for every request
         request.state = PREFILLING
         request.admission = self.num_admitted
@@ -181,6 +221,8 @@ class Running(RunningOrder):
 
     def start_decoding(self, request: Request) -> None:
         """Put `request`, whose known tokens are all computed, on the wheel."""
+        if self.num_late:
+            self.publish_late()
         assert DECODING in NEXT_STATES[request.state]
         request.state = DECODING
         self.wheel.join(request)
@@ -191,6 +233,8 @@ class Running(RunningOrder):
 
     def leave(self, request: Request) -> None:
         """Take `request` off the wheel, or stop its chunks, before it has generated all its tokens."""
+        if self.num_late:
+            self.publish_late()
         if request.state is DECODING:
             if self.stalled and request in self.stalled:
                 self.stalled.remove(request)

@@ -458,7 +458,10 @@ class Scheduler:
             # A part of a budget may be just enough for the decodes.
             budget = self._prefill.resume(budget, now_ns, chunks)
         elif running.num_sharing:
-            self._prefill.publish_filled(1)
+            if running.most_late and not running.chunked:
+                running.publish_later()
+            else:
+                self._prefill.publish_filled(1)
         if running.stalled and not running.chunked:
             budget -= self._resume_stalled(budget, now_ns)
         admitted: tuple[int, ...] = ()
@@ -637,6 +640,8 @@ class Scheduler:
         self.preemptor.last_end_ns = end_ns
         if self._keeps_time:
             self.cache.set_time(end_ns)
+        if self.running.num_late and (stopped or self.wheel.steps_to_finish() <= num_steps):
+            self.running.publish_late()
         finished = self.wheel.turn(num_steps)
         if self.loads is not None:
             self.loads.confirm()
@@ -719,6 +724,8 @@ class Scheduler:
             if budget <= 0:
                 self.blocked = FOR_BUDGET
                 break
+            if running.num_late:
+                running.publish_late()
             if self._num_published == cache.num_published and self._still_lacks(request, budget):
                 self.blocked = FOR_PAGES
                 break
@@ -1144,6 +1151,7 @@ class Scheduler:
             self.settle()  # nothing decodes, so that releases nothing
         if not self.cache.is_check_due(at_rest=not self.has_work):
             return
+        self.running.publish_late()
         for request in (*self.waiting, *self.waiting_with_pages):
             assert request.state in WAITING or request.state is LOADED, f"{request!r} waits"
         held = self.running.holdings()

@@ -19,7 +19,7 @@ Then the wheel is at step 6, and A has `wheel_base` 8 + 6 = 14 computed tokens a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
@@ -74,6 +74,8 @@ class DecodeWheel:
         "_filling",
         "_finishing",
         "_members",
+        "_needing",
+        "_needing_step",
         "_num_due",
         "_num_growing",
         "_places_due",
@@ -96,6 +98,9 @@ class DecodeWheel:
         self._places_due = [0] * page_size
         """The place of each of them in that list."""
         self._members: list[dict[int, Request]] = [{} for _ in range(page_size)]
+        self._needing: list[Request] = []
+        """The requests that need a page in step `_needing_step`, unless that is -1."""
+        self._needing_step = -1
         self.num_full = 0
         """The number of bounded requests that retain their maximum: the number of tokens that each sees is constant."""
         # Requests that see one more token in every step: all but the full ones, which are a constant in `_base_sum`.
@@ -114,6 +119,7 @@ class DecodeWheel:
         request.stop_step = self.step + request.max_tokens - request.num_output_tokens - 1
         slot = -base % self.page_size
         self._members[slot][request.admission] = request
+        self._needing_step = -1
         self.num_decoding += 1
         if request.own is None:
             # `_add_due`, inlined, as is `_remove_due` below: these run for every request.
@@ -133,6 +139,7 @@ class DecodeWheel:
         base = request.wheel_base
         slot = -base % self.page_size
         del self._members[slot][request.admission]
+        self._needing_step = -1
         self.num_decoding -= 1
         if request.own is None:
             num_due = self._num_due[slot] - 1
@@ -161,6 +168,7 @@ class DecodeWheel:
         assert request.own is None and 0 < num_tokens <= request.stop_step - self.step
         slot = -request.wheel_base % self.page_size
         del self._members[slot][request.admission]
+        self._needing_step = -1
         self._remove_due(slot)
         self._base_sum += num_tokens
         request.wheel_base += num_tokens
@@ -253,9 +261,12 @@ class DecodeWheel:
                 total += count * ((num_steps - 1 - offset) // size + 1)
         return PagesDue(num_steps, size, offsets, counts, total)
 
-    def needing_page(self) -> Iterable[Request]:
+    def needing_page(self) -> Sequence[Request]:
         """Return the requests that need a page in the next step, in admission order."""
-        return [request for request in self.computing_at(0) if request.own is None]
+        if self._needing_step != self.step:
+            self._needing = [request for request in self.computing_at(0) if request.own is None]
+            self._needing_step = self.step
+        return self._needing
 
     def computing_at(self, place: int) -> list[Request]:
         """Return the requests that compute a token at `place` in its page in the next step, in admission order."""
@@ -277,6 +288,18 @@ class DecodeWheel:
             members = self._members[(self.step + offset) % size]
             filling += [members[admission] for admission in sorted(members)]
         return filling
+
+    def having_filled(self, first_step: int, num_steps: int) -> list[Request]:
+        """Return the requests that filled a page in `num_steps` steps from `first_step` on, each once.
+
+        They are in the order of their first such step, then of admission. None has joined or left since.
+        """
+        size = self.page_size
+        filled: list[Request] = []
+        for step in range(first_step + 1, first_step + 1 + min(num_steps, size)):
+            members = self._members[step % size]
+            filled += [members[admission] for admission in sorted(members)]
+        return filled
 
     def steps_to_filled_page(self, lag: int = 0) -> int:
         """Return the number of steps until any request fills a page, that step included. The wheel is not empty.
