@@ -101,7 +101,7 @@ class GroupPages(Cache):
     later, so it follows none.
     """
 
-    __slots__ = ("_num_given", "_num_moved", "block_bytes", "memory", "needs", "num_promised", "page_size", "parts")
+    __slots__ = ("_evicted_bytes", "_num_given", "_num_moved", "block_bytes", "memory", "needs", "num_promised", "page_size", "parts")
 
     def __init__(
         self,
@@ -130,6 +130,8 @@ class GroupPages(Cache):
         self.aligns = memory.aligns
         self.defers = memory.has_states_by_page
         self.releases = any(group.is_bounded or group.is_state for group in memory.groups)
+        self._evicted_bytes = 0
+        """The bytes that were evicted when `count` last looked."""
         self._num_moved = 0
         """Blocks that had been taken, released and evicted when `check` last examined every part."""
         self.parts = RunCache(
@@ -393,7 +395,9 @@ class GroupPages(Cache):
             parts.give_back()
             self.num_free = parts.room_bytes // block_bytes
         self.num_released = parts.released_bytes // block_bytes + self._num_given
-        self.num_evicted = parts.evicted_bytes // block_bytes
+        if parts.evicted_bytes != self._evicted_bytes:  # most calls find no difference
+            self._evicted_bytes = parts.evicted_bytes
+            self.num_evicted = self._evicted_bytes // block_bytes
         self.num_published = parts.num_published
 
     def has_empty(self, count: int) -> bool:
