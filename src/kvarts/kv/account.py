@@ -48,6 +48,18 @@ class RunAccount(PartCounts):
     without it, that is the least recently released.
     """
 
+    __slots__ = (
+        "events",
+        "eviction_order",
+        "note_request",
+        "now_ns",
+        "promised_bytes",
+        "reads_ranges",
+        "ring",
+        "shared",
+        "wants",
+    )
+
     def __init__(
         self,
         memory: GroupMemory,

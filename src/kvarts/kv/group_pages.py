@@ -101,7 +101,17 @@ class GroupPages(Cache):
     later, so it follows none.
     """
 
-    __slots__ = ("_evicted_bytes", "_num_given", "_num_moved", "block_bytes", "memory", "needs", "num_promised", "page_size", "parts")
+    __slots__ = (
+        "_evicted_bytes",
+        "_num_given",
+        "_num_moved",
+        "block_bytes",
+        "memory",
+        "needs",
+        "num_promised",
+        "page_size",
+        "parts",
+    )
 
     def __init__(
         self,

@@ -29,6 +29,25 @@ class RunCache(RunAccount):
     `at_branches`: snapshots of states are also made where a sequence leaves another that can be found.
     """
 
+    __slots__ = (
+        "_aligned",
+        "_bounded",
+        "_by_page",
+        "_in_every_page",
+        "_is_state",
+        "_keeps_all",
+        "_kept",
+        "_less",
+        "_of_states",
+        "_whole",
+        "computed",
+        "decodes",
+        "match",
+        "num_published",
+        "page_size",
+        "tree",
+    )
+
     def __init__(
         self,
         memory: GroupMemory,

@@ -114,6 +114,27 @@ class PartCounts:
     `blocks`: the memory as blocks with ids; without it, bytes are counted.
     """
 
+    __slots__ = (
+        "_evicted",
+        "_of_tokens",
+        "block_bytes",
+        "blocks",
+        "cached_bytes",
+        "emits",
+        "empty_bytes",
+        "evicted_bytes",
+        "groups",
+        "is_bounded",
+        "num_cached",
+        "num_evicted",
+        "num_used",
+        "page_bytes",
+        "part_blocks",
+        "part_bytes",
+        "released_bytes",
+        "total_bytes",
+    )
+
     def __init__(self, memory: GroupMemory, *, total_bytes: int, blocks: IdPool | None = None) -> None:
         groups = self.groups = memory.groups
         self.total_bytes = total_bytes
@@ -338,12 +359,8 @@ class PartRun(Listed):
     def is_lent(self) -> bool:
         """Whether only transfers hold it."""
         holders = self.holders
-        if not holders:
-            return False
-        for holder in holders:  # usually the first decides
-            if not holder.is_transfer:
-                return False
-        return True
+        # Usually the first decides.
+        return bool(holders) and holders[0].is_transfer and all(holder.is_transfer for holder in holders)
 
     @property
     def is_found(self) -> bool:
