@@ -727,8 +727,8 @@ class TieredMachine(RuleBasedStateMachine):
         holdings += [held.parts for held in self.offloader.holds() if isinstance(held, HeldParts)]
         cache.check(holdings)
         self.offloader.check()
-        assert cache.empty_bytes == model.empty_bytes
-        assert cache.free_bytes == model.free_bytes()
+        assert cache.empty_bytes * self.block_bytes == model.empty_bytes
+        assert cache.free_bytes * self.block_bytes == model.free_bytes()
         assert cache.listed_pages() == [
             (part.group, len(part.name[1]) // self.cache.page_size - 1)
             for part in model.released

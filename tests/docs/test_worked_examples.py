@@ -31,15 +31,15 @@ def test_the_wheel() -> None:
 
 
 class Account:
-    """Counts evicted bytes; a part has one."""
+    """Counts evicted parts, of one byte each."""
 
     part_bytes = (1,)
 
     def __init__(self) -> None:
-        self.empty_bytes = 0
+        self.num_evicted = 0
 
-    def note_evicted(self, index: int, count: int, num_bytes: int) -> None:
-        self.empty_bytes += num_bytes
+    def note_evicted(self, index: int, count: int) -> None:
+        self.num_evicted += count
 
 
 class Holding:
@@ -54,6 +54,6 @@ def test_the_streams() -> None:
     a, b = Stream(holding, 0, 0, 1, keeps=True), Stream(holding, 0, 0, 3, keeps=True)
     turns = Turns()
     turns.streams = [a, b, a, b, a]
-    turns.eat(account, 3)
+    assert turns.eat(account, 3) == account.num_evicted == 3
     assert (turns.at, a.low, b.low) == (3, 2, 1)
     assert turns.streams[turns.at] is b

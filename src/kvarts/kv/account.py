@@ -48,6 +48,18 @@ class RunAccount(PartCounts):
     without it, that is the least recently released.
     """
 
+    __slots__ = (
+        "events",
+        "eviction_order",
+        "note_request",
+        "now_ns",
+        "promised_bytes",
+        "reads_ranges",
+        "ring",
+        "shared",
+        "wants",
+    )
+
     def __init__(
         self,
         memory: GroupMemory,
@@ -71,9 +83,9 @@ class RunAccount(PartCounts):
         """Free bytes that are reserved for requests that will take them."""
         self.now_ns = 0
         """The time, for an order that uses it."""
-        # One sentinel closes the list to a ring: its `newer` is the oldest entry, its `older` the youngest.
-        self._ring = Listed()
-        self._ring.older = self._ring.newer = self._ring
+        self.ring = Listed()
+        """A sentinel that closes the list to a ring: its `newer` is the oldest entry, its `older` the youngest."""
+        self.ring.older = self.ring.newer = self.ring
 
     @property
     def room_bytes(self) -> int:
@@ -115,14 +127,14 @@ class RunAccount(PartCounts):
 
     def _oldest(self) -> Listed:
         """Return the next entry to evict; it has parts."""
-        ring = self._ring
+        ring = self.ring
         oldest = ring.newer
         if self.eviction_order is not None:
             return self.next_in_order()
         assert oldest is not None
         while oldest is not ring and not oldest.next_bytes(self):
             newer = oldest.newer
-            oldest.eat(self, self.empty_bytes)  # it has no parts left, or is a place
+            oldest.eat(self, 0)  # it has no parts left, or is a place
             assert newer is not None
             oldest = newer
         return oldest
@@ -131,8 +143,8 @@ class RunAccount(PartCounts):
 
     def entries(self) -> Iterator[Listed]:
         """Iterate over the listed entries, the next to be evicted first."""
-        entry = self._ring.newer
-        while entry is not self._ring:
+        entry = self.ring.newer
+        while entry is not self.ring:
             assert entry is not None
             yield entry
             entry = entry.newer
@@ -161,17 +173,12 @@ class RunAccount(PartCounts):
     @property
     def first(self) -> Listed | None:
         """The first entry of the list; None if the list is empty."""
-        first = self._ring.newer
-        return None if first is self._ring else first
-
-    @property
-    def youngest(self) -> Listed | None:
-        """The entry that was listed last."""
-        return self._ring.older
+        first = self.ring.newer
+        return None if first is self.ring else first
 
     def append(self, entry: Listed) -> None:
         """List `entry` as the youngest; the caller counts its parts."""
-        ring = self._ring
+        ring = self.ring
         youngest = ring.older
         assert youngest is not None
         entry.older, entry.newer = youngest, ring
@@ -182,7 +189,7 @@ class RunAccount(PartCounts):
     def move_first(self, entry: Listed) -> None:
         """Make a listed entry the next to be evicted."""
         entry.unlist()
-        ring = self._ring
+        ring = self.ring
         oldest = ring.newer
         assert oldest is not None
         entry.older, entry.newer = ring, oldest
@@ -237,13 +244,13 @@ class RunAccount(PartCounts):
         if not self.emits and self.blocks is None and self.eviction_order is None:
             self._evict_counted(num_bytes)
             return
-        oldest = self._ring.newer
+        oldest = self.ring.newer
         while self.empty_bytes < num_bytes:
             if self.eviction_order is not None:
                 oldest = self.next_in_order()
             assert oldest is not None
             newer = oldest.newer
-            oldest.eat(self, num_bytes)
+            self.note_gone(oldest.eat(self, num_bytes - self.empty_bytes))
             oldest = newer
         if self.events is not None:
             self.events.told()
@@ -253,14 +260,16 @@ class RunAccount(PartCounts):
         part_bytes, num_cached, num_evicted, evicted = self.part_bytes, self.num_cached, self.num_evicted, self._evicted
         missing_bytes = num_bytes - self.empty_bytes
         gone_bytes = 0
-        oldest = self._ring.newer
+        older: Listed = self.ring  # the last entry that stays; those between it and `oldest` are not listed any more
+        oldest = older.newer
         while gone_bytes < missing_bytes:
             assert oldest is not None
             newer = oldest.newer
             if not isinstance(oldest, PartRun):
-                self.note_gone(gone_bytes)
-                oldest.eat(self, num_bytes)
-                missing_bytes, gone_bytes = num_bytes - self.empty_bytes, 0
+                older.newer, oldest.older = oldest, older
+                gone_bytes += oldest.eat(self, missing_bytes - gone_bytes)
+                if oldest.newer is not None:
+                    older = oldest
                 oldest = newer
                 continue
             index = oldest.group
@@ -271,17 +280,16 @@ class RunAccount(PartCounts):
                 count = num_enough
                 oldest.end -= count
             else:
-                older = oldest.older
-                assert older is not None and newer is not None
-                older.newer, newer.older = newer, older
                 oldest.older = oldest.newer = None
                 oldest.forget()
+                oldest = newer
             num_cached[index] -= count
             num_evicted[index] += count
             gone_bytes += count * size
             if evicted is not None:
                 evicted += (index, count)
-            oldest = newer
+        assert oldest is not None
+        older.newer, oldest.older = oldest, older
         self.note_gone(gone_bytes)
 
     def evict_to(self, num_bytes: int, evicted: list[int]) -> None:
@@ -302,7 +310,8 @@ class RunAccount(PartCounts):
         if run.holders:
             if run.spot is not None and not holding.is_transfer:
                 run.leave_spot()
-            self.disturb(run)
+            if self.is_bounded[run.group]:
+                self.disturb(run)
         else:
             if run.stream is None:
                 run.unlist()
@@ -335,8 +344,22 @@ class RunAccount(PartCounts):
             order.pinned(listed, path)
             for run in listed:
                 run.leave_order()
-        for run in path:
-            self.hold(run, holding)
+        is_bounded, is_transfer = self.is_bounded, holding.is_transfer
+        for run in path:  # `hold`, inlined: this runs for every request
+            index, holders = run.group, run.holders
+            if holders:
+                if run.spot is not None and not is_transfer:
+                    run.leave_spot()
+                if is_bounded[index]:
+                    self.disturb(run)
+            else:
+                if run.stream is None:
+                    run.unlist()
+                else:
+                    run.stream.take_out(run)
+                self.note_used(index, run.end - run.start)
+            run.holders.append(holding)
+            holding.held[index].append(run)
 
     def settle_group(self, holding: RunHolding, index: int, num_tokens: int) -> None:
         """Release the parts of a group that no token from `num_tokens` on attends to."""
@@ -347,7 +370,7 @@ class RunAccount(PartCounts):
         raise NotImplementedError
 
     def disturb(self, run: PartRun) -> None:
-        """Process that a held run gets another holder."""
+        """Process that a held run, in a group with windows, gets another holder."""
 
     def lost_holder(self, run: PartRun) -> None:
         """Process that a run that is still held has lost one of its holders."""
@@ -367,7 +390,8 @@ class RunAccount(PartCounts):
             if not holding.is_transfer:
                 run.is_passed = is_passed
             if holders:
-                self.lost_holder(run)
+                if run.is_kept and not is_passed:
+                    self.lost_holder(run)
                 before = None
                 continue
             count = run.end - run.start

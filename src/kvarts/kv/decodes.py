@@ -103,7 +103,7 @@ class Decodes:
         self.bounded = [index for index, group in enumerate(groups) if group.is_bounded]
         self.num_silent = 0
         """The number of silent streams that continue."""
-        self._first_seen = [FirstSeen(group.layer, page_size) for group in groups]
+        self._lags = [FirstSeen(group.layer, page_size).lag for group in groups]
         self._is_chunk = [group.layer.kind == "chunk" for group in groups]
         self._lengths = [group.layer.span or 1 for group in groups]
         self._sinks = [-(-group.layer.sink // page_size) for group in groups]
@@ -173,7 +173,8 @@ class Decodes:
             self._expect(holding, index, (base + step) // length * length + length - 1 - base)
             return
         page_size, sink = self.page_size, self._sinks[index]
-        page = self._first_seen[index].page(base + step)
+        lag = self._lags[index]
+        page = (base + step - lag) // page_size if base + step > lag else 0
         if page < sink:
             page = sink
         first_step = self._last_step(holding, index, page)
@@ -261,7 +262,7 @@ class Decodes:
         If a holder `stops` instead, which others may have relied on, silent ones are odd as well.
         """
         index = run.group
-        for holding in tuple(run.holders):
+        for holding in run.holders.copy():
             stream = holding.streams[index]
             if stream is not None and (stops or not stream.is_silent):
                 self.stop(holding, index)
@@ -359,19 +360,21 @@ class Decodes:
 
     def pass_steps(self, num_steps: int) -> None:
         """List the releases of decodes in steps without odd releases; the caller counts them."""
-        given: list[Stream] = []
-        for listing in _turned(self.listing, self.step % self.page_size, num_steps):
-            given += listing
-        if given:
-            self._turns().streams += given
-        self.step += num_steps
+        if num_steps:
+            given: list[Stream] = []
+            for listing in _turned(self.listing, self.step % self.page_size, num_steps):
+                given += listing
+            if given:
+                self._turns().streams += given
+            self.step += num_steps
 
     def _turns(self) -> Turns:
         """Return the youngest entry of the list; turns can be added to it."""
         turns = self._last_turns
-        if turns is not self._account.youngest or self._account.shared is not None:
+        account = self._account
+        if turns is not account.ring.older or account.shared is not None:
             turns = self._last_turns = Turns()
-            self._account.append(turns)
+            account.append(turns)
         return turns
 
     # Leaps ---------------------------------------------------------------------------------------------------
@@ -518,7 +521,8 @@ class Decodes:
             return
         stream.seen = self.step
         holding, index = stream.holding, stream.group
-        page = self._first_seen[index].page(holding.base + self.step)
+        position, lag = holding.base + self.step, self._lags[index]
+        page = (position - lag) // self.page_size if position > lag else 0
         at = stream.high
         if page <= at:
             return

@@ -17,18 +17,19 @@ FAR = 1 << 40
 class FirstSeen:
     """Attended positions of `layer`, in pages of `page_size` tokens."""
 
-    __slots__ = ("_lag", "_layer", "_page_size")
+    __slots__ = ("_layer", "_page_size", "lag")
 
     def __init__(self, layer: KvLayer, page_size: int) -> None:
         self._layer = layer
         self._page_size = page_size
         # The reach of a window is the same at every position; in other layers it is not.
         has_lag = layer.kind == "window" or (layer.kind == "state" and layer.span is not None)
-        self._lag = FAR - layer.first_seen(FAR) if has_lag else -1
+        self.lag = FAR - layer.first_seen(FAR) if has_lag else -1
+        """The tokens before its own that a token attends to, where they are as many at every position; else -1."""
 
     def page(self, position: int) -> int:
         """Return the page of the first token after the sink that the token at `position` attends to."""
-        lag = self._lag
+        lag = self.lag
         if lag < 0:
             return self._layer.first_seen(position) // self._page_size
         return (position - lag) // self._page_size if position > lag else 0

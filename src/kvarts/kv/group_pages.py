@@ -5,7 +5,7 @@ integer, and counts of pages in the interface are counts of blocks.
 
 In a replay parts are counted. If a real model or a mock computes, or a reader receives page events, a part consists of
 blocks with ids: keys and values of a page of tokens, in as many layers as divide the layers of every group, so that any
-part can consist of any blocks.
+part can consist of any blocks. The RunCache below counts in the same unit: one of its bytes is a block.
 """
 
 from __future__ import annotations
@@ -101,7 +101,16 @@ class GroupPages(Cache):
     later, so it follows none.
     """
 
-    __slots__ = ("_num_given", "_num_moved", "block_bytes", "memory", "needs", "num_promised", "page_size", "parts")
+    __slots__ = (
+        "_num_given",
+        "_num_moved",
+        "block_bytes",
+        "memory",
+        "needs",
+        "num_promised",
+        "page_size",
+        "parts",
+    )
 
     def __init__(
         self,
@@ -133,9 +142,9 @@ class GroupPages(Cache):
         self._num_moved = 0
         """Blocks that had been taken, released and evicted when `check` last examined every part."""
         self.parts = RunCache(
-            memory,
+            memory.in_blocks(),
             page_size=page_size,
-            total_bytes=num_blocks * self.block_bytes,
+            total_bytes=num_blocks,
             blocks=ids,
             events=None if tell is None else RunEvents(tell),
             num_below=num_below,
@@ -158,13 +167,13 @@ class GroupPages(Cache):
     @property
     def num_cached(self) -> int:
         """Blocks of parts that can be found and are not in use."""
-        return self.parts.cached_bytes // self.block_bytes
+        return self.parts.cached_bytes
 
     @property
     def num_used(self) -> int:
         """Blocks of parts that requests hold."""
         parts = self.parts
-        return (parts.total_bytes - parts.empty_bytes - parts.cached_bytes) // self.block_bytes
+        return parts.total_bytes - parts.empty_bytes - parts.cached_bytes
 
     def set_time(self, now_ns: int) -> None:
         """Set the time of what is opened and closed from now on."""
@@ -204,10 +213,10 @@ class GroupPages(Cache):
 
     def look(self, mark: Mark) -> None:
         """Set `mark` to the current counts if more blocks are in use than at the mark so far."""
-        parts, block_bytes = self.parts, self.block_bytes
-        num_used = (parts.total_bytes - parts.empty_bytes - parts.cached_bytes) // block_bytes  # this runs each step
+        parts = self.parts
+        num_used = parts.total_bytes - parts.empty_bytes - parts.cached_bytes  # `num_used`: this runs each step
         if num_used > mark.used:
-            mark.used, mark.cached, mark.released = num_used, parts.cached_bytes // block_bytes, self.num_released
+            mark.used, mark.cached, mark.released = num_used, parts.cached_bytes, self.num_released
             mark.parts = self.counts()
 
     def num_evicted_parts(self) -> tuple[int, ...]:
@@ -224,11 +233,11 @@ class GroupPages(Cache):
 
     def num_pages_of(self, match: Match) -> int:
         """Return how many blocks a sequence that begins with `match` holds."""
-        return self.parts.held_after(cast(RunMatch, match)) // self.block_bytes
+        return self.parts.held_after(cast(RunMatch, match))
 
     def num_lent_of(self, match: Match) -> int:
         """Return how many blocks of `match` stores hold and no request does."""
-        return self.parts.held_after(cast(RunMatch, match), only_lent=True) // self.block_bytes
+        return self.parts.held_after(cast(RunMatch, match), only_lent=True)
 
     # Needs of requests ----------------------------------------------------------------------------------------
 
@@ -291,14 +300,14 @@ class GroupPages(Cache):
     def num_held(self, holding: Holding) -> int:
         """Return the blocks of all parts that `holding` has, including those that others hold as well."""
         of_parts = cast(PartHolding, holding)
-        num_bytes = self.parts.held_bytes(of_parts.parts)
+        num_blocks = self.parts.held_bytes(of_parts.parts)
         if of_parts.tail is not None:
-            num_bytes += self.parts.held_bytes(of_parts.tail)
-        return num_bytes // self.block_bytes
+            num_blocks += self.parts.held_bytes(of_parts.tail)
+        return num_blocks
 
     def num_to_run(self, holding: Holding, start: int, end: int) -> int:
         """Return the blocks that tokens [start, end) need and `holding` does not have."""
-        return self.parts.missing_bytes(cast(PartHolding, holding).parts, end - start) // self.block_bytes
+        return self.parts.missing_bytes(cast(PartHolding, holding).parts, end - start)
 
     def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
         """Take the blocks of tokens up to `num_tokens`, and make the pages that they fill findable."""
@@ -380,25 +389,25 @@ class GroupPages(Cache):
 
     def leap(self, most_steps: int, num_wanted: int) -> Leap:
         """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, by Decodes.leap."""
-        done = self.parts.decodes.leap(most_steps, num_wanted * self.block_bytes)
+        done = self.parts.decodes.leap(most_steps, num_wanted)
         self.count()
         return Leap(done.taken, PartsMoved(done.listed, done.emptied, done.evicted))
 
     def count(self) -> None:
         """Update the counts from those of the parts."""
-        parts, block_bytes = self.parts, self.block_bytes
+        parts = self.parts
         if parts.shared is None:
-            self.num_free = (parts.empty_bytes + parts.cached_bytes) // block_bytes - self.num_promised
+            self.num_free = parts.empty_bytes + parts.cached_bytes - self.num_promised
         else:
             parts.give_back()
-            self.num_free = parts.room_bytes // block_bytes
-        self.num_released = parts.released_bytes // block_bytes + self._num_given
-        self.num_evicted = parts.evicted_bytes // block_bytes
+            self.num_free = parts.room_bytes
+        self.num_released = parts.released_bytes + self._num_given
+        self.num_evicted = parts.evicted_bytes
         self.num_published = parts.num_published
 
     def has_empty(self, count: int) -> bool:
         """Return whether `count` blocks can be taken without eviction."""
-        return count * self.block_bytes <= self.parts.empty_bytes
+        return count <= self.parts.empty_bytes
 
     def take(self, count: int) -> list[PageId]:
         """Take `count` blocks, at most `num_free`; return their ids. Raise PageError for more than are free."""
@@ -421,11 +430,11 @@ class GroupPages(Cache):
 
     def keep(self, holding: Holding) -> int:
         """Record that `holding` stays when no request runs; return how many of its blocks no other `keep` covers."""
-        return self.parts.keep(cast(PartHolding, holding).parts, 1) // self.block_bytes
+        return self.parts.keep(cast(PartHolding, holding).parts, 1)
 
     def unkeep(self, holding: Holding) -> int:
         """Undo a `keep`; return how many blocks are not kept any more."""
-        return self.parts.keep(cast(PartHolding, holding).parts, -1) // self.block_bytes
+        return self.parts.keep(cast(PartHolding, holding).parts, -1)
 
     # Loads -------------------------------------------------------------------------------------------------
 
@@ -499,7 +508,7 @@ class GroupPages(Cache):
     def _promise(self, holding: PartHolding, num_blocks: int) -> None:
         self.num_promised += num_blocks - holding.num_promised
         holding.num_promised = num_blocks
-        self.parts.promised_bytes = self.num_promised * self.block_bytes
+        self.parts.promised_bytes = self.num_promised
         self.count()
 
     # Prompts that other engines compute ---------------------------------------------------------------------
@@ -586,13 +595,12 @@ class GroupPages(Cache):
 
     def shed(self, count: int) -> None:
         """Evict parts until `count` more blocks are empty."""
-        self.parts.evict(self.parts.empty_bytes + count * self.block_bytes)
+        self.parts.evict(self.parts.empty_bytes + count)
         self.count()
 
     def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
         """Yield the number of blocks that go out of use as each of `holdings` is closed in turn."""
-        for num_bytes in self.parts.freed_by(cast(PartHolding, holding).parts for holding, _ in holdings):
-            yield num_bytes // self.block_bytes
+        yield from self.parts.freed_by(cast(PartHolding, holding).parts for holding, _ in holdings)
 
     def close(self, holding: Holding, num_full_pages: int, num_pages: int) -> None:
         """Release everything that a request holds: parts of its full pages that can be found become cached."""

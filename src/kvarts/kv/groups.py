@@ -112,6 +112,11 @@ class GroupMemory(msgspec.Struct, frozen=True):
         """The bytes of a block."""
         return self._largest // self.divisor
 
+    def in_blocks(self) -> GroupMemory:
+        """Return the same with a block as its unit, so that a part has as many bytes as blocks: numbers stay small."""
+        size = self.block_bytes
+        return replace(self, groups=tuple(replace(group, part_bytes=group.part_bytes // size) for group in self.groups))
+
     @property
     def _largest(self) -> int:
         return gcd(*(group.part_bytes for group in self.groups))

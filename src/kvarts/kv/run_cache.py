@@ -29,6 +29,25 @@ class RunCache(RunAccount):
     `at_branches`: snapshots of states are also made where a sequence leaves another that can be found.
     """
 
+    __slots__ = (
+        "_aligned",
+        "_bounded",
+        "_by_page",
+        "_in_every_page",
+        "_is_state",
+        "_keeps_all",
+        "_kept",
+        "_less",
+        "_of_states",
+        "_whole",
+        "computed",
+        "decodes",
+        "match",
+        "num_published",
+        "page_size",
+        "tree",
+    )
+
     def __init__(
         self,
         memory: GroupMemory,
@@ -77,8 +96,7 @@ class RunCache(RunAccount):
 
     def disturb(self, run: PartRun) -> None:
         """Make the releases of decodes that hold `run` odd."""
-        if self.groups[run.group].is_bounded:
-            self.decodes.disturb(run)
+        self.decodes.disturb(run)
 
     def lost_holder(self, run: PartRun) -> None:
         """Reserve the place of `run` in the list if only stores hold it now.
@@ -109,12 +127,14 @@ class RunCache(RunAccount):
         holding.branch = match.branch * self.page_size
         last.num_users += 1
         for pieces in found:
-            path = [run if run.start == start and run.end == end else run.cut(start, end) for run, start, end in pieces]
+            path: list[PartRun] = []
+            for run, start, end in pieces:
+                path.append(run if run.start == start and run.end == end else run.cut(start, end))
             self.hold_path(path, holding)
-            if self.eviction_order is None:
+            if self.eviction_order is None and len(path) > 1:
                 # Windows of others that passed them page by page have left them in pieces.
                 for before, piece in pairwise(path):
-                    if before.span is piece.span:
+                    if before.span is piece.span and before.holders == piece.holders:
                         piece.join_held(before)
         if self.wants is not None and length <= content.num_known_pages:
             for index in self._bounded:
@@ -228,7 +248,8 @@ class RunCache(RunAccount):
                 at += 1
                 continue
             if run.end > first:
-                run = run.split(first)
+                given.append(run.give_head(first, holding))
+                break
             del held[at]
             given.append(run)
         if holding.first_open[index] < first:
@@ -445,17 +466,17 @@ class RunCache(RunAccount):
                     at = (stop - begin) * self.part_blocks[index]
                     ids = holding.open_ids[index][:at]
                     del holding.open_ids[index][:at]
-                if held and siblings:
+                if siblings and held:
                     last = held[-1]
-                    # No copy of these pages may be younger than a run that is extended.
-                    is_alike = last.is_kept is kept and not last.is_wanted and len(last.holders) == 1
-                    # Nor is the sink extended by pages that the window will pass.
-                    is_alike = is_alike and last.place is None and last.end != sinks[index]
-                    if is_alike and last.end == begin and siblings[-1] is last:
-                        last.end = stop
-                        if ids is not None:
-                            last.ids += ids
-                        continue
+                    # No copy of these pages may be younger than a run that is extended. Nor is the sink extended by
+                    # pages that the window will pass.
+                    if last.end == begin and siblings[-1] is last and begin != sinks[index]:
+                        is_alike = last.is_kept is kept and not last.is_wanted and len(last.holders) == 1
+                        if is_alike and last.place is None:
+                            last.end = stop
+                            if ids is not None:
+                                last.ids += ids
+                            continue
                 run = PartRun(index, span, begin, stop, [holding], is_kept=kept, ids=ids)
                 siblings.append(run)
                 held.append(run)

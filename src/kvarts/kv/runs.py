@@ -48,6 +48,10 @@ __all__ = [
 ]
 
 NEVER = 1 << 62
+NO_IDS: Final[list[PageId]] = []
+"""The ids of all runs whose blocks are only counted; nothing adds to it."""
+MOST_ALIKE = 1 << 6
+"""The number of turns that are examined at once."""
 MOST_EATEN = 1 << 12
 """The number of evicted turns after which their entries are deleted."""
 
@@ -69,8 +73,11 @@ class Listed:
         """Return the bytes of its next part to evict, and of those evicted right after it; 0 if it has none."""
         raise AssertionError("no part is cached")
 
-    def eat(self, account: PartCounts, num_bytes: int) -> None:
-        """Evict its parts until `num_bytes` are empty or it has none left; in that case unlist it."""
+    def eat(self, account: PartCounts, missing_bytes: int) -> int:
+        """Evict its parts until these have `missing_bytes` or it has none left; in that case unlist it.
+
+        Return the bytes of the evicted parts, which `PartCounts.note_gone` counts as empty.
+        """
         raise AssertionError("parts are missing, and none is cached")
 
     def list_after(self, older: Listed) -> None:
@@ -96,8 +103,9 @@ class Spot(Listed):
         """Return 0."""
         return 0
 
-    def eat(self, account: PartCounts, num_bytes: int) -> None:
+    def eat(self, account: PartCounts, missing_bytes: int) -> int:
         """Do nothing."""
+        return 0
 
 
 class PartCounts:
@@ -105,6 +113,27 @@ class PartCounts:
 
     `blocks`: the memory as blocks with ids; without it, bytes are counted.
     """
+
+    __slots__ = (
+        "_evicted",
+        "_of_tokens",
+        "block_bytes",
+        "blocks",
+        "cached_bytes",
+        "emits",
+        "empty_bytes",
+        "evicted_bytes",
+        "groups",
+        "is_bounded",
+        "num_cached",
+        "num_evicted",
+        "num_used",
+        "page_bytes",
+        "part_blocks",
+        "part_bytes",
+        "released_bytes",
+        "total_bytes",
+    )
 
     def __init__(self, memory: GroupMemory, *, total_bytes: int, blocks: IdPool | None = None) -> None:
         groups = self.groups = memory.groups
@@ -121,6 +150,7 @@ class PartCounts:
         self.part_bytes = [group.part_bytes for group in groups]
         self.page_bytes = memory.page_bytes
         """The bytes of a page with all its parts."""
+        self.is_bounded = [group.is_bounded for group in groups]
         self._of_tokens = [index for index, group in enumerate(groups) if not group.is_state]
         self.blocks = blocks
         self.block_bytes = memory.block_bytes
@@ -155,13 +185,12 @@ class PartCounts:
         if self.blocks is not None:
             self.blocks.give(len(block_ids), block_ids)
 
-    def note_evicted(self, index: int, count: int, num_bytes: int) -> None:
-        """Count cached parts of a group, with a total of `num_bytes`, as evicted."""
+    def note_evicted(self, index: int, count: int) -> None:
+        """Count cached parts of a group as evicted; `note_gone` counts their bytes."""
         if self._evicted is not None:
             self._evicted += (index, count)
         self.num_cached[index] -= count
         self.num_evicted[index] += count
-        self.note_gone(num_bytes)
 
     def note_gone(self, num_bytes: int) -> None:
         """Count `num_bytes` of cached parts as empty."""
@@ -253,7 +282,7 @@ class PartRun(Listed):
         self.is_kept = is_kept
         self.is_passed = False
         self.stream: Stream | None = None
-        self.ids: list[PageId] = [] if ids is None else ids
+        self.ids: list[PageId] = NO_IDS if ids is None else ids
         self.keeps = 0
         self.listed_by: EvictionOrder | None = None
         self.place: Any = None
@@ -329,7 +358,9 @@ class PartRun(Listed):
     @property
     def is_lent(self) -> bool:
         """Whether only transfers hold it."""
-        return bool(self.holders) and all(holder.is_transfer for holder in self.holders)
+        holders = self.holders
+        # Usually the first decides.
+        return bool(holders) and holders[0].is_transfer and all(holder.is_transfer for holder in holders)
 
     @property
     def is_found(self) -> bool:
@@ -345,12 +376,12 @@ class PartRun(Listed):
         """Return the bytes of all its parts."""
         return (self.end - self.start) * account.part_bytes[self.group]
 
-    def eat(self, account: PartCounts, num_bytes: int) -> None:
-        """Evict its parts, the last first, until `num_bytes` are empty or nothing is left of it."""
+    def eat(self, account: PartCounts, missing_bytes: int) -> int:
+        """Evict its parts, the last first, until these have `missing_bytes` or nothing is left of it."""
         index = self.group
         part_bytes = account.part_bytes[index]
         count = self.end - self.start
-        num_enough = -(-(num_bytes - account.empty_bytes) // part_bytes)
+        num_enough = -(-missing_bytes // part_bytes)
         if num_enough < count:
             count = num_enough
             if account.emits:
@@ -368,7 +399,8 @@ class PartRun(Listed):
                 self.ids = []
             self.unlist()
             self.forget()
-        account.note_evicted(index, count, count * part_bytes)
+        account.note_evicted(index, count)
+        return count * part_bytes
 
     def forget(self) -> None:
         """Make it unfindable; it has no parts left."""
@@ -458,6 +490,24 @@ class PartRun(Listed):
         elif self.spot is not None:
             head.spot = Spot()
             head.spot.list_after(self.spot)
+        return head
+
+    def give_head(self, page: int, holding: RunHolding) -> PartRun:
+        """Split it before `page` as `split` does, but the first part is not among the runs held by `holding`."""
+        index, span = self.group, self.span
+        if len(self.holders) > 1 or self.ids or self.keeps or self.spot is not None or span is None:
+            head = self.split(page)
+            holding.held[index].remove(head)
+            return head
+        head = PartRun(index, span, self.start, page, [holding], is_kept=self.is_kept)
+        head.is_wanted, head.place, head.is_passed = self.is_wanted, self.place, self.is_passed
+        self.start = page
+        runs = span.parts[index]
+        if runs[-1] is self:
+            runs[-1] = head
+            runs.append(self)
+        else:
+            runs.insert(runs.index(self), head)
         return head
 
     def cut(self, start: int, end: int) -> PartRun:
@@ -698,34 +748,37 @@ class Turns(Listed):
             stream.low += 1
         return 0
 
-    def eat(self, account: PartCounts, num_bytes: int) -> None:
-        """Evict the pages of its first turns until `num_bytes` are empty or all turns are evicted."""
-        streams, at = self.streams, self.at
+    def eat(self, account: PartCounts, missing_bytes: int) -> int:
+        """Evict the pages of its first turns until these have `missing_bytes` or all turns are evicted."""
+        streams, at, gone_bytes = self.streams, self.at, 0
         end = len(streams)
-        missing_bytes = num_bytes - account.empty_bytes
-        while missing_bytes > 0 and at < end:
+        while gone_bytes < missing_bytes and at < end:
             index = streams[at].group
             part_bytes = account.part_bytes[index]
-            count = 0
-            while missing_bytes > 0 and at < end:
-                stream = streams[at]
-                if stream.group != index:
-                    break
-                at += 1
-                page = stream.low
-                stream.low = page + 1
-                if not stream.holes or not stream.is_hole(page):
-                    count += 1
-                    missing_bytes -= part_bytes
-                if page + 1 >= stream.gate:
-                    stream.set_gate()
-            account.note_evicted(index, count, count * part_bytes)
+            count, num_enough = 0, -((gone_bytes - missing_bytes) // part_bytes)
+            is_alike = True
+            while is_alike and count < num_enough and at < end:
+                # A few at a time: the next ones may be of another group.
+                for stream in streams[at : at + min(num_enough - count, MOST_ALIKE)]:
+                    if stream.group != index:
+                        is_alike = False
+                        break
+                    at += 1
+                    page = stream.low
+                    stream.low = page + 1
+                    if not stream.holes or not stream.is_hole(page):
+                        count += 1
+                    if page + 1 >= stream.gate:
+                        stream.set_gate()
+            gone_bytes += count * part_bytes
+            account.note_evicted(index, count)
         if at == end:
             self.unlist()
         elif at > MOST_EATEN:
             del streams[:at]
             at = 0
         self.at = at
+        return gone_bytes
 
 
 def first_list(place: int, num_groups: int) -> int:

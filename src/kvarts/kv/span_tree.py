@@ -44,6 +44,7 @@ class SpanTree:
         self._finds_branches = finds_branches and bool(self._states) and bool(self._whole)
         self._aligns = memory.aligns
         self._first_seen = [FirstSeen(group.layer, page_size) for group in groups]
+        self._lags = [first_seen.lag for first_seen in self._first_seen]
         self._chunks = [group.layer.kind == "chunk" for group in groups]
         self._lengths = [group.layer.span or 1 for group in groups]
         """The tokens of the window or chunk of each group."""
@@ -52,12 +53,16 @@ class SpanTree:
 
     def needed(self, index: int, num_tokens: int) -> tuple[int, int]:
         """Return (s, f): later tokens need the first s pages of `num_tokens` tokens, and those from page f on."""
-        if self._is_state[index]:
+        lag = self._lags[index]
+        if lag >= 0:  # FirstSeen.page, inlined
+            first = (num_tokens - lag) // self.page_size if num_tokens > lag else 0
+        elif self._is_state[index]:
             is_page_end = num_tokens and not num_tokens % self.page_size
             return 0, num_tokens // self.page_size - 1 if is_page_end else -(-num_tokens // self.page_size)
-        if index in self._whole:
+        elif index in self._whole:
             return 0, 0
-        first = self._first_seen[index].page(num_tokens)
+        else:
+            first = self._first_seen[index].page(num_tokens)
         sink = self.sinks[index]
         return (sink if sink < first else first), first
 
@@ -502,14 +507,15 @@ def _common(span: Span, content: Content, end: int) -> int:
 
 def _covered_to(runs: list[PartRun], page: int, end: int) -> int:
     """Return the first page from `page` on, at most `end`, that none of `runs` has."""
-    is_found = True
+    is_found = len(runs) > 0
     while is_found:
         is_found = False
         for run in runs:
             if run.start <= page < run.end:
-                page, is_found = run.end, True
+                page = run.end
                 if page >= end:
                     return end
+                is_found = len(runs) > 1
     return page
 
 

@@ -213,7 +213,7 @@ def open_offloader(
         if offload.policy == "lazy":
             num_pages = sum(each.tier.num_blocks for each in parts) * memory.block_bytes // memory.page_bytes
             target_free = _target_free(offload, num_pages, page_size, max_num_batched_tokens)
-            part_policy = LazyParts(grouped.parts, target_free * memory.page_bytes)
+            part_policy = LazyParts(grouped.parts, target_free * grouped.parts.page_bytes)
         layout = PartLayout(
             grouped,
             parts,

@@ -298,7 +298,8 @@ class SharedPool:
 class PartsMemory:
     """The SharedMemory of `parts`, a cache of one model, in `memory`.
 
-    Bytes are allocated and released through `pool`, whose pages are blocks.
+    They are allocated and released through `pool`, whose pages are blocks. A block is the unit of the cache, a byte
+    there.
     """
 
     __slots__ = ("_memory", "_parts", "_pool")
@@ -313,9 +314,8 @@ class PartsMemory:
         """Make `num_bytes` bytes empty in the cache, evicting from it or from other models."""
         self.take_back()
         pool = self._pool
-        num_blocks = num_bytes // pool.page_bytes
-        pool.make_room(num_blocks)
-        pool.take(num_blocks)
+        pool.make_room(num_bytes)
+        pool.take(num_bytes)
         self._parts.resize(num_bytes)
 
     def take_back(self) -> None:
@@ -324,12 +324,12 @@ class PartsMemory:
         num_bytes = parts.empty_bytes
         if num_bytes:
             parts.resize(-num_bytes)
-            pool.give(num_bytes // pool.page_bytes, None)
+            pool.give(num_bytes, None)
 
     @property
     def num_free_bytes(self) -> int:
         """Bytes that the cache could take now: empty or cached, here or in other models' caches."""
-        return self._memory.num_free_bytes + self._parts.empty_bytes
+        return self._memory.num_free_bytes // self._pool.page_bytes + self._parts.empty_bytes
 
     def tick(self) -> int:
         """Return the stamp of the present release."""
@@ -343,7 +343,7 @@ class PartsMemory:
     @property
     def num_next_pages(self) -> int:
         """Blocks of that part, and of those that are evicted right after it."""
-        return self._parts.next_bytes // self._pool.page_bytes
+        return self._parts.next_bytes
 
 
 class Others(Protocol):
