@@ -76,7 +76,7 @@ NEEDS = (
     Need(("--router-queue",), ("--router-queue-threshold",)),
     Need(("--slo-share", "--cost-error"), SLO, commands=("plan",)),
     Need(("--gpus",), SLO, commands=("plan",)),
-    Need(("--store-sizes", "--workers"), ("--gpus",), commands=("plan",)),
+    Need(("--store-sizes",), ("--gpus",), commands=("plan",)),
     Need(("--trace-block-size",), ("--prompts",), commands=("calibrate",)),
     Need(("--hold-out",), ("--points",), commands=("calibrate",)),
     Need(("--speedup",), ("--mock",), commands=("serve sessions",)),

@@ -115,7 +115,7 @@ def replay_with_spread(
         errors = getattr(config.cost, "held_out", {})
         report.error_shares = {f"{metric}_ms": error.one_sigma for metric, error in errors.items()}
         return report
-    from kvarts.sim.spread import spread_of
+    from kvarts.sim.trials import spread_of
 
     trace = trace_of(traffic)
     report = replay_one(trace, config, on_progress=on_progress, observers_of=observers_of)
