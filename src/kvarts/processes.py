@@ -10,6 +10,7 @@ does the tasks that it may ask for next meanwhile. It foretells these by running
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -153,10 +154,19 @@ class Processes:
             else:
                 yield key, self._done_here(run, task)
 
+    def in_order(self, run: Run, tasks: Sequence[Any]) -> Iterator[Any]:
+        """Yield the results of tasks, in their order; errors are those of `results`."""
+        found: dict[str, Any] = {}
+        num_yielded = 0
+        for key, result in self.results(run, {str(place): task for place, task in enumerate(tasks)}):
+            found[key] = result
+            while (next_key := str(num_yielded)) in found:
+                num_yielded += 1
+                yield found.pop(next_key)
+
     def all(self, run: Run, tasks: Sequence[Any]) -> list[Any]:
         """Return the results of tasks, in their order; errors are those of `results`."""
-        found = dict(self.results(run, {str(place): task for place, task in enumerate(tasks)}))
-        return [found[str(place)] for place in range(len(tasks))]
+        return list(self.in_order(run, tasks))
 
     def searched(
         self,
@@ -346,8 +356,10 @@ def _begin(lifeline: Connection, shared: bytes) -> None:
 
     Thread(target=watch, daemon=True).start()
     _shared.append(pickle.loads(shared))
+    gc.freeze()
 
 
 def _do(call: bytes) -> Any:
     run, task = pickle.loads(call)
+    gc.collect()  # an engine refers to itself, and its few large arrays do not make the collector run
     return run(_shared[0], task)

@@ -19,7 +19,10 @@ from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError, InputError, KvartsError, OutputError
 from kvarts.processes import Inquiry, Processes, likely, num_cores
+from kvarts.sched.plan import Batch, Chunk
 from kvarts.settings import SettingError
+from kvarts.traffic.formats import load_trace
+from kvarts.traffic.trace import Trace
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
 GUESSES = (lambda _: True, lambda _: False)
@@ -120,6 +123,23 @@ def test_a_process_that_ends_is_an_error() -> None:
 def test_what_cannot_be_handed_over_is_an_error() -> None:
     with Processes(2, lambda: None) as processes, pytest.raises(ConfigError, match="workers: other processes cannot"):
         processes.all(with_shared, [1, 2])
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_trace_is_the_same_in_another_process(is_list: bool) -> None:
+    trace = load_trace("sample:mooncake")
+    if is_list:
+        trace = Trace(list(trace), unit_tokens=512, name="rows", warnings=["one"], left_out={"two": 2})
+    again = pickle.loads(pickle.dumps(trace))
+    assert type(again.requests) is type(trace.requests)
+    assert list(again) == list(trace)
+    for name in ("unit_tokens", "has_sessions", "knows_prefixes", "name", "num_skipped_lines", "left_out", "warnings"):
+        assert getattr(again, name) == getattr(trace, name)
+
+
+def test_the_work_of_a_step_is_the_same_in_another_process() -> None:
+    batch = Batch((Chunk(0, 5, 9, 9), Chunk(5, 4, 9, 9, 3)), 2, 70, 1000)
+    assert pickle.loads(pickle.dumps(batch)) == batch
 
 
 # Searches -------------------------------------------------------------------------------------------------------------

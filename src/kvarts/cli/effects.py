@@ -105,8 +105,9 @@ MODES = (
     Mode("plan", NO_REPLAY, keeps=("--at", "--outputs", "--policy", "--league", "--curves-only", *PLAN_RESULTS),
          why="has no effect: nothing is replayed", hint="Give --model and --device, or --cost."),
     Mode("soak", "--judge", keeps=("--judge", "--json", "--page")),
-    Mode("calibrate", "--points", keeps=("--points", "--prior", "--hold-out", "--out", "--json")),
-    Mode("calibrate", "--design", drops=(*OF_FIT, "--prompts", "--series", "--fit-on", "--prior", "--out")),
+    Mode("calibrate", "--points", keeps=("--points", "--prior", "--hold-out", "--workers", "--out", "--json")),
+    Mode("calibrate", "--design", drops=(*OF_FIT, "--prompts", "--series", "--fit-on", "--prior", "--workers",
+                                       "--out")),
     Mode("serve sessions", "--mock", drops=OF_MODEL),
 )  # fmt: skip
 
