@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import signal
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -310,6 +309,8 @@ def _has_failed(future: Future[Any]) -> bool:
 
 
 def _packed(value: Any) -> bytes:
+    import pickle
+
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -344,6 +345,7 @@ _shared: list[Any] = []
 
 def _begin(lifeline: Connection, shared: bytes) -> None:
     """Begin as a worker, which ends as soon as its parent ends, or closes its end of `lifeline`."""
+    import pickle
     from multiprocessing import connection, parent_process
     from threading import Thread
 
@@ -360,6 +362,8 @@ def _begin(lifeline: Connection, shared: bytes) -> None:
 
 
 def _do(call: bytes) -> Any:
+    import pickle
+
     run, task = pickle.loads(call)
     gc.collect()  # an engine refers to itself, and its few large arrays do not make the collector run
     return run(_shared[0], task)

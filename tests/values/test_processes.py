@@ -13,16 +13,23 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvarts import replay
 from kvarts.errors import ConfigError, InputError, KvartsError, OutputError
+from kvarts.executor.cost import LinearCost
 from kvarts.processes import Inquiry, Processes, likely, num_cores
+from kvarts.report.report import Report
 from kvarts.sched.plan import Batch, Chunk
 from kvarts.settings import SettingError
+from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
+
+from builders.plan_traces import small_traces
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
 GUESSES = (lambda _: True, lambda _: False)
@@ -324,3 +331,81 @@ def test_workers_do_not_change_how_many_users_fit(
         assert run_command("plan", DATA / "coding-agents", "--users", "1..12", *setting, "--json") == 0
         printed.append(capsysbinary.readouterr().out)
     assert printed[0] == printed[1]
+
+
+# Replicas -------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=6)
+@given(small_traces(), st.integers(2, 5), st.integers(2, 4), st.booleans())
+def test_replicas_in_several_processes_are_replayed_to_the_same_bytes(
+    trace: Trace, replicas: int, workers: int, has_timeout: bool
+) -> None:
+    config = ReplayConfig(
+        num_pages=9,
+        page_size=4,
+        replicas=replicas,
+        max_num_seqs=3,
+        client_timeout_s=0.05 if has_timeout else None,
+        cost=LinearCost(step_ms=3.0, chunk_token_ms=2.0, decode_ms=1.0),
+    )
+    ended: list[int] = []
+    one, several = replay(trace, config), replay(trace, config, workers=workers, on_progress=ended.append)
+    assert_same(one, several)
+    assert sum(ended) == len(one.request_columns["row"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_pages": 300, "max_num_seqs": 40},
+        {"num_pages": 4000, "profile": "mocker"},
+        {"num_pages": 200, "offload": {"host_pages": 300}},
+        {"num_pages": 90, "client_timeout_s": 9.0},
+    ],
+    ids=["preempted", "mocker", "host memory", "rejected and given up"],
+)
+def test_replicas_of_a_real_trace_are_replayed_to_the_same_bytes(options: dict[str, Any]) -> None:
+    if "offload" in options:
+        offload = pytest.importorskip("kvarts.offload.config")
+        options = {**options, "offload": offload.OffloadConfig(**options["offload"])}
+    rows = list(load_trace("sample:mooncake"))[:300]
+    trace = Trace(rows, unit_tokens=512)
+    config = ReplayConfig(page_size=512, replicas=4, speedup=4.0, **options)
+    assert_same(replay(trace, config), replay(trace, config, workers=2))
+
+
+def test_layers_that_keep_less_are_replayed_to_the_same_bytes_in_several_processes(
+    run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:60]))
+    printed = []
+    for workers in (1, 2):
+        on = ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--kv-memory", "2GiB", "--replicas", 3)
+        requests = tmp_path / f"{workers}.jsonl"
+        assert run_command("replay", trace, *on, "--workers", workers, "--json", "--requests", requests) == 0
+        printed.append((capsysbinary.readouterr().out, requests.read_bytes()))
+    assert printed[0] == printed[1]
+
+
+def test_replicas_that_affect_each_other_are_replayed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a process is started")
+
+    monkeypatch.setattr(Processes, "_open", refuse)
+    trace = load_trace("sample:mooncake")
+    for settings_of in ({"router": "least-loaded"}, {"concurrency": 9}, {"retries": 1, "client_timeout_s": 9.0}):
+        replay(trace, ReplayConfig(num_pages=4000, page_size=512, replicas=2, **settings_of), workers=2)
+    with pytest.raises(AssertionError, match="a process is started"):
+        replay(trace, ReplayConfig(num_pages=4000, page_size=512, replicas=2), workers=2)
+
+
+def assert_same(one: Report, other: Report) -> None:
+    assert one.to_json() == other.to_json()
+    for name, column in one.request_columns.items():
+        assert (column == other.request_columns[name]).all()
+    for name, column in one.steps.items():
+        assert np.array_equal(column, other.steps[name], equal_nan=True)
+    assert (one.request_ids, list(one.requests["reason"])) == (other.request_ids, list(other.requests["reason"]))
+    assert [log.preemptions for log in one.step_logs] == [log.preemptions for log in other.step_logs]

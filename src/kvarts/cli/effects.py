@@ -73,6 +73,12 @@ NEEDS = (
         commands=("replay", "calibrate"),
     ),
     Need(("--router-ages",), ("--routers",)),
+    Need(
+        ("--workers",),
+        ("--replicas", "--cost"),
+        unless=("--prefill-replicas", "--decode-replicas", "[[pool]]"),
+        commands=("replay",),
+    ),
     Need(("--router-queue",), ("--router-queue-threshold",)),
     Need(("--slo-share", "--cost-error"), SLO, commands=("plan",)),
     Need(("--gpus",), SLO, commands=("plan",)),

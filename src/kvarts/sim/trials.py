@@ -189,15 +189,14 @@ def _least(asked: Inquiry[_Sizes], sizes: Sequence[int], base: float) -> HostMem
     return HostMemory(num_bytes=sizes[high], hit_ratio=hit_ratio(sizes[high]), most_hit_ratio=most)
 
 
-def spread_of(pairs: list[tuple[Any, Any]], replayed: Callable[[Any], Distributions]) -> Distributions:
+def spread_of(pairs: Sequence[tuple[Distributions, Distributions]]) -> Distributions:
     """Return one standard deviation of each statistic of latency, in milliseconds.
 
-    `replayed` replays with one of the cost models, and returns the distributions by metric. A statistic is None if
-    a replay lacks it.
+    `pairs`: the distributions, by metric, of two replays with cost models to either side. A statistic is None if a
+    replay lacks it.
     """
     squares: dict[tuple[str, str], float | None] = {(a, b): 0.0 for a in METRICS for b in STATISTICS}
-    for above, below in pairs:
-        high, low = replayed(above), replayed(below)
+    for high, low in pairs:
         for (metric, statistic), sum_so_far in squares.items():
             one, other = high[metric][statistic], low[metric][statistic]
             if sum_so_far is None or one is None or other is None:
