@@ -41,7 +41,7 @@ class Rows:
         self._pack_row = struct.Struct(f"{width}q").pack
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how another process makes the rows: native objects have no state that `pickle` finds."""
+        """Return how another process makes the rows: `pickle` does not find the state of native objects."""
         return _made_again, (self._width, self._packed, bytes(self._recent))
 
     def restore(self, packed: list[array[int]], recent: bytes) -> None:

@@ -33,7 +33,7 @@ class Value:
         return hash(self.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how another process makes the value: native objects have no state that `pickle` finds."""
+        """Return how another process makes the value: `pickle` does not find the state of native objects."""
         return type(self), self.values()
 
     def __repr__(self) -> str:

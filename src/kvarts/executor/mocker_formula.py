@@ -137,7 +137,7 @@ class MockerTimes(LeapTimes):
         self._take(num_steps, FAR_NS)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how another process makes the durations: native objects have no state that `pickle` finds."""
+        """Return how another process makes the durations: `pickle` does not find the state of native objects."""
         return MockerTimes, (self.num_decodes, self.known_tokens, self.pool_tokens, self.num_steps)
 
     def _take(self, num_steps: int, within_ns: float) -> None:

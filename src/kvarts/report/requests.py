@@ -118,14 +118,15 @@ class RequestLog:
         self.end(request, row, replica, status, more)
 
     def take(self) -> Taken:
-        """Return what the log contains, and clear its rows."""
+        """Return the contents of the log, and clear its rows."""
         columns = self._rows.take_narrow_columns()
         return columns, self._ids, self._reasons, self.stalls_ns, self.cancelled_prompt_tokens
 
     def put_together(self, parts: Sequence[tuple[Taken, Column, int]]) -> None:
         """Become the log of several groups of replicas, each with a log of its own.
 
-        `parts`: what these logs contain, the index of each request by its index there, and the first replica's number.
+        `parts`: the contents of each of these, the index of each request by its index there, and the number of the
+        first replica.
         """
         import numpy as np
 

@@ -189,7 +189,7 @@ class StepSpans:
         self._reserved = Rows(2)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how another process makes the log: native objects have no state that `pickle` finds."""
+        """Return how another process makes the log: `pickle` does not find the state of native objects."""
         state = {name: getattr(self, name) for name in _STATE}
         if self.num_groups:
             state["part_steps"] = self.part_steps

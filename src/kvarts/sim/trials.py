@@ -1,5 +1,5 @@
-"""What further replays of a trace tell: the uncertainty of latencies, where a fit gave that of the cost model, and the
-benefit of more memory: the least host memory that keeps the hits that eviction loses.
+"""Measures by further replays: the uncertainty of latencies, where a fit gave that of the cost model, and the benefit
+of more memory: the least host memory that keeps the hits that eviction loses.
 
 Sizes are tried on a grid, a tenth apart, by bisection: both the returned size and the next smaller one, which loses
 more, have been replayed. A hit ratio counts as kept if it has all but a hundredth of the gain of unbounded host memory.

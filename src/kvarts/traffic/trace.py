@@ -66,7 +66,7 @@ class Trace:
         self.warnings = list(warnings)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how another process makes the trace: native objects have no state that `pickle` finds."""
+        """Return how another process makes the trace: `pickle` does not find the state of native objects."""
         facts = {
             "unit_tokens": self.unit_tokens,
             "has_output_tokens": self.has_output_tokens,
