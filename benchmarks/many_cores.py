@@ -2,9 +2,9 @@
 
     python benchmarks/many_cores.py TRACE [--workers 2] [--requests 100000] [--runs 3] [--only plan]
 
-TRACE: Mooncake's conversation_trace.jsonl, repeated for replays of 64 replicas, each time later and with hash ids of its
-own: `replay` is one, and `sweep` has ten, so that it replays ten times as many requests. Plans and fits are of bundled
-and of small inputs. Medians of the runs. On a machine with other work, only the ratio of processor times means something.
+TRACE: Mooncake's conversation_trace.jsonl, repeated for replays of 64 replicas, each time later and with hash ids of
+its own: `replay` is one, and `sweep` has ten, so that it replays ten times as many requests. Plans and fits are of
+bundled and of small inputs. Medians of the runs. On a machine with other work, only the ratio of processor time counts.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ __all__ = ["Inquiry", "Processes", "likely", "num_cores"]
 PAYS_S = 1.0
 """The time of tasks in this process after which others are started, unless a number was given. Starting them takes some
 tenths of a second."""
+COLLECT_S = 0.5
+"""The time of tasks in this process after which their engines are collected."""
 LOOKS_PER_WORKER = 4
 """Runs of a search on assumed results, per process, to foretell its next tasks."""
 
@@ -135,7 +137,7 @@ class Processes:
         self._is_asked = num_workers is not None
         self._num_workers = num_cores() if num_workers is None else num_workers
         self._shared = shared
-        self._spent_s = 0.0
+        self._spent_s = self._collected_s = 0.0
         self._pool: ProcessPoolExecutor | None = None
         self._lifelines: tuple[Connection, Connection] | None = None
 
@@ -231,6 +233,9 @@ class Processes:
             return run(self._shared, task)
         finally:
             self._spent_s += perf_counter() - begun_s
+            if self._spent_s - self._collected_s > COLLECT_S:
+                self._collected_s = self._spent_s
+                gc.collect()  # as in other processes; commands turn the collector off
 
     def _submitted(self, run: Run, task: Any) -> Future[Any]:
         from concurrent.futures.process import BrokenProcessPool
