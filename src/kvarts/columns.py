@@ -40,6 +40,15 @@ class Rows:
         self._recent = bytearray()
         self._pack_row = struct.Struct(f"{width}q").pack
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how another process makes the rows: `pickle` does not find the state of native objects."""
+        return _made_again, (self._width, self._packed, bytes(self._recent))
+
+    def restore(self, packed: list[array[int]], recent: bytes) -> None:
+        """Become rows that were packed, followed by others, in another process."""
+        self._packed = packed
+        self._recent = bytearray(recent)
+
     def add(self, rows: Sequence[int]) -> None:
         """Append one row, or several concatenated ones."""
         if len(rows) == self._width:
@@ -101,6 +110,12 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self._packed[0]) + len(self._recent) // (8 * self._width)
+
+
+def _made_again(width: int, packed: list[array[int]], recent: bytes) -> Rows:
+    rows = Rows(width)
+    rows.restore(packed, recent)
+    return rows
 
 
 def to_frame(columns: Mapping[str, Any]) -> Any:

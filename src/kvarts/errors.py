@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +55,14 @@ class KvartsError(Exception):
         parts = [part for part in (place, self.field, self.what) if part]
         message = ": ".join(parts)
         return f"{message}. {self.hint}" if self.hint else message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Take the error to another process as it is, whatever the arguments of its class are."""
+        return _made_again, (type(self), self.args), self.__dict__
+
+
+def _made_again(kind: type[KvartsError], args: tuple[object, ...]) -> KvartsError:
+    return kind.__new__(kind, *args)
 
 
 class ConfigError(KvartsError):

@@ -32,6 +32,10 @@ class Value:
     def __hash__(self) -> int:
         return hash(self.values())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how another process makes the value: `pickle` does not find the state of native objects."""
+        return type(self), self.values()
+
     def __repr__(self) -> str:
         pairs = zip(self.FIELDS, self.values(), strict=True)
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in pairs)})"

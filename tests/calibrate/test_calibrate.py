@@ -136,11 +136,13 @@ def test_what_made_the_run_is_found() -> None:
 
 
 @pytest.mark.long
-def test_the_same_input_gives_the_same_coefficients() -> None:
+def test_the_same_input_gives_the_same_coefficients_with_any_number_of_processes() -> None:
     measured = made(12)
-    first, second = (calibrate(measured, ENGINE, fit_on=8, seed=3) for _ in range(2))
+    first, second = (calibrate(measured, ENGINE, fit_on=8, seed=3, workers=workers) for workers in (1, 2))
     assert first.cost == second.cost
     assert first.uncertainty == second.uncertainty
+    assert first.num_replays == second.num_replays
+    assert first.to_toml() == second.to_toml()
     assert first.held_out is not None
     assert first.held_out.num_requests == 4
 

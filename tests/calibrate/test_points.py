@@ -194,10 +194,12 @@ def test_a_table_becomes_a_prior_that_later_fits_begin_from(tmp_path: Path) -> N
         "b,,qwen3-0.6b,l40s,1,,,300,40,,offline,20,20,2000,,",
     ]
     table.write_text("\n".join([HEADER, *rows]) + "\n")
-    result = CliRunner().invoke(
-        cli, ["calibrate", "--points", str(table), "--hold-out", "source", "--out", str(prior), "--json"]
-    )
+    fit = ["calibrate", "--points", str(table), "--hold-out", "source", "--out", str(prior), "--json", "--workers"]
+    result = CliRunner().invoke(cli, [*fit, "1"])
     assert result.exit_code == 0, result.output
+    written = prior.read_bytes()
+    assert CliRunner().invoke(cli, [*fit, "2"]).stdout == result.stdout
+    assert prior.read_bytes() == written
     found = load_constants(prior)
     assert set(found.values) == set(found.deviations) == set(COEFFICIENTS)
     assert {row.kind for row in found.held_out} == {"dense"}

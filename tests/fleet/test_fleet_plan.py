@@ -284,7 +284,6 @@ FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'
         (["--gpus", "2000"], "", "--gpus: must be at most 256"),
         (["--gpus", "2", "--league"], "", "--league: has no effect with --gpus"),
         (["--gpus", "1", "--scaler", "script,30s=3:1"], "", "--scaler: has numbers for a pool decode"),
-        (["--workers", "2"], "", "--workers: has no effect without --gpus"),
         (["--prefill-replicas", "2"], "", "--prefill-replicas: does not go with a plan"),
         (["--store-memory", "5GiB"], "", "--store-memory: does not go with a plan"),
     ],

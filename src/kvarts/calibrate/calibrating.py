@@ -48,6 +48,7 @@ def fit(
     fit_on: int | None = None,
     seed: int = 0,
     prior: File | Constants | None = None,
+    workers: int | None = 1,
     on_progress: Callable[[int], object] | None = None,
 ) -> Calibration: ...
 
@@ -65,6 +66,7 @@ def fit(
     fit_on: int | None = None,
     seed: int = 0,
     prior: File | Constants | None = None,
+    workers: int | None = 1,
     on_progress: Callable[[int], object] | None = None,
 ) -> Calibration | StepFit: ...
 
@@ -81,6 +83,7 @@ def fit(
     fit_on: int | None = None,
     seed: int = 0,
     prior: File | Constants | None = None,
+    workers: int | None = 1,
     on_progress: Callable[[int], object] | None = None,
 ) -> Calibration | StepFit:
     """Fit the coefficients of a roofline to measured runs, by replaying them some thousand times.
@@ -91,8 +94,10 @@ def fit(
 
     For a single run: `prompts` gives the prefixes that its prompts share; `series` its KV use over time; with `fit_on`,
     the fit uses the first `fit_on` requests and is tested on the others. `columns`, `time_unit` and `trace_block_size`:
-    how to read files. `prior`: initial constants with their uncertainty, instead of the built-in ones. `on_progress`
-    receives the number of replays made. The result depends only on the input and `seed`.
+    how to read files. `prior`: initial constants with their uncertainty, instead of the built-in ones. `workers`:
+    processes that replay, with the same result; more than one requires a script that can be imported; None: one per
+    core, where that pays. `on_progress` receives the number of replays made. The result depends only on the input and
+    `seed`.
 
     Raise ConfigError without SciPy, for incompatible arguments, for a cost model other than a roofline, and for a pool
     that is too small for a measured request; MissingFileError and InputError for files.
@@ -126,7 +131,7 @@ def fit(
         loaded = [
             replace(run, config=replace(run.config, cost=with_constants(run.cost, prior.values))) for run in loaded
         ]
-    return calibrate_runs(loaded, seed=seed, prior=prior, on_progress=on_progress)
+    return calibrate_runs(loaded, seed=seed, prior=prior, workers=workers, on_progress=on_progress)
 
 
 def _run(run: File | Measured | CalibrationRun, config: ReplayConfig | None, options: RunOptions) -> CalibrationRun:

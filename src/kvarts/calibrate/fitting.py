@@ -36,6 +36,7 @@ from kvarts.calibrate.run import CalibrationRun, FittedRun
 from kvarts.errors import ConfigError
 from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.roofline_settings import Constants, Uncertainty
+from kvarts.processes import Processes
 
 __all__ = ["KNOWN", "Calibration", "OfRun", "Search", "calibrate_runs", "covariance_of", "most_replays"]
 
@@ -193,23 +194,25 @@ def calibrate_runs(
     seed: int = 0,
     guesses: float = 1.0,
     prior: Constants | None = None,
+    workers: int | None = 1,
     on_progress: Callable[[int], object] | None = None,
 ) -> Calibration:
     """Fit the coefficients that `runs` share. The search begins at those of their costs, which are the prior means.
 
     `guesses`: the weight of the prior; with 0, only the data count. `prior`: its standard deviations; default: those
-    of the built-in constants. Raise ConfigError without SciPy, for another cost model, or if a request does not fit in
-    the pool.
+    of the built-in constants. `workers`: processes that replay, with the same result; None: one per core, where that
+    pays. Raise ConfigError without SciPy, for another cost model, or if a request does not fit in the pool.
     """
     needs_scipy()
     if not runs:
         raise ConfigError("names no run", field="runs")
     fitted = [FittedRun(run, on_progress) for run in runs]
     costs = [run.cost for run in runs]
-    search = Search(fitted, names_of(costs), guesses, prior=prior)
     before = [each.compare(each.run.cost) for each in fitted]
-    best = search.run(seed)
-    covariance = search.covariance(best)
+    with Processes(workers, fitted) as processes:
+        search = Search(fitted, names_of(costs), guesses, prior=prior, processes=processes)
+        best = search.run(seed)
+        covariance = search.covariance(best)
     measured_on = tuple(dict.fromkeys(cost.measured_on for cost in costs))
     carried = len(measured_on) / (len(measured_on) + OWN_PART)
     elsewhere = np.exp(search.guess + carried * (best - search.guess))
@@ -239,8 +242,17 @@ def calibrate_runs(
     )
 
 
+def _residuals(runs: Sequence[FittedRun], task: tuple[int, RooflineCost]) -> Values:
+    """Return the residuals of a run under a cost. Runs in other processes, too."""
+    place, cost = task
+    return runs[place].residuals(cost)
+
+
 class Search:
-    """The objective, and the search for its minimum."""
+    """The objective, and the search for its minimum.
+
+    `processes`: those that replay, which share `runs`; default: this one.
+    """
 
     def __init__(
         self,
@@ -249,10 +261,12 @@ class Search:
         guesses: float,
         guess: Values | None = None,
         prior: Constants | None = None,
+        processes: Processes | None = None,
     ) -> None:
+        self._processes = Processes(shared=runs) if processes is None else processes
         self.names = names
         self.widths = widths_of(names, prior)
-        self._runs = runs
+        self._runs = list(runs)
         self.guess = logs_of([each.run.cost for each in runs], names) if guess is None else guess
         self._weights = guesses / self.widths
         self._low, self._high = log_bounds(names)
@@ -264,8 +278,8 @@ class Search:
 
         drawn = norm.ppf(np.clip(qmc.Sobol(len(self.names), rng=seed).random(NUM_SPREAD), 1e-3, 1 - 1e-3))
         spread = [self._clip(self.guess + self.widths * point) for point in drawn]
-        starts = [self.guess, *sorted(spread, key=self.error)[: NUM_STARTS - 1]]
-        best = min((self._descend(start, seed) for start in starts), key=self.error)
+        starts = [self.guess, *self._by_error(spread)[: NUM_STARTS - 1]]
+        best = self._by_error([self._descend(start, seed) for start in starts])[0]
         box = list(zip(self._low, self._high, strict=True))
         for width in RESTARTS:
             simplex = np.array([best, *(best + width * step for step in np.eye(len(best)))])
@@ -286,8 +300,27 @@ class Search:
 
     def residuals(self, logs: Values) -> Values:
         """Return the distances from the data and from the prior, in standard deviations."""
-        of_runs = [each.residuals(cost_of(each.run.cost, logs, self.names)) for each in self._runs]
-        return np.concatenate([*of_runs, (logs - self.guess) * self._weights])
+        return self._all_residuals([logs])[0]
+
+    def _all_residuals(self, points: Sequence[Values]) -> list[Values]:
+        tasks = [
+            (place, cost_of(each.run.cost, logs, self.names))
+            for logs in points
+            for place, each in enumerate(self._runs)
+        ]
+        found = []
+        for each, of_run in zip(self._runs * len(points), self._processes.in_order(_residuals, tasks), strict=True):
+            each.count()
+            found.append(of_run)
+        num_runs = len(self._runs)
+        return [
+            np.concatenate([*found[place * num_runs : (place + 1) * num_runs], (logs - self.guess) * self._weights])
+            for place, logs in enumerate(points)
+        ]
+
+    def _by_error(self, points: Sequence[Values]) -> list[Values]:
+        errors = [float((residuals**2).sum()) for residuals in self._all_residuals(points)]
+        return [points[place] for place in sorted(range(len(points)), key=errors.__getitem__)]
 
     def error(self, logs: Values) -> float:
         """Return the sum of the squared residuals."""
@@ -339,7 +372,7 @@ class Search:
 
         spread = 2.0 * qmc.LatinHypercube(len(logs), rng=seed).random(count) - 1.0
         points = logs + spread @ axes.T
-        return points, np.array([self.residuals(point) for point in points])
+        return points, np.array(self._all_residuals(list(points)))
 
     def _descend(self, logs: Values, seed: int) -> Values:
         """Return the end point of the rounds from `logs`.

@@ -92,10 +92,17 @@ class FittedRun:
             self._series = run.series.until(float(measured.arrival_ns[:fit_on][-1]) / 1e9)
         self.num_replays = 0
 
-    def _replay(self, cost: RooflineCost) -> Replayed:
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what replays need: in another process, nobody is told of them."""
+        return {**vars(self), "_on_progress": None}
+
+    def count(self) -> None:
+        """Count a replay."""
         self.num_replays += 1
         if self._on_progress is not None:
             self._on_progress(1)
+
+    def _replay(self, cost: RooflineCost) -> Replayed:
         outcome = replayed_of(replay(self._trace, msgspec.structs.replace(self.run.config, cost=cost)))
         if np.isnan(outcome.last_token_ms).any():
             raise ConfigError(
@@ -105,10 +112,14 @@ class FittedRun:
 
     def compare(self, cost: RooflineCost, some: slice | None = None) -> Comparison:
         """Compare a replay under `cost` with the measurement."""
+        self.count()
         return compare(self.run.measured, self._replay(cost), self.run.series, some=some)
 
     def residuals(self, cost: RooflineCost) -> Values:
-        """Return the differences between a replay under `cost` and the measurement, in standard deviations."""
+        """Return the differences between a replay under `cost` and the measurement, in standard deviations.
+
+        The caller counts the replay, which may be in another process.
+        """
         replayed = self._replay(cost)
         ours = latencies_ms(replayed, self._some)
         values = _levels(ours)

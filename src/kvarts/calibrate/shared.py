@@ -25,6 +25,7 @@ from kvarts.calibrate.coefficients import BOUNDS, needs_scipy
 from kvarts.calibrate.course import METRICS, Course, Point, Pricing, course_of, load_points, with_constants
 from kvarts.errors import ConfigError
 from kvarts.executor.roofline_settings import COEFFICIENTS, Constants, HeldOut, shipped_constants
+from kvarts.processes import Processes
 
 __all__ = [
     "HALVES",
@@ -101,23 +102,36 @@ class PointsFit(msgspec.Struct, frozen=True):
     after: dict[str, Errors]
 
 
-def record(points: Sequence[Point], constants: Constants, on_progress: Callable[[int], object] | None) -> list[Course]:
-    """Replay each point under `constants`. Raise ConfigError, naming the point, if one cannot be replayed."""
-    courses = []
-    for number, point in enumerate(points):
-        if number % POINTS_AT_ONCE == POINTS_AT_ONCE - 1:
+def record(
+    points: Sequence[Point],
+    constants: Constants,
+    on_progress: Callable[[int], object] | None,
+    processes: Processes | None = None,
+) -> list[Course]:
+    """Replay each point under `constants`. Raise ConfigError, naming the point, if one cannot be replayed.
+
+    `processes`: those that replay; default: this one.
+    """
+    courses: list[Course] = []
+    tasks = [(point, constants.values) for point in points]
+    for course in (processes or Processes()).in_order(_recorded, tasks):
+        courses.append(course)
+        if len(courses) % POINTS_AT_ONCE == POINTS_AT_ONCE - 1:
             gc.collect()  # an engine refers to itself; its few large arrays do not make the collector run
-        try:
-            config = point.config()
-            courses.append(
-                course_of(point, msgspec.structs.replace(config, cost=with_constants(config.cost, constants.values)))
-            )
-        except ConfigError as error:
-            where = f"{point.model} on {point.gpu}, tp {point.tp}, {point.load} {point.level:g}"
-            raise ConfigError(f"{where}: {error.what}", field=error.field, hint=error.hint, path=error.path) from error
         if on_progress is not None:
             on_progress(1)
     return courses
+
+
+def _recorded(_: object, task: tuple[Point, dict[str, float]]) -> Course:
+    """Replay a point under constants. Runs in other processes, too."""
+    point, values = task
+    try:
+        config = point.config()
+        return course_of(point, msgspec.structs.replace(config, cost=with_constants(config.cost, values)))
+    except ConfigError as error:
+        where = f"{point.model} on {point.gpu}, tp {point.tp}, {point.load} {point.level:g}"
+        raise ConfigError(f"{where}: {error.what}", field=error.field, hint=error.hint, path=error.path) from error
 
 
 class _Objective:
@@ -297,22 +311,37 @@ def halves_of(points: Sequence[Point], by: str) -> list[bool]:
 
 
 def test_halves(
-    courses: Sequence[Course], prior: Constants, by: str
+    courses: Sequence[Course], prior: Constants, by: str, processes: Processes
 ) -> tuple[dict[str, Errors], dict[str, list[tuple[Course, float]]]]:
-    """Fit to each half and predict the other. Return the errors by metric, and each error with its course."""
+    """Fit to each half and predict the other. Return the errors by metric, and each error with its course.
+
+    `processes`: those that fit, which share the courses and the prior.
+    """
     half = halves_of([course.point for course in courses], by)
     found: dict[str, list[tuple[Course, float]]] = {}
-    for side in (False, True):
-        fitted = [course for course, where in zip(courses, half, strict=True) if where == side]
-        others = [course for course, where in zip(courses, half, strict=True) if where != side]
-        _, objective, logs, _ = _fit_twice(fitted, prior)
-        found_there = msgspec.structs.replace(prior, values=objective.values(logs))
-        others = _replayed(others, found_there)
-        for course, predicted in zip(others, _predictions(others, found_there.values), strict=True):
-            for metric, measured in course.point.measured.items():
-                found.setdefault(metric, []).append((course, predicted[metric] / measured - 1.0))
-    errors = {name: Errors.of(np.array([error for _, error in each])) for name, each in found.items()}
-    return {name: each for name, each in errors.items() if each is not None}, found
+    for errors in processes.all(_predicted_half, [(half, side) for side in (False, True)]):
+        for place, metric, error in errors:
+            found.setdefault(metric, []).append((courses[place], error))
+    of_metrics = {name: Errors.of(np.array([error for _, error in each])) for name, each in found.items()}
+    return {name: each for name, each in of_metrics.items() if each is not None}, found
+
+
+def _predicted_half(
+    shared: tuple[Sequence[Course], Constants], task: tuple[list[bool], bool]
+) -> list[tuple[int, str, float]]:
+    """Fit to one half and predict the other; return the errors of its courses. Runs in other processes, too."""
+    (courses, prior), (half, side) = shared, task
+    fitted = [course for course, where in zip(courses, half, strict=True) if where == side]
+    places = [place for place, where in enumerate(half) if where != side]
+    _, objective, logs, _ = _fit_twice(fitted, prior)
+    found_there = msgspec.structs.replace(prior, values=objective.values(logs))
+    others = _replayed([courses[place] for place in places], found_there)
+    predictions = _predictions(others, found_there.values)
+    return [
+        (place, metric, predicted[metric] / measured - 1.0)
+        for place, course, predicted in zip(places, others, predictions, strict=True)
+        for metric, measured in course.point.measured.items()
+    ]
 
 
 def held_out_of(found: Sequence[Mapping[str, Sequence[tuple[Course, float]]]]) -> list[HeldOut]:
@@ -394,12 +423,14 @@ def fit_table(
     *,
     prior: Constants | None = None,
     hold_out: Sequence[str] = (),
+    workers: int | None = 1,
     on_progress: Callable[[int], object] | None = None,
 ) -> TableFit:
     """Fit to the points at `path`, starting from `prior`; default: the built-in constants.
 
     `hold_out`: fields by which the points are also halved; each half is predicted from a fit to the other.
-    `on_progress` receives the number of points replayed. Raise ConfigError without SciPy, for an unknown field, and for
+    `workers`: processes that replay and fit, with the same result; None: one per core, where that pays. `on_progress`
+    receives the number of points replayed. Raise ConfigError without SciPy, for an unknown field, and for
     a point that cannot be replayed; MissingFileError and InputError for files.
     """
     for name in hold_out:
@@ -408,13 +439,15 @@ def fit_table(
     path = Path(path)
     prior = prior or shipped_constants()
     points = load_points(path)
-    courses = record(points, prior, on_progress)
+    with Processes(workers) as processes:
+        courses = record(points, prior, on_progress, processes)
     found = fit_points(courses, prior)
     halves: dict[str, dict[str, Errors]] = {}
     held_out = []
-    for by in hold_out:
-        halves[by], each = test_halves(courses, prior, by)
-        held_out.append(each)
+    with Processes(workers, (courses, prior)) as processes:
+        for by in hold_out:
+            halves[by], each = test_halves(courses, prior, by, processes)
+            held_out.append(each)
     constants = msgspec.structs.replace(found.constants, held_out=held_out_of(held_out) if held_out else [])
     return TableFit(path.name, len(points), found, halves, constants)
 

@@ -80,6 +80,9 @@ KEYS = (
 @click.option("--design", "asks_design", is_flag=True,
               help="Without a RUN: propose the shortest benchmarks that would identify the coefficients of the engine "
               "that options describe.")  # fmt: skip
+@click.option("--workers", metavar="N", type=click.IntRange(min=1),
+              help="Processes that replay. [as many as there are cores, if the fit takes longer than a "
+              "second]")  # fmt: skip
 @click.option("--out", metavar="FILE", type=OUTPUT,
               help="Write the cost model to FILE, for `kvarts replay --cost FILE`; with --points, constants for "
               "--prior.")  # fmt: skip
@@ -97,6 +100,7 @@ def calibrate_command(
     prior: Path | None,
     hold_out: str | None,
     asks_design: bool,
+    workers: int | None,
     out: Path | None,
     as_json: bool,
     **settings: Any,
@@ -114,7 +118,7 @@ def calibrate_command(
     if runs and (points is not None or asks_design):
         raise ConfigError("is not read with --points, nor with --design", field="runs", hint="Leave it out.")
     if points is not None:
-        _write(_fit_points(points, prior, hold_out, out), out, as_json=as_json)
+        _write(_fit_points(points, prior, hold_out, out, workers), out, as_json=as_json)
         return
     if asks_design:
         _design(given, as_json=as_json)
@@ -127,6 +131,7 @@ def calibrate_command(
         check_writable(out)
     if len(runs) == 1 and is_of_steps(runs[0]):
         of_requests = {"prompts": prompts, "series": series, "column": columns, "fit_on": fit_on, "prior": prior}
+        of_requests["workers"] = workers
         _refuse("is for a run of requests, and RUN is one of steps", of_requests)
         found: Calibration | StepFit = _fit_steps(runs[0], given)
     else:
@@ -136,7 +141,7 @@ def calibrate_command(
         if fit_on is not None:
             check_whole(fit_on, "fit_on")
         options = RunOptions(prompts, trace_block_size, series, _columns_of(columns), time_unit, fit_on)
-        found = _fit_requests(load_runs(runs, given, options), seed, prior)
+        found = _fit_requests(load_runs(runs, given, options), seed, prior, workers)
     _write(found, out, as_json=as_json)
 
 
@@ -158,7 +163,9 @@ def _refuse(why: str, values: dict[str, Any]) -> None:
             raise ConfigError(why, field=name.removeprefix("set_"), hint="Leave it out.")
 
 
-def _fit_points(points: Path, prior: Path | None, hold_out: str | None, out: Path | None) -> TableFit:
+def _fit_points(
+    points: Path, prior: Path | None, hold_out: str | None, out: Path | None, workers: int | None
+) -> TableFit:
     from kvarts.calibrate.shared import fit_table
     from kvarts.executor.roofline_settings import load_constants
 
@@ -169,6 +176,7 @@ def _fit_points(points: Path, prior: Path | None, hold_out: str | None, out: Pat
             points,
             prior=None if prior is None else load_constants(prior),
             hold_out=[] if hold_out is None else hold_out.split(","),
+            workers=workers,
             on_progress=progress.update,
         )
 
@@ -186,14 +194,14 @@ def _columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
     return columns or None
 
 
-def _fit_requests(runs: list[CalibrationRun], seed: int, prior: Path | None) -> Calibration:
+def _fit_requests(runs: list[CalibrationRun], seed: int, prior: Path | None, workers: int | None) -> Calibration:
     import kvarts
 
     for run in runs:
         if run.series is not None and run.series.left_out is not None:
             click.echo(f"kvarts: {run.series.left_out}", err=True)
     with _progress(runs) as progress:
-        return kvarts.calibrate(runs, seed=seed, prior=prior, on_progress=progress.update)
+        return kvarts.calibrate(runs, seed=seed, prior=prior, workers=workers, on_progress=progress.update)
 
 
 def _fit_steps(path: Path, given: Given) -> Calibration | StepFit:

@@ -119,7 +119,12 @@ def _run(trace: str | None, typed: Mapping[str, Any], *, as_json: bool) -> int:
     from kvarts.cli.replaying import OWN_SECTIONS, run_replay
     from kvarts.settings import Given, given_by_flags, settings_by_param
 
-    places = {"as_json": as_json, "run_dir": None, **{name: typed.get(flag) for flag, name in RESULTS.items()}}
+    places = {
+        "as_json": as_json,
+        "run_dir": None,
+        "workers": None,
+        **{name: typed.get(flag) for flag, name in RESULTS.items()},
+    }
     options = {param: flag for flag, param in RESULTS.items()}
     given = Given()
     if not typed.keys() <= RESULTS.keys():

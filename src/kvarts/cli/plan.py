@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -224,7 +223,9 @@ class _Range(click.ParamType[Any]):
     metavar="SIZE,..",
     help="Also try a store of this size that all workers share: 500GiB,2TiB. [no store]",
 )
-@fleets("--workers", metavar="N", type=click.IntRange(min=1), default=1, help="Processes that replay. [1]")
+@click.option("--workers", metavar="N", type=click.IntRange(min=1),
+              help="Processes that replay. [as many as there are cores, if the plan takes longer than a "
+              "second]")  # fmt: skip
 @latencies("--slo-share", metavar="X", type=click.FloatRange(0, 1, min_open=True), default=0.99,
            help="An SLO is kept where this share of the requests keeps it. [0.99]")  # fmt: skip
 @latencies("--cost-error", metavar="X", default=None, type=click.FloatRange(0, 1, min_open=True, max_open=True),
@@ -250,7 +251,7 @@ def plan_command(
     ages: str | None,
     gpus: int | None,
     store_sizes: str | None,
-    workers: int,
+    workers: int | None,
     html_file: Path | None,
     opens: bool,
     plot_files: tuple[Path, ...],
@@ -300,8 +301,8 @@ def plan_command(
     if gpus is not None:
         kinds = fleet_kinds(given, gpus, routers, store_sizes)
         traffic = load_traffic(given, trace)
-        options = PlanOptions(given, trace, config_file, traffic, None, slo_share, cost_error, [], [])
-        values = options.fleets(kinds, workers)
+        options = PlanOptions(given, trace, config_file, traffic, None, slo_share, cost_error, [], [], workers)
+        values = options.fleets(kinds)
         words = ["--gpus", f"{gpus}"]
         words += [] if routers is None else ["--routers", routers]
         words += [] if store_sizes is None else ["--store-sizes", store_sizes]
@@ -328,7 +329,7 @@ def plan_command(
         click.echo("kvarts: the trace does not identify prefixes that prompts share: no curve rises above 0", err=True)
     outputs = ["--outputs"] if count_outputs else []
     own = _own_options(click.get_current_context())
-    options = PlanOptions(given, trace, config_file, traffic, config, slo_share, cost_error, outputs, own)
+    options = PlanOptions(given, trace, config_file, traffic, config, slo_share, cost_error, outputs, own, workers)
     if users is not None:
         values = options.users(*users)
         values["command"] = options.plan("--users", f"{users[0]}..{users[1]}", *own)
@@ -441,6 +442,7 @@ def sweep_command(
     """
     from kvarts.files import write_whole
     from kvarts.plan.sweeping import sweep
+    from kvarts.processes import num_cores
     from kvarts.report.pictures import check_installed
 
     if with_pictures:
@@ -449,7 +451,7 @@ def sweep_command(
         found = sweep(
             config_file,
             directory,
-            workers=workers or os.cpu_count() or 1,
+            workers=workers or num_cores(),
             ray_address=ray_address,
             on_done=progress.reach,
         )

@@ -37,6 +37,7 @@ class PlanOptions(CommandLines):
     """All options, and the trace. `config`: None if nothing is replayed.
 
     `options`: the plan's own options that belong in every command line it prints; `own`: its other options.
+    `workers`: processes that replay; None: as many as there are cores, where that pays.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class PlanOptions(CommandLines):
         cost_error: float | None,
         options: Sequence[str],
         own: Sequence[str],
+        workers: int | None,
     ) -> None:
         self._given = given
         self._trace = trace
@@ -60,6 +62,7 @@ class PlanOptions(CommandLines):
         self._cost_error = cost_error
         self._options = options
         self._own = own
+        self._num_workers = workers
 
     def plan(self, *more: str) -> str:
         """Return the command line of the plan; with `more`, that of another plan of the same trace."""
@@ -99,6 +102,7 @@ class PlanOptions(CommandLines):
                     prices=prices,
                     kv_bytes_per_token=None if self._config is None else self._token_bytes(),
                     commands=self,
+                    workers=self._num_workers,
                     on_replay=progress.update,
                 )
         except SettingError as error:
@@ -123,6 +127,7 @@ class PlanOptions(CommandLines):
                     high,
                     command=self._users_command,
                     slo_share=self._slo_share,
+                    workers=self._num_workers,
                     on_replay=progress.update,
                 ).to_builtins()
         except ConfigError as error:
@@ -143,6 +148,7 @@ class PlanOptions(CommandLines):
                     split_names(names),
                     [] if ages is None else [age.strip() for age in ages.split(",")],
                     command=self.replay,
+                    workers=self._num_workers,
                     on_replay=progress.update,
                 ).to_builtins()
         except SettingError as error:
@@ -151,7 +157,7 @@ class PlanOptions(CommandLines):
             raise self._as_options(error) from error
         return self._answer(config, routers=routers)
 
-    def fleets(self, kinds: FleetKinds, workers: int) -> dict[str, Any]:
+    def fleets(self, kinds: FleetKinds) -> dict[str, Any]:
         """Return the search among `kinds` of fleets."""
         from kvarts.plan.fleets import FleetsPlan
 
@@ -161,7 +167,7 @@ class PlanOptions(CommandLines):
                 kinds,
                 command=self.replay,
                 slo_share=self._slo_share,
-                workers=workers,
+                workers=self._num_workers,
                 on_replay=progress.update,
             ).to_builtins()
         return {

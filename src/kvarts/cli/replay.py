@@ -82,6 +82,9 @@ def _declared(sections: Sequence[Section] | None) -> list[click.Parameter]:
 @click.option("--config", "config_file", metavar="FILE", type=INPUT,
               help="TOML file with these settings by their long names (max_seqs for --max-seqs), and trace "
               "or a [workload] table. Options given here win.")  # fmt: skip
+@click.option("--workers", metavar="N", type=click.IntRange(min=1),
+              help="Processes for replicas that do not affect each other, behind --router round-robin. [as many as "
+              "there are cores, for 20,000 requests or more]")  # fmt: skip
 @result("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 @result("--report", "report_file", metavar="FILE", type=DERIVED,
         help="Write the report as JSON to FILE.")  # fmt: skip

@@ -106,6 +106,7 @@ def run_replay(
         given = over_sample_settings(given, sections)
     run: ReplayRun = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections, parts)
     run_dir: Path | None = places.pop("run_dir")
+    workers: int | None = places.pop("workers")
     check_opening(html_file, opens=opens)
     with ExitStack() as stack:
         folder = None if run_dir is None else stack.enter_context(_new_directory(run_dir))
@@ -125,7 +126,9 @@ def run_replay(
         traffic, traces = run.load()
         with outputs.observers() as observers_of, _progress(traces) as progress:
             begun_s = monotonic()
-            report = replay(traffic, run.config, on_progress=progress.update, observers_of=observers_of)
+            report = replay(
+                traffic, run.config, workers=workers, on_progress=progress.update, observers_of=observers_of
+            )
         if monotonic() - begun_s >= LONG_S and not is_compiled():
             say(
                 "kvarts: this is the interpreted build; the compiled one, in the wheels of some platforms or with "

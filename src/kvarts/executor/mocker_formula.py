@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 from mypy_extensions import i64
 
@@ -133,6 +133,10 @@ class MockerTimes(LeapTimes):
         self.known_tokens = known_tokens
         self.pool_tokens = pool_tokens
         self._take(num_steps, FAR_NS)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how another process makes the durations: `pickle` does not find the state of native objects."""
+        return MockerTimes, (self.num_decodes, self.known_tokens, self.pool_tokens, self.num_steps)
 
     def _take(self, num_steps: int, within_ns: float) -> None:
         """Have `num_steps` steps, or fewer: all but the first start before `within_ns`."""

@@ -709,6 +709,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     replayed_by: ClassVar[str] = "kvarts.fleet.replay:replay_fleet"
+    takes_workers: ClassVar[bool] = False
 
     pools: tuple[PoolConfig, ...]
     bytes_per_s: float | None = None

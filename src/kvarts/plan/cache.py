@@ -318,8 +318,8 @@ def prefill_s_per_token(config: ReplayConfig, num_tokens: int) -> float:
 class TiersPlan:
     """Comparison of sizes of `tiers`: the device first; each is slower than the one before it.
 
-    `replayed` returns the results of a replay with tiers; None if they are not possible. `also`: additional sizes in
-    pages to examine, by name of the tier.
+    `replayed` returns the results of replays with tiers; None for those that are not possible. `also`: additional sizes
+    in pages to examine, by name of the tier.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class TiersPlan:
         *,
         kv_bytes_per_token: int,
         s_per_token: float,
-        replayed: Callable[[Sequence[PricedTier]], dict[str, Any] | None] | None = None,
+        replayed: Callable[[Sequence[Sequence[PricedTier]]], Sequence[dict[str, Any] | None]] | None = None,
         also: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self._plan = plan
@@ -344,12 +344,18 @@ class TiersPlan:
 
     def to_builtins(self) -> dict[str, Any]:
         """Return the curves over host memory and over disk, and the next GiB of each tier, JSON-able."""
+        curves = [self._larger(1), self._larger(2)]
+        points = [[self._point(tiers) for tiers in curve] for curve in curves]
+        if self._replayed is not None:
+            replays = self._replayed([tiers for curve in curves for tiers in curve])
+            for point, replay in zip([point for curve in points for point in curve], replays, strict=True):
+                point["replayed"] = replay
         return {
             "prefill_us_per_token": self._s_per_token * 1e6,
             "kv_bytes_per_token": self._token_bytes,
             "hours": self._hours,
-            "curve": [self._point(tiers, with_replay=True) for tiers in self._larger(1)],
-            "disk_curve": [self._point(tiers, with_replay=True) for tiers in self._larger(2)],
+            "curve": points[0],
+            "disk_curve": points[1],
             "load_us_per_token": {
                 tier.name: self._load_s(tier) * 1e6 for tier in self._tiers if tier.bytes_per_s is not None
             },
@@ -380,7 +386,7 @@ class TiersPlan:
             before = hits
         return found
 
-    def _point(self, tiers: Sequence[PricedTier], *, with_replay: bool = False) -> dict[str, Any]:
+    def _point(self, tiers: Sequence[PricedTier]) -> dict[str, Any]:
         tokens = self._tokens(tiers)
         saved_s = self.saved_s(tiers)
         of_all = self._plan.num_prompt_tokens or 1
@@ -391,7 +397,6 @@ class TiersPlan:
             "saved_s": saved_s,
             "saved_s_per_hour": saved_s / self._hours if self._hours else None,
             "saved_ms_per_request": saved_s * 1e3 / self._num_requests,
-            **({"replayed": self._replayed(tiers)} if with_replay and self._replayed is not None else {}),
         }
 
     def _larger(self, place: int) -> list[list[PricedTier]]:

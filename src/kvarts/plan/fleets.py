@@ -25,7 +25,7 @@ from kvarts.plan.fleet_search import (
 )
 from kvarts.plan.planning import FLEET_VALUES, Plan
 from kvarts.plan.replays import share_kept
-from kvarts.plan.sweep import Processes
+from kvarts.processes import Processes
 from kvarts.report.words import duration
 from kvarts.rooms import from_room
 from kvarts.settings import given_by_keywords
@@ -57,7 +57,7 @@ class FleetsPlan:
         *,
         command: Callable[[Mapping[str, Any]], str],
         slo_share: float = 0.99,
-        workers: int = 1,
+        workers: int | None = 1,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
         self._kinds = kinds
@@ -76,7 +76,7 @@ class FleetsPlan:
 
     def to_builtins(self) -> dict[str, Any]:
         """Run the search and return the results, JSON-able. Points are ordered by devices, then `compared_by`."""
-        with Processes(self._num_workers) as processes:
+        with Processes(self._num_workers, self._trace) as processes:
             search = FleetSearch(
                 self._kinds.families,
                 self._most_devices,
@@ -115,7 +115,7 @@ class FleetsPlan:
             str(place): self._kinds.config(self._kinds.kinds[fleet.family], fleet.counts)
             for place, fleet in enumerate(fleets)
         }
-        for key, row in processes.results(partial(_replayed, self._trace), configs):
+        for key, row in processes.results(_replayed, configs):
             fleet = fleets[int(key)]
             kind = self._kinds.kinds[fleet.family]
             changes = self._kinds.changes(kind, fleet.counts)
@@ -261,7 +261,7 @@ def plan_fleets(
     routers: Sequence[str] = (),
     stores: Sequence[str] = (),
     slo_share: float = 0.99,
-    workers: int = 1,
+    workers: int | None = 1,
     on_replay: Callable[[], object] | None = None,
     **settings: Any,
 ) -> Plan:

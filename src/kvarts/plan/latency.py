@@ -10,12 +10,15 @@ return two neighbours, one that meets the requirement and one that does not; bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from kvarts.combines import check_combination
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.replays import Replays, SizeOption
+from kvarts.processes import Processes
 from kvarts.report.words import plus_minus
 from kvarts.sim.config import ReplayConfig
 from kvarts.units import as_percent
@@ -142,11 +145,10 @@ def other_option(
     replays: Replays, plan: CachePlan, name: str, num_pages: int, what: str, most: int, slo_share: float | None
 ) -> Option:
     """Return the option with `num_pages` over replicas of at most `most` each, or the closest that replicas allow."""
-    needed = max(1, -(-num_pages // most))
-    replicas = min(needed, MOST_REPLICAS)
-    pages = most if replicas > 1 else max(num_pages, min(replays.least_pages, most))
-    option = _option(replays, name, SizeOption(replicas, pages), what, slo_share)
-    if needed > replicas:
+    step = size_option(replays, num_pages, most)
+    replicas, pages = step.replicas, step.pages
+    option = _option(replays, name, step, what, slo_share)
+    if (needed := _needed(num_pages, most)) > replicas:
         option["notes"].append(f"it would take {needed:,} replicas; this is as many as are tried")
     if slo_share is not None:
         option["keeps_slo"] = replays.at(SizeOption(replicas, pages))["slo_ratio"] >= slo_share
@@ -162,6 +164,16 @@ def other_option(
         f"a policy that knew the future would find {as_percent(optimum)} with the same pages",
     ]
     return option
+
+
+def _needed(num_pages: int, most: int) -> int:
+    return max(1, -(-num_pages // most))
+
+
+def size_option(replays: Replays, num_pages: int, most: int) -> SizeOption:
+    """Return `num_pages` over replicas of at most `most` each, or the closest that replicas allow."""
+    replicas = min(_needed(num_pages, most), MOST_REPLICAS)
+    return SizeOption(replicas, most if replicas > 1 else max(num_pages, min(replays.least_pages, most)))
 
 
 def _option(replays: Replays, name: str, step: SizeOption, what: str, slo_share: float | None) -> Option:
@@ -253,11 +265,170 @@ def world_factor(cost_error: float, deviations: float) -> float:
     return round(factor, 4)
 
 
+class SearchOutcome(msgspec.Struct, frozen=True):
+    """The results of a search. `cheapest`: the place of that step in the ladder, if any keeps the SLO.
+
+    `fewest`: the fewest replicas with all their memory that keep it, per router; None: too many. `rate`, `fails_at`:
+    the highest rate of `rate_step`, and the lowest above it that does not keep the SLO. `answers`: for a cost factor,
+    the place of the cheapest step. `kept`: the worlds in which the cheapest step keeps it.
+    """
+
+    cheapest: int | None
+    fewest: dict[str, int | None]
+    rate_step: SizeOption | None
+    rate: float | None
+    fails_at: float | None
+    answers: dict[float, int | None]
+    kept: int
+
+
+class LatencySearch:
+    """The searches of a plan among `replays`, for what keeps the SLO for `slo_share` of the requests.
+
+    The search depends on nothing but shares of replays. `looked_at`: steps that are replayed first.
+    """
+
+    def __init__(
+        self,
+        replays: Replays,
+        config: ReplayConfig,
+        ladder: Sequence[SizeOption],
+        looked_at: Sequence[SizeOption],
+        *,
+        slo_share: float,
+        cost_error: float,
+    ) -> None:
+        self._replays = replays
+        self._config = config
+        self._ladder = ladder
+        self._looked_at = looked_at
+        self._slo_share = slo_share
+        self._cost_error = cost_error
+
+    def run(self) -> SearchOutcome:
+        """Return what all searches find."""
+        self._replays.look(self._looked_at)
+        place = self._cheapest()
+        fewest = self._fewest()
+        rate_step = rate = fails_at = None
+        if self._config.concurrency is None:
+            # All the memory of the configured replicas, or of those of the cheapest option if these are more.
+            replicas = 1 if place is None else self._ladder[place].replicas
+            rate_step = SizeOption(max(replicas, self._config.replicas), self._config.num_pages)
+            rate, fails_at = self._largest_rate(rate_step)
+        answers: dict[float, int | None] = {}
+        kept = 0
+        if place is not None:
+            answers = {factor: self._answer(place, factor) for factor in (1 - self._cost_error, 1 + self._cost_error)}
+            kept = self._kept_worlds(place)
+        return SearchOutcome(place, fewest, rate_step, rate, fails_at, answers, kept)
+
+    def _cheapest(self) -> int | None:
+        """Return the index of the lowest replayed step that keeps the SLO; the step below it, if any, does not."""
+
+        def keeps(place: int) -> bool:
+            return self._keeps(self._ladder[place])
+
+        whole = next(place for place, step in enumerate(self._ladder) if step.replicas > 1) - 1
+        found = first_that(keeps, whole, len(self._ladder))
+        places = range(len(self._ladder))
+        return lowest_known(keeps, found, lambda place: self._replays.has(self._ladder[place]), places)
+
+    def _fewest(self) -> dict[str, int | None]:
+        """Return, per router, the fewest replicas with all their memory that keep the SLO."""
+        num_pages = self._config.num_pages
+        of_routers: dict[str, int | None] = {}
+        start = 1
+        for name in sorted(self._replays.routers, key=lambda name: name != self._replays.router):
+
+            def keeps(replicas: int, name: str = name) -> bool:
+                return self._keeps(SizeOption(replicas, num_pages), router=name)
+
+            def is_known(replicas: int, name: str = name) -> bool:
+                return self._replays.has(SizeOption(replicas, num_pages), router=name)
+
+            fewest: int | None
+            if keeps(1):
+                fewest = 1
+            elif start > 1 and keeps(start):
+                fewest = between(keeps, 1, start)  # routers do not differ much
+            else:
+                fewest = first_from(keeps, start, MOST_REPLICAS + 1)
+            fewest = lowest_known(keeps, fewest, is_known, range(1, MOST_REPLICAS + 1))
+            if fewest is not None:
+                start = fewest
+                if fewest > 1:
+                    keeps(fewest - 1)
+            of_routers[name] = fewest
+        return of_routers
+
+    def _largest_rate(self, step: SizeOption) -> tuple[float | None, float | None]:
+        """Return the highest rate, relative to the trace, at which a step keeps the SLO, and one at which it does not.
+
+        Either is None if none was found.
+        """
+        rate = self._config.speedup
+        low = high = None
+        while low is None or high is None:
+            if self._keeps(step, rate=rate):
+                low = rate
+                rate *= 2
+            elif high is not None and self._share(step, rate=rate) <= self._share(step, rate=high):
+                high = rate
+                break  # halving the rate did not help, so the rate is not the cause
+            else:
+                high = rate
+                rate /= 2
+            if not 1 / MOST_RATE <= rate <= MOST_RATE:
+                break
+        while low is not None and high is not None and high / low > 1 + RATE_TOLERANCE:
+            middle = (low * high) ** 0.5
+            if self._keeps(step, rate=middle):
+                low = middle
+            else:
+                high = middle
+        return low, high
+
+    def _answer(self, place: int, factor: float) -> int | None:
+        """Return the place of the cheapest step if steps take `factor` times as long as the cost model predicts."""
+
+        def keeps(tried: int) -> bool:
+            return self._keeps(self._ladder[tried], cost_factor=factor)
+
+        if not keeps(place):
+            return first_from(keeps, place, len(self._ladder))
+        if factor > 1 or place == 0 or not keeps(place - 1):
+            return place
+        return first_that(keeps, place - 1, place)
+
+    def _kept_worlds(self, place: int) -> int:
+        """Return in how many of ten equally likely worlds the recommended step keeps the SLO.
+
+        Worlds differ in the time of steps: its logarithm is normal, and exceeds 1 + `cost_error` in one of ten. In the
+        five worlds with shorter steps than predicted, the SLO is kept, as it is with the predicted ones.
+        """
+        step = self._ladder[place]
+
+        def breaks(world: int) -> bool:
+            return not self._keeps(step, cost_factor=world_factor(self._cost_error, SLOWER_WORLDS[world]))
+
+        num_slower = len(SLOWER_WORLDS)
+        kept = first_that(breaks, 0, num_slower)
+        return num_slower + (num_slower if kept is None else kept)
+
+    def _keeps(self, step: SizeOption, **changes: Any) -> bool:
+        return self._share(step, **changes) >= self._slo_share
+
+    def _share(self, step: SizeOption, **changes: Any) -> float:
+        return self._replays.share(step, **changes)
+
+
 class LatencyPlan:
     """Replays of one trace under `config`. The pages of `config` are all the KV memory that a replica can have.
 
     `command` returns the command line that replays a step at a rate. `slo_share`: the share of requests that must keep
     the SLO. `router`: used with more than one replica. `cost_error`: relative error of costs; None: `cost_error_of`.
+    `processes`: those that replay, which share the trace; default: this one.
     """
 
     def __init__(
@@ -270,13 +441,14 @@ class LatencyPlan:
         router: str | RouterMaker = "prefix",
         cost_error: float | None = None,
         on_replay: Callable[[], object] | None = None,
+        processes: Processes | None = None,
     ) -> None:
         check_combination({**config.features, "plan": "command"})
         self._plan = plan
         self._config = config
         self._slo_share = slo_share
         self._cost_error = cost_error_of(config.cost) if cost_error is None else cost_error
-        self._replays = Replays(plan, config, command=command, router=router, on_replay=on_replay)
+        self._replays = Replays(plan, config, command=command, router=router, on_replay=on_replay, processes=processes)
         self._has_slo = any(getattr(config.slo, field) is not None for field in config.slo.__struct_fields__)
         self._others = {
             "knee": (plan.main_knee, "the knee of the curve of hits"),
@@ -289,22 +461,24 @@ class LatencyPlan:
     def to_builtins(self) -> dict[str, Any]:
         """Run the replays that are needed and return the results, JSON-able."""
         config = self._config
-        for step in self._steps_to_look_at():
-            self._replays.at(step)
         found: dict[str, Any] = {}
+        searched = None
+        if self._has_slo:
+            searched = self._replays.searched(self._search)
+        else:
+            self._replays.look(self._first_steps())
         share = self._slo_share if self._has_slo else None
         options = [
             other_option(self._replays, self._plan, name, num_pages, what, config.num_pages, share)
             for name, (num_pages, what) in self._others.items()
         ]
-        if self._has_slo:
-            place = self._cheapest()
-            cheapest = None if place is None else self.ladder[place]
-            found["replicas"] = self._replicas()
-            if config.concurrency is None:
-                found["largest_rate"] = self._largest_rate(1 if cheapest is None else cheapest.replicas)
+        if searched is not None:
+            place = searched.cheapest
+            found["replicas"] = self._replicas(searched)
+            if searched.rate_step is not None:
+                found["largest_rate"] = self._largest_rate(searched, searched.rate_step)
             if place is not None:
-                found["sensitivity"] = self._sensitivity(place)
+                found["sensitivity"] = self._sensitivity(searched, place)
                 below = None if place == 0 else self.ladder[place - 1]
                 cheap = cheapest_option(self._replays, self.ladder[place], below, self._slo_share, found)
                 options.insert(0, cheap)
@@ -335,6 +509,21 @@ class LatencyPlan:
 
     # Searches ---------------------------------------------------------------------------------------------
 
+    def _search(self, replays: Replays) -> SearchOutcome:
+        return LatencySearch(
+            replays,
+            self._config,
+            self.ladder,
+            self._first_steps(),
+            slo_share=self._slo_share,
+            cost_error=self._cost_error,
+        ).run()
+
+    def _first_steps(self) -> list[SizeOption]:
+        """Return the steps that are replayed in any case."""
+        others = [size_option(self._replays, pages, self._config.num_pages) for pages, _ in self._others.values()]
+        return [*self._steps_to_look_at(), *others]
+
     def _steps_to_look_at(self) -> list[SizeOption]:
         """Return the steps at the knees that fit one replica, its whole memory, and halves of that to fill up."""
         most = self._config.num_pages
@@ -344,40 +533,13 @@ class LatencyPlan:
             sizes = sorted({*sizes, halved})
         return [SizeOption(1, size) for size in sizes[-NUM_POINTS:]]
 
-    def _cheapest(self) -> int | None:
-        """Return the index of the lowest replayed step that keeps the SLO; the step below it, if any, does not."""
-
-        def keeps(place: int) -> bool:
-            return self._keeps(self.ladder[place])
-
-        whole = next(place for place, step in enumerate(self.ladder) if step.replicas > 1) - 1
-        found = first_that(keeps, whole, len(self.ladder))
-        return lowest_known(keeps, found, lambda place: self._replays.has(self.ladder[place]), range(len(self.ladder)))
-
-    def _replicas(self) -> dict[str, Any]:
+    def _replicas(self, searched: SearchOutcome) -> dict[str, Any]:
         """Return, per router, the fewest replicas with all their memory that keep the SLO."""
         num_pages = self._config.num_pages
         routers = []
-        start = 1
-        for name in sorted(self._replays.routers, key=lambda name: name != self._replays.router):
-
-            def keeps(replicas: int, name: str = name) -> bool:
-                return self._keeps(SizeOption(replicas, num_pages), router=name)
-
-            def is_known(replicas: int, name: str = name) -> bool:
-                return self._replays.has(SizeOption(replicas, num_pages), router=name)
-
-            fewest: int | None
-            if keeps(1):
-                fewest = 1
-            elif start > 1 and keeps(start):
-                fewest = between(keeps, 1, start)  # routers do not differ much
-            else:
-                fewest = first_from(keeps, start, MOST_REPLICAS + 1)
-            fewest = lowest_known(keeps, fewest, is_known, range(1, MOST_REPLICAS + 1))
+        for name, fewest in searched.fewest.items():
             row: dict[str, Any] = {"router": name, "replicas": fewest}
             if fewest is not None:
-                start = fewest
                 found = self._replays.at(SizeOption(fewest, num_pages), router=name)
                 row |= {"slo_ratio": found["slo_ratio"], "command": found["command"]}
                 if fewest > 1:
@@ -386,58 +548,23 @@ class LatencyPlan:
             routers.append(row)
         return {"pages": num_pages, "by_router": routers}
 
-    def _largest_rate(self, replicas: int) -> dict[str, Any]:
-        """Return the highest rate, relative to the trace, at which replicas with all their memory keep the SLO.
-
-        The number of replicas is the configured one, or that of the cheapest option if higher.
-        """
-        step = SizeOption(max(replicas, self._config.replicas), self._config.num_pages)
-        rate = self._config.speedup
-        low = high = None
-        while low is None or high is None:
-            if self._keeps(step, rate=rate):
-                low = rate
-                rate *= 2
-            elif high is not None and self._share(step, rate=rate) <= self._share(step, rate=high):
-                high = rate
-                break  # halving the rate did not help, so the rate is not the cause
-            else:
-                high = rate
-                rate /= 2
-            if not 1 / MOST_RATE <= rate <= MOST_RATE:
-                break
-        while low is not None and high is not None and high / low > 1 + RATE_TOLERANCE:
-            middle = (low * high) ** 0.5
-            if self._keeps(step, rate=middle):
-                low = middle
-            else:
-                high = middle
+    def _largest_rate(self, searched: SearchOutcome, step: SizeOption) -> dict[str, Any]:
+        """Return the highest rate, relative to the trace, at which replicas with all their memory keep the SLO."""
         result: dict[str, Any] = {
             "replicas": step.replicas,
             "pages": step.pages,
-            "rate": low,
-            "fails_at": high,
+            "rate": searched.rate,
+            "fails_at": searched.fails_at,
             "tolerance": RATE_TOLERANCE,
         }
-        if low is not None:
-            result["command"] = self._replays.at(step, rate=low)["command"]
+        if searched.rate is not None:
+            result["command"] = self._replays.at(step, rate=searched.rate)["command"]
         return result
 
-    def _sensitivity(self, place: int) -> dict[str, Any]:
+    def _sensitivity(self, searched: SearchOutcome, place: int) -> dict[str, Any]:
         """Return the cheapest step if steps take `cost_error` less or more time than the cost model predicts."""
         answers = []
-        for factor in (1 - self._cost_error, 1 + self._cost_error):
-
-            def keeps(tried: int, factor: float = factor) -> bool:
-                return self._keeps(self.ladder[tried], cost_factor=factor)
-
-            found: int | None
-            if not keeps(place):
-                found = first_from(keeps, place, len(self.ladder))
-            elif factor > 1 or place == 0 or not keeps(place - 1):
-                found = place
-            else:
-                found = first_that(keeps, place - 1, place)
+        for factor, found in searched.answers.items():
             recommended = self._replays.at(self.ladder[place], cost_factor=factor)
             answer: dict[str, Any] = {
                 "cost_factor": recommended["cost_factor"],
@@ -449,26 +576,5 @@ class LatencyPlan:
                 step = self.ladder[found]
                 answer["cheapest"] = {"replicas": step.replicas, "pages": step.pages, "is_same": found == place}
             answers.append(answer)
-        return {"cost_error": self._cost_error, "answers": answers, "worlds": self._worlds(place)}
-
-    def _worlds(self, place: int) -> dict[str, int]:
-        """Return in how many of ten equally likely worlds the recommended step keeps the SLO.
-
-        Worlds differ in the time of steps: its logarithm is normal, and exceeds 1 + `cost_error` in one of ten. In the
-        five worlds with shorter steps than predicted, the SLO is kept, as it is with the predicted ones.
-        """
-        step = self.ladder[place]
-
-        def breaks(world: int) -> bool:
-            return not self._keeps(step, cost_factor=world_factor(self._cost_error, SLOWER_WORLDS[world]))
-
-        num_slower = len(SLOWER_WORLDS)
-        kept = first_that(breaks, 0, num_slower)
-        return {"kept": num_slower + (num_slower if kept is None else kept), "of": 2 * num_slower}
-
-    def _keeps(self, step: SizeOption, **changes: Any) -> bool:
-        return self._share(step, **changes) >= self._slo_share
-
-    def _share(self, step: SizeOption, **changes: Any) -> float:
-        share: float = self._replays.at(step, **changes)["slo_ratio"]
-        return share
+        worlds = {"kept": searched.kept, "of": 2 * len(SLOWER_WORLDS)}
+        return {"cost_error": self._cost_error, "answers": answers, "worlds": worlds}

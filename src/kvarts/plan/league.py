@@ -23,11 +23,11 @@ from kvarts.kv.tree import PrefixTree
 from kvarts.plan import orders
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.orders import HintedOrder, SoonestReturnOrder, finishing
-from kvarts.plan.replays import share_kept
+from kvarts.plan.replays import share_kept, summary_of
 from kvarts.plan.weighted import AutoOrder
+from kvarts.processes import Processes
 from kvarts.rooms import code_named
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace
 
 __all__ = ["ALL_POLICIES", "POLICIES", "GroupHits", "League", "find_policy", "serial_hits"]
@@ -52,7 +52,7 @@ class League:
     """Comparison of policies on the trace of `plan`: at sizes one request at a time, and in replays under `config`.
 
     `command` returns the command line that shows the hit ratio of a policy at a size; `replay_command` returns the one
-    that replays it.
+    that replays it. `processes`: those that replay, which share the trace; default: this one.
     """
 
     def __init__(
@@ -64,8 +64,10 @@ class League:
         command: Callable[[str, int], str],
         replay_command: Callable[[str, int], str],
         on_replay: Callable[[], object] | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self._plan = plan
+        self._processes = Processes(shared=plan.trace) if processes is None else processes
         self._makers = {name: find_policy(name, plan.trace) for name in dict.fromkeys(("lru", *policies))}
         self._config = config
         self._command = command
@@ -77,16 +79,25 @@ class League:
 
         Replays use the same sizes, capped at the pages of `config`.
         """
-        rows = [self._row(name, size) for size in sizes for name in self._makers]
+        cases = [(name, size) for size in sizes for name in self._makers]
+        tasks = [(self._plan.page_size, size, self._makers[name]) for name, size in cases]
+        hits = self._processes.all(_hits, tasks)
+        rows = [self._row(*case, found) for case, found in zip(cases, hits, strict=True)]
         if self._config is None:
             return rows
-        replayed = sorted({min(size, self._config.num_pages) for size in sizes})
-        return rows + [self._replayed(name, self._config, size) for size in replayed for name in self._makers]
+        config = self._config.certain
+        replayed = sorted({min(size, config.num_pages) for size in sizes})
+        cases = [(name, size) for size in replayed for name in self._makers]
+        changed = [msgspec.structs.replace(config, eviction=self._makers[name], num_pages=size) for name, size in cases]
+        for _ in cases:
+            if self._on_replay is not None:
+                self._on_replay()
+        summaries = self._processes.all(summary_of, changed)
+        return rows + [self._replayed(*case, summary) for case, summary in zip(cases, summaries, strict=True)]
 
-    def _row(self, name: str, num_pages: int) -> dict[str, Any]:
+    def _row(self, name: str, num_pages: int, hits: int) -> dict[str, Any]:
         plan = self._plan
         point = plan.point(num_pages)
-        hits = serial_hits(plan.trace, plan.page_size, num_pages, self._makers[name])
         hit_ratio = hits * plan.page_size / plan.num_prompt_tokens if plan.num_prompt_tokens else 0.0
         gap = point["optimum_hit_ratio"] - point["hit_ratio"]
         assert hits <= plan.optimum.hit_pages(num_pages), f"{name} finds more than the optimum"
@@ -100,11 +111,7 @@ class League:
             "command": self._command(name, num_pages),
         }
 
-    def _replayed(self, name: str, config: ReplayConfig, num_pages: int) -> dict[str, Any]:
-        if self._on_replay is not None:
-            self._on_replay()
-        changed = msgspec.structs.replace(config.certain, eviction=self._makers[name], num_pages=num_pages)
-        summary = replay(self._plan.trace, changed).summary
+    def _replayed(self, name: str, num_pages: int, summary: dict[str, Any]) -> dict[str, Any]:
         goodput = summary["goodput"]
         return {
             "policy": name,
@@ -147,6 +154,10 @@ def find_policy(name: str, trace: Trace | None) -> MakeOrder:
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"{name!r} makes no EvictionOrder: {error}", field="policy", hint=hint) from error
     return make
+
+
+def _hits(trace: Trace, task: tuple[int, int, MakeOrder]) -> int:
+    return serial_hits(trace, *task)
 
 
 def serial_hits(trace: Trace, page_size: int, num_pages: int, make_order: MakeOrder) -> int:

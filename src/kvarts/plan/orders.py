@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
@@ -526,4 +527,4 @@ def finishing(trace: Trace) -> Callable[[], SessionAwareOrder]:
         bytes(trace.content(request, page_size=1, owner=0).units) if trace.has_output_tokens else spell(request.units)
         for request in ends
     )
-    return lambda: SessionAwareOrder(prompts)
+    return partial(SessionAwareOrder, prompts)

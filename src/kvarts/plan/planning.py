@@ -14,6 +14,7 @@ from kvarts.plan.cache import CachePlan, PricedTier, TiersPlan, best_buy, prefil
 from kvarts.plan.commands import CommandLines
 from kvarts.plan.latency import LatencyPlan
 from kvarts.plan.tables import lead
+from kvarts.processes import Processes
 from kvarts.report.advice import as_size
 from kvarts.settings import SettingError
 from kvarts.sim.replay import replay_one, trace_of
@@ -138,6 +139,7 @@ def make_plan(
     prices: Mapping[str, float] | None = None,
     kv_bytes_per_token: int | None = None,
     commands: CommandLines | None = None,
+    workers: int | None = 1,
     on_replay: Callable[[], object] | None = None,
 ) -> Plan:
     """Plan KV memory for `traffic`; with `config`, also replay some of the sizes.
@@ -148,7 +150,9 @@ def make_plan(
     the least memory that keeps it for `slo_share` of the requests, also with steps that take `cost_error` less or more
     time. `router`: that of several replicas, as a name, module:Class or a class; default: the class in `config`, else
     prefix. `prices`: price per GiB of `device`, `host` and `disk`. `kv_bytes_per_token`: that of the model of `config`
-    by default. `commands`: builds the command lines of points. `on_replay` is called before each replay.
+    by default. `commands`: builds the command lines of points. `workers`: processes that replay, with the same result;
+    more than one requires a script that can be imported; None: one per core, where that pays. `on_replay` is called
+    before each replay.
 
     Raise ConfigError for incompatible arguments, InputError for a trace that cannot be read.
     """
@@ -175,20 +179,23 @@ def make_plan(
     values["command"] = answers.plan()
     for point in values["at"]:
         point["command"] = answers.plan("--at", str(point["pages"]))
-    if policies:
-        values["league"] = _league(curves, policies, config, at, answers, on_replay)
-    if config is not None:
-        if config.kv_groups == "off":  # tiers store whole pages only
-            values["tiers"] = _tiers(curves, config, prices or {}, kv_bytes_per_token, answers, on_replay)
-        values["latency"] = LatencyPlan(
-            curves,
-            config,
-            command=answers.replay,
-            slo_share=slo_share,
-            cost_error=cost_error,
-            router=router or (config.router if callable(config.router) else "prefix"),
-            on_replay=on_replay,
-        ).to_builtins()
+    with Processes(workers, trace) as processes:
+        if policies:
+            values["league"] = _league(curves, policies, config, at, answers, on_replay, processes)
+        if config is not None:
+            if config.kv_groups == "off":  # tiers store whole pages only
+                tiers = _tiers(curves, config, prices or {}, kv_bytes_per_token, answers, on_replay, processes)
+                values["tiers"] = tiers
+            values["latency"] = LatencyPlan(
+                curves,
+                config,
+                command=answers.replay,
+                slo_share=slo_share,
+                cost_error=cost_error,
+                router=router or (config.router if callable(config.router) else "prefix"),
+                on_replay=on_replay,
+                processes=processes,
+            ).to_builtins()
     values["advice"] = lead(values)
     return Plan(values)
 
@@ -207,6 +214,7 @@ def _league(
     sizes: Sequence[int] | None,
     commands: CommandLines,
     on_replay: Callable[[], object] | None,
+    processes: Processes,
 ) -> list[dict[str, Any]]:
     """Return a row per policy and size, and rows of replays. `sizes`: None: the main knee and half of it."""
     from kvarts.plan.league import League
@@ -219,6 +227,7 @@ def _league(
             command=lambda name, pages: commands.plan("--policy", name, "--at", str(pages)),
             replay_command=lambda name, pages: commands.replay({"eviction": name, "pages": pages}),
             on_replay=on_replay,
+            processes=processes,
         )
     except ConfigError as error:
         raise SettingError(error.what, "policy", hint=error.hint) from error
@@ -232,6 +241,7 @@ def _tiers(
     token_bytes: int | None,
     commands: CommandLines,
     on_replay: Callable[[], object] | None,
+    processes: Processes,
 ) -> dict[str, Any]:
     """Return the curve over host memory, and the savings of the next GiB of each tier."""
     if token_bytes is None:
@@ -243,7 +253,7 @@ def _tiers(
         rate = parse_rate(default) if config.offload is None else config.offload.bytes_per_s(channel)
         pages = config.tiers.get(name, 0) * config.replicas
         tiers.append(PricedTier(name=name, pages=pages, bytes_per_s=rate, price=prices.get(name)))
-    trials = ReplayTrials(replay_one, curves.trace, config, is_asked=True, on_replay=on_replay)
+    trials = ReplayTrials(replay_one, curves.trace, config, is_asked=True, on_replay=on_replay, processes=processes)
     found = trials.host_memory(trials.replayed(0)) if trials.can_have_host_memory else None
     also = {} if found is None else {"host": [found.num_bytes // page_bytes * config.replicas]}
     num_tokens = max(1, curves.num_prompt_tokens // max(1, len(curves.trace.requests or ())))
@@ -252,7 +262,7 @@ def _tiers(
         tiers,
         kv_bytes_per_token=token_bytes,
         s_per_token=prefill_s_per_token(config, num_tokens),
-        replayed=lambda tiers: _replayed(trials, tiers, page_bytes, config.replicas),
+        replayed=lambda points: _replayed(trials, points, page_bytes, config.replicas),
         also=also,
     ).to_builtins()
     for curve in ("curve", "disk_curve"):
@@ -288,20 +298,30 @@ def _tiers_command(pages: Mapping[str, int], replicas: int, commands: CommandLin
 
 
 def _replayed(
-    trials: ReplayTrials, tiers: Sequence[PricedTier], page_bytes: int, replicas: int
-) -> dict[str, Any] | None:
-    """Return the results of a replay with `tiers`, given for all replicas together; None if it is not possible.
+    trials: ReplayTrials, points: Sequence[Sequence[PricedTier]], page_bytes: int, replicas: int
+) -> list[dict[str, Any] | None]:
+    """Return the results of replays with tiers, given for all replicas together; None if one is not possible.
 
     Files need host memory above them.
     """
-    host, disk = (
-        sum(tier.pages for tier in tiers if tier.name == name) // replicas * page_bytes for name in ("host", "disk")
-    )
-    if (disk and not host) or not trials.can_have_host_memory:
-        return None
-    summary = trials.replayed(host, disk)
-    return {
-        "hit_ratio": summary["prefix_hit_ratio"],
-        "hit_ratio_by_tier": summary["prefix_hit_ratio_by_tier"],
-        "ttft_ms": summary["ttft_ms"],
-    }
+    sizes = [
+        (_pages_of(tiers, "host", replicas) * page_bytes, _pages_of(tiers, "disk", replicas) * page_bytes)
+        for tiers in points
+    ]
+    possible = [(host, disk) for host, disk in sizes if (host or not disk) and trials.can_have_host_memory]
+    summaries = dict(zip(possible, trials.all_replayed(possible), strict=True))
+    return [
+        {
+            "hit_ratio": summary["prefix_hit_ratio"],
+            "hit_ratio_by_tier": summary["prefix_hit_ratio_by_tier"],
+            "ttft_ms": summary["ttft_ms"],
+        }
+        if (summary := summaries.get(each)) is not None
+        else None
+        for each in sizes
+    ]
+
+
+def _pages_of(tiers: Sequence[PricedTier], name: str, replicas: int) -> int:
+    """Return the pages of a replica in the tier of a name."""
+    return sum(tier.pages for tier in tiers if tier.name == name) // replicas

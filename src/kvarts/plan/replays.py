@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.plan.cache import CachePlan
+from kvarts.processes import Inquiry, Processes
 from kvarts.report.advice import advice
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay, replay_one
 from kvarts.sim.trials import ReplayTrials
+from kvarts.traffic.trace import Trace
 from kvarts.units import as_memory
 
 if TYPE_CHECKING:
     from kvarts.sim.router import RouterMaker
 
-__all__ = ["Replays", "SizeOption", "share_kept"]
+__all__ = ["GUESSES", "Replays", "SizeOption", "share_kept", "summary_of"]
+
+Found = TypeVar("Found")
 
 ROUTERS = ("round-robin", "least-loaded", "prefix")
 """Routers that are compared by default."""
@@ -34,6 +39,20 @@ def share_kept(summary: dict[str, Any]) -> float | None:
         return None
     share: float = (goodput["ratio"] or 0.0) * summary["num_completed"] / summary["num_requests"]
     return share
+
+
+def summary_of(trace: Trace, config: ReplayConfig) -> dict[str, Any]:
+    """Replay a trace and return the summary. Runs in other processes, too."""
+    return replay(trace, config).summary
+
+
+def _kept_by(share: float) -> dict[str, Any]:
+    return {"goodput": {"ratio": share}, "num_completed": 1, "num_requests": 1}
+
+
+LITTLE = 1e-6
+GUESSES = (lambda _: _kept_by(1.0), lambda place: _kept_by(place * LITTLE))
+"""Summaries of replays that keep an SLO, and that do not: a later one keeps it for more requests."""
 
 
 class SizeOption(msgspec.Struct, frozen=True, order=True):
@@ -54,7 +73,7 @@ class Replays:
     """Replays of the trace of `plan` under `config`, with changes.
 
     `command` returns the command line of a replay, given its changes by setting key. `router`: the default with more
-    than one replica.
+    than one replica. `processes`: those that replay, which share the trace; default: this one.
     """
 
     def __init__(
@@ -65,6 +84,7 @@ class Replays:
         command: Callable[[dict[str, Any]], str],
         router: str | RouterMaker,
         on_replay: Callable[[], object] | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.routers: dict[str, str | RouterMaker] = {name: name for name in ROUTERS}
         """Routers compared for several replicas, by name, including the given one."""
@@ -79,8 +99,9 @@ class Replays:
         self._uncertain = config
         self._command = command
         self._on_replay = on_replay
-        self._found: dict[_Case, dict[str, Any]] = {}
-        self._summaries: dict[_Case, dict[str, Any]] = {}
+        self._processes = Processes(shared=plan.trace) if processes is None else processes
+        self._asked: Inquiry[_Case] = Inquiry(self._summaries)
+        self._points: dict[_Case, dict[str, Any]] = {}
 
     def _named_router(self, router: str | RouterMaker) -> str:
         """Return the name of a router; add it to `routers` if it is the user's own."""
@@ -92,7 +113,7 @@ class Replays:
 
     def points(self) -> list[dict[str, Any]]:
         """Return all replays run so far, ordered by memory, then by rate."""
-        return [self._found[case] for case in sorted(self._found)]
+        return [self._point(case) for case in sorted(self._asked.found)]
 
     def at(
         self,
@@ -103,21 +124,53 @@ class Replays:
         cost_factor: float | None = None,
     ) -> dict[str, Any]:
         """Return the result of replaying a step. `cost_factor`: relative to that of the configuration."""
-        case = self._case(step, rate, router, cost_factor)
-        if case not in self._found:
-            if self._on_replay is not None:
-                self._on_replay()
-            self._found[case] = self._replayed(case)
-        return self._found[case]
+        return self._point(self._case(step, rate, router, cost_factor))
+
+    def share(
+        self,
+        step: SizeOption,
+        *,
+        rate: float | None = None,
+        router: str | None = None,
+        cost_factor: float | None = None,
+    ) -> float:
+        """Return the share of requests that kept the SLO in the same replay."""
+        share = share_kept(self._asked(self._case(step, rate, router, cost_factor)))
+        assert share is not None
+        return share
+
+    def look(self, steps: Sequence[SizeOption]) -> None:
+        """Replay several steps."""
+        self._asked.all([self._case(step, None, None, None) for step in steps])
+
+    def searched(self, search: Callable[[Replays], Found]) -> Found:
+        """Return the result of `search`, which depends on nothing but shares of replays.
+
+        Meanwhile, other processes replay what it may ask for next.
+        """
+
+        def with_replays(asked: Inquiry[_Case]) -> Found:
+            seen = copy(self)
+            seen._asked = asked
+            return search(seen)
+
+        return self._processes.searched(
+            with_replays, summary_of, self._config_for, GUESSES, found=self._asked.found, on_ask=self._on_replay
+        )
 
     def advice(self, step: SizeOption) -> str | None:
         """Return advice on the next thing to try, given the replay of a step. Further replays find the sizes in it."""
         self.at(step)
         case = self._case(step, None, None, None)
         trials = ReplayTrials(
-            replay_one, self._plan.trace, self._config_for(case), on_replay=self._on_replay, is_asked=True
+            replay_one,
+            self._plan.trace,
+            self._config_for(case),
+            on_replay=self._on_replay,
+            is_asked=True,
+            processes=self._processes,
         )
-        return advice(self._summaries[case], trials=lambda: trials)
+        return advice(self._asked(case), trials=lambda: trials)
 
     def named(self, step: SizeOption) -> str:
         """Return a step in words: `2 x 28,392 pages (55.5 GiB)`."""
@@ -137,7 +190,7 @@ class Replays:
 
     def has(self, step: SizeOption, *, router: str | None = None) -> bool:
         """Return whether the step was replayed with no other change."""
-        return self._case(step, None, router, None) in self._found
+        return self._case(step, None, router, None) in self._asked
 
     def spread(self, step: SizeOption) -> dict[str, Any] | None:
         """Return one standard deviation of each latency statistic; None if the cost model does not give errors."""
@@ -167,11 +220,19 @@ class Replays:
             config.cost_factor * (1.0 if cost_factor is None else cost_factor),
         )
 
-    def _replayed(self, case: _Case) -> dict[str, Any]:
+    def _summaries(self, cases: Sequence[_Case]) -> list[dict[str, Any]]:
+        for _ in cases:
+            if self._on_replay is not None:
+                self._on_replay()
+        return self._processes.all(summary_of, [self._config_for(case) for case in cases])
+
+    def _point(self, case: _Case) -> dict[str, Any]:
+        if case not in self._points:
+            self._points[case] = self._described(case, self._asked(case))
+        return self._points[case]
+
+    def _described(self, case: _Case, summary: dict[str, Any]) -> dict[str, Any]:
         step = case.step
-        config = self._config_for(case)
-        summary = replay(self._plan.trace, config).summary
-        self._summaries[case] = summary
         goodput = summary["goodput"]
         return {
             "replicas": step.replicas,

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from kvarts.plan.replays import share_kept
+from kvarts.processes import Processes
 from kvarts.routers.config import Routing
 from kvarts.routers.policies import policy_of
 from kvarts.routers.view import Needs
@@ -27,7 +28,8 @@ class RoutersPlan:
 
     `ages`: ages of a router's view, such as 50ms, applied to its metrics and to the cache events it receives. A router
     that uses neither is replayed once. `command` returns the command line of a replay, given its changes by setting
-    key. Raise ConfigError for an unknown router, and for more than MOST_ROWS replays.
+    key. `workers`: processes that replay. Raise ConfigError for an unknown router, and for more than MOST_ROWS
+    replays.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class RoutersPlan:
         ages: Sequence[str] = (),
         *,
         command: Callable[[dict[str, Any]], str],
+        workers: int | None = 1,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
         if config.replicas < 2:
@@ -47,6 +50,7 @@ class RoutersPlan:
         self._trace = trace
         self._config = config.certain
         self._command = command
+        self._num_workers = workers
         self._on_replay = on_replay
         routing = Routing() if config.routing is None else config.routing
         assert isinstance(routing, Routing)
@@ -63,30 +67,40 @@ class RoutersPlan:
 
     def to_builtins(self) -> dict[str, Any]:
         """Return a row per router and age, JSON-able."""
+        configs = {
+            str(place): msgspec.structs.replace(self._config, router=router, routing=routing)
+            for place, (router, _, routing, _) in enumerate(self._cases)
+        }
+        found = {}
+        with Processes(self._num_workers, self._trace) as processes:
+            for place, row in processes.results(_replayed, configs):
+                found[int(place)] = row
+                if self._on_replay is not None:
+                    self._on_replay()
         return {
             "replicas": self._config.replicas,
             "slo": {name: getattr(self._config.slo, name) for name in self._config.slo.__struct_fields__},
-            "points": [self._row(*case) for case in self._cases],
+            "points": [
+                {"router": router, "age": age, **found[place], "command": self._command(changes)}
+                for place, (router, age, _, changes) in enumerate(self._cases)
+            ],
         }
 
-    def _row(self, router: str, age: str | None, routing: Routing, changes: dict[str, Any]) -> dict[str, Any]:
-        report = replay(self._trace, msgspec.structs.replace(self._config, router=router, routing=routing))
-        if self._on_replay is not None:
-            self._on_replay()
-        summary, columns = report.summary, report.request_columns
-        tokens = np.bincount(
-            np.maximum(columns["replica"], 0),
-            weights=columns["input_tokens"] + columns["output_tokens"],
-            minlength=self._config.replicas,
-        )
-        return {
-            "router": router,
-            "age": age,
-            "hit_ratio": summary["prefix_hit_ratio"],
-            "ttft_ms": summary["ttft_ms"],
-            "tpot_ms": summary["tpot_ms"],
-            "num_preemptions": summary["num_preemptions"],
-            "most_to_mean_tokens": float(tokens.max() / tokens.mean()) if tokens.any() else None,
-            "slo_ratio": share_kept(summary),
-            "command": self._command(changes),
-        }
+
+def _replayed(trace: Trace, config: ReplayConfig) -> dict[str, Any]:
+    """Replay a trace behind a router and return its row. Runs in other processes, too."""
+    report = replay(trace, config)
+    summary, columns = report.summary, report.request_columns
+    tokens = np.bincount(
+        np.maximum(columns["replica"], 0),
+        weights=columns["input_tokens"] + columns["output_tokens"],
+        minlength=config.replicas,
+    )
+    return {
+        "hit_ratio": summary["prefix_hit_ratio"],
+        "ttft_ms": summary["ttft_ms"],
+        "tpot_ms": summary["tpot_ms"],
+        "num_preemptions": summary["num_preemptions"],
+        "most_to_mean_tokens": float(tokens.max() / tokens.mean()) if tokens.any() else None,
+        "slo_ratio": share_kept(summary),
+    }

@@ -15,15 +15,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
 
 from kvarts.errors import ConfigError, InputError, OutputError
+from kvarts.processes import Processes
 
 __all__ = [
-    "Processes",
     "Row",
     "Values",
     "fronts",
@@ -128,68 +127,12 @@ def _results(
     if ray_address is not None and missing:
         yield from results_on_ray(missing, run, ray_address)
         return
-    with Processes(min(workers, len(missing))) as processes:
-        yield from processes.results(run, missing)
+    with Processes(min(workers, len(missing)), run) as processes:
+        yield from processes.results(_called, missing)
 
 
-class Processes:
-    """Processes that run points, `num_workers` at a time; fewer than two: points run in this process."""
-
-    def __init__(self, num_workers: int) -> None:
-        self._pool = None
-        if num_workers > 1:
-            from concurrent.futures import ProcessPoolExecutor
-            from multiprocessing import get_context
-
-            self._pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
-
-    def results(self, run: Callable[[Any], Row], points: Mapping[str, Any]) -> Iterator[tuple[str, Row]]:
-        """Yield the key and row of each point as it is done. `run` and points must be importable by other processes.
-
-        Raise OutputError if a process has ended.
-        """
-        if self._pool is None:
-            for key, point in points.items():
-                yield key, run(point)
-            return
-        from concurrent.futures import as_completed
-        from concurrent.futures.process import BrokenProcessPool
-
-        futures = {self._pool.submit(run, point): key for key, point in points.items()}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BrokenProcessPool:
-            raise OutputError(
-                "a worker process has ended before its point was done",
-                hint="Run the same command to go on; with fewer --workers if memory ran out.",
-            ) from None
-        except BaseException:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-    def __enter__(self) -> Processes:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-
-def _end_with_parent() -> None:
-    """End this worker as soon as its parent ends: a killed sweep cannot stop its workers."""
-    from multiprocessing import parent_process
-    from multiprocessing.connection import wait
-    from threading import Thread
-
-    parent = parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    Thread(target=watch, daemon=True).start()
+def _called(run: Callable[[Values], Row], point: Values) -> Row:
+    return run(point)
 
 
 def pareto(rows: Sequence[Row], smaller: Sequence[str], larger: Sequence[str] = ()) -> list[bool]:

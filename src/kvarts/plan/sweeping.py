@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvarts.errors import ConfigError, KvartsError
-from kvarts.files import own_directory, read_bytes, read_toml, reading, write_whole
+from kvarts.files import located, own_directory, read_toml, reading, write_whole
 from kvarts.plan.commands import command_line
 from kvarts.plan.policy import SECTION as POLICY
 from kvarts.plan.policy import check_policy, with_policy
@@ -34,6 +34,8 @@ __all__ = ["Sweep", "run_point", "sweep"]
 SMALLER = ("kv_tokens", "ttft_ms_p99")
 LARGER = ("request_throughput_per_s",)
 MEASURES = ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms")
+AT_ONCE = 1 << 20
+"""Bytes of a trace that are read at once."""
 JOURNAL, TABLE, PARQUET, PAGE = "journal.jsonl", "points.json", "points.parquet", "points.html"
 
 
@@ -341,7 +343,9 @@ def _digest(path: Path) -> str:
         files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
     found = hashlib.sha256()
     for file in files:
-        found.update(read_bytes(file))
+        with reading(file), located(file).open("rb") as opened:
+            while part := opened.read(AT_ONCE):
+                found.update(part)
     return found.hexdigest()
 
 

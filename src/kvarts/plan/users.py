@@ -6,18 +6,22 @@ users than sessions, the trace is repeated, as sessions that share nothing with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.plan.league import find_policy
-from kvarts.plan.replays import share_kept
+from kvarts.plan.replays import GUESSES, share_kept
+from kvarts.processes import Inquiry, Processes
+from kvarts.report.report import Report
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay, replay_one
+from kvarts.sim.replay import replay_one
 from kvarts.sim.trials import ReplayTrials
 from kvarts.traffic.editing import repeated
 from kvarts.traffic.trace import Trace
@@ -31,8 +35,23 @@ ROUTERS = ("prefix", "session")
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
+Found = TypeVar("Found")
+_Task = tuple[int, ReplayConfig]
+"""Copies of the trace, and how these are replayed."""
+
+
+class _Load(msgspec.Struct, frozen=True, order=True):
+    """The bytes of added host memory, and a number of users."""
+
+    host_bytes: int
+    users: int
+
+
 class UsersPlan:
-    """Search for the most users, `low` to `high`, with which `slo_share` of the requests keep the SLO of `config`."""
+    """Search for the most users, `low` to `high`, with which `slo_share` of the requests keep the SLO of `config`.
+
+    `workers`: processes that replay.
+    """
 
     def __init__(
         self,
@@ -43,6 +62,7 @@ class UsersPlan:
         *,
         command: Command,
         slo_share: float = 0.99,
+        workers: int | None = 1,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
         if not trace.has_sessions:
@@ -55,8 +75,9 @@ class UsersPlan:
         self._on_replay = on_replay
         self._num_sessions = len({request.session_id or request for request in trace})
         self._has_slo = any(getattr(config.slo, field) is not None for field in config.slo.__struct_fields__)
-        self._found: dict[tuple[int, int, str], dict[str, Any]] = {}
-        """Replays, by bytes of added host memory, number of users, and the option that was added."""
+        self._processes = Processes(workers, trace)
+        self._found: dict[_Load, dict[str, Any]] = {}
+        """The summaries of replays."""
 
     def to_builtins(self) -> dict[str, Any]:
         """Return the replays, the most users that keep the SLO, and the fewest found that do not, JSON-able.
@@ -67,16 +88,20 @@ class UsersPlan:
         added. `options` are replays of the failing number of users, each with one more option: an eviction policy, a
         router, or KV that is pinned between turns.
         """
+        with self._processes:
+            return self._searched_through()
+
+    def _searched_through(self) -> dict[str, Any]:
         fits = fails = host = None
         options: list[dict[str, Any]] = []
         if self._has_slo:
             fits, fails = self._search(0, self._low)
             if fails is not None:
                 host = self._host(fits, fails)
-                options = list(self._options(fails))
+                options = self._options(fails)
         else:
-            for users in sorted({self._low, (self._low + self._high) // 2, self._high}):
-                self._replayed(0, users)
+            loads = [_Load(0, users) for users in sorted({self._low, (self._low + self._high) // 2, self._high})]
+            self._asked(lambda asked: asked.all(loads))
         return {
             "slo": {name: getattr(self._config.slo, name) for name in self._config.slo.__struct_fields__},
             "slo_share": self._slo_share if self._has_slo else None,
@@ -89,8 +114,8 @@ class UsersPlan:
             "options": options,
         }
 
-    def _options(self, users: int) -> Iterator[dict[str, Any]]:
-        """Yield a replay for each option that the configuration does not have, with the `option`."""
+    def _options(self, users: int) -> list[dict[str, Any]]:
+        """Return a replay for each option that the configuration does not have, with the `option`."""
         config = self._config
         more: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
         if "orders" not in config.features:
@@ -105,11 +130,18 @@ class UsersPlan:
                 more["--session-retention pin"] = {"sessions": pinned}, {"sessions.retention": "pin"}
             except ConfigError:
                 pass
-        for option, (fields, settings) in more.items():
-            try:
-                yield {"option": option, **self._replayed(0, users, option, fields, settings)}
-            except ConfigError:
-                continue  # the rest of the configuration cannot have it
+        tasks: dict[str, _Task] = {}
+        for option, (fields, _) in more.items():
+            with suppress(ConfigError):  # the rest of the configuration cannot have it
+                tasks[option] = self._copies_for(users), self._config_of(users, fields)
+        found = dict(self._processes.results(_summary_or_none, tasks))
+        rows = []
+        for option, (_, settings) in more.items():
+            if self._on_replay is not None:
+                self._on_replay()
+            if found.get(option) is not None:
+                rows.append({"option": option, **self._row(_Load(0, users), found[option], settings)})
+        return rows
 
     @property
     def _num_devices(self) -> int:
@@ -120,11 +152,17 @@ class UsersPlan:
 
     def _host(self, fits: int | None, fails: int) -> dict[str, Any] | None:
         """Return the number of users that fit with the host memory that keeps the hits of `fails` users."""
-        trace, _ = self._sessions_of(fails)
-        config = msgspec.structs.replace(self._config, concurrency=fails, speedup=1.0)
-        trials = ReplayTrials(replay_one, trace, config, is_asked=True, on_replay=self._on_replay)
+        config = self._config_of(fails, {})
         if getattr(config.offload, "host_pages", None) or getattr(config.offload, "host_memory", None):
             return None
+        trials = ReplayTrials(
+            partial(_replayed, self._copies_for(fails)),
+            self._trace,
+            config,
+            is_asked=True,
+            on_replay=self._on_replay,
+            processes=self._processes,
+        )
         found = trials.host_memory(trials.replayed(0)) if trials.can_have_host_memory else None
         if found is None:
             return None
@@ -141,16 +179,23 @@ class UsersPlan:
         }
 
     def _points(self, host_bytes: int) -> list[dict[str, Any]]:
-        return [self._found[key] for key in sorted(self._found) if key[0] == host_bytes and not key[2]]
+        return [self._row(load, self._found[load]) for load in sorted(self._found) if load.host_bytes == host_bytes]
 
     def _search(self, host_bytes: int, users: int) -> tuple[int | None, int | None]:
-        """Return the last number that keeps the SLO and the first that does not; None if not found.
+        """Return the last number that keeps the SLO and the first that does not; None if not found."""
+        return self._asked(lambda asked: self._bisected(asked, host_bytes, users))
 
-        Starts by doubling from `users`, since replays with many users are slow, then bisects.
-        """
+    def _bisected(self, asked: Inquiry[_Load], host_bytes: int, users: int) -> tuple[int | None, int | None]:
+        """Start by doubling from `users`, since replays with many users are slow, then bisect."""
+
+        def keeps(users: int) -> bool:
+            share = share_kept(asked(_Load(host_bytes, users)))
+            assert share is not None
+            return share >= self._slo_share
+
         low, high = None, None
         while high is None:
-            if self._keeps(host_bytes, users):
+            if keeps(users):
                 low = users
                 if users == self._high:
                     return low, None
@@ -161,50 +206,61 @@ class UsersPlan:
             return None, high
         while high - low > 1:
             middle = (low + high) // 2
-            if self._keeps(host_bytes, middle):
+            if keeps(middle):
                 low = middle
             else:
                 high = middle
         return low, high
 
-    def _keeps(self, host_bytes: int, users: int) -> bool:
-        kept: float = self._replayed(host_bytes, users)["slo_ratio"]
-        return kept >= self._slo_share
+    def _asked(self, search: Callable[[Inquiry[_Load]], Found]) -> Found:
+        return self._processes.searched(
+            search, _summary, self._task_of, GUESSES, found=self._found, on_ask=self._on_replay
+        )
 
-    def _sessions_of(self, users: int) -> tuple[Trace, int]:
-        """Return the sessions for `users`, and the number of copies of the trace in them."""
-        copies = -(-users // self._num_sessions)
-        return self._trace if copies == 1 else repeated(self._trace, copies), copies
+    def _copies_for(self, users: int) -> int:
+        """Return the number of copies of the trace that have a session for each of `users`."""
+        return -(-users // self._num_sessions)
 
-    def _replayed(
-        self,
-        host_bytes: int,
-        users: int,
-        option: str = "",
-        fields: Mapping[str, Any] = EMPTY,
-        settings: Mapping[str, Any] = EMPTY,
-    ) -> dict[str, Any]:
-        """Return a replay; with an `option`, one with changed `fields` of the configuration, which are `settings`."""
-        key = host_bytes, users, option
-        if key not in self._found:
-            if self._on_replay is not None:
-                self._on_replay()
-            trace, copies = self._sessions_of(users)
-            config = msgspec.structs.replace(self._config, concurrency=users, speedup=1.0, **fields)
-            if host_bytes:
-                config = ReplayTrials(replay_one, trace, config).with_memory(host_memory=host_bytes)
-            summary = replay(trace, config.certain).summary
-            hours = summary["duration_ms"] / 3.6e6
-            self._found[key] = {
-                "users": users,
-                "hit_ratio": summary["prefix_hit_ratio"],
-                **{name: summary[name] for name in ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms")},
-                "request_throughput_per_s": summary["request_throughput_per_s"],
-                "device_hours": hours * self._num_devices,
-                "num_completed": summary["num_completed"],
-                "slo_ratio": share_kept(summary),
-                "num_rejected": summary["num_rejected"],
-                "limited_by": summary["limited_by"]["cause"],
-                "command": self._command(users, copies, host_bytes, settings),
-            }
-        return self._found[key]
+    def _config_of(self, users: int, fields: Mapping[str, Any]) -> ReplayConfig:
+        return msgspec.structs.replace(self._config, concurrency=users, speedup=1.0, **fields).certain
+
+    def _task_of(self, load: _Load) -> _Task:
+        config = self._config_of(load.users, {})
+        if load.host_bytes:
+            config = ReplayTrials(replay_one, self._trace, config).with_memory(host_memory=load.host_bytes)
+        return self._copies_for(load.users), config
+
+    def _row(self, load: _Load, summary: dict[str, Any], settings: Mapping[str, Any] = EMPTY) -> dict[str, Any]:
+        hours = summary["duration_ms"] / 3.6e6
+        return {
+            "users": load.users,
+            "hit_ratio": summary["prefix_hit_ratio"],
+            **{name: summary[name] for name in ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms")},
+            "request_throughput_per_s": summary["request_throughput_per_s"],
+            "device_hours": hours * self._num_devices,
+            "num_completed": summary["num_completed"],
+            "slo_ratio": share_kept(summary),
+            "num_rejected": summary["num_rejected"],
+            "limited_by": summary["limited_by"]["cause"],
+            "command": self._command(load.users, self._copies_for(load.users), load.host_bytes, settings),
+        }
+
+
+# Tasks, which also run in other processes
+
+
+def _replayed(copies: int, trace: Trace, config: ReplayConfig) -> Report:
+    return replay_one(trace if copies == 1 else repeated(trace, copies), config)
+
+
+def _summary(trace: Trace, task: _Task) -> dict[str, Any]:
+    copies, config = task
+    return _replayed(copies, trace, config).summary
+
+
+def _summary_or_none(trace: Trace, task: _Task) -> dict[str, Any] | None:
+    """Return the summary of a replay; None if the configuration turns out to be impossible."""
+    try:
+        return _summary(trace, task)
+    except ConfigError:
+        return None

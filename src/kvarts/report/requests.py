@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from kvarts.columns import Column, Rows
-from kvarts.few import Few, NarrowColumns, Numbers, arrays_pay
+from kvarts.few import Few, NarrowColumns, Numbers, arrays_pay, narrowed
 from kvarts.request import Request
 from kvarts.traffic.trace import TraceRequest
 
-__all__ = ["CANCELLED", "COMPLETED", "FAILED", "NO_REPLICA", "REJECTED", "RequestLog"]
+__all__ = ["CANCELLED", "COMPLETED", "FAILED", "NO_REPLICA", "REJECTED", "RequestLog", "Taken"]
 
 COMPLETED: Final = 0
 REJECTED: Final = 1
@@ -18,6 +18,10 @@ FAILED: Final = 2
 CANCELLED: Final = 3
 NO_REPLICA: Final = -1
 """Replica of a request that its client cancelled while it waited in the router."""
+
+Taken = tuple[list[Column], dict[int, str], dict[int, str], list[int], int]
+"""The contents of a log: columns of its fields in few bytes, ids and reasons by index, stalls, and the prompt tokens of
+cancelled requests."""
 
 _REQUEST_FIELDS = (
     "index",
@@ -113,18 +117,52 @@ class RequestLog:
         self._reasons[request.index] = reason
         self.end(request, row, replica, status, more)
 
+    def take(self) -> Taken:
+        """Return the contents of the log, and clear its rows."""
+        columns = self._rows.take_narrow_columns()
+        return columns, self._ids, self._reasons, self.stalls_ns, self.cancelled_prompt_tokens
+
+    def put_together(self, parts: Sequence[tuple[Taken, Column, int]]) -> None:
+        """Become the log of several groups of replicas, each with a log of its own.
+
+        `parts`: the contents of each of these, the index of each request by its index there, and the number of the
+        first replica.
+        """
+        import numpy as np
+
+        columns: list[Column] = []
+        for field in range(len(self._fields)):
+            pieces: list[Column] = []
+            for taken, indexes, first in parts:
+                piece = taken[0][field]
+                if field == 0:
+                    piece = indexes[piece]
+                elif self._fields[field] == "replica":
+                    piece = piece.astype(np.int64) + first
+                pieces.append(piece)
+            columns.append(narrowed(np.concatenate(pieces)))
+        self._columns = self._in_order(columns)
+        for (_, ids, reasons, stalls_ns, cancelled_prompt_tokens), indexes, _ in parts:
+            self._ids.update((int(indexes[index]), name) for index, name in ids.items())
+            self._reasons.update((int(indexes[index]), reason) for index, reason in reasons.items())
+            self.stalls_ns += stalls_ns
+            self.cancelled_prompt_tokens += cancelled_prompt_tokens
+
+    def _in_order(self, columns: list[Column]) -> NarrowColumns:
+        """Return the columns, which are removed from the list, sorted by arrival."""
+        import numpy as np
+
+        order = np.argsort(columns[0])
+        sorted_columns: dict[str, Column] = {}
+        for name in reversed(self._fields):  # memory never holds all of them twice
+            sorted_columns[name] = columns.pop()[order]
+        return NarrowColumns({name: sorted_columns[name] for name in self._fields})
+
     @property
     def columns(self) -> Mapping[str, Column]:
         """Integer columns by name, sorted by arrival. They are built once, when every request has ended."""
         if self._columns is None:
-            import numpy as np
-
-            columns = self._rows.take_narrow_columns()
-            order = np.argsort(columns[0])
-            sorted_columns: dict[str, Column] = {}
-            for name in reversed(self._fields):  # memory never holds all of them twice
-                sorted_columns[name] = columns.pop()[order]
-            self._columns = NarrowColumns({name: sorted_columns[name] for name in self._fields})
+            self._columns = self._in_order(self._rows.take_narrow_columns())
         return self._columns
 
     def numbers(self) -> Mapping[str, Numbers]:

@@ -92,6 +92,32 @@ def as_fields(stored: dict[str, Numbers], where: Callable[[Numbers, Numbers, Num
     }
 
 
+_STATE = (
+    "preemptions",
+    "_spans",
+    "_rests",
+    "_num_steps",
+    "_durations_ns",
+    "_pages_taken",
+    "_rule",
+    "_period",
+    "_num_spans",
+    "_pages_due",
+    "_num_reserved",
+    "_reserved",
+)
+"""The attributes of a log that its events change."""
+
+
+def _made_again(
+    kind: type[Any], num_pages: int, tiers: dict[str, int], memory: dict[str, Any], state: dict[str, Any]
+) -> Any:
+    log = kind(num_pages, tiers, memory)
+    for name, value in state.items():
+        setattr(log, name, value)
+    return log
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class StepSpans:
     """Stores the steps of one engine of `num_pages` pages, from step 0 on, from its events.
@@ -144,6 +170,13 @@ class StepSpans:
         self._num_reserved = 0
         # Changes of the reserved pages: the step, and the pages from then on.
         self._reserved = Rows(2)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how another process makes the log: `pickle` does not find the state of native objects."""
+        state = {name: getattr(self, name) for name in _STATE}
+        if self.num_groups:
+            state["part_steps"] = self.part_steps
+        return _made_again, (type(self), self.num_pages, self.tiers, self.memory, state)
 
     def observe(self, events: Sequence[Event]) -> None:
         """Store the steps and rests in `events`, in one loop: in virtual time, all events are these."""

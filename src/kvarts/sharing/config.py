@@ -148,6 +148,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     replayed_by: ClassVar[str] = "kvarts.sharing.replay:replay_several"
+    takes_workers: ClassVar[bool] = False
 
     models: dict[str, ModelShare]
     static_split: Annotated[

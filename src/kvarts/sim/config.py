@@ -188,6 +188,7 @@ class ReplayConfig(
     """
 
     replayed_by: ClassVar[str] = "kvarts.sim.replay:replay_with_spread"
+    takes_workers: ClassVar[bool] = True
 
     cost: Annotated[
         StepCost,

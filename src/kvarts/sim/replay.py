@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast, overload
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast, overload
 
 from msgspec import structs
 
@@ -13,8 +14,9 @@ from kvarts.event_log import EventReader
 from kvarts.executor.base import VirtualExecutor
 from kvarts.executor.cost import PrefillCost
 from kvarts.executor.simulated import SimExecutor
+from kvarts.kv.transfer import TransferTotals
 from kvarts.report.report import Report
-from kvarts.report.requests import RequestLog
+from kvarts.report.requests import RequestLog, Taken
 from kvarts.report.steps import StepLog
 from kvarts.rooms import function_named
 from kvarts.sim.arrivals import Arrivals, SessionsKept
@@ -46,6 +48,10 @@ __all__ = [
 MANY_EVENTS = 16
 """The number of events buffered in virtual time before readers get them, as none of them is urgent there. A larger
 buffer would only evict the engine's data from the processor's cache."""
+MANY_REQUESTS = 20_000
+"""The number of requests from which on a replay is divided among processes by default: some seconds."""
+GROUPS_PER_WORKER = 4
+"""Groups of replicas per process: several, so that none ends long before the others, and progress is told."""
 
 Traffic: TypeAlias = "Trace | Workload | Path | str"
 """A Trace, a Workload to make one from, or the path of a file."""
@@ -57,6 +63,8 @@ class Replayable(Protocol):
     replayed_by: ClassVar[str]
     """The function, as `module:function`, that replays traffic with this configuration; its arguments are those of
     `replay`."""
+    takes_workers: ClassVar[bool]
+    """Whether `workers` is one of them."""
 
 
 @overload
@@ -64,6 +72,7 @@ def replay(
     trace: Traffic,
     config: ReplayConfig | None = None,
     *,
+    workers: int | None = 1,
     on_progress: Callable[[int], object] | None = None,
     observers_of: Callable[[int], Sequence[EventReader]] | None = None,
 ) -> Report: ...
@@ -74,6 +83,7 @@ def replay(
     trace: Any,
     config: Replayable,
     *,
+    workers: int | None = 1,
     on_progress: Callable[[int], object] | None = None,
     observers_of: Callable[[Any], Sequence[EventReader]] | None = None,
 ) -> Any: ...
@@ -83,24 +93,30 @@ def replay(
     trace: Any,
     config: Replayable | None = None,
     *,
+    workers: int | None = 1,
     on_progress: Callable[[int], object] | None = None,
     observers_of: Callable[[Any], Sequence[EventReader]] | None = None,
 ) -> Any:
     """Replay `trace` with `config` and return the report.
 
     With a ReplayConfig, `trace` is a Trace, a Workload to make one from, or the path of a file. With a SharingConfig it
-    is a mapping of these by the name of the model. `on_progress` is called with the number of requests that have ended
-    since its last call. `observers_of` returns the readers that observe the events of a replica, by number, or of a
-    model, by name. Raises InputError for a trace that cannot be read.
+    is a mapping of these by the name of the model. `workers`: processes that replay the replicas of one model which do
+    not affect each other, with the same result; more than one requires a script that can be imported; None: one per
+    core for many requests. `on_progress` is called with the number of requests that have ended since its last call.
+    `observers_of` returns the readers that observe the events of a replica, by number, or of a model, by name. Raises
+    InputError for a trace that cannot be read.
     """
     config = config or ReplayConfig()
-    return function_named(config.replayed_by)(trace, config, on_progress=on_progress, observers_of=observers_of)
+    more = {"workers": workers} if config.takes_workers else {}
+    replays = function_named(config.replayed_by)
+    return replays(trace, config, on_progress=on_progress, observers_of=observers_of, **more)
 
 
 def replay_with_spread(
     traffic: Traffic,
     config: ReplayConfig,
     *,
+    workers: int | None = 1,
     on_progress: Callable[[int], object] | None = None,
     observers_of: Callable[[int], Sequence[EventReader]] | None = None,
 ) -> Report:
@@ -111,16 +127,25 @@ def replay_with_spread(
     """
     pairs = config.cost.alternatives() if hasattr(config.cost, "alternatives") else []
     if not pairs:
-        report = replay_one(traffic, config, on_progress=on_progress, observers_of=observers_of)
+        report = replay_one(traffic, config, workers=workers, on_progress=on_progress, observers_of=observers_of)
         errors = getattr(config.cost, "held_out", {})
         report.error_shares = {f"{metric}_ms": error.one_sigma for metric, error in errors.items()}
         return report
-    from kvarts.sim.spread import spread_of
+    from kvarts.processes import Processes
+    from kvarts.sim.trials import spread_of
 
     trace = trace_of(traffic)
     report = replay_one(trace, config, on_progress=on_progress, observers_of=observers_of)
-    report.spread = spread_of(pairs, lambda cost: replay_one(trace, structs.replace(config, cost=cost)).summary)
+    configs = [structs.replace(config, cost=cost) for pair in pairs for cost in pair]
+    with Processes(workers, trace) as processes:
+        summaries = processes.all(_summary, configs)
+    report.spread = spread_of(list(zip(summaries[::2], summaries[1::2], strict=True)))
     return report
+
+
+def _summary(trace: Trace, config: ReplayConfig) -> dict[str, Any]:
+    """Return the summary of a replay. Runs in other processes, too."""
+    return replay_one(trace, config).summary
 
 
 def trace_of(traffic: Traffic) -> Trace:
@@ -138,14 +163,55 @@ def replay_one(
     traffic: Traffic,
     config: ReplayConfig,
     *,
+    workers: int | None = 1,
     on_progress: Callable[[int], object] | None = None,
     observers_of: Callable[[int], Sequence[EventReader]] | None = None,
 ) -> Report:
     """Replay the traffic of one model through the engines of `config`; the arguments are those of `replay`."""
     trace = trace_of(traffic)
+    observers = [] if observers_of is None else [observers_of(index) for index in range(config.replicas)]
+    if workers != 1 and not any(observers) and _are_apart(trace, config, workers):
+        done = _done_apart(trace, config, workers, on_progress)
+    else:
+        done = _done(trace, config, on_progress, observers)
+    return Report(
+        trace,
+        config,
+        done.requests,
+        done.steps,
+        num_evicted_pages=done.num_evicted_pages,
+        transfers=done.transfers,
+        sessions=done.sessions,
+        num_evicted_parts=done.num_evicted_parts,
+        trials=lambda: _trials(trace, config),
+    )
+
+
+class _Done(NamedTuple):
+    """What replicas have done. `num_evicted_parts`: by KV group."""
+
+    requests: RequestLog
+    steps: list[StepLog]
+    num_evicted_pages: int
+    transfers: list[TransferTotals]
+    num_evicted_parts: list[int]
+    sessions: Mapping[str, int] | None = None
+
+
+def _request_log(config: ReplayConfig) -> RequestLog:
+    return RequestLog(largest_hit_counts=config.profile == "mocker", tiers=config.tiers)
+
+
+def _done(
+    trace: Trace,
+    config: ReplayConfig,
+    on_progress: Callable[[int], object] | None,
+    observers: Sequence[Sequence[EventReader]],
+) -> _Done:
+    """Replay in this process. `observers`: of each replica; empty for none."""
     source = config.source(trace)
     tiers = config.tiers
-    requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
+    requests = _request_log(config)
     memory = None if config.kv_groups == "off" else config.memory.to_builtins()
     steps = [StepLog(config.num_blocks, tiers, memory) for _ in range(config.replicas)]
     ranks = int(getattr(config.cost_model, "num_ranks", 1))  # engines in lock step
@@ -154,8 +220,8 @@ def replay_one(
     readers: list[list[EventReader]] = []
     for index, log in enumerate(steps):
         of_router = router.reader_of(index) if config.replicas > 1 or router.holds_requests else None
-        observers = () if observers_of is None else observers_of(index)
-        readers.append([log, *observers, *(() if of_router is None else (of_router,))])
+        of_index = observers[index] if observers else ()
+        readers.append([log, *of_index, *(() if of_router is None else (of_router,))])
     runners: list[Runner] = []
     if ranks == 1:
         replicas += [open_replica(config, each) for each in readers]
@@ -183,17 +249,110 @@ def replay_one(
     )
     Driver([arrivals], runners, ranks=ranks, on_progress=on_progress).run()
     schedulers = [replica.scheduler for replica in replicas]
-    return Report(
-        trace,
-        config,
+    return _Done(
         requests,
         steps,
-        num_evicted_pages=sum(scheduler.cache.num_evicted for scheduler in schedulers),
-        transfers=[scheduler.tiers.totals() for scheduler in schedulers if scheduler.tiers is not None],
-        sessions=None if sessions is None else sessions.totals,
-        num_evicted_parts=list(map(sum, zip(*(each.num_evicted_parts() for each in replicas), strict=True))),
-        trials=lambda: _trials(trace, config),
+        sum(scheduler.cache.num_evicted for scheduler in schedulers),
+        [scheduler.tiers.totals() for scheduler in schedulers if scheduler.tiers is not None],
+        list(map(sum, zip(*(each.num_evicted_parts() for each in replicas), strict=True))),
+        None if sessions is None else sessions.totals,
     )
+
+
+_Part = tuple[Taken, _Done]
+"""The log of the requests of a group of replicas, and all else, with an empty log."""
+
+
+# Replicas in several processes ------------------------------------------------------------------------------------
+
+
+def _are_apart(trace: Trace, config: ReplayConfig, workers: int | None) -> bool:
+    """Return whether no replica affects another, and it is worth it to replay them in other processes.
+
+    So it is where requests arrive at known times, and their replicas follow from their order.
+    """
+    return (
+        config.replicas > 1
+        and config.router == "round-robin"
+        and config.routing is None
+        and config.concurrency is None
+        and config.sessions is None
+        and not config.retries
+        and not config.stop_tokens
+        and not config.audit
+        and int(getattr(config.cost_model, "num_ranks", 1)) == 1
+        and trace.requests is not None
+        and not trace.has_sessions
+        and (workers is not None or _are_many(len(trace.requests)))
+    )
+
+
+def _are_many(num_requests: int) -> bool:
+    """Return whether so many requests are divided among processes by default."""
+    if num_requests < MANY_REQUESTS:
+        return False
+    from kvarts.processes import num_cores
+
+    return num_cores() > 1
+
+
+def _done_apart(
+    trace: Trace, config: ReplayConfig, workers: int | None, on_progress: Callable[[int], object] | None
+) -> _Done:
+    """Replay neighbouring replicas together, each group in one of several processes."""
+    import numpy as np
+
+    from kvarts.processes import Processes, num_cores
+
+    assert trace.requests is not None
+    num_workers = num_cores() if workers is None else workers
+    num_groups = min(config.replicas, num_workers * GROUPS_PER_WORKER)
+    bounds = [config.replicas * group // num_groups for group in range(num_groups + 1)]
+    num_requests, indexes = len(trace.requests), []
+    done: list[_Part] = []
+    with Processes(num_workers, trace) as processes:
+        tasks = [(first, end, config) for first, end in pairwise(bounds)]
+        for (first, end), part in zip(pairwise(bounds), processes.in_order(_part, tasks), strict=True):
+            own = np.arange(num_requests)
+            indexes.append(own[(own % config.replicas >= first) & (own % config.replicas < end)])
+            done.append(part)
+            if on_progress is not None:
+                on_progress(len(indexes[-1]))
+    requests = _request_log(config)
+    requests.put_together([(part[0], own, first) for part, own, first in zip(done, indexes, bounds, strict=False)])
+    for part, own in zip(done, indexes, strict=True):
+        for log in part[1].steps:
+            log.preemptions = [
+                (step, structs.replace(each, victim=int(own[each.victim]), asker=int(own[each.asker])))
+                for step, each in log.preemptions
+            ]
+    several = [part[1] for part in done]
+    return _Done(
+        requests,
+        [log for each in several for log in each.steps],
+        sum(each.num_evicted_pages for each in several),
+        [totals for each in several for totals in each.transfers],
+        list(map(sum, zip(*(each.num_evicted_parts for each in several), strict=True))),
+    )
+
+
+def _part(trace: Trace, task: tuple[int, int, ReplayConfig]) -> _Part:
+    """Replay the replicas from `first` to `end`. Runs in other processes, too."""
+    first, end, config = task
+    requests = trace.requests
+    assert requests is not None
+    own = chain.from_iterable(
+        requests[start + first : start + end] for start in range(0, len(requests), config.replicas)
+    )
+    part = Trace(
+        own,
+        unit_tokens=trace.unit_tokens,
+        has_output_tokens=trace.has_output_tokens,
+        knows_prefixes=trace.knows_prefixes,
+        name=trace.name,
+    )
+    done = _done(part, structs.replace(config, replicas=end - first), None, ())
+    return done.requests.take(), done._replace(requests=_request_log(config))
 
 
 def _trials(trace: Trace, config: ReplayConfig) -> Trials:

@@ -1,4 +1,5 @@
-"""The benefit of more memory, found by replays: the least host memory that keeps the hits that eviction loses.
+"""Measures by further replays: the uncertainty of latencies, where a fit gave that of the cost model, and the benefit
+of more memory: the least host memory that keeps the hits that eviction loses.
 
 Sizes are tried on a grid, a tenth apart, by bisection: both the returned size and the next smaller one, which loses
 more, have been replayed. A hit ratio counts as kept if it has all but a hundredth of the gain of unbounded host memory.
@@ -6,19 +7,21 @@ more, have been replayed. A hit ratio counts as kept if it has all but a hundred
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from math import sqrt
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.processes import Inquiry, Processes
 from kvarts.report.advice import HostMemory
 from kvarts.report.report import Report
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.trace import Trace
 
-__all__ = ["MOST_REQUESTS", "MOST_STEPS", "ReplayTrials", "round_sizes"]
+__all__ = ["MOST_REQUESTS", "MOST_STEPS", "ReplayTrials", "round_sizes", "spread_of"]
 
 GIB, MIB = 1 << 30, 1 << 20
 RATIO = 1.1
@@ -30,6 +33,16 @@ WORTHWHILE = 0.005
 """The hits that host memory must gain, as a share of prompt tokens, before it is advised."""
 MOST_REQUESTS, MOST_STEPS = 2_000, 500_000
 """Limits of a replay that is repeated without being asked for: some tenths of a second."""
+METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
+STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+
+Distributions = dict[str, dict[str, float | None]]
+Found = TypeVar("Found")
+_Sizes = tuple[int, int]
+"""Bytes of host memory and of disk."""
+_Task = tuple[Callable[[Trace, ReplayConfig], Report], ReplayConfig]
+GUESSES = (lambda _: {"prefix_hit_ratio": 1.0}, lambda _: {"prefix_hit_ratio": 0.0})
+"""Summaries of replays that keep the hits, and that do not."""
 
 
 def round_sizes(least_bytes: float, most_bytes: float) -> list[int]:
@@ -53,6 +66,7 @@ class ReplayTrials:
     """Measures the effect of more memory on a replay of `trace` under `config`; each answer costs some replays.
 
     `replay` replays the trace once. `is_asked`: repeat long replays as well. `on_replay` is called before each.
+    `processes`: those that replay, which share the trace; default: this one.
     """
 
     def __init__(
@@ -63,13 +77,14 @@ class ReplayTrials:
         *,
         is_asked: bool = False,
         on_replay: Callable[[], object] | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self._replay = replay
-        self._trace = trace
+        self._processes = Processes(shared=trace) if processes is None else processes
         self._is_asked = is_asked
         self._on_replay = on_replay
         self._config = config.certain
-        self._found: dict[tuple[int, int], dict[str, Any]] = {}
+        self._found: dict[_Sizes, dict[str, Any]] = {}
 
     def least_pages(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """Return the smallest pool, in pages, that fits a request with its output."""
@@ -104,28 +119,24 @@ class ReplayTrials:
         sizes = [size for size in round_sizes(working_set * SMALLEST, working_set) if size >= self._page_bytes]
         if not sizes:
             return None
-        base, most = summary["prefix_hit_ratio"] or 0.0, self._hit_ratio(sizes[-1])
-        if most - base < WORTHWHILE:
-            return None
-        enough = base + KEPT * (most - base)
-        low, high = -1, len(sizes) - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._hit_ratio(sizes[middle]) >= enough:
-                high = middle
-            else:
-                low = middle
-        return HostMemory(num_bytes=sizes[high], hit_ratio=self._hit_ratio(sizes[high]), most_hit_ratio=most)
+        return self._searched(lambda asked: _least(asked, sizes, summary["prefix_hit_ratio"] or 0.0))
 
     def replayed(self, host_bytes: int, disk_bytes: int = 0) -> dict[str, Any]:
         """Return the summary of a replay with these sizes below the device; each combination is replayed once."""
-        sizes = host_bytes, disk_bytes
-        if sizes not in self._found:
-            if self._on_replay is not None:
-                self._on_replay()
-            config = self.with_memory(host_memory=host_bytes or None, disk_memory=disk_bytes or None)
-            self._found[sizes] = self._replay(self._trace, config).summary
-        return self._found[sizes]
+        return self.all_replayed([(host_bytes, disk_bytes)])[0]
+
+    def all_replayed(self, sizes: Sequence[_Sizes]) -> list[dict[str, Any]]:
+        """Return the summaries of replays with sizes of host memory and of disk."""
+        return self._searched(lambda asked: asked.all(sizes))
+
+    def _searched(self, search: Callable[[Inquiry[_Sizes]], Found]) -> Found:
+        return self._processes.searched(
+            search, _summary, self._task_of, GUESSES, found=self._found, on_ask=self._on_replay
+        )
+
+    def _task_of(self, sizes: _Sizes) -> _Task:
+        host_bytes, disk_bytes = sizes
+        return self._replay, self.with_memory(host_memory=host_bytes or None, disk_memory=disk_bytes or None)
 
     @property
     def token_bytes(self) -> int:
@@ -140,9 +151,6 @@ class ReplayTrials:
         config = self._config
         return self.token_bytes * config.page_size if config.kv_groups == "off" else config.memory.page_bytes
 
-    def _hit_ratio(self, host_bytes: int) -> float:
-        return self.replayed(host_bytes)["prefix_hit_ratio"] or 0.0
-
     def with_memory(self, **sizes: int | None) -> ReplayConfig:
         """Return the configuration with tiers of these sizes. Raise ConfigError if it cannot have tiers."""
         offload: Any = self._config.offload or self._offload()
@@ -154,3 +162,48 @@ class ReplayTrials:
         offload = from_room("offload.config", "OffloadConfig", field="host_memory")
         placement = self._config.placement
         return offload() if placement is None else offload(kv_bytes_per_token=placement.kv_bytes_per_token)
+
+
+def _summary(trace: Trace, task: _Task) -> dict[str, Any]:
+    replay, config = task
+    return replay(trace, config).summary
+
+
+def _least(asked: Inquiry[_Sizes], sizes: Sequence[int], base: float) -> HostMemory | None:
+    """Return the first of the `sizes` that keeps the hits of the last; None if these are not much above `base`."""
+
+    def hit_ratio(size: int) -> float:
+        return asked((size, 0))["prefix_hit_ratio"] or 0.0
+
+    most = hit_ratio(sizes[-1])
+    if most - base < WORTHWHILE:
+        return None
+    enough = base + KEPT * (most - base)
+    low, high = -1, len(sizes) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if hit_ratio(sizes[middle]) >= enough:
+            high = middle
+        else:
+            low = middle
+    return HostMemory(num_bytes=sizes[high], hit_ratio=hit_ratio(sizes[high]), most_hit_ratio=most)
+
+
+def spread_of(pairs: Sequence[tuple[Distributions, Distributions]]) -> Distributions:
+    """Return one standard deviation of each statistic of latency, in milliseconds.
+
+    `pairs`: the distributions, by metric, of two replays with cost models to either side. A statistic is None if a
+    replay lacks it.
+    """
+    squares: dict[tuple[str, str], float | None] = {(a, b): 0.0 for a in METRICS for b in STATISTICS}
+    for high, low in pairs:
+        for (metric, statistic), sum_so_far in squares.items():
+            one, other = high[metric][statistic], low[metric][statistic]
+            if sum_so_far is None or one is None or other is None:
+                squares[metric, statistic] = None
+            else:
+                squares[metric, statistic] = sum_so_far + ((one - other) / 2) ** 2
+    spread: Distributions = {metric: {} for metric in METRICS}
+    for (metric, statistic), total in squares.items():
+        spread[metric][statistic] = None if total is None else sqrt(total)
+    return spread

@@ -24,6 +24,10 @@ NO_PREFIXES = (
 )
 
 
+def _made_again(requests: Iterable[TraceRequest], facts: dict[str, Any]) -> Trace:
+    return Trace(requests, **facts)
+
+
 class Trace:
     """Requests in arrival order, and the meaning of their units.
 
@@ -64,6 +68,20 @@ class Trace:
         self.num_skipped_lines = num_skipped_lines
         self.left_out = dict(left_out or {})
         self.warnings = list(warnings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how another process makes the trace: `pickle` does not find the state of native objects."""
+        facts = {
+            "unit_tokens": self.unit_tokens,
+            "has_output_tokens": self.has_output_tokens,
+            "has_sessions": self.has_sessions,
+            "knows_prefixes": self.knows_prefixes,
+            "name": self.name,
+            "num_skipped_lines": self.num_skipped_lines,
+            "left_out": self.left_out,
+            "warnings": self.warnings,
+        }
+        return _made_again, (self._requests, facts)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self._requests)
