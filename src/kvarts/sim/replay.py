@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast, overload
 
+import msgspec
 from msgspec import structs
 
 from kvarts.build import build_engine, preparation_of
@@ -14,7 +15,6 @@ from kvarts.event_log import EventReader
 from kvarts.executor.base import VirtualExecutor
 from kvarts.executor.cost import PrefillCost
 from kvarts.executor.simulated import SimExecutor
-from kvarts.kv.transfer import TransferTotals
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog, Taken
 from kvarts.report.steps import StepLog
@@ -29,7 +29,7 @@ from kvarts.traffic.trace import Trace
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvarts.kv.transfer import PeersGain
+    from kvarts.kv.transfer import PeersGain, TransferTotals
     from kvarts.report.advice import Trials
     from kvarts.sim.lockstep import LockstepCost, Ranks
     from kvarts.traffic.workload import Workload
@@ -187,7 +187,7 @@ def replay_one(
     )
 
 
-class _Done(NamedTuple):
+class _Done(msgspec.Struct, frozen=True):
     """What replicas have done. `num_evicted_parts`: by KV group."""
 
     requests: RequestLog
@@ -352,7 +352,7 @@ def _part(trace: Trace, task: tuple[int, int, ReplayConfig]) -> _Part:
         name=trace.name,
     )
     done = _done(part, structs.replace(config, replicas=end - first), None, ())
-    return done.requests.take(), done._replace(requests=_request_log(config))
+    return done.requests.take(), structs.replace(done, requests=_request_log(config))
 
 
 def _trials(trace: Trace, config: ReplayConfig) -> Trials:
