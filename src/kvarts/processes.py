@@ -36,8 +36,9 @@ PAYS_S = 1.0
 tenths of a second."""
 COLLECT_S = 0.5
 """The time of tasks in this process after which their engines are collected."""
-LOOKS_PER_WORKER = 4
-"""Runs of a search on assumed results, per process, to foretell its next tasks."""
+LOOKS_PER_WORKER = 16
+"""Runs of a search on assumed results, per process, to foretell its next tasks. A run takes far less than a task, and
+many find tasks that are needed whatever the results of the next ones."""
 
 Case = TypeVar("Case", bound=Hashable)
 Found = TypeVar("Found")
@@ -74,8 +75,8 @@ class Inquiry(Generic[Case]):
 
 Search = Callable[[Inquiry[Case]], Found]
 """Asks for the results of cases, and depends on nothing else."""
-Guesses = Sequence[Callable[[int], Any]]
-"""The results that a case may have, equally likely; each is returned given the number of cases assumed before it."""
+Guess = Callable[[Case, Mapping[Case, Any]], Sequence[tuple[float, Any]]]
+"""Returns the results that a case may have, each with its chance, given those of other cases: as many for each case."""
 
 
 class _UnknownError(Exception):
@@ -89,7 +90,7 @@ class _UnknownError(Exception):
 def likely(
     search: Search[Case, Any],
     known: Mapping[Case, Any],
-    guesses: Guesses,
+    guess: Guess[Case],
     most_looks: int,
     found: Mapping[Case, Any] | None = None,
 ) -> list[Case]:
@@ -112,9 +113,11 @@ def likely(
             continue  # the search would end
         for case in new:
             shares[case] = shares.get(case, 0.0) - share
-        for guess in guesses:
-            result = guess(len(assumed))
-            heappush(paths, (share / len(guesses), num_paths, {**assumed, **dict.fromkeys(new, result)}))
+        results = {**known, **assumed}
+        for branch in zip(*(guess(case, results) for case in new), strict=True):
+            chance = sum(each for each, _ in branch) / len(new)
+            more = dict(zip(new, (result for _, result in branch), strict=True))
+            heappush(paths, (share * chance, num_paths, {**assumed, **more}))
             num_paths += 1
     return sorted(shares, key=lambda case: -shares[case])
 
@@ -174,7 +177,7 @@ class Processes:
         search: Search[Case, Found],
         run: Run,
         task_of: Callable[[Case], Any],
-        guesses: Guesses,
+        guess: Guess[Case],
         *,
         found: dict[Case, Any],
         on_ask: Callable[[], object] | None = None,
@@ -192,7 +195,7 @@ class Processes:
             num_free = self._num_workers - sum(not future.done() for future in under_way.values())
             if num_free < 1:
                 return
-            for case in likely(search, known, guesses, LOOKS_PER_WORKER * self._num_workers, before):
+            for case in likely(search, known, guess, LOOKS_PER_WORKER * self._num_workers, before):
                 if num_free and case not in under_way:
                     num_free -= 1
                     with suppress(KvartsError):  # raised if the case is asked for

@@ -32,7 +32,10 @@ from kvarts.traffic.trace import Trace
 from builders.plan_traces import small_traces
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
-GUESSES = (lambda _: True, lambda _: False)
+
+
+def guess(_: int, __: object) -> list[tuple[float, bool]]:
+    return [(0.5, True), (0.5, False)]
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +196,7 @@ def test_a_search_finds_and_asks_for_the_same_with_any_number_of_processes(
         told: list[None] = []
         found = {0: table[0]}
         result = processes.searched(
-            search, of_table, lambda place: (table, place), GUESSES, found=found, on_ask=lambda: told.append(None)
+            search, of_table, lambda place: (table, place), guess, found=found, on_ask=lambda: told.append(None)
         )
         assert len(told) == len(found) - 1
         return result, list(found.items()), len(told)
@@ -209,29 +212,43 @@ def test_the_next_case_is_always_among_the_likely_ones(
     known: dict[int, bool] = {}
 
     def look(cases: Any) -> list[bool]:
-        assert set(cases) - known.keys() <= set(likely(search, known, GUESSES, 1))
+        assert set(cases) - known.keys() <= set(likely(search, known, guess, 1))
         known.update((case, table[case]) for case in cases)
         return [known[case] for case in cases]
 
     search(Inquiry(look))
-    assert likely(search, known, GUESSES, 9) == []
+    assert likely(search, known, guess, 9) == []
 
 
 def test_likely_cases_of_a_bisection_are_its_next_ones() -> None:
     def search(asked: Inquiry[int]) -> int:
         return bisected(asked, 0, 16)
 
-    assert likely(search, {}, GUESSES, 3) == [8, 4, 12]
-    assert likely(search, {8: True}, GUESSES, 3) == [4, 2, 6]
+    assert likely(search, {}, guess, 3) == [8, 4, 12]
+    assert likely(search, {8: True}, guess, 3) == [4, 2, 6]
+
+
+def test_a_likelier_result_is_looked_at_first() -> None:
+    def search(asked: Inquiry[int]) -> int:
+        return bisected(asked, 0, 16)
+
+    def surely(place: int, _: object) -> list[tuple[float, bool]]:
+        return [(0.9, True), (0.1, False)]
+
+    assert likely(search, {}, surely, 3) == [8, 4, 2]
 
 
 def test_errors_of_cases_that_are_never_asked_for_have_no_effect(three: Processes) -> None:
     def search(asked: Inquiry[int]) -> list[bool]:
         return [(asked(8) and asked(4)) or asked(5)]
 
-    assert three.searched(search, of_evens, lambda place: place, GUESSES, found={}) == [True]
+    assert three.searched(search, of_evens, lambda place: place, guess, found={}) == [True]
+
+    def search_all(asked: Inquiry[int]) -> list[bool]:
+        return asked.all([2, 3, 5])
+
     with pytest.raises(InputError, match="3 is odd"):
-        three.searched(lambda asked: asked.all([2, 3, 5]), of_evens, lambda place: place, GUESSES, found={})
+        three.searched(search_all, of_evens, lambda place: place, guess, found={})
 
 
 # The end --------------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class FittedRun:
         self.num_replays = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what replays need: in another process, nobody is told of them."""
+        """Return the state for another process, in which replays are not reported."""
         return {**vars(self), "_on_progress": None}
 
     def count(self) -> None:

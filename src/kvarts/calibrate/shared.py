@@ -315,11 +315,11 @@ def test_halves(
 ) -> tuple[dict[str, Errors], dict[str, list[tuple[Course, float]]]]:
     """Fit to each half and predict the other. Return the errors by metric, and each error with its course.
 
-    `processes`: those that fit, which share the courses and the prior.
+    `processes`: those that fit.
     """
     half = halves_of([course.point for course in courses], by)
     found: dict[str, list[tuple[Course, float]]] = {}
-    for errors in processes.all(_predicted_half, [(half, side) for side in (False, True)]):
+    for errors in processes.all(_predicted_half, [(courses, prior, half, side) for side in (False, True)]):
         for place, metric, error in errors:
             found.setdefault(metric, []).append((courses[place], error))
     of_metrics = {name: Errors.of(np.array([error for _, error in each])) for name, each in found.items()}
@@ -327,10 +327,10 @@ def test_halves(
 
 
 def _predicted_half(
-    shared: tuple[Sequence[Course], Constants], task: tuple[list[bool], bool]
+    _: object, task: tuple[Sequence[Course], Constants, list[bool], bool]
 ) -> list[tuple[int, str, float]]:
     """Fit to one half and predict the other; return the errors of its courses. Runs in other processes, too."""
-    (courses, prior), (half, side) = shared, task
+    courses, prior, half, side = task
     fitted = [course for course, where in zip(courses, half, strict=True) if where == side]
     places = [place for place, where in enumerate(half) if where != side]
     _, objective, logs, _ = _fit_twice(fitted, prior)
@@ -439,12 +439,11 @@ def fit_table(
     path = Path(path)
     prior = prior or shipped_constants()
     points = load_points(path)
-    with Processes(workers) as processes:
-        courses = record(points, prior, on_progress, processes)
-    found = fit_points(courses, prior)
     halves: dict[str, dict[str, Errors]] = {}
     held_out = []
-    with Processes(workers, (courses, prior)) as processes:
+    with Processes(workers) as processes:
+        courses = record(points, prior, on_progress, processes)
+        found = fit_points(courses, prior)
         for by in hold_out:
             halves[by], each = test_halves(courses, prior, by, processes)
             held_out.append(each)

@@ -464,7 +464,7 @@ class LatencyPlan:
         found: dict[str, Any] = {}
         searched = None
         if self._has_slo:
-            searched = self._replays.searched(self._search)
+            searched = self._replays.searched(self._search, self._slo_share)
         else:
             self._replays.look(self._first_steps())
         share = self._slo_share if self._has_slo else None

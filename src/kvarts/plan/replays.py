@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +21,7 @@ from kvarts.units import as_memory
 if TYPE_CHECKING:
     from kvarts.sim.router import RouterMaker
 
-__all__ = ["GUESSES", "Replays", "SizeOption", "share_kept", "summary_of"]
+__all__ = ["Replays", "SizeOption", "guesses", "share_kept", "summary_of"]
 
 Found = TypeVar("Found")
 
@@ -46,13 +46,18 @@ def summary_of(trace: Trace, config: ReplayConfig) -> dict[str, Any]:
     return replay(trace, config).summary
 
 
-def _kept_by(share: float) -> dict[str, Any]:
-    return {"goodput": {"ratio": share}, "num_completed": 1, "num_requests": 1}
+def guesses(chance: float, num_known: int) -> list[tuple[float, dict[str, Any]]]:
+    """Return what a search sees of replays that keep an SLO, with a chance, and that do not.
+
+    Of those that do not, a later one keeps it for more requests.
+    """
+    shares = (chance, 1.0), (1.0 - chance, LITTLE * num_known)
+    return [(each, {"goodput": {"ratio": share}, "num_completed": 1, "num_requests": 1}) for each, share in shares]
 
 
 LITTLE = 1e-6
-GUESSES = (lambda _: _kept_by(1.0), lambda place: _kept_by(place * LITTLE))
-"""Summaries of replays that keep an SLO, and that do not: a later one keeps it for more requests."""
+SURE = 0.95
+"""The chance that a replay keeps an SLO if one with no more memory, or shorter times, does."""
 
 
 class SizeOption(msgspec.Struct, frozen=True, order=True):
@@ -67,6 +72,15 @@ class _Case(msgspec.Struct, frozen=True, order=True):
     rate: float
     router: str
     cost_factor: float
+
+    def is_easier_than(self, other: _Case) -> bool:
+        """Return whether an SLO that the other case keeps should be kept here, whatever the routers."""
+        return (
+            self.step.replicas >= other.step.replicas
+            and self.step.pages >= other.step.pages
+            and self.rate <= other.rate
+            and self.cost_factor <= other.cost_factor
+        )
 
 
 class Replays:
@@ -143,11 +157,21 @@ class Replays:
         """Replay several steps."""
         self._asked.all([self._case(step, None, None, None) for step in steps])
 
-    def searched(self, search: Callable[[Replays], Found]) -> Found:
-        """Return the result of `search`, which depends on nothing but shares of replays.
+    def searched(self, search: Callable[[Replays], Found], slo_share: float) -> Found:
+        """Return the result of `search`, which depends on nothing but shares of replays, and is for that share.
 
         Meanwhile, other processes replay what it may ask for next.
         """
+
+        def guess(case: _Case, known: Mapping[_Case, dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:
+            chances = set()
+            for other, summary in known.items():
+                is_kept = (share_kept(summary) or 0.0) >= slo_share
+                if is_kept and case.is_easier_than(other):
+                    chances.add(SURE)
+                elif not is_kept and other.is_easier_than(case):
+                    chances.add(1.0 - SURE)
+            return guesses(chances.pop() if len(chances) == 1 else 0.5, len(known))
 
         def with_replays(asked: Inquiry[_Case]) -> Found:
             seen = copy(self)
@@ -155,7 +179,7 @@ class Replays:
             return search(seen)
 
         return self._processes.searched(
-            with_replays, summary_of, self._config_for, GUESSES, found=self._asked.found, on_ask=self._on_replay
+            with_replays, summary_of, self._config_for, guess, found=self._asked.found, on_ask=self._on_replay
         )
 
     def advice(self, step: SizeOption) -> str | None:

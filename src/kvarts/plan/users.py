@@ -16,7 +16,7 @@ import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.plan.league import find_policy
-from kvarts.plan.replays import GUESSES, share_kept
+from kvarts.plan.replays import guesses, share_kept
 from kvarts.processes import Inquiry, Processes
 from kvarts.report.report import Report
 from kvarts.rooms import from_room
@@ -214,7 +214,7 @@ class UsersPlan:
 
     def _asked(self, search: Callable[[Inquiry[_Load]], Found]) -> Found:
         return self._processes.searched(
-            search, _summary, self._task_of, GUESSES, found=self._found, on_ask=self._on_replay
+            search, _summary, self._task_of, _guess, found=self._found, on_ask=self._on_replay
         )
 
     def _copies_for(self, users: int) -> int:
@@ -256,6 +256,10 @@ def _replayed(copies: int, trace: Trace, config: ReplayConfig) -> Report:
 def _summary(trace: Trace, task: _Task) -> dict[str, Any]:
     copies, config = task
     return _replayed(copies, trace, config).summary
+
+
+def _guess(_: _Load, known: Mapping[_Load, Any]) -> list[tuple[float, dict[str, Any]]]:
+    return guesses(0.5, len(known))
 
 
 def _summary_or_none(trace: Trace, task: _Task) -> dict[str, Any] | None:

@@ -50,7 +50,7 @@ MANY_EVENTS = 16
 buffer would only evict the engine's data from the processor's cache."""
 MANY_REQUESTS = 20_000
 """The number of requests from which on a replay is divided among processes by default: some seconds."""
-GROUPS_PER_WORKER = 4
+GROUPS_PER_WORKER = 8
 """Groups of replicas per process: several, so that none ends long before the others, and progress is told."""
 
 Traffic: TypeAlias = "Trace | Workload | Path | str"
@@ -308,16 +308,16 @@ def _done_apart(
     num_workers = num_cores() if workers is None else workers
     num_groups = min(config.replicas, num_workers * GROUPS_PER_WORKER)
     bounds = [config.replicas * group // num_groups for group in range(num_groups + 1)]
-    num_requests, indexes = len(trace.requests), []
-    done: list[_Part] = []
+    of_index = np.arange(len(trace.requests)) % config.replicas
+    indexes = [np.flatnonzero((of_index >= first) & (of_index < end)) for first, end in pairwise(bounds)]
+    found: dict[int, _Part] = {}
     with Processes(num_workers, trace) as processes:
-        tasks = [(first, end, config) for first, end in pairwise(bounds)]
-        for (first, end), part in zip(pairwise(bounds), processes.in_order(_part, tasks), strict=True):
-            own = np.arange(num_requests)
-            indexes.append(own[(own % config.replicas >= first) & (own % config.replicas < end)])
-            done.append(part)
+        tasks = {str(group): (*ends, config) for group, ends in enumerate(pairwise(bounds))}
+        for group, part in processes.results(_part, tasks):
+            found[int(group)] = part
             if on_progress is not None:
-                on_progress(len(indexes[-1]))
+                on_progress(len(indexes[int(group)]))
+    done = [found[group] for group in range(num_groups)]
     requests = _request_log(config)
     requests.put_together([(part[0], own, first) for part, own, first in zip(done, indexes, bounds, strict=False)])
     for part, own in zip(done, indexes, strict=True):

@@ -41,8 +41,6 @@ Found = TypeVar("Found")
 _Sizes = tuple[int, int]
 """Bytes of host memory and of disk."""
 _Task = tuple[Callable[[Trace, ReplayConfig], Report], ReplayConfig]
-GUESSES = (lambda _: {"prefix_hit_ratio": 1.0}, lambda _: {"prefix_hit_ratio": 0.0})
-"""Summaries of replays that keep the hits, and that do not."""
 
 
 def round_sizes(least_bytes: float, most_bytes: float) -> list[int]:
@@ -131,7 +129,7 @@ class ReplayTrials:
 
     def _searched(self, search: Callable[[Inquiry[_Sizes]], Found]) -> Found:
         return self._processes.searched(
-            search, _summary, self._task_of, GUESSES, found=self._found, on_ask=self._on_replay
+            search, _summary, self._task_of, _guess, found=self._found, on_ask=self._on_replay
         )
 
     def _task_of(self, sizes: _Sizes) -> _Task:
@@ -167,6 +165,11 @@ class ReplayTrials:
 def _summary(trace: Trace, task: _Task) -> dict[str, Any]:
     replay, config = task
     return replay(trace, config).summary
+
+
+def _guess(_: _Sizes, __: object) -> list[tuple[float, dict[str, Any]]]:
+    """Return the summaries of replays that keep the hits, and that do not."""
+    return [(0.5, {"prefix_hit_ratio": 1.0}), (0.5, {"prefix_hit_ratio": 0.0})]
 
 
 def _least(asked: Inquiry[_Sizes], sizes: Sequence[int], base: float) -> HostMemory | None:
