@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from artefacts import Artefacts, first_difference, read_files
 from cases import all_cases
 from cases.case import Case, Command
 from cases.inputs import write_inputs
-from outcome import Artefacts, first_difference, read_files
 from renamed import RENAMED, Renamed
 
 PROGRESS = re.compile(rb"^kvarts: [^\n]*: [\d,]+( s|( of [\d,]+)? \w+)\n", re.MULTILINE)

@@ -25,6 +25,7 @@ __all__ = [
     "MOST_SEED",
     "MOST_UINT32",
     "MOST_UINT64",
+    "MOST_WORKERS",
     "TooLateError",
     "brief",
     "check_number",
@@ -51,6 +52,8 @@ MOST_SECONDS = 1e9
 MOST_SEED = (1 << 63) - 1
 MOST_UINT32 = (1 << 32) - 1
 MOST_UINT64 = (1 << 64) - 1
+MOST_WORKERS = 1_024
+"""Processes that share the work of a command."""
 """Limit of fields in messages. A client may request this many tokens to mean as many as there is room for."""
 LATEST_NS: Final = 1 << 61
 """Virtual time: 73 years after its start."""

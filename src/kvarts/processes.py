@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvarts.errors import ConfigError, KvartsError, OutputError
+from kvarts.limits import MOST_WORKERS, check_number
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ProcessPoolExecutor
@@ -139,6 +140,7 @@ class Processes:
     def __init__(self, num_workers: int | None = 1, shared: Any = None) -> None:
         self._is_asked = num_workers is not None
         self._num_workers = num_cores() if num_workers is None else num_workers
+        check_number(self._num_workers, "workers", least=1, most=MOST_WORKERS)
         self._shared = shared
         self._spent_s = self._collected_s = 0.0
         self._pool: ProcessPoolExecutor | None = None

@@ -127,7 +127,7 @@ def _results(
     if ray_address is not None and missing:
         yield from results_on_ray(missing, run, ray_address)
         return
-    with Processes(min(workers, len(missing)), run) as processes:
+    with Processes(max(1, min(workers, len(missing))), run) as processes:
         yield from processes.results(_called, missing)
 
 
