@@ -49,7 +49,7 @@ FEATURES = {
     "full_prompt_hits": Feature("hits of whole prompts", ("replay", "mock", "several")),
     "orders": Feature("an eviction order other than LRU", ("replay", "plan", "mock", "sessions", "several", "fleet")),
     "mocker": Feature("the profile 'mocker'", ("replay", "plan", "mock", "several", "fleet")),
-    "uncached": Feature("an engine without a prefix cache", ("replay",)),
+    "uncached": Feature("an engine without a prefix cache", ("replay", "fleet")),
     "windows": Feature("sessions with a window", ("replay", "mock", "model", "sessions")),
     "speculation": Feature("speculation", ("model", "sessions")),
     "first_drafts": Feature("drafts before prompts", ("model", "sessions"), part_of="speculation"),
@@ -162,13 +162,13 @@ REFUSED = (
     Refusal(("record_from", "workers"), "two of them would ask for the same answer", "Record first, without workers."),
     Refusal(("state_dir", "workers"), "a directory is of one process"),
     Refusal(("uncached", "tiers"), "requests would find in host memory what they may not find on the device"),
+    Refusal(("uncached", "store"), "requests would find there what they may not find on the device"),
     Refusal(("uncached", "orders"), "it evicts nothing that can be found"),
     Refusal(("uncached", "late_events"), "it has no pages to report"),
     Refusal(("uncached", "kv_events"), "it has no pages to report"),
     Refusal(("uncached", "sessions"), "sessions go on from their pages"),
     Refusal(("uncached", "plan"), "a plan is about what is found", "Replay the options you have in mind."),
     Refusal(("uncached", "several"), "it is not modelled", "Leave it out."),
-    Refusal(("uncached", "fleet"), "it is not modelled", "Leave it out."),
 )
 
 

@@ -109,6 +109,17 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
         assert fleet["faults"]["num_failed_transfers"] == naive.num_failed_transfers
 
 
+@given(fleets(cancels=True, faults=True, profile="default"))
+def test_without_a_prefix_cache_workers_are_as_the_naive_ones(case: FleetCase) -> None:
+    """Nothing is found, neither where prompts are computed nor where their KV arrives."""
+    naive = case.naive(finds_prefixes=False)
+    report = replayed(case, no_prefix_caching=True)
+    assert_as_naive(case, naive, report, list(range(len(naive.handoffs))))
+    assert not report.request_columns["cached_tokens"].any()
+    slow = replayed(case, no_prefix_caching=True, step_by_step=True)
+    assert slow.to_json() == report.to_json()
+
+
 @given(
     fleets(max_requests=40, cancels=True, faults=True),
     st.sampled_from(SCALERS),
@@ -229,6 +240,7 @@ def test_nothing_starves_and_nothing_deadlocks_by_default(
     queues(),
     st.integers(1, 3),
     plans(),
+    st.booleans(),
 )
 def test_a_pool_of_mixed_workers_is_replicas(
     case: Case,
@@ -238,10 +250,13 @@ def test_a_pool_of_mixed_workers_is_replicas(
     queue: dict[str, Any],
     replicas: int,
     plan: dict[str, Any],
+    finds_nothing: bool,
 ) -> None:
     """A fleet without handoffs is the replay of as many replicas, to the byte."""
     if "groups" in memory:
         case.profile = "default"
+    if finds_nothing and "offload" not in memory and queue.get("router") not in ("prefix", "dynamo-kv"):
+        case.profile, memory = "default", {**memory, "no_prefix_caching": True}
     retries = 0 if timeout_s is None else retries
     config = case.config(
         replicas=replicas, client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **memory, **queue, **plan

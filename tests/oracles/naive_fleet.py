@@ -65,6 +65,11 @@ class NaiveWorker(NaiveEngine):
         self.is_down = self.is_failing = False
         self.generation = 0
         self.refused_at = -1
+        self.finds_prefixes = True
+        """Whether requests find anything that is cached."""
+
+    def lookup(self, request: NaiveRequest) -> list[Page]:
+        return super().lookup(request) if self.finds_prefixes else []
 
     # Handing over ---------------------------------------------------------------------------------------------
 
@@ -96,7 +101,7 @@ class NaiveWorker(NaiveEngine):
 
     def found_whole(self, request: NaiveRequest) -> list[Page]:
         found: list[Page] = []
-        while len(found) < len(request.tokens) // self.page_size:
+        while self.finds_prefixes and len(found) < len(request.tokens) // self.page_size:
             copies = self.index.get(self.name_of(request, len(found)))
             if copies is None:
                 break
