@@ -106,9 +106,9 @@ REFUSED = (
             Refusal((loads, "pulls"), "other workers can delay its loads", "Leave it out."),
             Refusal((loads, "layers"), "each says when a request runs"),
             Refusal((loads, "several"), "it is not modelled", "Leave it out."),
-            Refusal((loads, "fleet"), "it is not modelled", "Leave it out."),
         )
     ),
+    Refusal(("async_loads", "fleet"), "it is not modelled", "Leave it out."),
     Refusal(("bus", "store"), "transfers to a store end when its links say"),
     Refusal(("bus", "pulls"), "transfers from other workers end when their links say"),
     Refusal(("bus", "several"), "each model has its own channels", "Leave it out."),

@@ -239,14 +239,17 @@ class NaiveWorker(NaiveEngine):
                 return
             self.waiting.remove(head)
             if self.awaits_load(head, hits):
+                self.budget = self.go_on_with_loads(head, now_ns, self.budget, before)
                 continue
             self.pin(hits)
             head.pages = list(hits)
             if self.starts_load(head, hits, now_ns):
                 self.budget = self.compute_fronts(self.budget, before)
+                self.budget = self.go_on_with_loads(head, now_ns, self.budget, before)
                 continue
             before[head.seq] = len(hits) * self.page_size
             self.budget -= self.enter(head, before[head.seq], self.budget, now_ns)
+            self.budget = self.go_on_with_loads(head, now_ns, self.budget, before)
 
     def join(self, request: NaiveRequest, before: dict[int, int], decoding: list[NaiveRequest], now_ns: int) -> None:
         self.waiting.remove(request)
