@@ -267,7 +267,7 @@ def build_engine(
         pages,
         waiting,
         loads=loads,
-        handoffs=Handoffs(cache, tell) if hands_over else None,
+        handoffs=Handoffs(cache, tell, finds_prefixes=finds_prefixes) if hands_over else None,
         batch=batch,
         tell=tell,
         pins=pins,

@@ -49,7 +49,7 @@ FEATURES = {
     "full_prompt_hits": Feature("hits of whole prompts", ("replay", "mock", "several")),
     "orders": Feature("an eviction order other than LRU", ("replay", "plan", "mock", "sessions", "several", "fleet")),
     "mocker": Feature("the profile 'mocker'", ("replay", "plan", "mock", "several", "fleet")),
-    "uncached": Feature("an engine without a prefix cache", ("replay",)),
+    "uncached": Feature("an engine without a prefix cache", ("replay", "fleet")),
     "windows": Feature("sessions with a window", ("replay", "mock", "model", "sessions")),
     "speculation": Feature("speculation", ("model", "sessions")),
     "first_drafts": Feature("drafts before prompts", ("model", "sessions"), part_of="speculation"),
@@ -106,9 +106,9 @@ REFUSED = (
             Refusal((loads, "pulls"), "other workers can delay its loads", "Leave it out."),
             Refusal((loads, "layers"), "each says when a request runs"),
             Refusal((loads, "several"), "it is not modelled", "Leave it out."),
-            Refusal((loads, "fleet"), "it is not modelled", "Leave it out."),
         )
     ),
+    Refusal(("async_loads", "fleet"), "it is not modelled", "Leave it out."),
     Refusal(("bus", "store"), "transfers to a store end when its links say"),
     Refusal(("bus", "pulls"), "transfers from other workers end when their links say"),
     Refusal(("bus", "several"), "each model has its own channels", "Leave it out."),
@@ -162,13 +162,13 @@ REFUSED = (
     Refusal(("record_from", "workers"), "two of them would ask for the same answer", "Record first, without workers."),
     Refusal(("state_dir", "workers"), "a directory is of one process"),
     Refusal(("uncached", "tiers"), "requests would find in host memory what they may not find on the device"),
+    Refusal(("uncached", "store"), "requests would find there what they may not find on the device"),
     Refusal(("uncached", "orders"), "it evicts nothing that can be found"),
     Refusal(("uncached", "late_events"), "it has no pages to report"),
     Refusal(("uncached", "kv_events"), "it has no pages to report"),
     Refusal(("uncached", "sessions"), "sessions go on from their pages"),
     Refusal(("uncached", "plan"), "a plan is about what is found", "Replay the options you have in mind."),
     Refusal(("uncached", "several"), "it is not modelled", "Leave it out."),
-    Refusal(("uncached", "fleet"), "it is not modelled", "Leave it out."),
 )
 
 

@@ -83,7 +83,7 @@ class FleetCase:
             faults=self.faults,
         )
 
-    def naive(self) -> NaiveFleet:
+    def naive(self, *, finds_prefixes: bool = True) -> NaiveFleet:
         case = self.case
         settings = {"page_size": case.page_size, "max_num_batched_tokens": case.max_num_batched_tokens}
         fleet = NaiveFleet(
@@ -119,6 +119,8 @@ class FleetCase:
                 NaiveFault(each.kind, each.worker, each.start_ns, each.end_ns, each.factor) for each in self.faults
             ],
         )
+        for worker in (*fleet.prefills, *fleet.decodes):
+            worker.finds_prefixes = finds_prefixes
         fleet.run(case.naive_requests())
         return fleet
 

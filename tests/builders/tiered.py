@@ -39,13 +39,20 @@ def tiered(
 
 @st.composite
 def tiers_below(
-    draw: st.DrawFn, *, of_groups: bool = False, with_bus: bool = True, all_loads: bool = False
+    draw: st.DrawFn,
+    *,
+    of_groups: bool = False,
+    with_bus: bool = True,
+    all_loads: bool = False,
+    sync_loads: bool = False,
 ) -> OffloadConfig:
     """Host memory and files, in sizes that fill up; `of_groups`: only what tiers of parts of pages can have.
 
-    `all_loads`: requests may also wait without a place, or not wait.
+    `all_loads`: requests may also wait without a place, or not wait; `sync_loads`: only the latter.
     """
     modes: tuple[LoadKv, ...] = ("placed", "placed", "async", "sync") if all_loads else ("placed",)
+    if sync_loads:
+        modes = ("placed", "sync")
     load_kv = draw(st.sampled_from(modes))
     num_host = draw(st.sampled_from([1, 3, 8, 30, 200]))
     # A page takes from microseconds, less than a step, to many steps.

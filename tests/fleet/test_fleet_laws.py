@@ -33,7 +33,7 @@ def memories(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         settings = {"kv_groups": draw(st.sampled_from(["all", "tails"])), "groups": draw(part_groups())}
     if draw(st.booleans()):
-        settings["offload"] = draw(tiers_below(of_groups=bool(settings)))
+        settings["offload"] = draw(tiers_below(of_groups=bool(settings), sync_loads=not settings))
     return settings
 
 
@@ -50,7 +50,7 @@ def stores(draw: st.DrawFn) -> StoreSettings | None:
 def with_store(memory: dict[str, Any]) -> dict[str, Any]:
     """Settings with which a store can be: what is computed is stored at once, on channels of its own."""
     offload = memory.get("offload", OffloadConfig(kv_bytes_per_token=BYTES_PER_TOKEN))
-    alone = {"bus": None, "copy_slowdown": 0.0}
+    alone: dict[str, Any] = {"bus": None, "copy_slowdown": 0.0, "load_kv": "placed"}
     return {**memory, "offload": structs.replace(offload, policy="eager", **alone)}
 
 
@@ -107,6 +107,17 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
     assert fleet["num_deadlocks"] == naive.num_deadlocks
     if case.faults:
         assert fleet["faults"]["num_failed_transfers"] == naive.num_failed_transfers
+
+
+@given(fleets(cancels=True, faults=True, profile="default"))
+def test_without_a_prefix_cache_workers_are_as_the_naive_ones(case: FleetCase) -> None:
+    """Nothing is found, neither where prompts are computed nor where their KV arrives."""
+    naive = case.naive(finds_prefixes=False)
+    report = replayed(case, no_prefix_caching=True)
+    assert_as_naive(case, naive, report, list(range(len(naive.handoffs))))
+    assert not report.request_columns["cached_tokens"].any()
+    slow = replayed(case, no_prefix_caching=True, step_by_step=True)
+    assert slow.to_json() == report.to_json()
 
 
 @given(
@@ -229,6 +240,7 @@ def test_nothing_starves_and_nothing_deadlocks_by_default(
     queues(),
     st.integers(1, 3),
     plans(),
+    st.booleans(),
 )
 def test_a_pool_of_mixed_workers_is_replicas(
     case: Case,
@@ -238,10 +250,13 @@ def test_a_pool_of_mixed_workers_is_replicas(
     queue: dict[str, Any],
     replicas: int,
     plan: dict[str, Any],
+    finds_nothing: bool,
 ) -> None:
     """A fleet without handoffs is the replay of as many replicas, to the byte."""
     if "groups" in memory:
         case.profile = "default"
+    if finds_nothing and "offload" not in memory and queue.get("router") not in ("prefix", "dynamo-kv"):
+        case.profile, memory = "default", {**memory, "no_prefix_caching": True}
     retries = 0 if timeout_s is None else retries
     config = case.config(
         replicas=replicas, client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **memory, **queue, **plan

@@ -48,7 +48,7 @@ def naive_fleet(case: FleetCase, offload: OffloadConfig) -> tuple[NaiveFleet, li
 
 
 @pytest.mark.laws
-@given(fleets(profile="default"), tiers_below(with_bus=False))
+@given(fleets(profile="default"), tiers_below(with_bus=False, sync_loads=True))
 def test_prefill_and_decode_workers_and_their_tiers_are_as_the_naive_ones(
     case: FleetCase, offload: OffloadConfig
 ) -> None:

@@ -65,6 +65,11 @@ class NaiveWorker(NaiveEngine):
         self.is_down = self.is_failing = False
         self.generation = 0
         self.refused_at = -1
+        self.finds_prefixes = True
+        """Whether requests find anything that is cached."""
+
+    def lookup(self, request: NaiveRequest) -> list[Page]:
+        return super().lookup(request) if self.finds_prefixes else []
 
     # Handing over ---------------------------------------------------------------------------------------------
 
@@ -96,7 +101,7 @@ class NaiveWorker(NaiveEngine):
 
     def found_whole(self, request: NaiveRequest) -> list[Page]:
         found: list[Page] = []
-        while len(found) < len(request.tokens) // self.page_size:
+        while self.finds_prefixes and len(found) < len(request.tokens) // self.page_size:
             copies = self.index.get(self.name_of(request, len(found)))
             if copies is None:
                 break
@@ -234,14 +239,17 @@ class NaiveWorker(NaiveEngine):
                 return
             self.waiting.remove(head)
             if self.awaits_load(head, hits):
+                self.budget = self.go_on_with_loads(head, now_ns, self.budget, before)
                 continue
             self.pin(hits)
             head.pages = list(hits)
             if self.starts_load(head, hits, now_ns):
                 self.budget = self.compute_fronts(self.budget, before)
+                self.budget = self.go_on_with_loads(head, now_ns, self.budget, before)
                 continue
             before[head.seq] = len(hits) * self.page_size
             self.budget -= self.enter(head, before[head.seq], self.budget, now_ns)
+            self.budget = self.go_on_with_loads(head, now_ns, self.budget, before)
 
     def join(self, request: NaiveRequest, before: dict[int, int], decoding: list[NaiveRequest], now_ns: int) -> None:
         self.waiting.remove(request)

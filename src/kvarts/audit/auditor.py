@@ -815,7 +815,7 @@ class Auditor:
     def _reserve(self, event: LoadStarted) -> None:
         """Take the pages of a prompt that another engine sends; resident ones are shared, the last page included."""
         known = self._requests[event.request]
-        num_pages = known.known // self._page_size
+        num_pages = known.known // self._page_size if self._finds_prefixes else 0
         longest, _ = self.ledger.reach(self._digests.upto(known.content, num_pages)[:num_pages], self._page_size)
         if event.num_hit_pages != longest:
             what = f"shares {event.num_hit_pages} pages of its prompt, and {longest} are resident"

@@ -450,7 +450,7 @@ class Moves:
             handoff.planned = planned.index
         worker, request = self.workers[handoff.planned], handoff.decode
         self._is_busy(worker, now_ns)
-        match = worker.scheduler.cache.match(request.content, (request.num_prompt_tokens - 1) // self._page_size)
+        match = worker.handoffs.match(request.content, request.num_prompt_tokens - 1)
         return request.num_prompt_tokens - match.num_pages * self._page_size < self._least_remote
 
     def _unplan(self, handoff: Handoff) -> None:

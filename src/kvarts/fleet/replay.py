@@ -378,6 +378,7 @@ def open_worker(
         audit=config.audit,
         hands_over=True,
         plans_ahead=config.async_scheduling and config.profile == "default",
+        finds_prefixes=not config.no_prefix_caching,
         step_ns=cost.step_ns,
     )
     replica = Replica(engine, executor, plans_ahead=config.async_scheduling)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import Admitted, Arrived, ChunkComputed, LoadStarted, PromptHeld, PromptReleased, TransferEnded
-from kvarts.kv.cache import Cache, Holding
+from kvarts.kv.cache import Cache, Holding, Match
 from kvarts.request import Request, RequestState
 from kvarts.sched.loads import Loads
 from kvarts.sched.policy import WaitingQueue
@@ -29,11 +30,12 @@ FIRST_COPY: Final = 1 << 32
 class Handoffs:
     """An engine's requests that are shared with another engine. Written by the scheduler, and between steps.
 
-    `connect` must follow. `tell` receives their events.
+    `connect` must follow. `tell` receives their events. `finds_prefixes`: whether requests find cached pages.
     """
 
-    def __init__(self, cache: Cache, tell: Tell | None = None) -> None:
+    def __init__(self, cache: Cache, tell: Tell | None = None, *, finds_prefixes: bool = True) -> None:
         self._cache = cache
+        self._finds_prefixes = finds_prefixes
         self._tell = tell
         self._num_copies = 0
         self._copies: dict[int, tuple[int, int]] = {}
@@ -106,7 +108,7 @@ class Handoffs:
         cache, num_tokens = self._cache, request.num_prompt_tokens
         # The last token is computed again, from windows and states before it.
         most_tokens = num_tokens - 1 if cache.settles else num_tokens
-        match = cache.match(request.content, most_tokens // request.content.page_size)
+        match = self.match(request.content, most_tokens)
         if cache.num_to_receive(match, num_tokens) > cache.num_free:
             return False
         request.hit_tokens = match.num_pages * request.content.page_size
@@ -116,6 +118,10 @@ class Handoffs:
         request.become(RequestState.LOADING)
         self.reserved[request.index] = request
         return True
+
+    def match(self, content: Content, most_tokens: int) -> Match:
+        """Return the pages of the first `most_tokens` tokens of `content` that a request finds here."""
+        return self._cache.match(content, most_tokens // content.page_size if self._finds_prefixes else 0)
 
     def _tell_begun(self, tell: Tell, request: Request, num_hit_pages: int, now_ns: int) -> None:
         """Tell that `request` is here, and waits for its pages."""
