@@ -15,6 +15,7 @@ from kvarts.errors import ConfigError
 from kvarts.fleet.scaling import Scaler, Scripted, Thresholds, parse_scaler
 from kvarts.limits import MOST_BYTES, MOST_MS, MOST_PAGES, brief, check_number, check_whole
 from kvarts.rooms import from_room
+from kvarts.routers.config import ages_read_by
 from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, ValueSource, setting, settings_of
 from kvarts.sim.config import ReplayConfig, Slo, resolve_replay
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
@@ -431,9 +432,11 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         for each in section.settings:
             if each.key in given:
                 of_all.add(each, given.value_of(each.key), given.source_of(each.key))
+    tables = _tables(given, of_all)
+    ages = _ages_by_router(given, of_all, [table for _, _, table in tables])
     pools = [
-        PoolConfig(name=name, role=role, each=_resolve_pool(given, table, of_all, sections))
-        for name, role, table in _tables(given, of_all)
+        PoolConfig(name=name, role=role, each=_resolve_pool(given, table, of_all.without(ages[place]), sections))
+        for place, (name, role, table) in enumerate(tables)
     ]
     transfer = given.build(TransferSettings, "transfer")
     if given.in_table("transfer") and not transfer.pull and all(pool.role == "mixed" for pool in pools):
@@ -536,6 +539,22 @@ def _tables(given: Given, of_all: Given) -> list[tuple[str, Role, str]]:
             hint = "Give --prefill-replicas and --decode-replicas."
             raise given.error(short[0], f"needs {role} workers as well", hint=hint)
     return [(role, role, role) for role in ROLES]
+
+
+def _ages_by_router(given: Given, of_all: Given, tables: Sequence[str]) -> list[set[str]]:
+    """Return, for the router of each pool, the given ages that have no effect on it but on that of another pool."""
+    keys = {f"routing.{field}": field for field in ("staleness", "event_lag") if f"routing.{field}" in of_all}
+    if not keys:
+        return [set()] * len(tables)
+    read: list[set[str]] = []
+    for table in tables:
+        key = f"{table}.router"
+        router = given.value_of(key) if key in given else of_all.value_of("router") if "router" in of_all else ""
+        read.append(set())
+        with suppress(ConfigError):  # it is named where the pool is resolved
+            read[-1] = ages_read_by(router or "round-robin")
+    of_any = set().union(*read)
+    return [{key for key, field in keys.items() if field in of_any - mine} for mine in read]
 
 
 def _resolve_pool(given: Given, table: str, of_all: Given, sections: Sequence[Section]) -> ReplayConfig:
