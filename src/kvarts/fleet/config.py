@@ -625,6 +625,10 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_price: float | None = None
 
     def __post_init__(self) -> None:
+        if self.role not in get_args(Role):
+            raise SettingError(f"must be 'mixed', 'prefill' or 'decode', got {self.role!r}", "role")
+        if self.gpu_price is not None:
+            check_number(self.gpu_price, "gpu_price", most=MOST_PRICE)
         if not self.name:
             msgspec.structs.force_setattr(self, "name", self.role)
 
@@ -668,6 +672,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_values()
         roles = {pool.role for pool in self.pools}
         if not roles or ("prefill" in roles) is not ("decode" in roles):
             raise SettingError(
@@ -684,7 +689,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         if len({pool.each.to_builtins().get("model") for pool in self.pools if pool.role != "mixed"}) > 1:
             raise SettingError("prefill and decode workers have different models", "pool", hint="KV is of one model.")
         for fault in self.faults:
-            if self.scaler is None and fault.worker >= self.replicas:
+            if fault.worker < 0 or (self.scaler is None and fault.worker >= self.replicas):
                 raise SettingError(
                     f"names worker {fault.worker}, which is not there",
                     "faults.script",
@@ -718,6 +723,25 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             self._check_store(self.store)
         if self.pulls:
             self._check_pulls()
+
+    def _check_values(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        if self.bytes_per_s is not None:
+            check_number(self.bytes_per_s, "bytes_per_s", above=True, most=MOST_BYTES)
+        check_number(self.latency_ms, "latency_ms", most=MOST_MS)
+        check_number(self.hold_s, "hold_s", most=MOST_HOLD_S)
+        check_number(self.startup_s, "startup_s", most=MOST_STARTUP_S)
+        check_whole(self.token_bytes, "token_bytes", least=0)
+        check_whole(self.layers, "layers", least=0, most=MOST_LAYERS)
+        if self.least_remote is not None:
+            check_whole(self.least_remote, "least_remote")
+        for field, kind in (("transfer", TransferMode), ("sharing", Sharing)):
+            if (value := getattr(self, field)) not in get_args(kind):
+                raise SettingError(f"must be one of {', '.join(get_args(kind))}, got {value!r}", field)
+        if self.faults:
+            from kvarts.fleet.faults import check_faults  # a replay without faults imports nothing of them
+
+            check_faults(self.faults)
 
     def _check_pulls(self) -> None:
         """Raise SettingError if workers cannot read from the host memory of others."""
