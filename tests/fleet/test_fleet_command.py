@@ -339,6 +339,16 @@ def test_ages_apply_to_the_routers_that_read_what_ages(
     assert (code, "which reads no events" in told) == (2, True), told
 
 
+def test_pools_of_one_role_are_told_apart(
+    kvarts: Callable[..., tuple[int, str, str]], trace: Path, tmp_path: Path
+) -> None:
+    pools = ['[[pool]]\nrole = "prefill"', *(f'[[pool]]\nrole = "decode"\nname = "{name}"' for name in ("old", "new"))]
+    (tmp_path / "fleet.toml").write_text("\n".join(["pages = 600", "page_size = 512", *pools]))
+    _, told, _ = kvarts("replay", trace, "--config", tmp_path / "fleet.toml")
+    starts = [line.split("1 worker")[0] for line in told.splitlines() if " GPU hours" in line]
+    assert starts == ["prefill pool  ", "decode old    ", "decode new    "]
+
+
 def test_requests_that_no_worker_can_take_are_counted(kvarts: Callable[..., tuple[int, str, str]], trace: Path) -> None:
     num_rows = len(trace.read_text().splitlines())
     _, told, _ = kvarts("replay", trace, *APART, *SMALL, "--faults", "down:0=0s,down:1=0s")

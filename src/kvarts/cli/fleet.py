@@ -58,7 +58,7 @@ def render_fleet(summary: dict[str, Any]) -> str:
             lines.append(f"{words:<14}{cells}")
         lines.append("")
     lines += [
-        f"{pool['role'] + ' pool':<14}{_workers(pool)}, {as_percent(pool['busy_pct'])} busy, "
+        f"{_name(pool):<14}{_workers(pool)}, {as_percent(pool['busy_pct'])} busy, "
         f"pages: peak {as_percent(pool['peak_used_pct'])}, {pool['gpu_hours']:.3g} GPU hours"
         for pool in fleet["pools"]
     ]
@@ -84,6 +84,11 @@ def render_fleet(summary: dict[str, Any]) -> str:
             f"{as_duration(first['at_ms'])} on worker {first['replica']}: request {first['request_id']} was given up"
         )
     return "\n".join(lines) + "\n"
+
+
+def _name(pool: dict[str, Any]) -> str:
+    """Return the heading of a pool's row: its role, and its own name if it has one."""
+    return f"{pool['role']} pool" if pool["name"] == pool["role"] else f"{pool['role']} {pool['name']} "
 
 
 def _cost(fleet: dict[str, Any]) -> str:
