@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvarts.errors import ConfigError, did_you_mean
+from kvarts.limits import brief
 from kvarts.rooms import code_named, is_code_name
 from kvarts.routers.policies import (
     AibrixPrefix,
@@ -114,4 +115,8 @@ def _checked(policy: Any, name: str) -> Any:
     if not callable(getattr(policy, "choose", None)):
         hint = "See kvarts.routers.view.Policy for what a policy has."
         raise SettingError(f"{name} has no choose", "router", hint=hint)
+    needs = getattr(policy, "needs", None)
+    if needs is not None and not hasattr(needs, "pages"):
+        hint = "Write needs = Needs(metrics=True), with Needs of kvarts."
+        raise SettingError(f"{name} has needs that are not a Needs: {brief(needs)}", "router", hint=hint)
     return policy
