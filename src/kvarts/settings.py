@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, get_args, get_origin
 
@@ -355,6 +355,12 @@ class Given:
         merged._values = {key: given for key, given in below._values.items() if key not in replaced}
         merged._values.update(self._values)
         return merged
+
+    def without(self, keys: Collection[str]) -> Given:
+        """Return all values but those with `keys`."""
+        kept = Given()
+        kept._values = {key: given for key, given in self._values.items() if key not in keys}
+        return kept
 
     def implied(self, key: str, settings: Iterable[Setting], facts: Mapping[str, Any]) -> Given:
         """Return the values that `key` implies for other settings. `facts`: by key; None: no value."""

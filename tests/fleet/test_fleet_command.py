@@ -322,3 +322,34 @@ def test_requests_wait_in_the_router_of_prefill_workers(asked: Callable[..., Any
     ]
     assert waits[1]["mean"] == pytest.approx(waits[0]["mean"], rel=0.1), "with one worker, the order is the same"
     assert waits[2]["mean"] < 0.9 * waits[1]["mean"]
+
+
+def test_ages_apply_to_the_routers_that_read_what_ages(
+    kvarts: Callable[..., tuple[int, str, str]], asked: Callable[..., Any], trace: Path
+) -> None:
+    """One router of a fleet may read metrics or cache events that the other one does not."""
+    pools = ("--prefill-replicas", 2, "--decode-replicas", 2)
+    base = ("replay", trace, *pools, *SMALL, "--prefill-router", "llm-d")
+    late, current = (asked(*base, "--router-staleness", age, "--json") for age in ("30s", 0))
+    assert late["num_completed"] == current["num_completed"]
+    assert late["ttft_ms"]["mean"] > 1.1 * current["ttft_ms"]["mean"]
+    for more in (("--decode-router", "dynamo-kv"), ("--decode-router", "prefix", "--router-event-lag", "1s")):
+        assert kvarts(*base, "--router-staleness", "1s", *more)[0] == 0
+    code, _, told = kvarts(*base, "--decode-router", "least-loaded", "--router-event-lag", "1s")
+    assert (code, "which reads no events" in told) == (2, True), told
+
+
+def test_pools_of_one_role_are_told_apart(
+    kvarts: Callable[..., tuple[int, str, str]], trace: Path, tmp_path: Path
+) -> None:
+    pools = ['[[pool]]\nrole = "prefill"', *(f'[[pool]]\nrole = "decode"\nname = "{name}"' for name in ("old", "new"))]
+    (tmp_path / "fleet.toml").write_text("\n".join(["pages = 600", "page_size = 512", *pools]))
+    _, told, _ = kvarts("replay", trace, "--config", tmp_path / "fleet.toml")
+    starts = [line.split("1 worker")[0] for line in told.splitlines() if " GPU hours" in line]
+    assert starts == ["prefill pool  ", "old (decode)  ", "new (decode)  "]
+
+
+def test_requests_that_no_worker_can_take_are_counted(kvarts: Callable[..., tuple[int, str, str]], trace: Path) -> None:
+    num_rows = len(trace.read_text().splitlines())
+    _, told, _ = kvarts("replay", trace, *APART, *SMALL, "--faults", "down:0=0s,down:1=0s")
+    assert f"0 completed, 0 rejected, {num_rows} failed" in told

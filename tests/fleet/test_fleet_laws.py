@@ -272,6 +272,17 @@ def test_a_pool_of_mixed_workers_is_replicas(
     }
 
 
+def test_a_router_sees_who_waits_at_an_idle_worker_that_plans_ahead() -> None:
+    """A worker with nothing left to do but to store something is idle: who arrives there waits, as in replicas."""
+    lengths = [(1411, [1, 0], 1), (1451, [0], 1), (1451, [2], 1)]
+    rows = [Row(at_ms, units, len(units), num_tokens, None, 0, None) for at_ms, units, num_tokens in lengths]
+    case = Case(rows, 1, 8, 2, 16, 2, "default", 2)
+    config = case.config(offload=OffloadConfig(host_pages=8), router="prefix", async_scheduling=True)
+    fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
+    mine, plain = replay(case.trace(), fleet), replay(case.trace(), config)
+    assert list(mine.requests["replica"]) == list(plain.requests["replica"]) == [0, 0, 1]
+
+
 def test_requests_end_before_others_are_dropped_at_the_same_time() -> None:
     """In a fleet and in replicas: a router, and clients that try again, hear of them in this order."""
     lengths = [(400, [1, 1, 2, 1], 26), (400, [1, 1, 2, 0], 26), (407, [2, 2, 2, 1, 0, 2, 0, 0, 2, 2, 1, 1], 96)]

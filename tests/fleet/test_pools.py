@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from kvarts.errors import ConfigError
 from kvarts.fleet.config import FleetConfig, PoolConfig, Role
 from kvarts.fleet.faults import Fault
+from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 
 from builders.case import Case, cases
@@ -225,3 +227,38 @@ def test_workers_that_differ_are_named_by_pool(
         == 0
     )
     assert capsys.readouterr().out.splitlines()[2] == "2 replicas, each of 28,392 pages of 16 tokens (55.5 GiB)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bytes_per_s": 0}, "bytes_per_s: must be above 0"),
+        ({"bytes_per_s": float("nan")}, "bytes_per_s"),
+        ({"bytes_per_s": 1e30}, "bytes_per_s: must be at most"),
+        ({"latency_ms": -1.0}, "latency_ms: must be at least 0"),
+        ({"latency_ms": float("nan")}, "latency_ms"),
+        ({"startup_s": -1.0}, "startup_s"),
+        ({"hold_s": float("inf")}, "hold_s"),
+        ({"token_bytes": -5}, "token_bytes"),
+        ({"least_remote": 0}, "least_remote"),
+        ({"transfer": "half"}, "transfer: must be one of full-prompt"),
+        ({"sharing": "all"}, "sharing: must be one of none"),
+        ({"faults": (Fault("down", -1, 0),)}, "names worker -1"),
+        ({"faults": (Fault("down", 0, 10, 5),)}, "ends before it begins"),
+        ({"faults": (Fault("down", 0, 0, 10), Fault("down", 0, 5))}, "before the one before it ends"),
+    ],
+)
+def test_a_fleet_in_python_is_checked_where_it_is_made(changes: dict[str, Any], said: str) -> None:
+    pools = (
+        PoolConfig(role="prefill", each=ReplayConfig(num_pages=50)),
+        PoolConfig(role="decode", each=ReplayConfig(num_pages=50)),
+    )
+    with pytest.raises(ConfigError, match=said):
+        FleetConfig(pools=pools, **changes)
+
+
+def test_a_pool_in_python_is_checked_where_it_is_made() -> None:
+    with pytest.raises(ConfigError, match="role: must be 'mixed', 'prefill' or 'decode'"):
+        PoolConfig(role="both", each=ReplayConfig(num_pages=50))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="gpu_price: must be at least 0"):
+        PoolConfig(role="mixed", each=ReplayConfig(num_pages=50), gpu_price=-1.0)

@@ -35,6 +35,13 @@ class Outside(Last):
         return len(view.workers)
 
 
+class Misread:
+    needs = "metrics"
+
+    def choose(self, asked: Asked, view: View) -> int:
+        return view.workers[0]
+
+
 class Silent:
     needs = Needs()
 
@@ -71,6 +78,7 @@ def test_a_router_gets_the_metrics_that_it_needs() -> None:
     [
         (Outside, "Outside chose 2"),
         (Silent, "Silent has no choose"),
+        (Misread, "Misread has needs that are not a Needs: 'metrics'"),
         ("no.such.module:Router", "cannot be imported"),
         (f"{__name__}:Missing", "cannot be imported"),
         ("nearest", "must be one of round-robin, least-loaded"),

@@ -180,6 +180,8 @@ def _wasted(summary: dict[str, Any]) -> list[str]:
 
 def _counts(summary: dict[str, Any], completed: int, rejected: int) -> str:
     text = f"{completed:,} completed, {rejected:,} rejected"
+    if summary["num_failed"]:
+        text += f", {summary['num_failed']:,} failed"
     if "num_cancelled" in summary:
         text += f", {summary['num_cancelled']:,} cancelled"
     skipped = summary["num_skipped_lines"]

@@ -16,6 +16,7 @@ from kvarts.errors import ConfigError
 from kvarts.fleet.scaling import Scaler, Scripted, Thresholds, parse_scaler
 from kvarts.limits import MOST_BYTES, MOST_MS, MOST_PAGES, brief, check_number, check_whole
 from kvarts.rooms import from_room
+from kvarts.routers.config import ages_read_by
 from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, ValueSource, setting, settings_of
 from kvarts.sim.config import ReplayConfig, Slo, resolve_replay
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
@@ -441,10 +442,12 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         for each in section.settings:
             if each.key in given:
                 of_all.add(each, given.value_of(each.key), given.source_of(each.key))
+    tables = _tables(given, of_all)
+    ages = _ages_by_router(given, of_all, [table for _, _, table in tables])
     pools = []
-    for name, role, table in _tables(given, of_all):
+    for place, (name, role, table) in enumerate(tables):
         served = given.build(PoolSettings, table).served_model_name if table not in ("", *ROLES) else None
-        config = _resolve_pool(given, table, of_all, sections)
+        config = _resolve_pool(given, table, of_all.without(ages[place]), sections)
         pools.append(PoolConfig(name=name, role=role, each=config, served_model_name=served))
     transfer = given.build(TransferSettings, "transfer")
     if given.in_table("transfer") and not transfer.pull and all(pool.role == "mixed" for pool in pools):
@@ -555,6 +558,22 @@ def _tables(given: Given, of_all: Given) -> list[tuple[str, Role, str]]:
     return [(role, role, role) for role in ROLES]
 
 
+def _ages_by_router(given: Given, of_all: Given, tables: Sequence[str]) -> list[set[str]]:
+    """Return, for the router of each pool, the given ages that have no effect on it but on that of another pool."""
+    keys = {f"routing.{field}": field for field in ("staleness", "event_lag") if f"routing.{field}" in of_all}
+    if not keys:
+        return [set()] * len(tables)
+    read: list[set[str]] = []
+    for table in tables:
+        key = f"{table}.router"
+        router = given.value_of(key) if key in given else of_all.value_of("router") if "router" in of_all else ""
+        read.append(set())
+        with suppress(ConfigError):  # it is named where the pool is resolved
+            read[-1] = ages_read_by(router or "round-robin")
+    of_any = set().union(*read)
+    return [{key for key, field in keys.items() if field in of_any - mine} for mine in read]
+
+
 def _resolve_pool(given: Given, table: str, of_all: Given, sections: Sequence[Section]) -> ReplayConfig:
     """Build the configuration of the workers of a pool, from its own settings and those for all."""
     known = of_workers()
@@ -633,6 +652,10 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     token_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        if self.role not in get_args(Role):
+            raise SettingError(f"must be 'mixed', 'prefill' or 'decode', got {self.role!r}", "role")
+        if self.gpu_price is not None:
+            check_number(self.gpu_price, "gpu_price", most=MOST_PRICE)
         if not self.name:
             msgspec.structs.force_setattr(self, "name", self.role)
 
@@ -728,6 +751,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_values()
         roles = {pool.role for pool in self.pools}
         if not roles or ("prefill" in roles) is not ("decode" in roles):
             raise SettingError(
@@ -746,7 +770,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                 hint = "KV is of one model: each that has prefill workers needs decode workers, too."
                 raise SettingError("prefill and decode workers have different models", "pool", hint=hint)
         for fault in self.faults:
-            if self.scaler is None and fault.worker >= self.replicas:
+            if fault.worker < 0 or (self.scaler is None and fault.worker >= self.replicas):
                 raise SettingError(
                     f"names worker {fault.worker}, which is not there",
                     "faults.script",
@@ -780,6 +804,25 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             self._check_store(self.store)
         if self.pulls:
             self._check_pulls()
+
+    def _check_values(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        if self.bytes_per_s is not None:
+            check_number(self.bytes_per_s, "bytes_per_s", above=True, most=MOST_BYTES)
+        check_number(self.latency_ms, "latency_ms", most=MOST_MS)
+        check_number(self.hold_s, "hold_s", most=MOST_HOLD_S)
+        check_number(self.startup_s, "startup_s", most=MOST_STARTUP_S)
+        check_whole(self.token_bytes, "token_bytes", least=0)
+        check_whole(self.layers, "layers", least=0, most=MOST_LAYERS)
+        if self.least_remote is not None:
+            check_whole(self.least_remote, "least_remote")
+        for field, kind in (("transfer", TransferMode), ("sharing", Sharing)):
+            if (value := getattr(self, field)) not in get_args(kind):
+                raise SettingError(f"must be one of {', '.join(get_args(kind))}, got {value!r}", field)
+        if self.faults:
+            from kvarts.fleet.faults import check_faults  # a replay without faults imports nothing of them
+
+            check_faults(self.faults)
 
     def _check_pulls(self) -> None:
         """Raise SettingError if workers cannot read from the host memory of others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -11,7 +12,7 @@ from kvarts.errors import ConfigError
 from kvarts.limits import brief
 from kvarts.units import parse_duration_s
 
-__all__ = ["Change", "Fault", "Kind", "changes_of", "parse_faults"]
+__all__ = ["Change", "Fault", "Kind", "changes_of", "check_faults", "parse_faults"]
 
 MOST_SLOWDOWN = 1_000_000
 
@@ -57,8 +58,16 @@ def parse_faults(script: str) -> tuple[Fault, ...]:
     faults = [_fault(text) for part in script.splitlines() for text in map(str.strip, part.split(",")) if text]
     if not faults:
         raise ConfigError("has no fault", field="faults", hint=HINT)
+    check_faults(faults)
+    return tuple(faults)
+
+
+def check_faults(faults: Sequence[Fault]) -> None:
+    """Raise ConfigError for a fault that ends before it begins, and if those of one kind and worker overlap."""
     last: dict[tuple[str, int], Fault] = {}
     for fault in sorted(faults, key=lambda fault: fault.start_ns):
+        if fault.end_ns is not None and fault.end_ns <= fault.start_ns:
+            raise ConfigError(f"{fault.kind}:{fault.worker} ends before it begins", field="faults")
         before = last.get((fault.kind, fault.worker))
         if before is not None and (before.end_ns is None or before.end_ns > fault.start_ns):
             raise ConfigError(
@@ -67,7 +76,6 @@ def parse_faults(script: str) -> tuple[Fault, ...]:
                 hint="Faults of one kind and worker may not overlap.",
             )
         last[fault.kind, fault.worker] = fault
-    return tuple(faults)
 
 
 def _fault(text: str) -> Fault:

@@ -191,6 +191,7 @@ class Worker:
         if tiers is not None:
             self.end_transfers(now_ns)
             if not engine.has_work:
+                replica.rest()
                 engine.emit()
                 return False
         must_plan, self._must_plan = self._must_plan, False

@@ -756,12 +756,10 @@ class Turns(Listed):
             index = streams[at].group
             part_bytes = account.part_bytes[index]
             count, num_enough = 0, -((gone_bytes - missing_bytes) // part_bytes)
-            is_alike = True
-            while is_alike and count < num_enough and at < end:
-                # A few at a time: the next ones may be of another group.
+            # A few at a time: the next ones may be of another group.
+            while count < num_enough and at < end and streams[at].group == index:
                 for stream in streams[at : at + min(num_enough - count, MOST_ALIKE)]:
                     if stream.group != index:
-                        is_alike = False
                         break
                     at += 1
                     page = stream.low

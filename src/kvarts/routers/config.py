@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvarts.routers.router import PolicyRouter
     from kvarts.routers.view import Directory, Needs
 
-__all__ = ["QueueOrder", "Routing"]
+__all__ = ["QueueOrder", "Routing", "ages_read_by"]
 
 QueueOrder = Literal["fcfs", "lcfs", "wspt"]
 Delay = float | str
@@ -94,11 +94,12 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise SettingError(
                 "chooses by cached pages, and without a prefix cache there are none", "router", hint="Take another one."
             )
-        if self.staleness is not None and (needs is None or not needs.metrics):
+        ages = _ages(needs)
+        if self.staleness is not None and "staleness" not in ages:
             raise SettingError(
                 f"has no effect on {name}, which reads no metrics", "routing.staleness", hint="Leave it out."
             )
-        if _ns(self.event_lag, "event_lag") and (needs is None or needs.pages == "no"):
+        if _ns(self.event_lag, "event_lag") and "event_lag" not in ages:
             raise SettingError(
                 f"has no effect on {name}, which reads no events", "routing.event_lag", hint="Leave it out."
             )
@@ -150,6 +151,22 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             directory=directory,
             peers=peers,
         )
+
+
+def ages_read_by(router: str | Callable[[], Any]) -> set[str]:
+    """Return the fields of Routing for the age of the router's knowledge that have an effect on `router`.
+
+    Raise ConfigError if it is not a policy.
+    """
+    from kvarts.routers.policies import policy_of
+
+    return _ages(getattr(policy_of(router), "needs", None))
+
+
+def _ages(needs: Needs | None) -> set[str]:
+    if needs is None:
+        return set()
+    return {*(["staleness"] if needs.metrics else []), *(["event_lag"] if needs.pages != "no" else [])}
 
 
 def _ns(value: Delay, field: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvarts.errors import ConfigError, did_you_mean
-from kvarts.limits import check_number, check_whole
+from kvarts.limits import brief, check_number, check_whole
 from kvarts.rooms import code_named, is_code_name
 from kvarts.routers.directory import IndexRule
 from kvarts.routers.view import Asked, Needs, View
@@ -628,4 +628,8 @@ def _checked(policy: Any, name: str) -> Any:
     if not callable(getattr(policy, "choose", None)):
         hint = "See kvarts.routers.view.Policy for what a policy has."
         raise SettingError(f"{name} has no choose", "router", hint=hint)
+    needs = getattr(policy, "needs", None)
+    if needs is not None and not hasattr(needs, "pages"):
+        hint = "Write needs = Needs(metrics=True), with Needs of kvarts."
+        raise SettingError(f"{name} has needs that are not a Needs: {brief(needs)}", "router", hint=hint)
     return policy

@@ -214,6 +214,10 @@ class Replica:
         waits = engine.has_work and not (others_join or self.scheduler.has_released or self._leaving)
         return self.pause(self._next_ns(now_ns) if waits else now_ns)
 
+    def rest(self) -> None:
+        """Record that no step follows: requests that arrive are queued at once."""
+        self._plans_late = True
+
     def prepare(self, now_ns: int) -> bool:
         """Plan the step that starts at `now_ns`; return whether it has any work."""
         if self.engine.prepare(now_ns):
