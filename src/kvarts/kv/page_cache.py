@@ -59,6 +59,13 @@ class PageCache(Cache):
         if num_used > mark.used:
             mark.used, mark.cached, mark.released = num_used, num_cached, self.num_released
 
+    def is_distinct(self, holding: Holding) -> bool:
+        """Return whether no other holding has the last findable page of `holding`, or a copy."""
+        if not holding.path:
+            return False
+        last = holding.path[-1]
+        return last.refs == 1 and last.twins is None
+
     def call_before_reads(self, publish: Callable[[], object]) -> None:
         """Call `publish` before pages are looked for."""
         self.tree.on_read = publish

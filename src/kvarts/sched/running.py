@@ -167,23 +167,34 @@ class Running(RunningOrder):
             self.publish_late()
 
     def publish_late(self) -> None:
-        """Publish the pages of these steps, each request once. The result is that of publishing step by step.
+        """Publish the pages of these steps. The result is that of publishing step by step.
 
-        Equal pages of two requests keep their order, since requests are in the order in which they filled the first.
+        Each request publishes all its pages at once, unless another may publish equal ones: of equal pages, the one
+        that was filled first is found.
         """
         if not self.num_late:
             return
-        end = self._first_late + self.num_late
+        first, end = self._first_late, self._first_late + self.num_late
         wheel, cache, batch = self.wheel, self._cache, self.batch
         assert batch is not None
-        filled = wheel.having_filled(self._first_late, self.num_late)
+        filled = wheel.having_filled(first, end - first)
         self.num_late = 0
         # The token computed in a step is the one sampled in the step before.
         batch.append_all_sampled(filled, [request.wheel_base + wheel.step + 1 for request in filled], wheel.step)
+        is_merged = True
         for request in filled:
             if request.own is None:
                 assert request.holding is not None
-                cache.publish(request.holding, request.wheel_base + end)
+                if not cache.is_distinct(request.holding):
+                    is_merged = False
+                    break
+        size = end - first if is_merged else self._page_size
+        for start in range(first, end, size):
+            stop = min(start + size, end)
+            for request in filled if is_merged else wheel.having_filled(start, stop - start):
+                if request.own is None:
+                    assert request.holding is not None
+                    cache.publish(request.holding, request.wheel_base + stop)
 
     def enter(self, request: Request, hit_tokens: int, now_ns: int) -> None:
         """Let `request` run from `now_ns` on, admitted last, with its first `hit_tokens` tokens in pages."""
