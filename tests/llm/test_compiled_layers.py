@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvarts.errors import ConfigError
 from kvarts.executor.torch import layers as layers_module
 from kvarts.executor.torch.compiled_layers import CompiledLayers
-from kvarts.executor.torch.layer_parts import DecoderParts, LayerParts, Norm, find_parts
+from kvarts.executor.torch.decoder import DecoderParts, LayerParts, Norm, find_parts
 from kvarts.executor.torch.packing import PackedLinear, pack_linears
 from kvarts.executor.torch.probe import examine
 from kvarts.sampling import SamplingParams
