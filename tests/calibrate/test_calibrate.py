@@ -167,6 +167,7 @@ def test_steps_say_it_at_once() -> None:
     assert found.not_identified == []
 
 
+@pytest.mark.long
 def test_what_the_data_do_not_say_is_said() -> None:
     """Decodes alone never reach the device's arithmetic, and all read the weights once, as often as there are steps."""
     start = msgspec.structs.replace(GUESS, bandwidth_efficiency=0.8, step_us=1500.0)

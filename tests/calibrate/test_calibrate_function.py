@@ -35,6 +35,7 @@ def first(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_file_a_value_and_the_command_are_fitted_alike(
     few_replays: None, first: Path, tmp_path: Path, asked: Any
 ) -> None:

@@ -57,12 +57,13 @@ def asking(endpoint: str, num_sockets: int, frames: tuple[bytes, ...], *, times:
         context.term()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("start", "times"),
     [
         (bytes(8), 1),
-        pytest.param(bytes(8), 50, marks=pytest.mark.long),
-        pytest.param(FULL_STATE, 1, marks=pytest.mark.long),
+        (bytes(8), 50),
+        (FULL_STATE, 1),
     ],
 )
 def test_replays_that_are_not_read_take_no_memory_and_keep_nothing_waiting(start: bytes, times: int) -> None:
