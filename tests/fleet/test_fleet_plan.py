@@ -242,6 +242,7 @@ def test_a_script_is_compared_with_a_fleet_that_has_its_pools(asked: Callable[..
         assert fixed["slo_ratio"] == max(point["slo_ratio"] for point in within if point["is_apart"] is is_apart)
 
 
+@pytest.mark.long
 def test_a_script_for_pools_that_no_small_fleet_has(asked: Callable[..., Any], run_command: Any) -> None:
     options = ("plan", "sample:azure-chat", *MODEL, "--slo-ttft-ms", 60000, "--gpus", 2, "--tensor-parallel", 1,
                "--scaler", "script,30s=1:2")  # fmt: skip
