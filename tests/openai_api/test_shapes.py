@@ -218,7 +218,7 @@ def steps_of(server: RunningServer, text: str, **fields: Any) -> list[str]:
 
 
 def test_agents_come_to_an_end_and_call_various_tools(server: RunningServer) -> None:
-    texts = [f"question {number}" for number in range(12)]
+    texts = [f"question {number}" for number in range(20)]
     auto = [tuple(steps_of(server, text)) for text in texts]
     assert all(len(names) <= len(TOOLS) for names in auto)
     assert {names[0] if names else "" for names in auto} == {"", "weather", "time", "final_answer"}
