@@ -17,8 +17,7 @@ from kvarts.calibrate.coefficients import uncertainty_of
 from kvarts.calibrate.comparison import latencies_ms, load_replayed, render_page, replayed_of
 from kvarts.calibrate.stepfit import StepRecord, is_step_record, load_steps
 from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
-from kvarts.executor.cost_spec import parse_cost
-from kvarts.executor.roofline import COEFFICIENTS, RooflineCost
+from kvarts.executor.roofline import COEFFICIENTS, RooflineCost, parse_cost
 from kvarts.sched.plan import Batch, Chunk
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
@@ -170,6 +169,7 @@ def test_steps_say_it_at_once() -> None:
     assert found.not_identified == []
 
 
+@pytest.mark.long
 def test_what_the_data_do_not_say_is_said() -> None:
     """Decodes alone never reach the device's arithmetic, and all read the weights once, as often as there are steps."""
     start = msgspec.structs.replace(GUESS, bandwidth_efficiency=0.8, step_us=1500.0)

@@ -12,7 +12,7 @@ import pytest
 import kvarts
 from kvarts import Calibration, ConfigError, ReplayConfig
 from kvarts.calibrate import CalibrationRun, StepFit, fitting, load_measured
-from kvarts.executor.cost_spec import parse_cost
+from kvarts.executor.roofline import parse_cost
 
 LOG = Path(__file__).parent / "recorded" / "vllm-cpu-0.32-a.log"
 RUN = Path(str(files("kvarts") / "data" / "vllm-rtx4090"))
@@ -35,6 +35,7 @@ def first(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_file_a_value_and_the_command_are_fitted_alike(
     few_replays: None, first: Path, tmp_path: Path, asked: Any
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from kvarts import ReplayConfig, load_mooncake, replay
 from kvarts.calibrate import Comparison, compare, load_measured, load_series
 from kvarts.calibrate.comparison import render_page, replayed_of
-from kvarts.executor.cost_spec import parse_cost
+from kvarts.executor.roofline import parse_cost
 
 from builders.browser import as_phone, inks, ready, scrolls_sideways
 

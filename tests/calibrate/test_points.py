@@ -78,6 +78,7 @@ def made(truth: dict[str, float], noise: float = 0.0) -> list[Point]:
     return points
 
 
+@pytest.mark.long
 def test_what_made_the_points_is_found() -> None:
     pytest.importorskip("scipy")
     prior = shipped_constants()
@@ -101,6 +102,7 @@ def test_a_point_says_how_experts_are_divided() -> None:
     assert msgspec.structs.replace(split, ep=2).cost.expert_parallel == 1  # groups of devices are not modelled
 
 
+@pytest.mark.long
 def test_a_sweep_that_is_slow_as_a_whole_says_less(courses: list[Course]) -> None:
     """A common factor on all points of a sweep moves constants less than the same errors of separate sweeps."""
     prior = shipped_constants()

@@ -20,8 +20,7 @@ from kvarts.calibrate.design import CANDIDATES, design
 from kvarts.calibrate.run import FittedRun
 from kvarts.cli.commands import cli
 from kvarts.errors import InputError, KvartsError
-from kvarts.executor.cost_spec import parse_cost
-from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.roofline import RooflineCost, parse_cost
 from kvarts.executor.roofline_settings import FAR, NEAR, OWN, MeasuredOn, Uncertainty, shipped_constants
 from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.sim.replay import replay

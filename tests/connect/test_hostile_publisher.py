@@ -85,10 +85,11 @@ def rule(verdict: dict[str, Any], name: str) -> dict[str, Any]:
     return dict(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param([], id="", marks=pytest.mark.long),
+        pytest.param([], id=""),
         pytest.param(["--events", "journal.jsonl.gz"], id="with a journal"),
     ],
 )
@@ -116,7 +117,7 @@ def test_blocks_without_end_are_left_out_and_the_verdict_says_so(tmp_path: Path,
     "make",
     [
         lambda: map_of(block_hashes=list(range(4_000_000))),
-        lambda: map_of(block_hashes=[1] * 7_000_000),
+        pytest.param(lambda: map_of(block_hashes=[1] * 7_000_000), marks=pytest.mark.long),
         pytest.param(lambda: msgspec.msgpack.encode([0.0, [None] * 7_000_000, 0]), marks=pytest.mark.long),
         lambda: b"\x93\xcb" + bytes(8) + b"\xdd" + (7_000_000).to_bytes(4, "big") + b"\x90" * 7_000_000,
         pytest.param(lambda: map_of(extra_keys=[[] for _ in range(4_000_000)]), marks=pytest.mark.long),

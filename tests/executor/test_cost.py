@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvarts.errors import ConfigError
 from kvarts.executor.base import CostModel
 from kvarts.executor.cost import CallableCost, LinearCost, PolynomialCost, ScaledCost
-from kvarts.executor.cost_spec import parse_cost
+from kvarts.executor.roofline import parse_cost
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.sched.plan import Batch, Chunk
 

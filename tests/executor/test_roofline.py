@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError, KvartsError
-from kvarts.executor.cost_spec import parse_cost
-from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.roofline import RooflineCost, parse_cost
 from kvarts.executor.step_arrays import StepArrays
 from kvarts.hardware.geometry import Geometry
 from kvarts.sched.plan import Batch, Chunk

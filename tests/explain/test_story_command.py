@@ -45,6 +45,7 @@ def test_mistakes_are_named(
     assert what in err and "Traceback" not in err
 
 
+@pytest.mark.long
 def test_the_page_tells_why(kvarts: Kvarts, recorded_run: Path, tmp_path: Path) -> None:
     """What the command hands to the page: the ledger by its kinds, and the stories of the longest waits."""
     assert kvarts("report", recorded_run, "--html", tmp_path / "page.html")[0] == 0

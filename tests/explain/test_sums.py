@@ -33,6 +33,7 @@ def rows_in(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "requests.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_the_slowest_are_listed_with_sums_that_add_up(
     run: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

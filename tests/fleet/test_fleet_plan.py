@@ -47,6 +47,7 @@ def settings() -> Given:
     )
 
 
+@pytest.mark.long
 def test_each_figure_is_that_of_the_replay_of_its_command(asked: Callable[..., Any], trace: Path) -> None:
     plan = asked("plan", trace, *MODEL, *TIGHT, "--gpus", 4, "--routers", "prefix,least-loaded", "--store-sizes",
                  "64GiB", "--tensor-parallel", 1, "--json")["fleets"]  # fmt: skip
@@ -64,6 +65,7 @@ def test_each_figure_is_that_of_the_replay_of_its_command(asked: Callable[..., A
         assert point["goodput_per_s_per_device"] == pytest.approx(point["goodput_per_s"] / point["devices"])
 
 
+@pytest.mark.long
 def test_no_point_of_the_front_is_dominated_and_all_other_points_are(asked: Callable[..., Any], trace: Path) -> None:
     whole = asked("plan", trace, *MODEL, *TIGHT, "--gpus", 6, "--slo-share", 0.95, "--routers", "prefix", "--json")
     assert asked(*shlex.split(whole["command"])[1:], "--json") == whole
@@ -81,7 +83,7 @@ def test_no_point_of_the_front_is_dominated_and_all_other_points_are(asked: Call
     assert plan["num_replayed"] == len(plan["points"]) < plan["num_fleets"]
 
 
-@pytest.mark.parametrize("share", [0.9, 1.0])
+@pytest.mark.parametrize("share", [0.9, pytest.param(1.0, marks=pytest.mark.long)])
 def test_the_front_is_that_of_replaying_every_fleet(trace: Path, settings: Given, share: float) -> None:
     """More workers never lower the goodput here, so the search loses nothing."""
     traffic = load_trace(trace)
@@ -101,6 +103,7 @@ def test_the_front_is_that_of_replaying_every_fleet(trace: Path, settings: Given
     assert [(point["devices"], point["slo_ratio"]) for point in found["front"]] == front
 
 
+@pytest.mark.long
 def test_one_device_is_what_the_plan_of_one_engine_says(asked: Callable[..., Any], trace: Path) -> None:
     options = ("plan", trace, *MODEL, "--slo-ttft-ms", "10000", "--slo-tpot-ms", "30", "--json")
     (point,) = asked(*options, "--gpus", 1)["fleets"]["points"]
@@ -115,6 +118,7 @@ def test_one_device_is_what_the_plan_of_one_engine_says(asked: Callable[..., Any
         assert point[field] == alone[field]
 
 
+@pytest.mark.long
 def test_processes_do_not_change_a_byte(
     run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], trace: Path
 ) -> None:
@@ -146,6 +150,7 @@ def test_a_closed_loop_is_compared_by_goodput_per_second(asked: Callable[..., An
     assert plan["front"][-1]["devices"] == 3
 
 
+@pytest.mark.long
 def test_the_text_has_the_answer_and_three_commands(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
 ) -> None:
@@ -182,6 +187,7 @@ def test_kinds_that_cannot_run_are_left_out_with_the_reason(asked: Callable[...,
     assert any(each["kind"] == "mixed TP1 least-loaded" and "weights" in each["why"] for each in plan["left_out"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [(), ("--prefill-tensor-parallel", 2)])
 def test_a_scaler_is_compared_with_the_best_fixed_fleet(
     asked: Callable[..., Any], run_command: Any, capsysbinary: Any, trace: Path, layout: tuple[object, ...]
@@ -212,6 +218,7 @@ def test_a_router_that_takes_no_notice_of_an_option_is_left_out(asked: Callable[
         assert ("--router-staleness 50ms" in point["command"]) is (point["router"] is not None)
 
 
+@pytest.mark.long
 def test_a_store_beside_kv_groups(asked: Callable[..., Any], trace: Path) -> None:
     of_groups = ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--kv-memory", "4GiB", "--tensor-parallel", 1)
     plan = asked("plan", trace, *of_groups, *TIGHT, "--gpus", 2, "--routers", "prefix", "--store-sizes", "64GiB",
@@ -222,6 +229,7 @@ def test_a_store_beside_kv_groups(asked: Callable[..., Any], trace: Path) -> Non
         assert report["config"]["kv_groups"] == "all"
 
 
+@pytest.mark.long
 def test_a_script_is_compared_with_a_fleet_that_has_its_pools(asked: Callable[..., Any], trace: Path) -> None:
     options = ("plan", trace, *MODEL, *TIGHT, "--gpus", 4, "--tensor-parallel", 1, "--routers", "prefix", "--json")
     for script, is_apart in (("script,20s=2", False), ("script,20s=2:1", True)):
@@ -234,6 +242,7 @@ def test_a_script_is_compared_with_a_fleet_that_has_its_pools(asked: Callable[..
         assert fixed["slo_ratio"] == max(point["slo_ratio"] for point in within if point["is_apart"] is is_apart)
 
 
+@pytest.mark.long
 def test_a_script_for_pools_that_no_small_fleet_has(asked: Callable[..., Any], run_command: Any) -> None:
     options = ("plan", "sample:azure-chat", *MODEL, "--slo-ttft-ms", 60000, "--gpus", 2, "--tensor-parallel", 1,
                "--scaler", "script,30s=1:2")  # fmt: skip

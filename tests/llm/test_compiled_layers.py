@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvarts.errors import ConfigError
 from kvarts.executor.torch import layers as layers_module
 from kvarts.executor.torch.compiled_layers import CompiledLayers
-from kvarts.executor.torch.layer_parts import DecoderParts, LayerParts, Norm, find_parts
+from kvarts.executor.torch.decoder import DecoderParts, LayerParts, Norm, find_parts
 from kvarts.executor.torch.packing import PackedLinear, pack_linears
 from kvarts.executor.torch.probe import examine
 from kvarts.sampling import SamplingParams
@@ -182,6 +182,7 @@ def test_slots_of_another_page_table_change_what_is_said(family: str, monkeypatc
     assert said(model, "compiled", kv_groups="all")[0] != expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_laid_out", [False, True])
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
 def test_in_16_bits_numbers_are_rounded_where_the_model_rounds_them(family: str, is_laid_out: bool) -> None:

@@ -125,6 +125,7 @@ def test_sessions_rotate_keys_late(tmp_path: Path) -> None:
     assert said[0] == said[1]
 
 
+@pytest.mark.long
 def test_nothing_of_transformers_is_imported(tmp_path: Path) -> None:
     write_gguf(small_model("llama"), "llama", tmp_path / "model.gguf")
     code = (

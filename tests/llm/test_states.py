@@ -35,6 +35,9 @@ from builders.stateful_models import FAMILIES, state_pages, stateful_pairs
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
+SLOW = ("qwen3_next", "granitemoehybrid", "kimi_linear")
+"""The families that take longest; where each one shows the same, theirs are long tests."""
+
 _said: dict[tuple[int, tuple[int, ...], int], Ids] = {}
 
 
@@ -82,7 +85,10 @@ def test_greedy_tokens_are_those_of_an_undisturbed_run(
     engine.check()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=[pytest.mark.long] if family in SLOW else []) for family in FAMILIES],
+)
 def test_prompts_that_share_only_their_beginning_go_on_from_where_they_part(
     stateful: Callable[[str], tuple[Any, Any]], family: str
 ) -> None:
@@ -181,7 +187,7 @@ def says_what_is_right(model: Any, reference: Any) -> bool:
     return said == [undisturbed(reference, prompt, GREEDY.max_tokens) for prompt in prompts]
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "lfm2"])
+@pytest.mark.parametrize("family", [*(pytest.param(family, marks=pytest.mark.long) for family in SLOW[:2]), "lfm2"])
 def test_a_snapshot_one_token_early_changes_what_is_said(
     stateful: Callable[[str], tuple[Any, Any]], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def test_a_prompt_is_answered_as_by_itself(kvarts: Kvarts, directory: Path) -> N
     assert text.rstrip("\ufffd\n") == tokenizer.decode(expected).rstrip("\ufffd\n")
 
 
+@pytest.mark.long
 def test_a_check_says_what_it_ran(kvarts: Kvarts, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = ("model", "check", directory, "--prompts", 8, "--max-tokens", 8, "--kv-groups", "all")
     code, printed, said = kvarts(*check)

@@ -7,6 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvarts.cli.replaying import all_sections
 from kvarts.report.report import Report
 from kvarts.sim.config import make_config
@@ -35,6 +37,7 @@ def test_host_memory_of_the_advised_size_brings_the_hits_that_were_lost() -> Non
     assert "--host-memory" not in (after.advice or "")
 
 
+@pytest.mark.long
 def test_a_tier_that_is_too_small_is_enlarged() -> None:
     host = report_of(offload={"host_pages": 4_000}).advice
     assert host is not None and "try --host-memory " in host

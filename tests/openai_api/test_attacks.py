@@ -603,7 +603,8 @@ def answer_to(server: Server, owner: str, body: dict[str, Any]) -> str:
     return str(reply.json["choices"][0]["text"])
 
 
-@pytest.mark.parametrize("shares", [pytest.param((1, 1, 1), marks=pytest.mark.long), (2, 1, 1)])
+@pytest.mark.long
+@pytest.mark.parametrize("shares", [(1, 1, 1), (2, 1, 1)])
 def test_tenants_under_attack_get_the_same_answers_and_their_shares(tmp_path: Path, shares: tuple[int, ...]) -> None:
     keys = tmp_path / "keys"
     lines = [f"{owner}-key owner={owner} share={share}" for owner, share in zip(OWNERS, shares, strict=True)]

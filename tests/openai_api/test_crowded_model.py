@@ -146,7 +146,7 @@ def ask(url: str, path: str, body: dict[str, Any], *, streams: bool) -> Told:
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed > 0)) for seed in range(8)])
 def test_in_a_crowd_as_alone(url: str, seed: int) -> None:
     random = Random(seed)
-    bodies = [body_of(random) for _ in range(25)]
+    bodies = [body_of(random) for _ in range(16)]
     alone = [ask(url, *one, streams=False) for one in bodies]
     every = [*range(len(bodies))] * 2
     order = [(number, "prompt_logprobs" not in bodies[number][1] and random.random() < 0.5) for number in every]

@@ -6,11 +6,14 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from kvarts.plan.fleet_search import BATCH
 
 MODEL = ("--model", "llama-3.1-8b", "--device", "h100-80gb")
 
 
+@pytest.mark.long
 def test_mixed_workers_are_replicas(asked: Callable[..., Any]) -> None:
     options = ("--slo-ttft-ms", 200, "--slo-tpot-ms", 20, "--speedup", 10, "--slo-share", 1)
     plan = asked("plan", "sample:azure-chat", *MODEL, *options, "--gpus", 3, "--router", "least-loaded", "--json")

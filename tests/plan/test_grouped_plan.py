@@ -65,6 +65,7 @@ def refused(trace: Trace, config: ReplayConfig, num_pages: int) -> int:
     return rejected
 
 
+@pytest.mark.long
 def test_commands_replay_to_what_the_plan_says(
     tmp_path: Path, asked: Callable[..., Any], run_command: Callable[..., int]
 ) -> None:

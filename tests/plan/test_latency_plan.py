@@ -80,6 +80,7 @@ def test_longer_steps_never_make_the_answer_cheaper(
     assert all(option["would_change"] and option["limited_by"] for option in latency["options"])
 
 
+@pytest.mark.long
 def test_worlds_are_counted_by_replays(
     tmp_path: Path, asked: Callable[..., Any], run_command: Callable[..., int]
 ) -> None:

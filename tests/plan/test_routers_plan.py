@@ -16,6 +16,7 @@ from kvarts.routers.policies import split_names
 DEVICE = ["--model", "llama-3.1-8b", "--device", "h100-80gb", "--replicas", "3"]
 
 
+@pytest.mark.long
 def test_each_row_is_the_replay_of_its_command(run_command: Any, capsys: Any) -> None:
     routers = "round-robin,prefix,llm-d:queue=1,kv=2"
     options = ["--routers", routers, "--router-ages", "0,200ms", "--slo-ttft-ms", "60", "--json"]

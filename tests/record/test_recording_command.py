@@ -15,6 +15,7 @@ from kvarts.errors import OutputError
 Kvarts = Callable[..., tuple[int, str, str]]
 
 
+@pytest.mark.long
 def test_a_run_directory_holds_everything(recorded_run: Path) -> None:
     assert sorted(path.name for path in recorded_run.iterdir()) == [
         "distributions.json",

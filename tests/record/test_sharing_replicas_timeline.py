@@ -30,6 +30,7 @@ def traces(tmp_path: Path) -> dict[str, Path]:
     return short
 
 
+@pytest.mark.long
 def test_the_command_writes_a_file_for_each_model_on_each_device(
     tmp_path: Path, run_command: Callable[..., int], traces: dict[str, Path]
 ) -> None:

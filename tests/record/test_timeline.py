@@ -108,6 +108,7 @@ def test_every_recording_is_in_order_and_the_same_however_it_was_made(case: Case
             assert len(kept) <= len(rows) // every + 4 + timeline.preemption_count
 
 
+@pytest.mark.long
 def test_all_forms_hold_the_same(report: Report, tmp_path: Path) -> None:
     timeline = timelines_of(report)[0]
     assert timeline.preemption_count > 0

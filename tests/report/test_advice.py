@@ -96,6 +96,7 @@ def test_waiting_for_pages_asks_for_more_of_them() -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_hits_lost_to_eviction_ask_for_a_tier_below() -> None:
     report = agents_report()

@@ -48,7 +48,7 @@ def without_arrays(case: Case, **changes: object) -> bytes:
 @pytest.mark.laws
 @given(cases(), st.sampled_from(["linear:step_ms=3,context_token_ms=0.01", "polynomial"]))
 def test_few_numbers_have_the_summary_of_arrays(case: Case, cost: str) -> None:
-    from kvarts.executor.cost_spec import parse_cost
+    from kvarts.executor.roofline import parse_cost
 
     assert without_arrays(case, cost=parse_cost(cost)) == summary(case, cost=parse_cost(cost))
 

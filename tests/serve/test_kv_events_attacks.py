@@ -57,12 +57,13 @@ def asking(endpoint: str, num_sockets: int, frames: tuple[bytes, ...], *, times:
         context.term()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("start", "times"),
     [
         (bytes(8), 1),
-        pytest.param(bytes(8), 50, marks=pytest.mark.long),
-        pytest.param(FULL_STATE, 1, marks=pytest.mark.long),
+        (bytes(8), 50),
+        (FULL_STATE, 1),
     ],
 )
 def test_replays_that_are_not_read_take_no_memory_and_keep_nothing_waiting(start: bytes, times: int) -> None:
@@ -97,6 +98,7 @@ def replayed(client: Any) -> None:
     socket.close(linger=0)
 
 
+@pytest.mark.long
 def test_requests_and_subscriptions_of_any_length_are_refused_or_ignored() -> None:
     with published() as (process, endpoint, replay_endpoint), open_client(endpoint, replay_endpoint) as innocent:
         innocent.receive()
@@ -119,6 +121,7 @@ def test_requests_and_subscriptions_of_any_length_are_refused_or_ignored() -> No
     assert grown <= MAX_GROWTH_BYTES, f"{grown / MIB:.0f} MiB"
 
 
+@pytest.mark.long
 def test_a_slow_reader_gets_its_whole_answer_while_others_read_nothing() -> None:
     with published() as (_, endpoint, replay_endpoint), open_client(endpoint, replay_endpoint) as innocent:
         with asking(replay_endpoint, 100, (b"", bytes(8))):

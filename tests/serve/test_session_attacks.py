@@ -76,29 +76,27 @@ REFUSED = {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
 STOPS = added.GenerateRequest.DESCRIPTOR.fields_by_name["stop_token_ids"].number
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "body", "token", "expected"),
     [
         pytest.param(f"{SESSIONS}/AppendTokens", zeros, "", {"UNAUTHENTICATED"}, id="without a token"),
         pytest.param(
             f"{SESSIONS}/AppendTokens", zeros, "wrong", {"UNAUTHENTICATED"}, id="with a wrong token",
-            marks=pytest.mark.long,
         ),
-        pytest.param(f"{SESSIONS}/Generate", zeros, "", {"UNAUTHENTICATED"}, id="of a stream", marks=pytest.mark.long),
-        pytest.param("/grpc.health.v1.Health/Check", zeros, "", REFUSED, id="about health", marks=pytest.mark.long),
-        pytest.param(f"{SESSIONS}/AppendTokens", zeros, "other", REFUSED, id="that is no message",
-                     marks=pytest.mark.long),
+        pytest.param(f"{SESSIONS}/Generate", zeros, "", {"UNAUTHENTICATED"}, id="of a stream"),
+        pytest.param("/grpc.health.v1.Health/Check", zeros, "", REFUSED, id="about health"),
+        pytest.param(f"{SESSIONS}/AppendTokens", zeros, "other", REFUSED, id="that is no message"),
         pytest.param(
             f"{SESSIONS}/AppendTokens", partial(ids_to_append, "0" * 32, LARGE), "other", REFUSED,
-            id="with too many tokens", marks=pytest.mark.long,
+            id="with too many tokens",
         ),
         pytest.param(
             f"{SESSIONS}/Generate", partial(repeated_ids, STOPS, 3_000_000), "other", REFUSED,
-            id="with millions of ends", marks=pytest.mark.long,
+            id="with millions of ends",
         ),
         pytest.param(
             f"{SESSIONS}/CreateSession", long_label, "other", REFUSED, id="with a label of 10 MB",
-            marks=pytest.mark.long,
         ),
     ],
 )  # fmt: skip

@@ -339,7 +339,7 @@ def test_killed_three_hundred_times(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "kv_groups", "num_kills"),
     [
-        ("qwen3", "off", 2),
+        pytest.param("qwen3", "off", 2, marks=pytest.mark.long),
         pytest.param("qwen3", "off", 30, marks=pytest.mark.long),
         pytest.param("gemma3", "all", 12, marks=pytest.mark.long),
     ],

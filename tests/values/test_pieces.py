@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 SRC = Path(str(files("kvarts")))
-MOST_FILES = 422
+MOST_FILES = 420
 MOST_PROTOCOLS = 85
 
 

@@ -57,11 +57,6 @@ class PageCopier:
         self._files = files
         self._queue: deque[Transfer] = deque()
 
-    @property
-    def num_queued(self) -> int:
-        """Number of transfers queued but not carried out."""
-        return len(self._queue)
-
     def begin(self, transfers: Sequence[Transfer]) -> None:
         """Queue the transfers that a step begins."""
         self._queue.extend(transfers)

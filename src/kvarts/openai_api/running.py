@@ -312,7 +312,7 @@ def _door_of(options: MockOptions) -> Door:
 def _engine_of(options: MockOptions, settings: Mapping[str, Any]) -> ReplayConfig:
     """Return the configuration of the engine of `options`. `settings`: further fields of it."""
     from kvarts.executor.cost import LinearCost
-    from kvarts.executor.cost_spec import parse_cost
+    from kvarts.executor.roofline import parse_cost
 
     cost = LinearCost(step_ms=1.0) if options.cost is None else options.cost
     return ReplayConfig(

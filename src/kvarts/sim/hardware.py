@@ -18,7 +18,7 @@ from kvarts.settings import AtLeastOne, Given, SettingError, setting, settings_o
 from kvarts.units import meant_size, parse_bytes
 
 if TYPE_CHECKING:
-    from kvarts.executor.cost_spec import CostSpec
+    from kvarts.executor.roofline import CostSpec
     from kvarts.hardware.fit import MemoryFit
     from kvarts.hardware.geometry import Geometry
     from kvarts.kv.groups import PartGroup
@@ -249,7 +249,7 @@ def parsed_cost(cost: Any) -> Any:
     """
     if not isinstance(cost, str | Mapping):
         return cost
-    from kvarts.executor.cost_spec import CostSpec, parse_cost
+    from kvarts.executor.roofline import CostSpec, parse_cost
 
     if isinstance(cost, str):
         return parse_cost(cost)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvarts.executor.torch.attention import AttentionMetadata, AttentionParams, Ints
-from kvarts.executor.torch.layer_parts import DecoderParts, LayerParts, Norm
+from kvarts.executor.torch.decoder import DecoderParts, LayerParts, Norm
 from kvarts.executor.torch.numba_backend import NumbaBackend, telling
 from kvarts.executor.torch.openmp import num_threads, team
 from kvarts.executor.torch.packing import products

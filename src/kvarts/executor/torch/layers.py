@@ -27,8 +27,7 @@ from kvarts.executor.torch.attention import (
     attending,
 )
 from kvarts.executor.torch.compiled_layers import CompiledLayers
-from kvarts.executor.torch.decoder import Decoder
-from kvarts.executor.torch.layer_parts import ATTENTION, MLP, DecoderParts, UnlikeError, find_parts
+from kvarts.executor.torch.decoder import ATTENTION, MLP, Decoder, DecoderParts, UnlikeError, find_parts
 from kvarts.executor.torch.numba_backend import NumbaBackend
 from kvarts.executor.torch.openmp import team
 from kvarts.executor.torch.packing import pack_together
