@@ -570,10 +570,9 @@ def _content_before(span: Span, page: int) -> Content | None:
 
 def _uncovered(runs: list[PartRun], start: int, end: int) -> list[tuple[int, int]]:
     """Return the pages of [start, end) that none of `runs` has, as runs in order."""
-    if not runs:
-        return [(start, end)]
     left = [(start, end)]
-    for run in runs:
+    # A window leaves a run for each page that it passed, so few of many runs have any of these pages.
+    for run in [run for run in runs if run.end > start and run.start < end]:
         parts: list[tuple[int, int]] = []
         for first, stop in left:
             if run.end <= first or stop <= run.start:

@@ -325,7 +325,7 @@ class Decodes:
             self.step += 1
             return
         slot = self.step % self.page_size
-        odd = self.odd_now()
+        odd = self.odd_now() if self._odd_steps and self._odd_steps[0] <= self.step else []
         listing = self.listing[slot]
         if not odd:
             if listing:

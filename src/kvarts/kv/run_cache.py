@@ -236,6 +236,8 @@ class RunCache(RunAccount):
         sink, first = self.tree.needed(index, num_tokens)
         if self.decodes.num_silent:
             self.decodes.catch_up_others(holding, index, first)
+        if not (first and (holding.first_open[index] < first or (held and held[0].start < first))):
+            return
         at = 0
         given: list[PartRun] = []
         while at < len(held) and held[at].start < first:
@@ -391,7 +393,7 @@ class RunCache(RunAccount):
         if num_full_pages > holding.num_named:
             self.publish_to(holding, num_full_pages)
         holding.num_tokens = num_full_pages * self.page_size
-        if self._bounded:
+        if self._bounded and not (self._keeps_all and self.wants is None):
             self.keep_tails(holding, num_full_pages)
         if holding.swapped_tokens:
             self._keep_state(holding)
@@ -423,7 +425,11 @@ class RunCache(RunAccount):
         page_size = self.page_size
         num_pages = -(-num_tokens // page_size) - holding.num_taken
         if num_pages > 0:
-            self.take_next(holding, num_pages)
+            if self._aligned or self.blocks is not None:
+                self.take_next(holding, num_pages)
+            else:
+                holding.num_taken += num_pages
+                self.take_pages(num_pages)
         if self._of_states:
             self._take_states(holding)
         holding.num_tokens = num_tokens
@@ -431,7 +437,7 @@ class RunCache(RunAccount):
         if end > holding.num_named:
             self.publish_to(holding, end)
         if is_end:
-            if self._bounded:
+            if self._bounded and not (self._keeps_all and self.wants is None):
                 self.keep_tails(holding, end)
             if self._of_states and not num_tokens % page_size:
                 self._keep_snapshots(holding)
@@ -452,9 +458,10 @@ class RunCache(RunAccount):
             holding.given = []
         events, has_ids, sinks = self.events, self.blocks is not None, self.tree.sinks
         ids: list[PageId] | None = None
+        first_open = holding.first_open
         for index in self._of_tokens:
-            held, kept, first = holding.held[index], self._kept[index], holding.first_open[index]
-            holding.first_open[index] = end
+            held, kept, first = holding.held[index], self._kept[index], first_open[index]
+            first_open[index] = end
             for span, span_start, stop in spans:
                 if first >= stop:
                     continue

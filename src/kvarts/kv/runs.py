@@ -409,7 +409,10 @@ class PartRun(Listed):
         if span is not None:
             self.span = None
             runs = span.parts[self.list_index]
-            runs.remove(self)
+            if runs[0] is self:
+                del runs[0]
+            else:
+                runs.remove(self)
             if not (runs or span.num_users or span.children):
                 span.prune()
 
@@ -697,11 +700,15 @@ class Stream:
     def set_gate(self) -> None:
         """Remove runs without pages left, and set `gate` to the end of the first of the others."""
         runs = self.runs
-        while runs and runs[0].end <= self.low:
-            run = runs.pop(0)
+        while runs:
+            run = runs[0]
+            if run.end > self.low:
+                self.gate = run.end if self.last != NEVER or len(runs) > 1 else NEVER
+                return
+            del runs[0]
             run.stream = None
             run.forget()
-        self.gate = runs[0].end if len(runs) > 1 or (runs and self.last != NEVER) else NEVER
+        self.gate = NEVER
 
     def trim(self, run: PartRun) -> bool:
         """Cut evicted pages off the beginning of one of its runs; return whether any are left."""
@@ -762,11 +769,10 @@ class Turns(Listed):
                     if stream.group != index:
                         break
                     at += 1
-                    page = stream.low
-                    stream.low = page + 1
-                    if not stream.holes or not stream.is_hole(page):
+                    low = stream.low = stream.low + 1
+                    if not (stream.holes and stream.is_hole(low - 1)):
                         count += 1
-                    if page + 1 >= stream.gate:
+                    if low >= stream.gate:
                         stream.set_gate()
             gone_bytes += count * part_bytes
             account.note_evicted(index, count)

@@ -298,10 +298,11 @@ class SpanTree:
             sink, first = self.needed(index, length * self.page_size)
             found: list[tuple[PartRun, int, int]] = []
             for span in spans:
-                if span.start < sink:
-                    find(span.parts[index], span.start, min(sink, span.end), found)
-                if span.end > first and first < length and span.start < length:
-                    find(span.parts[index], max(first, span.start), min(length, span.end), found)
+                start, end = span.start, span.end
+                if start < sink:
+                    find(span.parts[index], start, min(sink, end), found)
+                if end > first and first < length and start < length:
+                    find(span.parts[index], first if first > start else start, end if end < length else length, found)
             pieces.append(found)
         return pieces
 

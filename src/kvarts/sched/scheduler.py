@@ -989,7 +989,9 @@ class Scheduler:
         if completed is None:
             return
         cache, wheel = self.cache, self.wheel
-        joined = [request for request in completed if request.state is DECODING or wheel.has(request)]
+        joined = completed
+        if completed:
+            joined = [request for request in completed if request.state is DECODING or wheel.has(request)]
         if not cache.releases:
             if cache.follows_decodes:
                 cache.end_step()
@@ -1002,7 +1004,8 @@ class Scheduler:
         if self._takes_turns:
             others = self.running.chunked + joined
             takes_turns = any(self.running.has_decodes_after(request.admission) for request in others)
-        if takes_turns or wheel.pages_due() * cache.page_blocks > cache.num_free + self.pages.num_lent():
+        num_due = wheel.pages_due() * cache.page_blocks
+        if takes_turns or (num_due > cache.num_free and num_due > cache.num_free + self.pages.num_lent()):
             self._unsettled = self._settling(joined)
         if cache.follows_decodes:
             if self._unsettled:
