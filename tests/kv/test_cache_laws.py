@@ -121,3 +121,20 @@ def test_a_head_needs_no_less_until_pages_are_findable_that_can_follow_what_it_f
     while running and not cache.may_need_less(found.num_pages):
         assert cache.num_to_admit(cache.match(head, 6), 8, 8) >= needed
         step()
+
+
+def test_a_head_needs_less_when_the_first_of_two_copies_is_evicted_and_the_other_is_in_use() -> None:
+    cache = PageCache(CountPool(16), PrefixTree(LruOrder()))
+    first, second = (
+        cache.open(cache.match(Content.from_tokens([1, 1], page_size=1, owner=owner), 2)) for owner in (0, 1)
+    )
+    for holding in (first, second):
+        cache.extend(holding, 2, is_end=True)
+    cache.close(first, 2, 2)
+    head = Content.from_tokens([1, 1, 2], page_size=1, owner=2)
+    assert cache.num_to_admit(cache.match(head, 2), 3, 3) == 3
+    cache.watch()
+    assert not cache.may_need_less(2)
+    cache.take(14)
+    assert cache.num_to_admit(cache.match(head, 2), 3, 3) == 1
+    assert cache.may_need_less(2)
