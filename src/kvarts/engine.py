@@ -188,10 +188,10 @@ def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: in
     `num_withheld`: pages that other models kept from this one when the step was planned. Drafts are added by
     `with_drafts`: few engines draft, and this is called in every step.
     """
-    mark, loads = scheduler.mark, scheduler.loads
+    mark, loads, batch = scheduler.mark, scheduler.loads, plan.batch
     num_loading = 0 if loads is None else loads.num_waiting
-    num_tokens = num_decodes = plan.batch.num_decodes
-    for chunk in plan.batch.chunks:
+    num_tokens = num_decodes = batch.num_decodes
+    for chunk in batch.chunks:
         num_tokens += chunk.num_tokens
     return StepDone(
         plan.step,

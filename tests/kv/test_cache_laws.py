@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvarts.content import Content
+from kvarts.kv.cache import Holding
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
@@ -84,3 +86,55 @@ def test_new_pages_after_a_run_that_was_hit_have_no_hits() -> None:
     run(first, 2)  # hits its page and computes another
     run(second, 2)  # hits the same page, and computes one of its own
     assert [(node.content, node.start) for node in order] == [(first, 1), (second, 1), (first, 0)]
+
+
+@given(st.data())
+def test_a_head_needs_no_less_until_pages_are_findable_that_can_follow_what_it_found(data: st.DataObject) -> None:
+    """Whatever runs that were admitted before compute, and whatever is evicted for them."""
+    cache = PageCache(CountPool(16), PrefixTree(LruOrder()))
+    tokens = st.lists(st.integers(1, 2), min_size=1, max_size=6)
+    running: list[Holding] = []
+
+    def compute(holding: Holding, num_tokens: int) -> None:
+        if num_tokens - holding.num_pages <= cache.num_free:
+            cache.extend(holding, num_tokens, is_end=False)
+
+    def step() -> None:
+        holding = data.draw(st.sampled_from(running))
+        num_computed = holding.num_pages
+        if data.draw(st.booleans()):
+            compute(holding, min(num_computed + data.draw(st.integers(1, 3)), holding.content.num_known_pages + 2))
+        else:
+            running.remove(holding)
+            cache.close(holding, num_computed, num_computed)
+
+    for owner in range(data.draw(st.integers(1, 6))):
+        content = Content.from_tokens(data.draw(tokens), page_size=1, owner=owner)
+        running.append(cache.open(cache.match(content, 6)))
+        compute(running[-1], data.draw(st.integers(1, 6)))
+        if data.draw(st.booleans()):
+            step()
+    head = Content.from_tokens(data.draw(tokens), page_size=1, owner=9)
+    found = cache.match(head, 6)
+    needed = cache.num_to_admit(found, 8, 8)
+    cache.watch()
+    while running and not cache.may_need_less(found.num_pages):
+        assert cache.num_to_admit(cache.match(head, 6), 8, 8) >= needed
+        step()
+
+
+def test_a_head_needs_less_when_the_first_of_two_copies_is_evicted_and_the_other_is_in_use() -> None:
+    cache = PageCache(CountPool(16), PrefixTree(LruOrder()))
+    first, second = (
+        cache.open(cache.match(Content.from_tokens([1, 1], page_size=1, owner=owner), 2)) for owner in (0, 1)
+    )
+    for holding in (first, second):
+        cache.extend(holding, 2, is_end=True)
+    cache.close(first, 2, 2)
+    head = Content.from_tokens([1, 1, 2], page_size=1, owner=2)
+    assert cache.num_to_admit(cache.match(head, 2), 3, 3) == 3
+    cache.watch()
+    assert not cache.may_need_less(2)
+    cache.take(14)
+    assert cache.num_to_admit(cache.match(head, 2), 3, 3) == 1
+    assert cache.may_need_less(2)

@@ -128,7 +128,7 @@ class MockerTimes(LeapTimes):
     __slots__ = ("known_tokens", "num_decodes", "pool_tokens")
 
     def __init__(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> None:
-        super().__init__([])
+        self._durations_ns = []
         self.num_decodes = num_decodes
         self.known_tokens = known_tokens
         self.pool_tokens = pool_tokens

@@ -245,14 +245,19 @@ class StepParts:
     def decode_ns(self, num_decodes: int, known_tokens: int, num_steps: int) -> list[int]:
         """Return the durations of `num_steps` steps of decodes, where every sequence grows by one token per step."""
         fixed_ms = self.fixed_ms(num_decodes)
-        if not are_many(num_steps) or not self._is_simple(num_decodes):
-            return [
-                round(self.decode_ms(num_decodes, known, fixed_ms) * 1e6)
-                for known in range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes)
-            ]
+        are_few = not are_many(num_steps)
+        each_known = range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes)
+        if not self._is_simple(num_decodes):
+            return [round(self.decode_ms(num_decodes, known, fixed_ms) * 1e6) for known in each_known]
+        # The operations of `decode_ms`, in the same order, so that all round identically.
+        if are_few:
+            context_token_ms = self.context_token_ms
+            if not self._num_drafted:
+                return [round((known * context_token_ms + fixed_ms) * 1e6) for known in each_known]
+            per_step = self._tokens_per_step
+            return [round((known * context_token_ms + fixed_ms) / per_step * 1e6) for known in each_known]
         import numpy as np
 
-        # The operations of `decode_ms`, in the same order, so that both round identically.
         ms = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) * self.context_token_ms
         ms += fixed_ms
         if self._num_drafted:

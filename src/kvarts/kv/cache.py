@@ -210,6 +210,16 @@ class Cache:
         """Return a lower bound of `num_to_admit` that stays valid until another holder takes parts of `match`."""
         return self.num_to_admit(match, num_known, budget)
 
+    def watch(self) -> None:
+        """Begin to observe for `may_need_less` what becomes findable."""
+
+    def may_need_less(self, num_pages: int) -> bool:
+        """Return whether a request that found `num_pages` pages at the last `watch` may need fewer blocks than then.
+
+        For as long as no other holder took a part of what it found.
+        """
+        return True
+
     def num_to_run(self, holding: Holding, start: int, end: int) -> int:
         """Return the blocks to take for tokens [start, end) of `holding`."""
         raise NotImplementedError

@@ -18,6 +18,7 @@ from kvarts.kv.cache import Cache, Holding, Mark, Match
 from kvarts.kv.eviction import HeldPages, noter_of, ranges_read_by, walk
 from kvarts.kv.pool import PageError, PageId, Pool
 from kvarts.kv.tree import Node, Path, PrefixTree
+from kvarts.limits import MOST_COUNT
 
 __all__ = ["OneGroupCache", "PageCache"]
 
@@ -75,6 +76,17 @@ class PageCache(Cache):
     def num_to_admit(self, match: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
         """Return the pages of `num_known` tokens, without those of `match` that are in use, and `num_kept`."""
         return -(-num_known // match.content.page_size) - match.num_shared + num_kept
+
+    def watch(self) -> None:
+        """Let `may_need_less` know only what becomes findable from now on."""
+        self.tree.found_from = MOST_COUNT
+
+    def may_need_less(self, num_pages: int) -> bool:
+        """Return whether pages became findable that can follow `num_pages` pages, or a page before these.
+
+        A run that begins behind them follows pages that are not all among them.
+        """
+        return self.tree.found_from <= num_pages
 
     def num_to_run(self, holding: Holding, start: int, end: int) -> int:
         """Return the pages that the first `end` tokens of `holding` lack."""

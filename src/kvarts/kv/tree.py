@@ -55,6 +55,8 @@ class PrefixTree:
         """Called for pages [start, end), the last ones of a node, that can no longer be found."""
         self.on_read: Callable[[], object] | None = None
         """Called before runs are looked for or looked at; it may extend some of them."""
+        self.found_from = 0
+        """The first of the pages that became findable, or whose first copy was evicted, since this was set."""
         self._watcher = watcher
         self._roots: dict[str | None, Node] = {}
 
@@ -187,6 +189,8 @@ class PrefixTree:
             start = last.end
             if start >= end:
                 return
+            if start < self.found_from:
+                self.found_from = start
             if (
                 last.refs == 1
                 and last.place is None
@@ -208,7 +212,7 @@ class PrefixTree:
         else:
             if end == 0:
                 return
-            start = 0
+            start = self.found_from = 0
             last = self._root(content.salt)
         while start < end:
             if last.children is None:
@@ -456,6 +460,7 @@ class PrefixTree:
             self.tell(CopiesRemoved(node.content, node.start, node.end, copy))
         del twins[copy]
         if copy == 0:
+            self.found_from = 0
             parent.children[node.key] = twins[0]
             if self._watcher is not None:
                 self._watcher.first_copy_gone(node)

@@ -18,6 +18,8 @@ and the sum over steps is not computed.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Final
 
 from kvarts.events import Blocked
@@ -130,8 +132,4 @@ class Horizon:
 
     def _steps_within(self, num_free: int, num_steps: int) -> int:
         """Return how many of the next `num_steps` steps `num_free` pages suffice for."""
-        for index, num_due in enumerate(self._running.wheel.pages_due_by_step(num_steps)):
-            num_free -= num_due
-            if num_free < 0:
-                return index
-        return num_steps
+        return bisect_right(list(accumulate(self._running.wheel.pages_due_by_step(num_steps))), num_free)

@@ -181,8 +181,8 @@ class Scheduler:
         """The number of blocks that the blocked head needs, if it waits for pages."""
         self._least_wanted = 0
         """A lower bound of that number for as long as the head is blocked."""
-        self._lacking: tuple[Request, int, int, int] | None = None
-        """The head that last lacked memory, its values of these two numbers, and its budget."""
+        self._lacking: tuple[Request, int, int, int, int] | None = None
+        """The head that last lacked memory, its values of these two numbers, its budget, and the pages it found."""
         self._num_published = -1
         """`num_published` of the cache at that time; -1 if the head must be matched again."""
         itl: ItlBound | None = None
@@ -481,7 +481,8 @@ class Scheduler:
         if loads is not None:
             loads.tiers.plan_stores(now_ns)  # pages that the step leaves idle
         cache.look(self.mark)
-        num_decodes, known_tokens, num_joined = wheel.num_decoding, wheel.known_tokens, 0
+        num_decodes, num_joined = wheel.num_decoding, 0
+        known_tokens = wheel.known_tokens if num_decodes else 0
         if self._plans_ahead:
             self._drop_given_up(now_ns)
             if running.taken_off:
@@ -647,8 +648,8 @@ class Scheduler:
             self.loads.confirm()
         if stopped:
             finished = self._with_stopped(finished, stopped)
-        running = self.running
-        if running.num_sharing:
+        if finished and self.running.num_sharing:
+            running = self.running
             for request in finished:
                 if running.shares(request):
                     running.num_sharing -= 1
@@ -685,8 +686,15 @@ class Scheduler:
 
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
         """Admit loaded requests, then the head of the waiting queue while `max_num_seqs`, budget and pages allow."""
-        waiting, cache, running, loads, pages = self.waiting, self.cache, self.running, self.loads, self.pages
-        page_size, max_num_seqs, tell, handoffs = self._page_size, self._max_num_seqs, self._tell, self.handoffs
+        waiting, running, loads, handoffs, tell = self.waiting, self.running, self.loads, self.handoffs, self._tell
+        if budget <= 0 and loads is None and handoffs is None:  # what the loop would find
+            request = waiting.head(now_ns)
+            self.blocked = FOR_BUDGET if running.num_running < self._max_num_seqs else FOR_SEQS
+            self.blocked_head = request
+            if tell is not None:
+                self._tell_blocked(tell, request)
+            return ()
+        cache, pages, page_size, max_num_seqs = self.cache, self.pages, self._page_size, self._max_num_seqs
         loads_take_places = False
         admitted: list[int] = []
         self.blocked = NOT_BLOCKED
@@ -726,7 +734,7 @@ class Scheduler:
                 break
             if running.num_late:
                 running.publish_late()
-            if self._num_published == cache.num_published and self._still_lacks(request, budget):
+            if self._num_published >= 0 and self._still_lacks(request, budget):
                 self.blocked = FOR_PAGES
                 break
             num_known = request.num_prompt_tokens + request.num_output_tokens
@@ -781,8 +789,9 @@ class Scheduler:
                             continue
                     self.blocked = FOR_PAGES
                     self.num_pages_wanted, self._least_wanted = num_wanted, least
-                    self._lacking = request, num_wanted, self._least_wanted, budget
+                    self._lacking = request, num_wanted, self._least_wanted, budget, match.num_pages
                     self._num_published = cache.num_published if pages.is_alone and loads is None else -1
+                    cache.watch()
                     break
             if self._has_itl_bound and not self._prefill.has_room(request, hit_tokens, chunks):
                 self.blocked = FOR_BUDGET
@@ -953,12 +962,14 @@ class Scheduler:
     def _still_lacks(self, head: Request, budget: int) -> bool:
         """Return whether `head` was found to lack memory and certainly still does.
 
-        Its need cannot shrink as long as no page becomes findable, its budget is not smaller, and no other holder
-        references pages that it hits, as an admitted request or a store to a tier below would. Other models may have
-        freed memory for it since.
+        Its need cannot shrink as long as no page becomes findable that it could use, its budget is not smaller, and no
+        other holder references pages that it hits, as an admitted request or a store to a tier below would. Other
+        models may have freed memory for it since.
         """
         assert self._lacking is not None
-        request, num_wanted, least_wanted, least_budget = self._lacking
+        request, num_wanted, least_wanted, least_budget, num_found = self._lacking
+        if self._num_published != self.cache.num_published and self.cache.may_need_less(num_found):
+            return False
         if request is not head or least_wanted <= self.cache.num_free or budget < least_budget:
             return False
         if self.pins is not None and self.pins.num_pins:

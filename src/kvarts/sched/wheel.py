@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import compress
 from typing import TYPE_CHECKING, Final
 
 from kvarts.request import Request
@@ -33,7 +34,7 @@ __all__ = ["DecodeWheel", "PagesDue"]
 NEVER: Final = 1 << 62
 MOST_STALE: Final = 64
 """The number of outdated entries of the queue of last tokens that is tolerated in addition to one per decode."""
-FEW_STEPS: Final = 4
+FEW_STEPS: Final = 16
 """The number of steps per slot with pages due up to which the slots of these steps are looked at, one by one."""
 
 
@@ -240,13 +241,8 @@ class DecodeWheel:
             passed = due[first : first + num_steps]
             if len(passed) < num_steps:
                 passed += due[: num_steps - len(passed)]
-            return PagesDue(
-                num_steps,
-                size,
-                [offset for offset, count in enumerate(passed) if count],
-                [count for count in passed if count],
-                sum(passed),
-            )
+            offsets_passed = list(compress(range(num_steps), passed))
+            return PagesDue(num_steps, size, offsets_passed, list(filter(None, passed)), sum(passed))
         offsets: list[int] = []
         counts: list[int] = []
         total = 0

@@ -190,8 +190,10 @@ class Replica:
         self._is_under_way = True
         engine, tiers = self.engine, self._tiers
         others_join = self._joining is not None and self.join(now_ns)
-        must_plan, self._must_plan = self._must_plan, False
-        if tiers is not None and (tiers.advance_to(now_ns) or must_plan):
+        must_plan = False
+        if tiers is not None:
+            must_plan, self._must_plan = tiers.advance_to(now_ns) or self._must_plan, False
+        if must_plan:
             self.scheduler.blocked = Blocked.NOT
             if not engine.has_work:
                 return self.pause(now_ns)
