@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from random import Random
 from threading import Event
 
 from kvarts.clock import Clock, VirtualClock
@@ -14,7 +15,7 @@ from kvarts.sampling import SamplingParams
 from kvarts.session.opening import MOCK_VOCAB_SIZE, mock_host
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable
-from kvarts.session.values import Done, SessionsConfig, SessionSettings, Token
+from kvarts.session.values import Done, SessionInfo, SessionsConfig, SessionSettings, Token
 
 from builders.rooms import HAS_AUDIT
 
@@ -27,6 +28,7 @@ __all__ = [
     "mock_sessions",
     "say",
     "sessions_on",
+    "talk_at_random",
 ]
 
 OWNER = "somebody"
@@ -99,6 +101,65 @@ class GateClock(VirtualClock):
             self._is_waiting.set()
             assert self._is_open.wait(20), "nobody opened the gate"
         super().wait_until_ns(at_ns)
+
+
+async def talk_at_random(
+    sessions: Sessions,
+    settings: SessionSettings,
+    ids: Callable[[int], list[int]],
+    random: Random,
+    expected: Callable[[list[int], int], list[int]],
+    check: Callable[[SessionInfo], object],
+    *,
+    num_turns: int,
+    most_new: int,
+    most_to_roll_back: int,
+) -> None:
+    """Append, generate, cancel, fork and roll back a session in any order: it says what is `expected` of its history.
+
+    `ids` returns new tokens; a turn appends at most `most_new`. `check` is called with the session after each turn. A
+    history of more than `most_to_roll_back` tokens is never rolled back.
+    """
+    session = await sessions.create(OWNER, settings)
+    history: list[int] = []
+    for _ in range(num_turns):
+        new = ids(random.randrange(1, most_new + 1))
+        history += new
+        first = random.randrange(len(new) + 1)
+        for part in (new[:first], new[first:]):
+            await sessions.append(OWNER, session, part)
+        action = random.choice(["generate", "cancel", "fork", "rollback"])
+        if action == "cancel":
+            stream = sessions.generate(OWNER, session, greedy(30))
+            said: list[int] = []
+            while len(said) < 3:
+                update = await anext(stream)
+                if isinstance(update, Token):
+                    said.append(update.token_id)
+            await stream.aclose()
+            info = await sessions.info(OWNER, session)
+            generated = expected(history, info.history_length - len(history))
+            assert generated[: len(said)] == said
+            history += generated
+        elif action == "fork":
+            fork = await sessions.fork(OWNER, session)
+            other = ids(5)
+            both = await asyncio.gather(say(sessions, session, [], 3), say(sessions, fork, other, 3))
+            assert both[0] == expected(history, 3)
+            assert both[1] == expected([*history, *other], 3)
+            history += both[0]
+            await sessions.close(OWNER, fork)
+        elif action == "rollback" and len(history) <= most_to_roll_back:
+            del history[random.randrange(1, len(history) + 1) :]
+            await sessions.rollback(OWNER, session, len(history))
+        said = await say(sessions, session, [], 4)
+        assert said == expected(history, 4)
+        history += said
+        info = await sessions.info(OWNER, session)
+        assert info.history_length == len(history)
+        check(info)
+    await sessions.close(OWNER, session)
+    await sessions.shut_down()
 
 
 def mock_says(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,11 +32,11 @@ from kvarts.session.keeper import Keeper
 from kvarts.session.opening import open_sessions
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable
-from kvarts.session.values import SessionInfo, SessionsConfig, SessionSettings, Token
+from kvarts.session.values import SessionInfo, SessionsConfig, SessionSettings
 
 from builders.real_models import undisturbed
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, HAS_RECORD
-from builders.sessions import OWNER, greedy, say, sessions_on
+from builders.sessions import OWNER, greedy, say, sessions_on, talk_at_random
 from oracles.late_rotation import late_greedy
 from oracles.masked_forward import masked_greedy
 from oracles.naive_kv_groups import kept_for
@@ -139,50 +139,13 @@ def test_a_session_says_what_a_pass_over_its_whole_history_says(
     def expected(history: list[int], count: int) -> list[int]:
         return masked_greedy(reference, history, count, sink=sink, window=window)
 
-    async def talk() -> None:
-        session = await sessions.create(OWNER, SessionSettings(sink=sink, window=window))
-        history: list[int] = []
-        for _ in range(3):
-            new = ids(random, random.randrange(1, 26))
-            history += new
-            first = random.randrange(len(new) + 1)
-            for part in (new[:first], new[first:]):
-                await sessions.append(OWNER, session, part)
-            action = random.choice(["generate", "cancel", "fork", "rollback"])
-            if action == "cancel":
-                stream = sessions.generate(OWNER, session, greedy(30))
-                said: list[int] = []
-                async for update in stream:
-                    if isinstance(update, Token):
-                        said.append(update.token_id)
-                        if len(said) == 3:
-                            break
-                await stream.aclose()
-                info = await sessions.info(OWNER, session)
-                generated = expected(history, info.history_length - len(history))
-                assert generated[: len(said)] == said
-                history += generated
-            elif action == "fork":
-                fork = await sessions.fork(OWNER, session)
-                other = ids(random, 5)
-                both = await asyncio.gather(say(sessions, session, [], 3), say(sessions, fork, other, 3))
-                assert both[0] == expected(history, 3)
-                assert both[1] == expected([*history, *other], 3)
-                history += both[0]
-                await sessions.close(OWNER, fork)
-            elif action == "rollback" and len(history) <= min(sink + window, 7):
-                del history[random.randrange(1, len(history) + 1) :]
-                await sessions.rollback(OWNER, session, len(history))
-            said = await say(sessions, session, [], 4)
-            assert said == expected(history, 4)
-            history += said
-            info = await sessions.info(OWNER, session)
-            assert info.history_length == len(history)
-            check_bytes(llm, info, page_size)
-        await sessions.close(OWNER, session)
-        await sessions.shut_down()
-
-    asyncio.run(talk())
+    asyncio.run(
+        talk_at_random(
+            sessions, SessionSettings(sink=sink, window=window), partial(ids, random), random, expected,
+            partial(check_bytes, llm, page_size=page_size), num_turns=3, most_new=25,
+            most_to_roll_back=min(sink + window, 7),
+        )
+    )  # fmt: skip
     llm.check()
     assert llm.kv_live_bytes() == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -21,11 +22,11 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.llm.llm import LLM
 from kvarts.session.sessions import Sessions
-from kvarts.session.values import SessionsConfig, SessionSettings, Token
+from kvarts.session.values import SessionInfo, SessionsConfig, SessionSettings, Token
 
 from builders.guessing import untimed
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
-from builders.sessions import OWNER, greedy, say, sessions_on
+from builders.sessions import OWNER, greedy, say, sessions_on, talk_at_random
 from oracles.late_rotation import late_greedy
 from oracles.masked_forward import masked_greedy
 
@@ -70,58 +71,20 @@ def test_a_session_says_what_a_pass_over_its_whole_history_says(
     def expected(history: list[int], count: int) -> list[int]:
         return masked_greedy(reference, history, count, sink=sink, window=window)
 
-    async def talk() -> None:
-        session = await sessions.create(OWNER, SessionSettings(sink=sink, window=window))
-        history: list[int] = []
-        for _ in range(4):
-            new = ids(random, random.randrange(1, 30))
-            history += new
-            first = random.randrange(len(new) + 1)
-            for part in (new[:first], new[first:]):
-                await sessions.append(OWNER, session, part)
-            action = random.choice(["generate", "cancel", "fork", "rollback"])
-            if action == "cancel":
-                stream = sessions.generate(OWNER, session, greedy(30))
-                said = [update.token_id async for update in _first(stream, 3) if isinstance(update, Token)]
-                await stream.aclose()
-                info = await sessions.info(OWNER, session)
-                generated = expected(history, info.history_length - len(history))
-                assert generated[: len(said)] == said
-                history += generated
-            elif action == "fork":
-                fork = await sessions.fork(OWNER, session)
-                other = ids(random, 5)
-                both = await asyncio.gather(say(sessions, session, [], 3), say(sessions, fork, other, 3))
-                assert both[0] == expected(history, 3)
-                assert both[1] == expected([*history, *other], 3)
-                history += both[0]
-                await sessions.close(OWNER, fork)
-            elif action == "rollback" and len(history) <= sink + window:
-                del history[random.randrange(1, len(history) + 1) :]
-                await sessions.rollback(OWNER, session, len(history))
-            said = await say(sessions, session, [], 4)
-            assert said == expected(history, 4)
-            history += said
-            info = await sessions.info(OWNER, session)
-            assert info.history_length == len(history)
-            assert info.num_retained == min(len(history), sink + window)
-            assert (info.inv1_violations, info.inv2_violations) == (0, 0)
-            bound = -(-sink // page_size) + -(-window // page_size) + 1
-            assert info.kv_allocated_bytes <= bound * page_size * llm.host().token_bytes == info.kv_bound_bytes
-        await sessions.close(OWNER, session)
-        await sessions.shut_down()
+    def check(info: SessionInfo) -> None:
+        assert info.num_retained == min(info.history_length, sink + window)
+        assert (info.inv1_violations, info.inv2_violations) == (0, 0)
+        bound = -(-sink // page_size) + -(-window // page_size) + 1
+        assert info.kv_allocated_bytes <= bound * page_size * llm.host().token_bytes == info.kv_bound_bytes
 
-    asyncio.run(talk())
+    asyncio.run(
+        talk_at_random(
+            sessions, SessionSettings(sink=sink, window=window), partial(ids, random), random, expected, check,
+            num_turns=4, most_new=29, most_to_roll_back=sink + window,
+        )
+    )  # fmt: skip
     llm.check()
     assert llm.kv_live_bytes() == 0
-
-
-async def _first(stream: Any, count: int) -> Any:
-    async for update in stream:
-        yield update
-        count -= isinstance(update, Token)
-        if not count:
-            return
 
 
 def test_a_history_of_fifty_windows(models: Models) -> None:
