@@ -72,7 +72,7 @@ NEEDED_BY = {
 COMMANDS = {
     "connect": ("watch",),
     "fleet": ("mock_fleet",),
-    "openai_api": ("http", "mock", "serve_model", "workers"),
+    "openai_api": ("http", "mock", "serve_model"),
     "plan": ("sweep",),
     "session": ("serve_sessions", "sessions", "chat", "soak"),
 }

@@ -13,7 +13,7 @@ from kvarts.cli import (
     kv_events,
     mock_fleet,
     mock_sharing,
-    workers,
+    mock_workers,
 )
 from kvarts.cli.http_options import (
     address_of,
@@ -87,7 +87,7 @@ def _options() -> list[click.Parameter]:
     options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options(), *failure_options()]
     options += kv_events.server_options()
     options += http_sessions.server_options()
-    options += workers.server_options()
+    options += mock_workers.server_options()
     options += mock_fleet.server_options()
     return options
 
@@ -139,7 +139,7 @@ def mock_command(**params: Any) -> None:
         media=params["media"] or _family(given),
     )
     worker: OneOfSeveral | None = None
-    worker = workers.start_if_several(params, given, door.answers, address)
+    worker = mock_workers.start_if_several(params, given, door.answers, address)
     rank = 0 if worker is None else worker.rank
     door = msgspec.structs.replace(door, rank=rank)
     readers_of: ReadersOf = ReadersOf()
