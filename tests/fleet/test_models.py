@@ -398,3 +398,21 @@ def test_a_workload_of_two_models(asked: Callable[..., Any], tmp_path: Path) -> 
     )
     report = asked("replay", "--config", config, "--json")
     assert [each["num_completed"] for each in report["fleet"]["models"]] == [20, 10]
+
+
+def test_workers_of_a_model_that_start_do_not_keep_another_from_scaling() -> None:
+    each = ReplayConfig(num_pages=40, max_num_seqs=4)
+    scaler = partial(parse_scaler, "dynamo,context=1000,every=1s")
+
+    def ends_of_first(*names: str) -> list[float]:
+        pools = tuple(PoolConfig(role="mixed", each=each, name=name, served_model_name=name) for name in names)
+        arrivals = [(place * 50, name) for place in range(200) for name in names if name != "a" or place >= 30]
+        rows = [
+            TraceRequest(index, at_ms * NS_PER_MS, (range(10_000 * index, 10_000 * index + 100),), 100, 40, model=name)
+            for index, (at_ms, name) in enumerate(arrivals)
+        ]
+        report = replay(Trace(rows), FleetConfig(pools=pools, scaler=scaler, startup_s=5.0))
+        ends = report.requests["last_token_ms"]
+        return [float(end) for end, (_, name) in zip(ends, arrivals, strict=True) if name == "a"]
+
+    assert ends_of_first("a") == ends_of_first("a", "b")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -16,6 +17,7 @@ from kvarts.fleet.config import FleetConfig, ModelPools, PoolConfig, StoreSettin
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.links import PeerLinks
 from kvarts.fleet.report import FleetReport
+from kvarts.fleet.scaling import parse_scaler
 from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.peers import PeerMemory
@@ -23,7 +25,10 @@ from kvarts.routers.directory import EventIndex
 from kvarts.routers.policies import PrefixAware
 from kvarts.routers.view import Asked, View
 from kvarts.settings import SettingError
+from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
+from kvarts.traffic.trace import Trace
+from kvarts.traffic.trace_request import TraceRequest
 
 from builders.case import Case, Row
 from builders.fleet import ENDS, SCALERS, FleetCase, fleets, replayed_with
@@ -372,3 +377,28 @@ def test_requests_one_by_one_read_what_the_naive_workers_do(
             pulled[reader, source] = pulled.get((reader, source), 0) + num_pages
     rows = report.summary["fleet"]["pulls"]["pulled"]
     assert {(row["reader"], row["source"]): row["pages"] for row in rows} == pulled
+
+
+def test_a_worker_that_was_removed_has_nothing_to_read() -> None:
+    """The third worker, which a scaler removes, is the only one with all of a prompt whose beginning is on worker 0."""
+
+    def replayed(replicas: int, script: str | None) -> tuple[int, int]:
+        below = OffloadConfig(host_pages=400)
+        each = ReplayConfig(num_pages=400, replicas=replicas, router="prefix", offload=below)
+        prompt = range(1600)
+        rows = [
+            TraceRequest(0, 0, (range(160), range(10**5, 10**5 + 1440)), 1600, 200),
+            TraceRequest(1, 1, (range(2 * 10**5, 2 * 10**5 + 1600),), 1600, 200),
+            *([TraceRequest(2, 2, (prompt,), 1600, 200)] if replicas == 3 else []),
+            TraceRequest(3, 60_000 * MS, (range(3 * 10**5, 3 * 10**5 + 80),), 20, 400),
+            TraceRequest(4, 60_001 * MS, (prompt, range(10**7, 10**7 + 16)), 1616, 4),
+        ]
+        scaler = None if script is None else partial(parse_scaler, script)
+        pools = (PoolConfig(role="mixed", each=each),)
+        config = FleetConfig(
+            pools=pools, bytes_per_s=1e12, latency_ms=5.0, pulls=True, token_bytes=131_072, scaler=scaler
+        )
+        requests = replay(Trace(rows), config).requests
+        return int(requests["replica"][-1]), int(requests["cached_tokens"][-1])
+
+    assert replayed(2, None) == replayed(3, "script,30s=2") == (0, 160)

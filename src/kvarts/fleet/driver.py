@@ -278,6 +278,7 @@ class FleetDriver(Moves):
                 for worker in pool.gone:
                     if self._peers.leave(worker.index):
                         self._lose_pulls(worker, now_ns)
+                        pool.front.forget(worker)
 
     def _scale(self, now_ns: int) -> None:
         """Remove drained workers, and run the scaler if its tick is due."""

@@ -43,10 +43,14 @@ class Front(Informed):
 
     def replace(self, worker: Worker, by: Worker) -> None:
         """Let `by` stand for `worker`; both were removed."""
+        self.forget(worker)
         place = self._places[worker.index]
-        self.router.forget(place)
         self.workers[place] = by
         self._replicas[place] = by.replica
+
+    def forget(self, worker: Worker) -> None:
+        """Have the router forget the pages of `worker`, which was removed."""
+        self.router.forget(self._places[worker.index])
 
     def enter(self, worker: Worker) -> None:
         """Send requests to `worker` again."""
@@ -153,8 +157,8 @@ class ModelRouters:
 class Pool:
     """Workers of one configuration, behind `front`. Owner of their lives; `open_worker` makes a new one.
 
-    `active`: those that requests are sent to, by their numbers. A worker that is added starts for `startup_ns`; one
-    that is taken away drains: it ends what it has.
+    `active`: those that requests are sent to, by their numbers. `model`: the name by which requests ask for it, if they
+    ask for any. A worker that is added starts for `startup_ns`; one that is taken away drains: it ends what it has.
     """
 
     def __init__(
@@ -165,10 +169,12 @@ class Pool:
         open_worker: Callable[[int], Worker],
         front: Front,
         *,
+        model: str | None = None,
         startup_ns: int = 0,
     ) -> None:
         self.name = name
         self.role = role
+        self.model = model
         self.front = front
         front.pools.append(self)
         self._open_worker = open_worker
@@ -300,4 +306,4 @@ class Pool:
             )
             for worker in self.active
         )
-        return PoolState(self.name, self.role, workers, len(self.starting), len(self.draining))
+        return PoolState(self.name, self.role, workers, len(self.starting), len(self.draining), self.model)

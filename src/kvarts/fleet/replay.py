@@ -188,7 +188,10 @@ class BuiltFleet:
             front = fronts[place, each.role == "decode"]
             shared = [*self.stores[place : place + 1], *self.peers[place : place + 1]]
             opened = self._opener(each, number, front.router, readers_of, *shared)
-            self.pools.append(Pool(each.name, each.role, each.each.replicas, opened, front, startup_ns=startup_ns))
+            model = self._behind[place].model
+            self.pools.append(
+                Pool(each.name, each.role, each.each.replicas, opened, front, model=model, startup_ns=startup_ns)
+            )
         of_models = []
         for place, of_model in enumerate(self._behind):
             behind = fronts[place, False]

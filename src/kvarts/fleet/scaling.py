@@ -33,13 +33,17 @@ class WorkerState(msgspec.Struct, frozen=True, gc=False):
 
 
 class PoolState(msgspec.Struct, frozen=True):
-    """A pool at a tick: its active workers, and the numbers that start and drain."""
+    """A pool at a tick: its active workers, and the numbers that start and drain.
+
+    `model`: the name by which requests ask for its model; None if they ask for none.
+    """
 
     name: str
     role: str
     active: tuple[WorkerState, ...]
     num_starting: int
     num_draining: int
+    model: str | None = None
 
     @property
     def num_expected(self) -> int:
@@ -221,8 +225,9 @@ class Thresholds:
     def on_tick(self, state: FleetState) -> Decision:
         """Return the current number plus one, minus one, or unchanged, per pool."""
         targets: dict[str, int] = {}
-        if not any(pool.num_starting for pool in state.pools):
-            for pool in state.pools:
+        starting = {pool.model for pool in state.pools if pool.num_starting}
+        for pool in state.pools:
+            if pool.model not in starting:
                 wanted = len(pool.active) + self._change(pool)
                 targets[pool.name] = min(self._most, max(self._least, wanted))
         return Decision(targets, state.now_ns + self._every_ns)

@@ -265,6 +265,7 @@ class Routes:
             raise ApiError(400, f"level must be 0, 1 or 2, got {level!r}", param="level")
         for served in self._models:
             served.sleep_level = max(1, int(level))
+        for served in self._engines:
             await served.forget_cached()
         await exchange.response.whole(b"")
 
