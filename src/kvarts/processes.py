@@ -48,8 +48,9 @@ Run = Callable[[Any, Any], Any]
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use, as far as they can be used."""
+    num = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MOST_WORKERS, num)
 
 
 class Inquiry(Generic[Case]):
@@ -153,7 +154,7 @@ class Processes:
         """
         left = iter(tasks.items())
         for key, task in left:
-            if self._is_worth_it and len(tasks) > 1:
+            if self._is_worth_it and len(tasks) > 1 and self._can_go(run, list(tasks.values())):
                 futures = {self._submitted(run, task): key}
                 futures |= {self._submitted(run, task): key for key, task in left}
                 yield from self._as_done(futures)
@@ -208,7 +209,7 @@ class Processes:
                 if on_ask is not None:
                     on_ask()
             while missing := [case for case in cases if case not in known]:
-                if not self._is_worth_it:
+                if not (self._is_worth_it and self._can_go(run, [task_of(case) for case in missing])):
                     known[missing[0]] = self._done_here(run, task_of(missing[0]))
                     continue
                 for case in missing:
@@ -231,6 +232,15 @@ class Processes:
     def _is_worth_it(self) -> bool:
         """Whether tasks go to other processes from now on."""
         return self._num_workers > 1 and (self._is_asked or self._spent_s >= PAYS_S)
+
+    def _can_go(self, run: Run, tasks: Sequence[Any]) -> bool:
+        """Return whether tasks can be handed to other processes; if not, and none were asked for, all stay here."""
+        if self._pool is None and not self._is_asked:
+            try:
+                _packed((run, tasks)), _packed(self._shared)
+            except ConfigError:
+                self._num_workers = 1
+        return self._num_workers > 1
 
     def _done_here(self, run: Run, task: Any) -> Any:
         begun_s = perf_counter()
@@ -306,6 +316,7 @@ class Processes:
                 end.close()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        self._pool = self._lifelines = None
 
     def __enter__(self) -> Processes:
         return self
@@ -333,7 +344,7 @@ def _packed(value: Any) -> bytes:
 
 def _ended() -> OutputError:
     return OutputError(
-        "a worker process has ended before its point was done",
+        "a worker process has ended before its task was done",
         hint="Run the same command again, with fewer --workers if memory ran out.",
     )
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import count
 from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvarts.build import build_engine
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.events import Blocked
+from kvarts.executor.cost import PolynomialCost
+from kvarts.executor.simulated import SimExecutor
 from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.request import Request, RequestState
@@ -237,3 +242,32 @@ def test_an_engine_at_rest_is_examined_whole_also_with_windows() -> None:
     cast(GroupPages, scheduler.cache).num_promised += 1
     with pytest.raises(AssertionError, match="L1"):
         scheduler.check()
+
+
+def test_a_head_that_lacks_memory_needs_less_once_a_reservation_shares_what_it_hits() -> None:
+    config = EngineConfig(num_pages=20, page_size=1, max_num_seqs=8, max_num_batched_tokens=64)
+    engine = build_engine(config, SimExecutor(PolynomialCost()), hands_over=True)
+    scheduler = engine.scheduler
+    steps = count()
+
+    def asking(index: int, tokens: Sequence[int], max_tokens: int) -> Request:
+        content = Content.from_tokens(list(tokens), page_size=1, owner=index)
+        return Request(index, content, num_prompt_tokens=len(tokens), max_tokens=max_tokens, arrival_ns=0)
+
+    def step() -> None:
+        scheduler.schedule(next(steps))
+        scheduler.commit(next(steps))
+
+    prompt = range(100, 108)
+    assert scheduler.add(asking(0, prompt, 1)) is None
+    step()  # its pages are cached
+    assert scheduler.add(asking(1, range(1, 10), 4)) is None
+    step()
+    head = asking(2, [*prompt, *range(200, 208)], 1)
+    assert scheduler.add(head) is None
+    step()
+    assert scheduler.handoffs is not None and head.state.name == "WAITING"
+    assert scheduler.handoffs.reserve(asking(3, prompt, 4), next(steps))
+    for _ in range(4):
+        step()
+    assert head.state is RequestState.FINISHED

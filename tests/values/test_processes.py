@@ -28,10 +28,13 @@ from kvarts.settings import SettingError
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
+from kvarts.traffic.trace_request import TraceRequest
 
 from builders.plan_traces import small_traces
+from builders.rooms import HAS_ROUTERS, ROOMS
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
+needs_plans = pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
 
 
 def guess(_: int, __: object) -> list[tuple[float, bool]]:
@@ -300,6 +303,7 @@ def is_group(group: int) -> bool:
     return True
 
 
+@needs_plans
 def test_a_function_in_a_script_without_a_main_block_starts_no_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import kvarts\nprint(kvarts.plan({str(SAMPLE)!r}).advice)\n")
@@ -313,6 +317,7 @@ COST = "linear:step_ms=5,chunk_token_ms=0.05,decode_ms=0.2"
 DATA = Path(str(files("kvarts") / "data"))
 
 
+@needs_plans
 @pytest.mark.parametrize(
     "options",
     [
@@ -338,6 +343,7 @@ def test_workers_do_not_change_a_byte_of_a_plan(
     assert printed[0] == printed[1]
 
 
+@needs_plans
 @pytest.mark.long
 def test_workers_do_not_change_how_many_users_fit(
     run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
@@ -412,10 +418,51 @@ def test_replicas_that_affect_each_other_are_replayed_together(monkeypatch: pyte
 
     monkeypatch.setattr(Processes, "_open", refuse)
     trace = load_trace("sample:mooncake")
-    for settings_of in ({"router": "least-loaded"}, {"concurrency": 9}, {"retries": 1, "client_timeout_s": 9.0}):
+    informed: list[dict[str, Any]] = [{"router": "least-loaded"}] if HAS_ROUTERS else []
+    for settings_of in (*informed, {"concurrency": 9}, {"retries": 1, "client_timeout_s": 9.0}):
         replay(trace, ReplayConfig(num_pages=4000, page_size=512, replicas=2, **settings_of), workers=2)
     with pytest.raises(AssertionError, match="a process is started"):
         replay(trace, ReplayConfig(num_pages=4000, page_size=512, replicas=2), workers=2)
+
+
+def test_a_list_out_of_order_is_refused_with_any_number_of_processes() -> None:
+    rows = [
+        TraceRequest(index, at_ms * 1_000_000, (range(index, index + 16),), 16, 4)
+        for index, at_ms in enumerate((0, 100, 50))
+    ]
+    for workers in (1, 2):
+        with pytest.raises(InputError, match="arrives before the row before it"):
+            replay(Trace(rows), ReplayConfig(replicas=2), workers=workers)
+
+
+def test_processes_can_be_used_again_after_they_were_closed() -> None:
+    processes = Processes(2, "shared")
+    for _ in range(2):
+        assert processes.all(joined, ["a", "b"]) == ["shareda", "sharedb"]
+        processes.close()
+
+
+def test_what_cannot_be_handed_over_is_done_here_unless_processes_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvarts.processes.PAYS_S", 0.0)
+    monkeypatch.setattr("kvarts.processes.num_cores", lambda: 2)
+    assert Processes(None, "shared").all(called, [lambda shared: shared + "!"] * 3) == ["shared!"] * 3
+    assert Processes(None, lambda: "kept").all(called, [call_shared] * 3) == ["kept"] * 3
+    with pytest.raises(ConfigError, match="other processes cannot get"):
+        Processes(2, "shared").all(called, [lambda shared: shared + "!"] * 3)
+
+
+def joined(shared: str, own: str) -> str:
+    return shared + own
+
+
+def called(shared: Any, own: Callable[[Any], Any]) -> Any:
+    return own(shared)
+
+
+def call_shared(shared: Callable[[], str]) -> str:
+    return shared()
 
 
 def assert_same(one: Report, other: Report) -> None:

@@ -60,6 +60,10 @@ class AuditError(AssertionError):
         self.findings = tuple(findings)
         super().__init__("\n".join(map(str, findings)))
 
+    def __reduce__(self) -> tuple[type[AuditError], tuple[tuple[Finding, ...]]]:
+        """Return what makes it again, in another process."""
+        return AuditError, (self.findings,)
+
 
 class Findings:
     """The findings of an audit so far, and the step under audit."""

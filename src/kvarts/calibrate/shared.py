@@ -114,7 +114,7 @@ def record(
     """
     courses: list[Course] = []
     tasks = [(point, constants.values) for point in points]
-    for course in (processes or Processes()).in_order(_recorded, tasks):
+    for course in (Processes() if processes is None else processes).in_order(_recorded, tasks):
         courses.append(course)
         if len(courses) % POINTS_AT_ONCE == POINTS_AT_ONCE - 1:
             gc.collect()  # an engine refers to itself; its few large arrays do not make the collector run

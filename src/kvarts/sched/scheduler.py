@@ -963,12 +963,14 @@ class Scheduler:
         """Return whether `head` was found to lack memory and certainly still does.
 
         Its need cannot shrink as long as no page becomes findable that it could use, its budget is not smaller, and no
-        other holder references pages that it hits, as an admitted request or a store to a tier below would. Other
-        models may have freed memory for it since.
+        other holder references pages that it hits, as an admitted request, a store to a tier below or a reservation
+        would. Other models may have freed memory for it since.
         """
         assert self._lacking is not None
         request, num_wanted, least_wanted, least_budget, num_found = self._lacking
         if self._num_published != self.cache.num_published and self.cache.may_need_less(num_found):
+            return False
+        if self.handoffs is not None and self.handoffs.reserved:
             return False
         if request is not head or least_wanted <= self.cache.num_free or budget < least_budget:
             return False

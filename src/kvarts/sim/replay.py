@@ -284,6 +284,7 @@ def _are_apart(trace: Trace, config: ReplayConfig, workers: int | None) -> bool:
         and trace.requests is not None
         and not trace.has_sessions
         and (workers is not None or _are_many(len(trace.requests)))
+        and trace.is_in_order
     )
 
 

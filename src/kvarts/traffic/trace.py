@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from operator import le
 from typing import Any
 
 from kvarts.content import UNIT_BYTES, Content
@@ -90,6 +92,15 @@ class Trace:
     def requests(self) -> Sequence[TraceRequest] | None:
         """All requests, if they are known beforehand; None for a stream."""
         return self._known
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether all requests are known, and none arrives before the one before it."""
+        known = self._known
+        if known is None:
+            return False
+        times_ns = known.arrivals_ns if isinstance(known, RequestColumns) else [each.arrival_ns for each in known]
+        return all(map(le, times_ns, islice(times_ns, 1, None)))
 
     @property
     def tells_hits(self) -> bool:
