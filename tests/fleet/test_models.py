@@ -398,3 +398,46 @@ def test_a_workload_of_two_models(asked: Callable[..., Any], tmp_path: Path) -> 
     )
     report = asked("replay", "--config", config, "--json")
     assert [each["num_completed"] for each in report["fleet"]["models"]] == [20, 10]
+
+
+ALIKE = """
+device = "h100-80gb"
+tensor_parallel = 4
+pages = 200
+"""
+"""Settings of workers whose models have tokens with the same number of bytes."""
+
+LLAMA_AND_QWEN = """
+[[pool]]
+name = "l"
+model = "llama-3.1-70b"
+{served}
+[[pool]]
+name = "q"
+model = "qwen2.5-72b"
+{served}
+"""
+
+SHARED = {
+    "a store": '[store]\nmemory = "64GB"\n',
+    "pulls": '[transfer]\nrate = "100GB/s"\npull = true\n[offload]\nhost_pages = 1000\n',
+}
+
+
+@pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize(
+    ("served", "said"), [("", "row 1 names no model"), ('served_model_name = "x"', "pools with different models")]
+)
+def test_kv_is_of_one_model_although_another_has_tokens_of_the_same_size(
+    shared: str,
+    served: str,
+    said: str,
+    run_command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    config, trace = tmp_path / "fleet.toml", tmp_path / "trace.jsonl"
+    config.write_text(ALIKE + shared + LLAMA_AND_QWEN.format(served=served))
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 4, "hash_ids": [1]}\n')
+    assert run_command("replay", trace, "--config", config) != 0
+    assert said in capsys.readouterr().err

@@ -613,6 +613,11 @@ def _num_ways(config: ReplayConfig) -> int:
     return int(getattr(config.cost, "tensor_parallel", 1)) * int(getattr(config.cost, "pipeline_parallel", 1))
 
 
+def _model_of(config: ReplayConfig) -> str | None:
+    """Return the model of a worker; None if the config names none."""
+    return None if config.placement is None else config.placement.model
+
+
 def _parts_of(config: ReplayConfig) -> str:
     """Return what must be the same where engines share parts of pages: their layers, and their sizes in the store."""
     if config.kv_groups == "off":
@@ -664,7 +669,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The name by which requests ask for its model; "" without a name."""
         if self.served_model_name is not None:
             return self.served_model_name
-        return "" if self.each.placement is None else self.each.placement.model
+        return _model_of(self.each) or ""
 
 
 class ModelPools(msgspec.Struct, frozen=True):
@@ -704,7 +709,7 @@ class ModelPools(msgspec.Struct, frozen=True):
 
     def check_shares(self, field: str, verb: str) -> None:
         """Raise SettingError if its workers cannot share KV. `verb`: the action of `field`, for the error."""
-        if len({_stored_token_bytes(pool.each) for pool in self.pools}) > 1:
+        if len({(_model_of(pool.each), _stored_token_bytes(pool.each)) for pool in self.pools}) > 1:
             raise SettingError(f"{verb} pools with different models", field, hint="KV is of one model.")
         if len({_parts_of(pool.each) for pool in self.pools}) > 1:
             what = f"{verb} pools that divide pages into different parts"
@@ -765,7 +770,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise SettingError("pools behind one router name different routers", "pool")
         for of_model in self.of_models:
             apart = {pool.role: None for pool in of_model.pools if pool.role != "mixed"}
-            models = {pool.each.to_builtins().get("model") for pool in of_model.pools if pool.role != "mixed"}
+            models = {_model_of(pool.each) for pool in of_model.pools if pool.role != "mixed"}
             if len(apart) == 1 or len(models) > 1:
                 hint = "KV is of one model: each that has prefill workers needs decode workers, too."
                 raise SettingError("prefill and decode workers have different models", "pool", hint=hint)
@@ -869,9 +874,9 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.of_models) == 1:
             return False
         shares = self.pulls or self.store is not None
-        are_alike = len({(_stored_token_bytes(pool.each), _parts_of(pool.each)) for pool in self.pools}) == 1
+        kinds = {(_model_of(pool.each), _stored_token_bytes(pool.each), _parts_of(pool.each)) for pool in self.pools}
         is_apart = any(pool.role != "mixed" for pool in self.pools)
-        return is_apart or _have_unlike_routers(self.pools) or (shares and not are_alike)
+        return is_apart or _have_unlike_routers(self.pools) or (shares and len(kinds) > 1)
 
     def behind_routers(self, *, by_model: bool) -> list[ModelPools]:
         """Return the pools behind each pair of routers: one for all requests, or one for each model."""
