@@ -278,6 +278,16 @@ def test_a_stream_is_not_read_beforehand() -> None:
     assert [model["num_requests"] for model in report.summary["fleet"]["models"]] == [1, 1]
 
 
+def test_a_stream_whose_models_are_not_announced_is_an_error() -> None:
+    """Of a fleet with several models; with one, all go there."""
+    rows = [request(0, None), request(1, "qwen")]
+    config = FleetConfig(pools=(pool("llama"), pool("qwen")))
+    with pytest.raises(InputError, match="row 2 names a model") as caught:
+        replay(Trace(iter(rows)), config)
+    assert caught.value.field == "model" and "names_models=True" in (caught.value.hint or "")
+    assert replay(Trace(iter(rows)), FleetConfig(pools=(pool("llama"),))).requests["status"] == ["completed"] * 2
+
+
 def test_requests_without_models_go_to_any_worker() -> None:
     """And with models, if all workers have one: nothing changes by a byte."""
     trace = Trace([request(row, None) for row in range(6)])
