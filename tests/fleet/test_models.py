@@ -451,3 +451,25 @@ def test_kv_is_of_one_model_although_another_has_tokens_of_the_same_size(
     trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 4, "hash_ids": [1]}\n')
     assert run_command("replay", trace, "--config", config) != 0
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_the_kv_of_a_model_without_a_known_weight_has_not_that_of_another(
+    is_first: bool, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config, trace = tmp_path / "fleet.toml", two_models(tmp_path / "trace.jsonl")
+    known, unknown = (
+        "".join(
+            f'[[pool]]\nname = "{served}-{role}"\nrole = "{role}"\nserved_model_name = "{served}"\n{own}\n'
+            for role in ("prefill", "decode")
+        )
+        for served, own in (
+            ("chat", 'model = "llama-3.1-8b"\ndevice = "h100-80gb"'),
+            ("qwen3-8b", 'pages = 400\ncost = "linear:step_ms=5"'),
+        )
+    )
+    config.write_text('[transfer]\nrate = "1GB/s"\n' + (unknown + known if is_first else known + unknown))
+    assert run_command("replay", trace, "--config", config) == 2
+    assert "nothing says what the KV of a token weighs" in capsys.readouterr().err
+    assert run_command("replay", trace, "--config", config, "--transfer-token-bytes", 1000) == 0
+    capsys.readouterr()

@@ -477,7 +477,9 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             raise given.error("scaling.policy", error.what, hint=error.hint) from error
     token_bytes = transfer.token_bytes
     if token_bytes is None and transfer.rate is not None:
-        token_bytes = next((_token_bytes(pool.each) for pool in pools if pool.role != "mixed" or transfer.pull), None)
+        carrying = [pool for pool in pools if pool.role != "mixed" or transfer.pull]
+        known = {pool.model_name: _token_bytes(pool.each) for pool in reversed(carrying)}
+        token_bytes = None if None in known.values() else known[carrying[0].model_name]
         if token_bytes is None:
             raise given.error(
                 "transfer.rate",
@@ -503,9 +505,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
     try:
         of_pools = prices.of_pools([pool.name for pool in pools])
         return FleetConfig(
-            pools=tuple(
-                msgspec.structs.replace(pool, gpu_price=price) for pool, price in zip(pools, of_pools, strict=True)
-            ),
+            pools=tuple(replace(pool, gpu_price=price) for pool, price in zip(pools, of_pools, strict=True)),
             bytes_per_s=transfer.bytes_per_s,
             latency_ms=transfer.latency_ms,
             transfer=transfer.mode,
