@@ -473,3 +473,48 @@ def test_the_kv_of_a_model_without_a_known_weight_has_not_that_of_another(
     assert "nothing says what the KV of a token weighs" in capsys.readouterr().err
     assert run_command("replay", trace, "--config", config, "--transfer-token-bytes", 1000) == 0
     capsys.readouterr()
+
+
+def pool_of(name: str, model: str, *more: str) -> str:
+    lines = [f'name = "{name}"', f'model = "{model}"', f'served_model_name = "{name}"', "pages = 400", *more]
+    return "\n".join(["[[pool]]", *lines, ""])
+
+
+def test_pages_of_several_models_have_no_size_in_common(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """In any order of pools."""
+    config, trace = tmp_path / "fleet.toml", two_models(tmp_path / "trace.jsonl")
+    pools = [pool_of("chat", "llama-3.1-8b"), pool_of("qwen3-8b", "qwen3-0.6b")]
+    for ordered in (pools, pools[::-1]):
+        config.write_text('device = "h100-80gb"\nrouter = "least-loaded"\n' + "".join(ordered))
+        assert run_command("replay", trace, "--config", config) == 0
+        lines = capsys.readouterr().out.splitlines()
+        (working_set,) = [line for line in lines if line.startswith("working set")]
+        assert "GiB" not in working_set
+    config.write_text('device = "h100-80gb"\n' + pool_of("chat", "qwen3-0.6b") + pool_of("qwen3-8b", "qwen3-0.6b"))
+    assert run_command("replay", trace, "--config", config) == 0
+    assert "GiB" in capsys.readouterr().out
+
+
+def test_the_report_has_the_weight_of_a_token_of_each_pool(asked: Callable[..., Any], tmp_path: Path) -> None:
+    config, trace = tmp_path / "fleet.toml", two_models(tmp_path / "trace.jsonl")
+    config.write_text(TWO)
+    report = asked("replay", trace, "--config", config, "--json")
+    assert [each["token_bytes"] for each in report["config"]["pools"]] == [131_072, 131_072, 147_456]
+
+
+def test_rows_of_models_with_kv_groups_are_of_blocks(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config, trace = tmp_path / "fleet.toml", two_models(tmp_path / "trace.jsonl")
+    more = ('kv_memory = "400MB"',)
+    pools = [
+        pool_of(name, model, *more).replace("pages = 400\n", "")
+        for name, model in (("chat", "gpt-oss-20b"), ("qwen3-8b", "gemma-3-4b"))
+    ]
+    config.write_text('device = "h100-80gb"\n[store]\nmemory = "20GB"\n' + "".join(pools))
+    assert run_command("replay", trace, "--config", config) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (evicted,) = [line for line in lines if line.startswith("KV pages")]
+    assert evicted.endswith(" blocks evicted")

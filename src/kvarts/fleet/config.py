@@ -43,6 +43,8 @@ MOST_STARTUP_S = MOST_HOLD_S = 86_400.0
 MOST_LAYERS = 10_000
 MOST_PRICE = 1e9
 """Price of a device for an hour."""
+BYTES_OF_PAGE = ("page_bytes", "kv_bytes_per_token")
+"""Facts of a configuration from which its pages have their size in memory."""
 TOKEN_BYTES = 131_072
 """Bytes of the KV of a token without a model: those of Llama 3.1 8B in 16 bits."""
 
@@ -920,9 +922,16 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.first.slo
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return the configuration as the report contains it."""
+        """Return the configuration as the report contains it.
+
+        Next to the pools, it is that of the last one; but where the bytes of a page differ, it has none.
+        """
+        of_pools = [pool.each.to_builtins() for pool in self.pools]
+        last = of_pools[-1]
+        if any(each.get(key) != last.get(key) for each in of_pools for key in BYTES_OF_PAGE):
+            last = {key: value for key, value in last.items() if key not in BYTES_OF_PAGE}
         return {
-            **self.pools[-1].each.to_builtins(),
+            **last,
             "replicas": self.replicas,
             "pools": [
                 {
@@ -930,9 +939,10 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                     "role": pool.role,
                     **({} if pool.gpu_price is None else {"gpu_price": pool.gpu_price}),
                     **({} if pool.served_model_name is None else {"served_model_name": pool.served_model_name}),
-                    **pool.each.to_builtins(),
+                    **({} if pool.token_bytes is None else {"token_bytes": pool.token_bytes}),
+                    **of_pool,
                 }
-                for pool in self.pools
+                for pool, of_pool in zip(self.pools, of_pools, strict=True)
             ],
             "transfer": {
                 "bytes_per_s": self.bytes_per_s,
