@@ -504,7 +504,7 @@ def test_the_report_has_the_weight_of_a_token_of_each_pool(asked: Callable[..., 
     assert [each["token_bytes"] for each in report["config"]["pools"]] == [131_072, 131_072, 147_456]
 
 
-def test_rows_of_models_with_kv_groups_are_of_blocks(
+def test_rows_of_models_with_kv_groups_are_of_blocks_and_name_their_store(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     config, trace = tmp_path / "fleet.toml", two_models(tmp_path / "trace.jsonl")
@@ -518,3 +518,7 @@ def test_rows_of_models_with_kv_groups_are_of_blocks(
     lines = capsys.readouterr().out.splitlines()
     (evicted,) = [line for line in lines if line.startswith("KV pages")]
     assert evicted.endswith(" blocks evicted")
+    stores = [line for line in lines if line.startswith("store ")]
+    assert [line.rpartition(", of ")[2] for line in stores] == ["chat", "qwen3-8b"]
+    (of_pool,) = [line for line in lines if line.startswith("qwen3-8b (mixed)")]
+    assert {line.index(line.split()[1]) for line in stores} == {of_pool.index("1 worker")}
