@@ -278,6 +278,16 @@ def test_a_stream_is_not_read_beforehand() -> None:
     assert [model["num_requests"] for model in report.summary["fleet"]["models"]] == [1, 1]
 
 
+def test_a_stream_whose_models_are_not_announced_is_an_error() -> None:
+    """Of a fleet with several models; with one, all go there."""
+    rows = [request(0, None), request(1, "qwen")]
+    config = FleetConfig(pools=(pool("llama"), pool("qwen")))
+    with pytest.raises(InputError, match="row 2 names a model") as caught:
+        replay(Trace(iter(rows)), config)
+    assert caught.value.field == "model" and "names_models=True" in (caught.value.hint or "")
+    assert replay(Trace(iter(rows)), FleetConfig(pools=(pool("llama"),))).requests["status"] == ["completed"] * 2
+
+
 def test_requests_without_models_go_to_any_worker() -> None:
     """And with models, if all workers have one: nothing changes by a byte."""
     trace = Trace([request(row, None) for row in range(6)])
@@ -416,3 +426,117 @@ def test_workers_of_a_model_that_start_do_not_keep_another_from_scaling() -> Non
         return [float(end) for end, (_, name) in zip(ends, arrivals, strict=True) if name == "a"]
 
     assert ends_of_first("a") == ends_of_first("a", "b")
+
+
+ALIKE = """
+device = "h100-80gb"
+tensor_parallel = 4
+pages = 200
+"""
+"""Settings of workers whose models have tokens with the same number of bytes."""
+
+LLAMA_AND_QWEN = """
+[[pool]]
+name = "l"
+model = "llama-3.1-70b"
+{served}
+[[pool]]
+name = "q"
+model = "qwen2.5-72b"
+{served}
+"""
+
+SHARED = {
+    "a store": '[store]\nmemory = "64GB"\n',
+    "pulls": '[transfer]\nrate = "100GB/s"\npull = true\n[offload]\nhost_pages = 1000\n',
+}
+
+
+@pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize(
+    ("served", "said"), [("", "row 1 names no model"), ('served_model_name = "x"', "pools with different models")]
+)
+def test_kv_is_of_one_model_although_another_has_tokens_of_the_same_size(
+    shared: str,
+    served: str,
+    said: str,
+    run_command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    config, trace = tmp_path / "fleet.toml", tmp_path / "trace.jsonl"
+    config.write_text(ALIKE + shared + LLAMA_AND_QWEN.format(served=served))
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 4, "hash_ids": [1]}\n')
+    assert run_command("replay", trace, "--config", config) != 0
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_the_kv_of_a_model_without_a_known_weight_has_not_that_of_another(
+    is_first: bool, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config, trace = tmp_path / "fleet.toml", two_models(tmp_path / "trace.jsonl")
+    known, unknown = (
+        "".join(
+            f'[[pool]]\nname = "{served}-{role}"\nrole = "{role}"\nserved_model_name = "{served}"\n{own}\n'
+            for role in ("prefill", "decode")
+        )
+        for served, own in (
+            ("chat", 'model = "llama-3.1-8b"\ndevice = "h100-80gb"'),
+            ("qwen3-8b", 'pages = 400\ncost = "linear:step_ms=5"'),
+        )
+    )
+    config.write_text('[transfer]\nrate = "1GB/s"\n' + (unknown + known if is_first else known + unknown))
+    assert run_command("replay", trace, "--config", config) == 2
+    assert "nothing says what the KV of a token weighs" in capsys.readouterr().err
+    assert run_command("replay", trace, "--config", config, "--transfer-token-bytes", 1000) == 0
+    capsys.readouterr()
+
+
+def pool_of(name: str, model: str, *more: str) -> str:
+    lines = [f'name = "{name}"', f'model = "{model}"', f'served_model_name = "{name}"', "pages = 400", *more]
+    return "\n".join(["[[pool]]", *lines, ""])
+
+
+def test_pages_of_several_models_have_no_size_in_common(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """In any order of pools."""
+    config, trace = tmp_path / "fleet.toml", two_models(tmp_path / "trace.jsonl")
+    pools = [pool_of("chat", "llama-3.1-8b"), pool_of("qwen3-8b", "qwen3-0.6b")]
+    for ordered in (pools, pools[::-1]):
+        config.write_text('device = "h100-80gb"\nrouter = "least-loaded"\n' + "".join(ordered))
+        assert run_command("replay", trace, "--config", config) == 0
+        lines = capsys.readouterr().out.splitlines()
+        (working_set,) = [line for line in lines if line.startswith("working set")]
+        assert "GiB" not in working_set
+    config.write_text('device = "h100-80gb"\n' + pool_of("chat", "qwen3-0.6b") + pool_of("qwen3-8b", "qwen3-0.6b"))
+    assert run_command("replay", trace, "--config", config) == 0
+    assert "GiB" in capsys.readouterr().out
+
+
+def test_the_report_has_the_weight_of_a_token_of_each_pool(asked: Callable[..., Any], tmp_path: Path) -> None:
+    config, trace = tmp_path / "fleet.toml", two_models(tmp_path / "trace.jsonl")
+    config.write_text(TWO)
+    report = asked("replay", trace, "--config", config, "--json")
+    assert [each["token_bytes"] for each in report["config"]["pools"]] == [131_072, 131_072, 147_456]
+
+
+def test_rows_of_models_with_kv_groups_are_of_blocks_and_name_their_store(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config, trace = tmp_path / "fleet.toml", two_models(tmp_path / "trace.jsonl")
+    more = ('kv_memory = "400MB"',)
+    pools = [
+        pool_of(name, model, *more).replace("pages = 400\n", "")
+        for name, model in (("chat", "gpt-oss-20b"), ("qwen3-8b", "gemma-3-4b"))
+    ]
+    config.write_text('device = "h100-80gb"\n[store]\nmemory = "20GB"\n' + "".join(pools))
+    assert run_command("replay", trace, "--config", config) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (evicted,) = [line for line in lines if line.startswith("KV pages")]
+    assert evicted.endswith(" blocks evicted")
+    stores = [line for line in lines if line.startswith("store ")]
+    assert [line.rpartition(", of ")[2] for line in stores] == ["chat", "qwen3-8b"]
+    (of_pool,) = [line for line in lines if line.startswith("qwen3-8b (mixed)")]
+    assert {line.index(line.split()[1]) for line in stores} == {of_pool.index("1 worker")}

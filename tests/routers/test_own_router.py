@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,6 +84,7 @@ def test_a_router_gets_the_metrics_that_it_needs() -> None:
         (f"{__name__}:Missing", "cannot be imported"),
         ("nearest", "must be one of round-robin, least-loaded"),
         ("llm-d:prefix", "llm-d has no option 'prefix'"),
+        ("prefix:host_weight", "prefix has no option 'host_weight'"),
         ("llm-d:prefix=much", "llm-d: Expected `float | null`"),
         ("llm-d:queues=2", "llm-d has no option 'queues=2'"),
         ("llm-d:prefix=-1", "llm-d: prefix must be at least 0"),
@@ -93,3 +95,10 @@ def test_what_is_no_router_is_refused(router: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         replay(load_trace("sample:azure-chat"), ReplayConfig(replicas=2, router=router))
     assert caught.value.field == "router"
+
+
+def test_an_option_without_a_value_names_no_code(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("replay", "sample:azure-chat", "--replicas", 2, "--router", "prefix:host_weight") == 2
+    assert "--router: prefix has no option 'host_weight'. Known: host_weight," in capsys.readouterr().err

@@ -42,6 +42,14 @@ def test_a_row_may_name_its_model(tmp_path: Path) -> None:
     assert models(plain) == [None]
 
 
+def test_an_empty_name_is_none(tmp_path: Path) -> None:
+    trace = load_trace(
+        written(tmp_path / "trace.jsonl", [{**ROWS[0], "model": ""}, {**ROWS[1], "session_id": "s", "model": ""}])
+    )
+    assert models(trace) == [None, None]
+    assert not trace.names_models
+
+
 def test_a_model_is_a_name(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         load_trace(written(tmp_path / "trace.jsonl", [*ROWS, {**ROWS[0], "model": ["llama"]}]))

@@ -150,6 +150,11 @@ def test_a_trace_is_the_same_in_another_process(is_list: bool) -> None:
         assert getattr(again, name) == getattr(trace, name)
 
 
+def test_a_trace_in_another_process_names_its_models() -> None:
+    trace = Trace((), names_models=True)
+    assert pickle.loads(pickle.dumps(trace)).names_models
+
+
 def test_the_work_of_a_step_is_the_same_in_another_process() -> None:
     batch = Batch((Chunk(0, 5, 9, 9), Chunk(5, 4, 9, 9, 3)), 2, 70, 1000)
     assert pickle.loads(pickle.dumps(batch)) == batch

@@ -75,25 +75,25 @@ def render_fleet(summary: dict[str, Any]) -> str:
         for pool in fleet["pools"]
     ]
     if "cost" in fleet:
-        lines.append(f"{'cost':<14}{_cost(fleet)}")
+        lines.append(f"{'cost':<{width}}{_cost(fleet)}")
     if fleet["transferred_bytes"]:
         num_local = fleet.get("num_local_prefills", 0)
         local = f", {num_local:,} prompts computed where they are continued" if num_local else ""
-        lines.append(f"{'links':<14}{as_bytes(fleet['transferred_bytes'])} sent{local}")
+        lines.append(f"{'links':<{width}}{as_bytes(fleet['transferred_bytes'])} sent{local}")
     if "store" in fleet:
         stores = fleet["store"] if "models" in fleet else [fleet["store"]]
-        lines += [f"{'store':<14}{_store(store)}" for store in stores]
+        lines += [f"{'store':<{width}}{_store(store)}" for store in stores]
     if "faults" in fleet:
         faults = fleet["faults"]
         lines.append(
-            f"{'faults':<14}{faults['num_faults']:,}, {faults['num_failed_transfers']:,} transfers failed, "
+            f"{'faults':<{width}}{faults['num_faults']:,}, {faults['num_failed_transfers']:,} transfers failed, "
             f"{faults['num_restarted']:,} requests went on elsewhere, "
             f"{faults['recomputed_tokens']:,} of their tokens computed again"
         )
     if fleet["num_deadlocks"]:
         first = fleet["deadlocks"][0]
         lines.append(
-            f"{'DEADLOCK':<14}{fleet['num_deadlocks']} times nothing could go on, first at "
+            f"{'DEADLOCK':<{width}}{fleet['num_deadlocks']} times nothing could go on, first at "
             f"{as_duration(first['at_ms'])} on worker {first['replica']}: request {first['request_id']} was given up"
         )
     return "\n".join(lines) + "\n"
@@ -118,7 +118,8 @@ def _store(store: dict[str, Any]) -> str:
     text += f"{store[f'num_evicted_{unit}']:,} evicted"
     if num_refused := store.get("num_pages_without_room") or store.get("num_parts_without_room"):
         text += f", {num_refused:,} without room"
-    return text + f"; busy: {as_percent(store['read_busy_pct'])} reading, {as_percent(store['write_busy_pct'])} writing"
+    text += f"; busy: {as_percent(store['read_busy_pct'])} reading, {as_percent(store['write_busy_pct'])} writing"
+    return text + (f", of {store['model']}" if "model" in store else "")
 
 
 def _pool(pool: dict[str, Any]) -> str:

@@ -201,7 +201,9 @@ def _warnings(summary: dict[str, Any]) -> list[str]:
 
 def _evicted(summary: dict[str, Any]) -> str:
     count = summary["num_evicted_pages"]
-    return f"{count:,} blocks" if "kv_groups" in summary else f"{count:,}{in_memory(count, summary['config'])}"
+    of_pools = summary["config"].get("pools", ())
+    of_blocks = "kv_groups" in summary or any(pool.get("kv_groups", "off") != "off" for pool in of_pools)
+    return f"{count:,} blocks" if of_blocks else f"{count:,}{in_memory(count, summary['config'])}"
 
 
 def _working_set(summary: dict[str, Any]) -> str:

@@ -43,6 +43,8 @@ MOST_STARTUP_S = MOST_HOLD_S = 86_400.0
 MOST_LAYERS = 10_000
 MOST_PRICE = 1e9
 """Price of a device for an hour."""
+BYTES_OF_PAGE = ("page_bytes", "kv_bytes_per_token")
+"""Facts of a configuration from which its pages have their size in memory."""
 TOKEN_BYTES = 131_072
 """Bytes of the KV of a token without a model: those of Llama 3.1 8B in 16 bits."""
 
@@ -477,7 +479,9 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             raise given.error("scaling.policy", error.what, hint=error.hint) from error
     token_bytes = transfer.token_bytes
     if token_bytes is None and transfer.rate is not None:
-        token_bytes = next((_token_bytes(pool.each) for pool in pools if pool.role != "mixed" or transfer.pull), None)
+        carrying = [pool for pool in pools if pool.role != "mixed" or transfer.pull]
+        known = {pool.model_name: _token_bytes(pool.each) for pool in reversed(carrying)}
+        token_bytes = None if None in known.values() else known[carrying[0].model_name]
         if token_bytes is None:
             raise given.error(
                 "transfer.rate",
@@ -503,9 +507,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
     try:
         of_pools = prices.of_pools([pool.name for pool in pools])
         return FleetConfig(
-            pools=tuple(
-                msgspec.structs.replace(pool, gpu_price=price) for pool, price in zip(pools, of_pools, strict=True)
-            ),
+            pools=tuple(replace(pool, gpu_price=price) for pool, price in zip(pools, of_pools, strict=True)),
             bytes_per_s=transfer.bytes_per_s,
             latency_ms=transfer.latency_ms,
             transfer=transfer.mode,
@@ -613,6 +615,11 @@ def _num_ways(config: ReplayConfig) -> int:
     return int(getattr(config.cost, "tensor_parallel", 1)) * int(getattr(config.cost, "pipeline_parallel", 1))
 
 
+def _model_of(config: ReplayConfig) -> str | None:
+    """Return the model of a worker; None if the config names none."""
+    return None if config.placement is None else config.placement.model
+
+
 def _parts_of(config: ReplayConfig) -> str:
     """Return what must be the same where engines share parts of pages: their layers, and their sizes in the store."""
     if config.kv_groups == "off":
@@ -664,7 +671,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The name by which requests ask for its model; "" without a name."""
         if self.served_model_name is not None:
             return self.served_model_name
-        return "" if self.each.placement is None else self.each.placement.model
+        return _model_of(self.each) or ""
 
 
 class ModelPools(msgspec.Struct, frozen=True):
@@ -704,7 +711,7 @@ class ModelPools(msgspec.Struct, frozen=True):
 
     def check_shares(self, field: str, verb: str) -> None:
         """Raise SettingError if its workers cannot share KV. `verb`: the action of `field`, for the error."""
-        if len({_stored_token_bytes(pool.each) for pool in self.pools}) > 1:
+        if len({(_model_of(pool.each), _stored_token_bytes(pool.each)) for pool in self.pools}) > 1:
             raise SettingError(f"{verb} pools with different models", field, hint="KV is of one model.")
         if len({_parts_of(pool.each) for pool in self.pools}) > 1:
             what = f"{verb} pools that divide pages into different parts"
@@ -765,7 +772,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise SettingError("pools behind one router name different routers", "pool")
         for of_model in self.of_models:
             apart = {pool.role: None for pool in of_model.pools if pool.role != "mixed"}
-            models = {pool.each.to_builtins().get("model") for pool in of_model.pools if pool.role != "mixed"}
+            models = {_model_of(pool.each) for pool in of_model.pools if pool.role != "mixed"}
             if len(apart) == 1 or len(models) > 1:
                 hint = "KV is of one model: each that has prefill workers needs decode workers, too."
                 raise SettingError("prefill and decode workers have different models", "pool", hint=hint)
@@ -869,9 +876,9 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.of_models) == 1:
             return False
         shares = self.pulls or self.store is not None
-        are_alike = len({(_stored_token_bytes(pool.each), _parts_of(pool.each)) for pool in self.pools}) == 1
+        kinds = {(_model_of(pool.each), _stored_token_bytes(pool.each), _parts_of(pool.each)) for pool in self.pools}
         is_apart = any(pool.role != "mixed" for pool in self.pools)
-        return is_apart or _have_unlike_routers(self.pools) or (shares and not are_alike)
+        return is_apart or _have_unlike_routers(self.pools) or (shares and len(kinds) > 1)
 
     def behind_routers(self, *, by_model: bool) -> list[ModelPools]:
         """Return the pools behind each pair of routers: one for all requests, or one for each model."""
@@ -915,9 +922,16 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.first.slo
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return the configuration as the report contains it."""
+        """Return the configuration as the report contains it.
+
+        Beside the pools, it is that of the last one, without the bytes of a page if these differ.
+        """
+        of_pools = [pool.each.to_builtins() for pool in self.pools]
+        last = of_pools[-1]
+        if any(each.get(key) != last.get(key) for each in of_pools for key in BYTES_OF_PAGE):
+            last = {key: value for key, value in last.items() if key not in BYTES_OF_PAGE}
         return {
-            **self.pools[-1].each.to_builtins(),
+            **last,
             "replicas": self.replicas,
             "pools": [
                 {
@@ -925,9 +939,10 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                     "role": pool.role,
                     **({} if pool.gpu_price is None else {"gpu_price": pool.gpu_price}),
                     **({} if pool.served_model_name is None else {"served_model_name": pool.served_model_name}),
-                    **pool.each.to_builtins(),
+                    **({} if pool.token_bytes is None else {"token_bytes": pool.token_bytes}),
+                    **of_pool,
                 }
-                for pool in self.pools
+                for pool, of_pool in zip(self.pools, of_pools, strict=True)
             ],
             "transfer": {
                 "bytes_per_s": self.bytes_per_s,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import cast
 
+from kvarts.errors import InputError
 from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
@@ -41,7 +42,8 @@ class FleetDriver(Moves):
     """Runs one replay on a fleet.
 
     `store`: the store that workers share, and their links to it. `peers`: the host memory of workers, if others read
-    from it. `scaler`: decides the number of workers. `faults`: failures and their times.
+    from it. `scaler`: decides the number of workers. `faults`: failures and their times. `names_no_models`: requests go
+    to workers of any model, so none may name one.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class FleetDriver(Moves):
         layer_wise: LayerWiseLinks | None = None,
         scaler: Scaler | None = None,
         faults: tuple[Fault, ...] = (),
+        names_no_models: bool = False,
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
         super().__init__(
@@ -87,6 +90,7 @@ class FleetDriver(Moves):
         """Whether the scaler had a tick with nothing else to wait for; it gets one, to bring a worker."""
         self._changes = deque(changes_of(faults))
         self.num_faults = 0
+        self._names_no_models = names_no_models
         self._wakes: list[tuple[int, int, int]] = []
         """Times at which idle workers look again, with ranks and workers; stale if the worker's own time differs."""
         self._deadlines: list[tuple[int, int, Handoff]] = []
@@ -480,9 +484,16 @@ class FleetDriver(Moves):
     def _model_for(self, row: TraceRequest) -> int:
         """Return the place of the routers of a request; -1 if no worker has its model.
 
-        A request that was sent to a worker is for the model of that worker.
+        A request that was sent to a worker is for the model of that worker. Raise InputError for one that names a
+        model although all go to any worker.
         """
         if len(self._of_models) == 1:
+            if self._names_no_models and row.model is not None:
+                raise InputError(
+                    f"row {row.row + 1} names a model",
+                    field="model",
+                    hint="Make the Trace with names_models=True, or pass its requests as a list.",
+                )
             return 0
         if row.direct is not None and row.direct.worker < len(self.workers):
             worker = self.workers[row.direct.worker]

@@ -158,7 +158,7 @@ class Pool:
     """Workers of one configuration, behind `front`. Owner of their lives; `open_worker` makes a new one.
 
     `active`: those that requests are sent to, by their numbers. `model`: the name by which requests ask for it, if they
-    ask for any. A worker that is added starts for `startup_ns`; one that is taken away drains: it ends what it has.
+    ask for any. A worker that is added starts for `startup_ns`; one that is taken away drains: it ends its requests.
     """
 
     def __init__(

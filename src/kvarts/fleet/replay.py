@@ -211,6 +211,7 @@ class BuiltFleet:
             layer_wise=self.layer_wise,
             scaler=None if config.scaler is None else config.scaler(),
             faults=config.faults,
+            names_no_models=len(self._behind) < len(config.of_models),
             on_progress=on_progress,
         )
 

@@ -15,6 +15,8 @@ from kvarts.units import parse_duration_s
 
 __all__ = ["Decision", "FleetState", "PoolState", "Scaler", "Scripted", "WorkerState", "parse_scaler"]
 
+OF_LOAD = "Write dynamo,target=load,prefill-up=8192,prefill-down=1024,decode-up=80,decode-down=40."
+
 
 class WorkerState(msgspec.Struct, frozen=True, gc=False):
     """A worker at a tick. `num_waiting`: requests that wait for a place, or for pages for a computed prompt.
@@ -236,8 +238,7 @@ class Thresholds:
         """Return the upper and the lower threshold of workers with `role`. Raise ConfigError if they were not given."""
         limits = self._of_prefill if role == "prefill" else self._of_others
         if limits is None:
-            hint = "Write dynamo,target=load,prefill-up=8192,prefill-down=1024,decode-up=80,decode-down=40."
-            raise ConfigError("needs prefill-up and prefill-down for prefill workers", field="scaler", hint=hint)
+            raise ConfigError("needs prefill-up and prefill-down for prefill workers", field="scaler", hint=OF_LOAD)
         return limits
 
     def _change(self, pool: PoolState) -> int:
@@ -395,8 +396,7 @@ def _pair(values: Mapping[str, str], role: str, *, most: float = inf) -> tuple[f
     keys = f"{role}-up", f"{role}-down"
     for key in keys:
         if not values[key]:
-            hint = "Write dynamo,target=load,prefill-up=8192,prefill-down=1024,decode-up=80,decode-down=40."
-            raise ConfigError(f"target=load needs {key}", field="scaler", hint=hint)
+            raise ConfigError(f"target=load needs {key}", field="scaler", hint=OF_LOAD)
     upper, lower = (_number(values[key], key) for key in keys)
     if not 0 <= lower < upper <= most:
         what = f"{keys[0]} is {upper:g} and {keys[1]} is {lower:g}"

@@ -580,7 +580,7 @@ def policy_of(router: str | Callable[[], Any]) -> Any:
     """
     if callable(router):
         return _made(router, getattr(router, "__name__", repr(router)))
-    if is_code_name(router):
+    if is_code_name(router) and router.partition(":")[0] not in POLICIES:
         return _imported(router)
     name, _, options = router.partition(":")
     struct = POLICIES.get(name)
@@ -588,7 +588,7 @@ def policy_of(router: str | Callable[[], Any]) -> Any:
         hint = did_you_mean(name, list(POLICIES)) or "For one of your own, give module:Class."
         raise SettingError(f"must be one of {', '.join(POLICIES)}, got {name!r}", "router", hint=hint)
     values: dict[str, Any] = {}
-    known = {} if not msgspec.structs.fields(struct) else {each.name: each for each in msgspec.structs.fields(struct)}
+    known = {each.name: each for each in msgspec.structs.fields(struct)}
     known.pop("next_turn", None)
     for part in options.split(",") if options else ():
         key, equals, value = part.partition("=")

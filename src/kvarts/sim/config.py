@@ -703,7 +703,7 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
             values["kv_groups"] = "off"  # every layer of this model keeps every token
         elif "kv_groups" not in given:
             values["kv_groups"] = "all"
-    if "router" in given and is_code_name(given["router"]):
+    if "router" in given and is_code_name(given["router"]) and not _is_policy(given["router"]):
         values["router"] = _own_router(given)
     if "data_parallel" in facts:
         replicas = 1
@@ -712,6 +712,12 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
         check_whole(replicas, "replicas", most=MOST_REPLICAS)
         values["replicas"] = replicas * facts["data_parallel"]
     return given.build(ReplayConfig, facts=facts, **values)
+
+
+def _is_policy(router: str) -> bool:
+    """Return whether a name of the form `module:Class` is that of a policy with an option, which has no value."""
+    policies: Mapping[str, object] = from_room("routers.policies", "POLICIES", field="router")
+    return router.partition(":")[0] in policies
 
 
 def _own_router(given: Given) -> RouterMaker:

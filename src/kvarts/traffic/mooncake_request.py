@@ -104,7 +104,7 @@ def request_of(
         tenant=None if row.tenant is None else str(row.tenant),
         cancel_after_ns=None if row.cancel_after_ms is None else round(row.cancel_after_ms * NS_PER_MS),
         hints=row.hints,
-        model=None if row.model is None else str(row.model),
+        model=None if row.model in (None, "") else str(row.model),
     )
 
 

@@ -77,6 +77,7 @@ class Trace:
             "unit_tokens": self.unit_tokens,
             "has_output_tokens": self.has_output_tokens,
             "has_sessions": self.has_sessions,
+            "names_models": self.names_models,
             "knows_prefixes": self.knows_prefixes,
             "name": self.name,
             "num_skipped_lines": self.num_skipped_lines,

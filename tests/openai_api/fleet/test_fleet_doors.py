@@ -351,6 +351,16 @@ def test_the_router_lists_all_models_and_a_request_gets_its_own(two_models: Runn
     assert reply.json["error"]["message"] == "the model 'mistral' does not exist; there is 'chat', 'code'"
 
 
+@pytest.mark.parametrize("order", [(None, "chat"), ("chat", None)])
+def test_a_model_without_a_name_is_served_as_the_mock(order: tuple[str | None, str | None]) -> None:
+    pools = tuple(replace(small_pool("mixed", 1), name=f"p{i}", served_model_name=name) for i, name in enumerate(order))
+    with RunningFleet(FleetConfig(pools=pools)) as fleet:
+        listed = call(fleet.url, "/v1/models").json["data"]
+        assert [each["id"] for each in listed] == [name or "mock" for name in order]
+        for name in order:
+            assert complete(fleet.url, model=name or "mock")["model"] == (name or "mock")
+
+
 def test_the_port_of_a_worker_has_its_model_alone(two_models: RunningFleet) -> None:
     fleet = two_models
     assert complete(fleet.urls[2], model="code")["model"] == "code"

@@ -265,6 +265,7 @@ class OpenedFleet:
         self._door = door
         self._speedup = speedup
         self._models = config.behind_routers(by_model=len(config.of_models) > 1)
+        self._unnamed = door.names or (model,)
         self._names = door.names or (config.of_models[0].model or model,)
         self._readers_of = readers_of
         self._sources_of = sources_of
@@ -316,7 +317,9 @@ class OpenedFleet:
 
     def _names_of(self, of_model: ModelPools) -> Sequence[str]:
         """Return the names by which requests ask for a model."""
-        return self._names if of_model.model is None else (of_model.model or self._names[0],)
+        if of_model.model is None:
+            return self._names
+        return (of_model.model or self._unnamed[0],)
 
     def _model_of(self, pool: PoolConfig) -> ModelPools:
         """Return the model of a pool."""
