@@ -924,7 +924,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     def to_builtins(self) -> dict[str, Any]:
         """Return the configuration as the report contains it.
 
-        Beside the pools, it is that of the last one, without the bytes of a page if these differ.
+        At its top it is that of the last pool, without the bytes of a page if these differ.
         """
         of_pools = [pool.each.to_builtins() for pool in self.pools]
         last = of_pools[-1]
