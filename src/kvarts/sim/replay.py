@@ -171,13 +171,13 @@ def replay_one(
     trace = trace_of(traffic)
     observers = [] if observers_of is None else [observers_of(index) for index in range(config.replicas)]
     if workers != 1 and not any(observers) and _are_apart(trace, config, workers):
-        done = _done_apart(trace, config, workers, on_progress)
+        requests, done = _done_apart(trace, config, workers, on_progress)
     else:
-        done = _done(trace, config, on_progress, observers)
+        requests, done = _done(trace, config, on_progress, observers)
     return Report(
         trace,
         config,
-        done.requests,
+        requests,
         done.steps,
         num_evicted_pages=done.num_evicted_pages,
         transfers=done.transfers,
@@ -188,9 +188,8 @@ def replay_one(
 
 
 class _Done(msgspec.Struct, frozen=True):
-    """What replicas have done. `num_evicted_parts`: by KV group."""
+    """What replicas have done, without the requests. `num_evicted_parts`: by KV group."""
 
-    requests: RequestLog
     steps: list[StepLog]
     num_evicted_pages: int
     transfers: list[TransferTotals]
@@ -207,7 +206,7 @@ def _done(
     config: ReplayConfig,
     on_progress: Callable[[int], object] | None,
     observers: Sequence[Sequence[EventReader]],
-) -> _Done:
+) -> tuple[RequestLog, _Done]:
     """Replay in this process. `observers`: of each replica; empty for none."""
     source = config.source(trace)
     tiers = config.tiers
@@ -249,8 +248,7 @@ def _done(
     )
     Driver([arrivals], runners, ranks=ranks, on_progress=on_progress).run()
     schedulers = [replica.scheduler for replica in replicas]
-    return _Done(
-        requests,
+    return requests, _Done(
         steps,
         sum(scheduler.cache.num_evicted for scheduler in schedulers),
         [scheduler.tiers.totals() for scheduler in schedulers if scheduler.tiers is not None],
@@ -260,7 +258,7 @@ def _done(
 
 
 _Part = tuple[Taken, _Done]
-"""The log of the requests of a group of replicas, and all else, with an empty log."""
+"""The contents of the log of the requests of a group of replicas, and all else."""
 
 
 # Replicas in several processes ------------------------------------------------------------------------------------
@@ -299,7 +297,7 @@ def _are_many(num_requests: int) -> bool:
 
 def _done_apart(
     trace: Trace, config: ReplayConfig, workers: int | None, on_progress: Callable[[int], object] | None
-) -> _Done:
+) -> tuple[RequestLog, _Done]:
     """Replay neighbouring replicas together, each group in one of several processes."""
     import numpy as np
 
@@ -328,8 +326,7 @@ def _done_apart(
                 for step, each in log.preemptions
             ]
     several = [part[1] for part in done]
-    return _Done(
-        requests,
+    return requests, _Done(
         [log for each in several for log in each.steps],
         sum(each.num_evicted_pages for each in several),
         [totals for each in several for totals in each.transfers],
@@ -352,8 +349,8 @@ def _part(trace: Trace, task: tuple[int, int, ReplayConfig]) -> _Part:
         knows_prefixes=trace.knows_prefixes,
         name=trace.name,
     )
-    done = _done(part, structs.replace(config, replicas=end - first), None, ())
-    return done.requests.take(), structs.replace(done, requests=_request_log(config))
+    log, done = _done(part, structs.replace(config, replicas=end - first), None, ())
+    return log.take(), done
 
 
 def _trials(trace: Trace, config: ReplayConfig) -> Trials:
