@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvarts.events import Event, LeapDone, PerStep, StepDone
 from kvarts.executor.mocker_formula import MockerTimes
+from kvarts.few import Few
 from kvarts.report import packed
 from kvarts.report.distributions import distribution_ms, weighted_distribution_ms
 from kvarts.report.packed import PackedColumn
@@ -207,10 +209,19 @@ class TestWeightedDistribution:
         st.lists(
             st.lists(st.tuples(st.integers(-(1 << 50), 1 << 50) | st.integers(0, 5), st.integers(0, 4)), max_size=20),
             max_size=5,
-        )
+        ),
+        st.sets(st.integers(0, 4)),
     )
-    def test_is_that_of_each_value_as_often_as_its_weight_says(self, pairs: list[list[tuple[int, int]]]) -> None:
-        parts = [(np.array([v for v, _ in part], np.int64), np.array([w for _, w in part], np.int64)) for part in pairs]
+    def test_is_that_of_each_value_as_often_as_its_weight_says(
+        self, pairs: list[list[tuple[int, int]]], few: set[int]
+    ) -> None:
+        def column(numbers: list[int], place: int) -> Any:
+            return Few(numbers) if place in few else np.array(numbers, np.int64)
+
+        parts = [
+            (column([v for v, _ in part], place), column([w for _, w in part], place))
+            for place, part in enumerate(pairs)
+        ]
         repeated = np.array([value for part in pairs for value, weight in part for _ in range(weight)], np.int64)
         expected = distribution_ms(repeated)
         for most_sorted in (1 << 24, 0):

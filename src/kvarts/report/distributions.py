@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from math import fsum
 
 from kvarts.columns import Column
-from kvarts.few import Numbers, arrays_pay
+from kvarts.few import Few, Numbers, arrays_pay
 
 __all__ = [
     "NOTHING",
@@ -76,9 +76,21 @@ def weighted_distribution_ms(
         num_values += len(part[0])
         if num_values > most_sorted:
             del held
-            return _searched(parts, within or (lambda _: parts()), extent or _extent(parts))
+            many = partial(_arrays, parts)
+            return _searched(many, partial(_arrays, within or (lambda _: parts())), extent or _extent(many))
         held.append(part)
     return _sorted(held) if arrays_pay(num_values) else _sorted_few(held)
+
+
+def _arrays(parts: Callable[..., Parts], *ranges: Ranges) -> Parts:
+    """Yield `parts` of `ranges` as arrays: a short log of steps, one of many, may have too few numbers for arrays."""
+    import numpy as np
+
+    for part in parts(*ranges):
+        values_ns, weights = (
+            np.fromiter(each, np.int64, len(each)) if isinstance(each, Few) else each for each in part
+        )
+        yield values_ns, weights
 
 
 def dot(counts: Numbers, times_ns: Numbers) -> int:
