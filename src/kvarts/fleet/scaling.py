@@ -192,7 +192,8 @@ class Thresholds:
 
     A prefill worker's load is its prompt tokens that wait, divided by the `context` length; that of others is the
     tokens that run or wait there, divided by what they hold. A worker is removed only if the largest load, shared by
-    the rest, stays below the upper threshold. Nothing changes while workers of any pool start.
+    the rest, stays below the upper threshold. A pool does not change while workers of its
+    model start.
 
     `of_prefill`, `of_others`: the upper and the lower threshold. `are_reached`: a load that is equal to one of them
     counts as beyond it, as for Dynamo's target `load`.
