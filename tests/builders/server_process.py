@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from builders import preforked
+
 __all__ = ["MIB", "Process", "Waits", "kvarts_process", "python_process", "waits_of"]
 
 MIB = 1 << 20
@@ -23,7 +25,7 @@ THIS_THREAD = Path("/proc/thread-self")
 class Process:
     """A command that is running; what it wrote to standard error so far is in `lines`."""
 
-    def __init__(self, popen: subprocess.Popen[str]) -> None:
+    def __init__(self, popen: subprocess.Popen[str] | preforked.Command) -> None:
         self.popen = popen
         self.lines: list[str] = []
         self._come = threading.Condition()
@@ -93,21 +95,26 @@ class Process:
 
 
 def kvarts_process(*arguments: str, cwd: Path | None = None) -> AbstractContextManager[Process]:
-    """`kvarts ARGUMENTS`, killed at the end if it still runs."""
-    return python_process("kvarts", *arguments, cwd=cwd)
+    """`kvarts ARGUMENTS`, forked from a process that has imported what it needs; killed at the end if it still runs."""
+    return _killed_at_the_end(preforked.start(*arguments, cwd=cwd))
+
+
+def python_process(*arguments: str, cwd: Path | None = None) -> AbstractContextManager[Process]:
+    """`python -m ARGUMENTS`, killed at the end if it still runs."""
+    return _killed_at_the_end(
+        subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"},
+        )
+    )
 
 
 @contextmanager
-def python_process(*arguments: str, cwd: Path | None = None) -> Iterator[Process]:
-    """`python -m ARGUMENTS`, killed at the end if it still runs."""
-    popen = subprocess.Popen(
-        [sys.executable, "-m", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"},
-    )
+def _killed_at_the_end(popen: subprocess.Popen[str] | preforked.Command) -> Iterator[Process]:
     process = Process(popen)
     try:
         yield process
@@ -116,8 +123,8 @@ def python_process(*arguments: str, cwd: Path | None = None) -> Iterator[Process
         popen.wait()
         process._reader.join(10)
         for stream in (popen.stdout, popen.stderr):
-            assert stream is not None
-            stream.close()
+            if stream is not None:
+                stream.close()
 
 
 def _without_a_core(task: Path) -> float:

@@ -14,6 +14,7 @@ import pytest
 from kvarts.cli.commands import COMMANDS, cli
 from kvarts.cli.helps import COMMON, EXAMPLES, GROUPS, SUMMARIES
 
+from builders import preforked
 from builders.calls import commands
 from builders.rooms import has_every_room
 
@@ -26,9 +27,8 @@ EXAMPLE_LINES = [
 def helped(name: str, option: str = "-h") -> str:
     """What a command prints when it is asked for help."""
     with cli.make_context("kvarts", [], resilient_parsing=True) as context, context.scope():
-        result = subprocess.run(
-            [sys.executable, "-m", "kvarts", *name.split(), option], capture_output=True, text=True, check=True
-        )
+        result = preforked.run(*name.split(), option)
+    assert result.returncode == 0, result.stderr
     return result.stdout
 
 

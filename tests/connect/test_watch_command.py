@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -30,6 +28,7 @@ from kvarts.serve.kv_events.batches import KvEventsConfig
 from kvarts.serve.kv_events.publisher import KvEvents, open_kv_events
 from kvarts.verify.verifier import verify_file
 
+from builders import preforked
 from builders.streams import removed, stored
 from builders.working import give_time, working
 
@@ -296,11 +295,10 @@ def test_a_replay_publishes_and_a_watch_follows_it(
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--pages", "70", "--page-size", "16", "--max-seqs", "2"]
     publish = ["--kv-events", live, "--kv-events-replay", replay, "--kv-events-wait", "20", "--kv-events-stay", "1"]
-    command = [sys.executable, "-m", "kvarts", "replay", str(trace), *options, *publish]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with preforked.start("replay", trace, *options, *publish) as process:
 
         def end_the_watch() -> None:
-            process.communicate()
+            process.wait()
             os.kill(os.getpid(), signal.SIGINT)
 
         ending = threading.Thread(target=end_the_watch)

@@ -48,8 +48,17 @@ NEEDS = {
 
 SLOW = {
     "README.md-1",
+    "README.md-2",
+    "guide-agents.md-0",
+    "guide-agents.md-1",
     "guide-agents.md-2",
     "guide-agents.md-4",
+    "guide-fleet.md-1",
+    "guide-fleet.md-2",
+    "guide-fleet.md-3",
+    "guide-fleet.md-4",
+    "guide-fleet.md-5",
+    "guide-fleet.md-6",
     "guide-fleet.md-8",
     "guide-fleet.md-9",
     "guide-fleet.md-11",
@@ -58,17 +67,28 @@ SLOW = {
     "guide-fleet.md-14",
     "guide-fleet.md-15",
     "guide-fleet.md-16",
+    "guide-fleet.md-17",
+    "guide-fleet.md-18",
+    "guide-fleet.md-19",
+    "guide-fleet.md-20",
+    "guide-fleet.md-21",
+    "guide-fleet.md-22",
     "guide-kv-events.md-3",
     "guide-models.md-11",
     "guide-models.md-13",
     "guide-models.md-16",
+    "guide-notebook.md-4",
     "guide-notebook.md-6",
     "guide-offload.md-1",
+    "guide-offload.md-3",
+    "guide-offload.md-4",
     "guide-plan.md-3",
     "guide-plan.md-7",
     "guide-plan.md-8",
     "guide-plan.md-12",
     "guide-policies.md-2",
+    "guide-policies.md-4",
+    "guide-replay.md-2",
     "guide-replay.md-4",
     "guide-replay.md-9",
     "guide-routers.md-0",
@@ -77,15 +97,25 @@ SLOW = {
     "guide-routers.md-3",
     "guide-sessions.md-5",
     "guide-sessions.md-7",
+    "guide-sharing.md-0",
+    "guide-sharing.md-1",
     "guide-sharing.md-2",
     "guide-sharing.md-3",
+    "guide-sharing.md-4",
+    "guide-sharing.md-5",
+    "guide-sharing.md-7",
+    "guide-timelines.md-6",
+    "guide-timelines.md-7",
     "guide-timelines.md-8",
     "how-hit-ratio.md-0",
     "how-much-memory.md-0",
+    "how-own-policy.md-0",
+    "how-prefill-decode.md-0",
+    "how-prefill-decode.md-1",
     "start.md-1",
     "start.md-2",
 }
-"""Examples that take seconds, by their page and their place in it: they are marked `long`."""
+"""Examples that take a third of a second or more, by their page and their place in it: they are marked `long`."""
 
 
 def defines_only(code: str) -> bool:
@@ -199,6 +229,7 @@ def test_the_readme_has_two_complete_commands() -> None:
     assert all(command.startswith("python3.11 -m venv .venv && .venv/bin/pip install") for command in commands)
 
 
+@pytest.mark.long
 def test_the_command_for_several_models_among_the_features_runs(
     capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 import threading
 import urllib.request
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 
 pytest.importorskip("zmq")
 
+from builders import preforked
 from builders.kv_event_client import open_client
 from oracles.naive_kv_events import NaiveConsumer
 
@@ -41,10 +40,10 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def test_events_of_a_mock_with_kv_groups_name_the_group() -> None:
-    command = [sys.executable, "-m", "kvarts", "mock", "--port", "0", "--speedup", "1000", "--page-size", "16"]
+    command = ["mock", "--port", "0", "--speedup", "1000", "--page-size", "16"]
     command += ["--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all"]
     command += ["--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    with preforked.start(*command) as server:
         assert server.stderr is not None
         try:
             found = re.search(r"http://[\d.:]+", server.stderr.readline())
@@ -68,9 +67,9 @@ def test_events_of_a_mock_with_kv_groups_name_the_group() -> None:
 
 
 def test_a_consumer_holds_what_the_mock_has_computed() -> None:
-    command = [sys.executable, "-m", "kvarts", "mock", "--port", "0", "--speedup", "1000", "--page-size", "4"]
+    command = ["mock", "--port", "0", "--speedup", "1000", "--page-size", "4"]
     command += ["--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    with preforked.start(*command) as server:
         assert server.stderr is not None
         try:
             line = server.stderr.readline()

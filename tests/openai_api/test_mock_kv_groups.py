@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
@@ -22,6 +20,7 @@ from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.openai_api.opening import mock_model
 
+from builders import preforked
 from builders.grouped import FULL, WINDOW
 from builders.http_client import call
 
@@ -31,8 +30,7 @@ GEMMA = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--tensor-parallel",
 
 @contextmanager
 def mocked(*args: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "kvarts", "mock", *args, "--speedup", "1000", "--audit", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with preforked.start("mock", *args, "--speedup", "1000", "--audit", "--port", "0") as process:
         assert process.stderr is not None
         url = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
         assert url is not None

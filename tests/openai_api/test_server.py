@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from kvarts.openai_api.running import RunningServer
 from kvarts.openai_api.served import Ask
 from kvarts.sampling import SamplingParams
 
+from builders import preforked
 from builders.http_client import OpenStream, call, raw
 
 CHAT = "/v1/chat/completions"
@@ -278,11 +277,9 @@ def test_a_response_goes_on_with_the_one_before_it(server: RunningServer) -> Non
     assert events[-1]["type"] == "response.incomplete"
 
 
-def command(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvarts", "mock", "--port", "0", "--cost", "linear:step_ms=1", *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
+def command(*arguments: str) -> preforked.Command:
+    return preforked.start(
+        *("mock", "--port", "0", "--cost", "linear:step_ms=1", *arguments),
         env={name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"},
     )
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +18,7 @@ from kvarts.record.live import LiveTimeline
 from kvarts.report.steps import StepLog
 from kvarts.session.values import SessionSettings
 
+from builders import preforked
 from builders.session_timeline import timeline_of
 from builders.sessions import OWNER, mock_sessions, say
 
@@ -125,14 +123,8 @@ def test_a_server_writes_its_timeline(tmp_path: Path) -> None:
     from kvarts.client import Sessions
 
     path = tmp_path / "server.jsonl"
-    command = [sys.executable, "-m", "kvarts", "serve", "sessions", "--mock", "--speedup", "1000"]
-    process = subprocess.Popen(
-        [*command, "--bind", "127.0.0.1:0", "--kv-timeline", str(path)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    try:
+    options = ("--speedup", "1000", "--bind", "127.0.0.1:0", "--kv-timeline", path)
+    with preforked.start("serve", "sessions", "--mock", *options) as process:
         assert process.stderr is not None
         address = process.stderr.readline().split()[3]
         with Sessions(address) as sessions:
@@ -141,7 +133,4 @@ def test_a_server_writes_its_timeline(tmp_path: Path) -> None:
             assert len([*session.generate(20)]) > 0
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.communicate()
     assert kvarts.verify_file(path).verdict == "ok"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-import subprocess
-import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from kvarts.owners import ANYONE
 from kvarts.sampling import SamplingParams
 from kvarts.session.values import SessionsConfig, SessionSettings
 
+from builders import preforked
 from builders.http_client import OpenStream, Reply, call, events_of
 from builders.rooms import ROOMS
 
@@ -226,8 +225,7 @@ def test_responses_go_on_in_a_session(start: Start) -> None:
 
 @contextmanager
 def mock(*options: str, env: Any = None) -> Iterator[str]:
-    command = [sys.executable, "-m", "kvarts", "mock", "--port", "0", "--cost", "linear:step_ms=1", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with preforked.start("mock", "--port", "0", "--cost", "linear:step_ms=1", *options) as process:
         assert process.stderr is not None
         try:
             line = process.stderr.readline()
@@ -305,8 +303,7 @@ def test_where_there_can_be_no_session_a_body_that_asks_for_one_is_told_so(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     options = tuple(str(tmp_path / option) if option.endswith(".jsonl") else option for option in options)
-    command = [sys.executable, "-m", "kvarts", "mock", "--port", "0", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with preforked.start("mock", "--port", "0", *options) as process:
         assert process.stderr is not None
         url = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
         assert url is not None

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from builders import preforked
 from builders.http_client import call
 
 Run = Callable[..., int]
@@ -19,8 +18,7 @@ MODELS = ("--model", "chat=llama-3.1-8b:weight=2", "--model", "code=qwen3-8b", "
 
 
 def test_two_models_are_served_and_their_records_are_replayed(tmp_path: Path, run_command: Run) -> None:
-    command = [sys.executable, "-m", "kvarts", "mock", *MODELS, "--port", "0", "--record", str(tmp_path / "run.jsonl")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with preforked.start("mock", *MODELS, "--port", "0", "--record", tmp_path / "run.jsonl") as process:
         assert process.stderr is not None
         url = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
         assert url is not None

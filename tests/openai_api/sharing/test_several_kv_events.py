@@ -7,8 +7,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 
@@ -25,6 +23,7 @@ from kvarts.sampling import SamplingParams
 from kvarts.serve.kv_events.batches import KvEventsConfig
 from openai_api.sharing.test_several_parity import shared
 
+from builders import preforked
 from builders.http_client import call
 from builders.kv_event_client import open_client
 from builders.kv_events import Consumed
@@ -89,10 +88,10 @@ MODELS = ("--model", "chat=llama-3.1-8b", "--model", "code=qwen3-8b", "--device"
 @pytest.mark.parametrize("topic", ["", "kv@pod@{model}"])
 def test_each_model_is_told_at_the_next_port(topic: str) -> None:
     port, replay = two_free_ports(), two_free_ports()
-    command = [sys.executable, "-m", "kvarts", "mock", *MODELS, "--port", "0", "--page-size", "4", "--speedup", "1000"]
+    command = ["mock", *MODELS, "--port", "0", "--page-size", "4", "--speedup", "1000"]
     command += ["--kv-events", f"tcp://127.0.0.1:{port}", "--kv-events-topic", topic]
     command += ["--kv-events-replay", f"tcp://127.0.0.1:{replay}"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    with preforked.start(*command) as server:
         assert server.stderr is not None
         try:
             line = server.stderr.readline()

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +17,9 @@ import pytest
 
 from kvarts.openai_api.workers.together import merged
 
+from builders import preforked
 from builders.http_client import OpenStream, call, events_of
-from builders.server_process import Process, kvarts_process
+from builders.server_process import Process, kvarts_process, python_process
 
 COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
 FAST = ("--pages", "512", "--cost", "linear:step_ms=1", "--port", "0", "--served-model-name", "mock")
@@ -39,8 +39,10 @@ def workers(*options: str, num: int = 2) -> Iterator[tuple[Process, str]]:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Process, str]]:
-    with workers("--allow-failures") as (process, url):
-        yield process, url
+    """Two workers that all tests ask, with no import before their start."""
+    with python_process("kvarts", "mock", "--workers", "2", *FAST, "--allow-failures") as process:
+        yield process, process.wait_for(r"(http://[\d.:]+)/v1")[1]
+        process.stop()
 
 
 def metrics(url: str) -> str:
@@ -275,15 +277,6 @@ def test_a_signal_lets_requests_of_all_workers_end() -> None:
         assert not any(Path(f"/proc/{pid}/exe").exists() for pid in pids)
 
 
-@pytest.fixture
-def heeds_interrupts() -> Iterator[None]:
-    """A shell lets what it starts in the background ignore the key, and that is inherited."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heeds_interrupts")
 def test_a_key_of_the_terminal_ends_them_once() -> None:
     with workers() as (process, url):
         with OpenStream(
@@ -321,9 +314,7 @@ def test_each_worker_publishes_the_events_of_its_engine(tmp_path: Path) -> None:
 
 
 def run(*options: str) -> tuple[int, str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-m", "kvarts", "mock", "--workers", "2", *options], check=False,
-                          capture_output=True, text=True, env=environment, timeout=60)  # fmt: skip
+    done = preforked.run("mock", "--workers", "2", *options)
     return done.returncode, done.stderr
 
 
