@@ -217,7 +217,7 @@ class Drill:
     def _run_tests(self) -> None:
         folders = [] if self.name == ALL else tested_folders(self.copy, self.rooms)
         left_out = [] if self.name == ALL else [f"--deselect={test}" for test in SLOW]
-        options = ["-q", "--maxfail=20", "-n", "0", "-p", "no:cacheprovider"]
+        options = ["-q", "-m", "not long", "--maxfail=20", "-n", "0", "-p", "no:cacheprovider"]
         if "openai_api" in self.rooms:
             options += ["-p", f"no:{PLUGIN}"]  # it is installed beside the copy, and named there
         command = [sys.executable, "-m", "pytest", *options, *left_out, *folders]

@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvarts import processes
 from kvarts.cli.main import main
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:
     # Test processes share the cores; set before the first import of torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # So replays go to other processes only where a test asks for these: each would import kvarts first.
+    processes.PAYS_S = 60.0
 
 # Without a GPU, Triton interprets its kernels; read when something first imports Triton.
 if not Path("/dev/nvidiactl").exists():

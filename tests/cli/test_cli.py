@@ -61,8 +61,8 @@ def test_without_arguments_the_sample_is_replayed(kvarts: Run) -> None:
     ("arguments", "expected"),
     [
         ("--device a100-40gb", {"llm": "llama-3.1-8b", "device": "a100-40gb"}),
-        ("--model qwen3-8b", {"llm": "qwen3-8b", "device": "h100-80gb"}),
-        ("--pages 40000", {"llm": "llama-3.1-8b", "pages": 40_000}),
+        pytest.param("--model qwen3-8b", {"llm": "qwen3-8b", "device": "h100-80gb"}, marks=pytest.mark.slow),
+        pytest.param("--pages 40000", {"llm": "llama-3.1-8b", "pages": 40_000}, marks=pytest.mark.slow),
         ("--cost linear:step_ms=5 --pages 40000", {"model": "linear", "pages": 40_000}),
         ("--cost linear:step_ms=5", {"model": "linear", "pages": 32_768}),
     ],

@@ -100,7 +100,9 @@ def restore(here: Path, before: dict[str, bytes | None]) -> None:
             (here / path).write_bytes(data)
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "replay" else name for name in FAST]
+)
 def test_a_fault_at_each_call(name: str, here: Path, call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at_each_call(name, here, call, monkeypatch, ERRORS[:1])
 

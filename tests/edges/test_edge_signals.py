@@ -113,8 +113,14 @@ def clear(folder: Path, before: dict[str, bytes | None]) -> None:
             (folder / path).unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("name", ["replay", "report"])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("replay", signal.SIGTERM),
+        *(pytest.param("replay", number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGKILL)),
+        *(("report", number) for number in SIGNALS),
+    ],
+)
 def test_signals_at_some_moments(name: str, number: signal.Signals, here: Path, tmp_path: Path) -> None:
     strike(name, here, tmp_path, number, 2)
 
@@ -174,7 +180,7 @@ def test_a_signal_before_or_after_all_that_handles_it(
 
 
 @pytest.mark.parametrize("call", ["open", "mkdir", "rename", "replace", "rmdir"])
-@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize("nth", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_signal_right_after_a_call_of_the_file_system(call: str, nth: int, here: Path, tmp_path: Path) -> None:
     """Before its result is known: what was made is removed all the same."""
     before = snapshot(here)

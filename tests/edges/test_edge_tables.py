@@ -314,8 +314,13 @@ BAD_FILES = {
 }
 
 
+SUFFIXES = (".json", ".jsonl", ".csv", ".toml")
+
+
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("param", FAST_INPUTS, ids=str)
-def test_no_input_is_answered_by_a_traceback(param: PathParam, here: Path, call: Run) -> None:
+def test_no_input_is_answered_by_a_traceback(param: PathParam, is_whole: bool, here: Path, call: Run) -> None:
+    """`is_whole`: each bad file under every suffix, not under one of them, in turn."""
     skip_unless_installed(param.command)
     (here / "folder").mkdir()
     missing, _, err = call(*arguments_for(param, "missing.json"))
@@ -326,8 +331,9 @@ def test_no_input_is_answered_by_a_traceback(param: PathParam, here: Path, call:
         assert "Usage" not in err
     if param.command == "verify":
         return  # timelines are damaged in tests/verify
-    for name, data in BAD_FILES.items():
-        for suffix in (".json", ".jsonl", ".csv", ".toml"):
+    first = INPUTS.index(param)
+    for place, (name, data) in enumerate(BAD_FILES.items(), first):
+        for suffix in SUFFIXES if is_whole else SUFFIXES[place % len(SUFFIXES) :][:1]:
             path = here / f"bad{suffix}"
             path.write_bytes(data)
             code, _, err = call(*arguments_for(param, path.name))

@@ -13,7 +13,7 @@ from kvarts.openai_api.words import WordTokenizer
 from builders.http_client import call, events_of
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
-REASONING = "First I consider the wind, then the sea, and at last the land beside it. " * 40
+REASONING = "First I consider the wind, then the sea, and at last the land beside it. " * 10
 LENGTH = len(list(WordTokenizer().tokens(REASONING)))
 TEXT = "Take the road along the river."
 CALL = {"name": "weather", "arguments": {"city": "Lund"}}
