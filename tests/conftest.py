@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -75,7 +76,10 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Restore the order of the files: test processes must agree on it."""
+    """Restore the order of the files: test processes must agree on it. What opens a browser is slow."""
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
     if IS_WORKER:
         items.sort(key=lambda item: item.path.parts)
 
@@ -136,13 +140,26 @@ def kvarts(
 @pytest.fixture(scope="session")
 def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory of the sample on a small pool, by the command itself, with all that is recorded."""
-    path = tmp_path_factory.mktemp("runs") / "run"
+    return _made_once(tmp_path_factory, "recorded-run", _record_run)
+
+
+def _record_run(path: Path) -> None:
     before = sys.argv
     sys.argv = ["kvarts", "replay", "--pages", "700", "--page-size", "512", "--run-dir", str(path)]
     try:
         assert main() == 0
     finally:
         sys.argv = before
+
+
+def _made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return what `make` writes, by whichever test process needs it first; the others wait for it."""
+    folder = factory.getbasetemp().parent if IS_WORKER else factory.getbasetemp()
+    path = folder / name
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            make(path)
     return path
 
 

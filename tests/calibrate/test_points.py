@@ -186,6 +186,7 @@ def test_columns_that_are_none_are_named(tmp_path: Path) -> None:
         load_points(path)
 
 
+@pytest.mark.slow
 def test_a_table_becomes_a_prior_that_later_fits_begin_from(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     table, prior = tmp_path / "points.csv", tmp_path / "prior.toml"

@@ -217,6 +217,7 @@ def test_workers_read_from_each_other(
     assert b"from peers" in capsysbinary.readouterr().out
 
 
+@pytest.mark.slow
 def test_replicas_share_a_store_of_parts(
     run_command: Callable[..., int], asked: Callable[..., Any], tmp_path: Path, capsysbinary: Any
 ) -> None:

@@ -83,6 +83,7 @@ def test_no_point_of_the_front_is_dominated_and_all_other_points_are(asked: Call
     assert plan["num_replayed"] == len(plan["points"]) < plan["num_fleets"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.9, pytest.param(1.0, marks=pytest.mark.long)])
 def test_the_front_is_that_of_replaying_every_fleet(trace: Path, settings: Given, share: float) -> None:
     """More workers never lower the goodput here, so the search loses nothing."""
@@ -130,6 +131,7 @@ def test_processes_do_not_change_a_byte(
     assert printed[0] == printed[1]
 
 
+@pytest.mark.slow
 def test_what_is_given_for_a_pool_is_kept(asked: Callable[..., Any], trace: Path) -> None:
     of_pools = ("--decode-device", "h200-141gb", "--prefill-tensor-parallel", 2, "--router", "least-loaded")
     plan = asked("plan", trace, *MODEL, *TIGHT, "--gpus", 4, *of_pools, "--json")["fleets"]
@@ -141,6 +143,7 @@ def test_what_is_given_for_a_pool_is_kept(asked: Callable[..., Any], trace: Path
     assert {point["router"] for point in plan["points"]} <= {None, "least-loaded"}
 
 
+@pytest.mark.slow
 def test_a_closed_loop_is_compared_by_goodput_per_second(asked: Callable[..., Any], trace: Path) -> None:
     plan = asked("plan", trace, *MODEL, "--slo-e2e-ms", 60000, "--concurrency", 16, "--gpus", 3, "--tensor-parallel", 1,
                  "--transfer-rate", "50GB/s", "--json")["fleets"]  # fmt: skip
@@ -252,6 +255,7 @@ def test_a_script_for_pools_that_no_small_fleet_has(asked: Callable[..., Any], r
     assert run_command(*options) == 0
 
 
+@pytest.mark.slow
 def test_the_function_is_the_command(asked: Callable[..., Any], trace: Path) -> None:
     settings: dict[str, Any] = {"slo_ttft_ms": 3000, "slo_tpot_ms": 25, "transfer_rate": "50GB/s", "tensor_parallel": 1}
     plan = plan_fleets(trace, 3, model="llama-3.1-8b", device="h100-80gb", routers=["prefix"], **settings)

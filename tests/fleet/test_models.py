@@ -171,6 +171,7 @@ STORES = (
 """Stores whose own links are never what a transfer waits for."""
 
 
+@pytest.mark.slow
 @pytest.mark.laws
 @given(
     models(profile="default", cancels=True, faults=True),

@@ -271,6 +271,7 @@ def test_a_pool_keeps_a_worker_whatever_a_scaler_decides() -> None:
     assert report.summary["fleet"]["pools"][0]["mean_workers"] < 2
 
 
+@pytest.mark.slow
 def test_a_fleet_costs_its_gpu_hours(asked: Callable[..., Any]) -> None:
     command = (
         "replay", "sample:mooncake", "--profile", "mocker", "--pages", 16384, "--page-size", 512, "--json",

@@ -24,6 +24,7 @@ def report_of(**settings: Any) -> Report:
     return replay(load_trace(AGENTS), config)
 
 
+@pytest.mark.slow
 def test_host_memory_of_the_advised_size_brings_the_hits_that_were_lost() -> None:
     report = report_of()
     before, said = report.summary, report.advice

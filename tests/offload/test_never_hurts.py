@@ -107,6 +107,7 @@ def test_a_tier_of_whole_pages_never_hurts(
     assert_no_worse(traffic, config_of("qwen3-8b", num_pages, None), offload)
 
 
+@pytest.mark.slow
 @given(
     traffics(),
     st.sampled_from(["gemma-3-27b", "gpt-oss-20b"]),

@@ -29,6 +29,7 @@ for thread in threads:
 """
 
 
+@pytest.mark.slow
 def test_the_first_bodies_in_many_threads_end_no_process() -> None:
     """A type that one thread prepares was used by another: one process in four ended by signal 11."""
     running = [subprocess.Popen([sys.executable, "-c", FIRST]) for _ in range(8)]

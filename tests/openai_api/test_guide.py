@@ -29,6 +29,7 @@ def test_the_examples_of_the_fixture_pass(pytester: pytest.Pytester, number: int
     result.assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_the_lines_of_the_readme_say_hello(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openai")
     page = (ROOT / "README.md").read_text()

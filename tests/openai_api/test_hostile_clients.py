@@ -371,6 +371,7 @@ def test_a_client_that_has_said_all_it_has_to_say_still_gets_its_answer_or_is_ta
     server.assert_conserved()
 
 
+@pytest.mark.slow
 def test_answers_that_hold_too_much_are_ended_the_largest_first(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvarts.openai_api import answer, served
 

@@ -103,6 +103,7 @@ def test_all_blocks_are_counted_as_a_model_of_pages_counts_them() -> None:
     assert len(naive.seen["reuse_gap"]) > 10
 
 
+@pytest.mark.slow
 def test_a_share_of_the_blocks_is_counted_and_the_same_one_again() -> None:
     naive = Naive()
     with RunningServer(pages=40, readers=[naive], residency_share=0.2) as server:

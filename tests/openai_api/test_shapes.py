@@ -217,6 +217,7 @@ def steps_of(server: RunningServer, text: str, **fields: Any) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_agents_come_to_an_end_and_call_various_tools(server: RunningServer) -> None:
     texts = [f"question {number}" for number in range(20)]
     auto = [tuple(steps_of(server, text)) for text in texts]

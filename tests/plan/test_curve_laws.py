@@ -132,7 +132,7 @@ def test_the_optimum_is_never_below_lru_and_meets_it_at_the_ends(trace: Trace, p
     assert found[-1] == curve.hit_pages(curve.most_pages) == sum(reuse.hittable)
 
 
-@pytest.mark.parametrize("page_size", [16, 512])
+@pytest.mark.parametrize("page_size", [pytest.param(16, marks=pytest.mark.slow), 512])
 def test_the_curve_of_a_recorded_trace_is_the_cache_of_the_engine(sample_trace: Path, page_size: int) -> None:
     trace = load_trace(sample_trace)
     curve = lru_curve(find_reuse(trace, page_size))

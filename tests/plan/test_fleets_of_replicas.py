@@ -30,6 +30,7 @@ def test_mixed_workers_are_replicas(asked: Callable[..., Any]) -> None:
         assert report["config"].get("replicas", 1) == point["pools"][0]["replicas"]
 
 
+@pytest.mark.slow
 def test_a_cost_without_a_model_has_one_device_per_worker(asked: Callable[..., Any]) -> None:
     cost = ("--cost", "linear:step_ms=5,chunk_token_ms=0.02", "--pages", 4000)
     plan = asked("plan", "sample:azure-chat", *cost, "--slo-ttft-ms", 300, "--gpus", 2, "--json")["fleets"]

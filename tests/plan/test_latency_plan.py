@@ -59,6 +59,7 @@ def test_each_router_has_its_fewest_replicas_and_one_less_is_too_few(
         ]
 
 
+@pytest.mark.slow
 def test_longer_steps_never_make_the_answer_cheaper(
     tmp_path: Path, asked: Callable[..., Any], run_command: Callable[..., int]
 ) -> None:
@@ -217,7 +218,7 @@ def test_without_an_slo_there_are_latencies_and_no_cheapest_option(asked: Callab
     assert all(point["slo_ratio"] is None for point in latency["points"])
 
 
-@pytest.mark.parametrize("page_size", [1, 512, 100_000])
+@pytest.mark.parametrize("page_size", [1, 512, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "rows",
     [
@@ -240,6 +241,7 @@ def test_traces_with_nothing_to_hit_have_options_too(
         assert replayed(asked, option["command"])["num_completed"] == len(rows)
 
 
+@pytest.mark.slow
 def test_a_request_that_is_refused_does_not_keep_the_slo(tmp_path: Path, asked: Callable[..., Any]) -> None:
     """Three of four requests fit into no replica, and the one that does is fast."""
     lengths = (500, 5000, 6000, 7000)

@@ -200,6 +200,7 @@ def test_the_help_names_every_policy() -> None:
     assert set(POLICY_NAMES.split(", ")) == {name for name in ALL_POLICIES if name != "lru"}
 
 
+@pytest.mark.slow
 def test_a_policy_of_ones_own_takes_part(
     asked: Callable[..., Any],
     run_command: Callable[..., int],

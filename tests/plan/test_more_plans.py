@@ -192,6 +192,7 @@ def planned(asked: Callable[..., Any], tmp_path: Path) -> Callable[[], tuple[Any
     return plan
 
 
+@pytest.mark.slow
 def test_the_page_has_everything_and_needs_nothing(planned: Callable[[], tuple[Any, Path]]) -> None:
     values, page = planned()
     data = page.read_bytes()
@@ -245,6 +246,7 @@ def test_the_page_in_a_browser(
     assert not scrolls_sideways(driver)
 
 
+@pytest.mark.slow
 def test_hits_are_on_a_linear_axis_and_the_slo_is_drawn(planned: Callable[[], tuple[Any, Path]]) -> None:
     values, _ = planned()
     charts = {chart["name"]: chart for chart in charts_of(values)}

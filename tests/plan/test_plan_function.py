@@ -71,7 +71,7 @@ class InTurn(RoundRobinPolicy):
     """A router of one's own that chooses as round-robin does."""
 
 
-@pytest.mark.parametrize("is_in_config", [True, False])
+@pytest.mark.parametrize("is_in_config", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_plan_looks_at_a_router_of_ones_own(few: Trace, is_in_config: bool) -> None:
     config = ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", pages=9_000, slo_ttft_ms=2_500)
     config = msgspec.structs.replace(config, router=InTurn) if is_in_config else config

@@ -37,6 +37,7 @@ def test_each_row_is_the_replay_of_its_command(run_command: Any, capsys: Any) ->
         assert point["most_to_mean_tokens"] >= 1
 
 
+@pytest.mark.slow
 def test_the_table_fits_a_terminal(run_command: Any, capsys: Any) -> None:
     assert run_command("plan", "sample:azure-chat", *DEVICE, "--routers", "least-loaded,prefix,session") == 0
     lines = capsys.readouterr().out.splitlines()

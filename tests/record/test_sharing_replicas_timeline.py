@@ -48,6 +48,7 @@ def test_the_command_writes_a_file_for_each_model_on_each_device(
         assert run_command("report", run / name, "--html", tmp_path / f"{name}.html") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 def test_every_timeline_is_true_with_tiers(policy: str, tmp_path: Path, traces: dict[str, Path]) -> None:
     offload = OffloadConfig(host_memory="1GiB", policy=policy)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from kvarts.record.timeline import timelines_of
 from kvarts.sharing.config import ModelShare, SharingConfig
@@ -30,6 +31,7 @@ def test_each_model_has_a_timeline_of_its_own(
             assert verify_file(path).verdict == "ok"
 
 
+@pytest.mark.slow
 def test_memory_that_others_have_is_withheld_in_a_timeline(tmp_path: Path) -> None:
     config = SharingConfig(
         models={"chat": ModelShare(model="llama-3.1-8b"), "code": ModelShare(model="qwen3-8b", priority=1)},

@@ -162,7 +162,10 @@ def run_live(path: Path, config: ReplayConfig, *, step_by_step: bool) -> Timelin
     return timelines_of(replay(trace, config))[0]
 
 
-@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize(
+    "suffix",
+    [pytest.param(".json", marks=pytest.mark.slow), pytest.param(".jsonl", marks=pytest.mark.slow), ".jsonl.gz"],
+)
 def test_a_live_file_ends_as_one_written_at_the_end(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"live{suffix}"
     timeline = run_live(path, ReplayConfig(num_pages=700, page_size=512), step_by_step=False)
@@ -240,7 +243,10 @@ run_live(Path(sys.argv[1]), ReplayConfig(num_pages=700, page_size=512), step_by_
 """
 
 
-@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize(
+    "suffix",
+    [pytest.param(".json", marks=pytest.mark.slow), pytest.param(".jsonl", marks=pytest.mark.slow), ".jsonl.gz"],
+)
 def test_a_killed_run_leaves_every_complete_step(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"live{suffix}"
     environment = {

@@ -47,7 +47,9 @@ class Silent:
     needs = Needs()
 
 
-@pytest.mark.parametrize(("name", "router"), [("least-loaded", LeastLoaded), ("prefix", PrefixAware)])
+@pytest.mark.parametrize(
+    ("name", "router"), [("least-loaded", LeastLoaded), pytest.param("prefix", PrefixAware, marks=pytest.mark.slow)]
+)
 def test_a_router_by_its_class_is_that_of_its_name(name: Any, router: Any) -> None:
     trace = load_trace("sample:azure-chat")
     by_name, by_class = (replay(trace, ReplayConfig(replicas=3, router=each)) for each in (name, router))

@@ -149,6 +149,7 @@ def replayed_in_a_process(seed: int, hash_seed: int) -> dict[str, str]:
     return printed
 
 
+@pytest.mark.slow
 def test_the_same_bytes_in_any_process() -> None:
     """L10: hash seeds do not matter, and the seed of a router does. One test: each process replays all routers."""
     first, other_hashes, other_seed = (replayed_in_a_process(*seeds) for seeds in ((1, 1), (1, 2), (2, 1)))
@@ -172,6 +173,7 @@ def test_late_metrics_cost_what_a_burst_does() -> None:
     assert means == sorted(means) and means[2] > 1.5 * means[0]
 
 
+@pytest.mark.slow
 def test_late_events_hide_what_is_new() -> None:
     trace = load_trace("sample:agents")
     hits = [

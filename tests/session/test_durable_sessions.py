@@ -327,6 +327,7 @@ def kill_again_and_again(
         server.wait()
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_nothing_that_was_said_is_lost(tmp_path: Path) -> None:
     kill_again_and_again(tmp_path, 6, seed=1)
 

@@ -265,6 +265,7 @@ def test_a_drain_waits_for_requests_at_all_doors() -> None:
     assert ends == [100, 100, 100]
 
 
+@pytest.mark.slow
 def test_openais_client_under_load_at_the_router_and_as_a_side_car(fleet: RunningFleet) -> None:
     openai = pytest.importorskip("openai")
 

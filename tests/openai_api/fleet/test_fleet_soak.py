@@ -33,8 +33,8 @@ FAULTS = (
 @pytest.mark.parametrize(
     ("router", "has_host", "has_store"),
     [
-        ("dynamo-kv", True, True),
-        ("llm-d", False, True),
+        pytest.param("dynamo-kv", True, True, marks=pytest.mark.slow),
+        pytest.param("llm-d", False, True, marks=pytest.mark.slow),
         ("least-loaded", False, False),
         pytest.param("prefix", True, False, marks=pytest.mark.long),
     ],

@@ -21,7 +21,7 @@ Start = Callable[..., RunningServer]
 
 
 @pytest.mark.parametrize("window", [12, None])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_no_page_is_lost_whatever_clients_of_sessions_do(start: Start, window: int | None, seed: int) -> None:
     config = SessionsConfig(
         defaults=SessionSettings(sink=2, window=window),

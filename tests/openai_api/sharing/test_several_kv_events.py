@@ -33,7 +33,7 @@ from oracles.naive_kv_events import NaiveConsumer
 Run = Callable[..., int]
 
 
-@pytest.mark.parametrize("has_host", [False, *([True] if HAS_OFFLOAD else [])])
+@pytest.mark.parametrize("has_host", [False, *([pytest.param(True, marks=pytest.mark.slow)] if HAS_OFFLOAD else [])])
 def test_a_consumer_of_each_model_holds_what_that_model_holds(has_host: bool) -> None:
     draw = random.Random(5)
     consumed = {name: Consumed() for name in ("chat", "code")}
