@@ -18,6 +18,9 @@ from hypothesis import HealthCheck, settings
 from kvarts import processes
 from kvarts.cli.main import main
 
+# What collection makes stays: there is nothing to collect until `pytest_collection_finish`.
+gc.disable()
+
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:
     # Test processes share the cores; set before the first import of torch.
@@ -89,6 +92,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 10)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

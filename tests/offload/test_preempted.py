@@ -99,6 +99,7 @@ def unnamed(seed: int, num_requests: int, prompt_tokens: int, output_tokens: int
     return Trace(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.laws
 @given(
     st.sampled_from(

@@ -40,6 +40,7 @@ async def vanish(address: str, stub: Any, session_id: str, random: Random) -> No
     await channel.close(grace=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_clients", [200, pytest.param(1000, marks=pytest.mark.long)])
 def test_many_clients_that_vanish_mid_stream_leave_no_page_and_no_task(
     caplog: pytest.LogCaptureFixture, num_clients: int

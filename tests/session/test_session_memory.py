@@ -13,7 +13,7 @@ from kvarts.session.values import SessionsConfig
 from builders.sessions import OWNER, check_at_rest, mock_sessions, say
 
 
-@pytest.mark.parametrize(("num_sessions", "num_tokens"), [(500, 40), (40, 4000)])
+@pytest.mark.parametrize(("num_sessions", "num_tokens"), [pytest.param(500, 40, marks=pytest.mark.slow), (40, 4000)])
 def test_an_idle_session_takes_four_kib_and_eight_bytes_a_token(num_sessions: int, num_tokens: int) -> None:
     sessions, host = mock_sessions(
         SessionsConfig(), num_pages=7 * num_sessions + 100, page_size=16, budget=2048, seqs=256, audit=False

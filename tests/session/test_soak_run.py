@@ -336,6 +336,7 @@ def test_the_command(on_a_fake: FakeTarget, kvarts: Any, tmp_path: Path, where: 
     assert again == (0, printed, "")
 
 
+@pytest.mark.slow
 def test_the_mock_on_a_virtual_clock_is_bounded(kvarts: Any, tmp_path: Path) -> None:
     """Nothing is a fake: the runtime, the engine and the pages of the mock, for an hour; and the same bytes again."""
     outs = [tmp_path / "first.json", tmp_path / "second.json"]

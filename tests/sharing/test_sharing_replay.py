@@ -22,6 +22,7 @@ TRACES = ["--trace", f"chat={CHAT}", "--trace", f"code={CODE}"]
 DEVICE = ["--device", "h100-80gb", "--kv-memory", "4GiB"]
 
 
+@pytest.mark.slow
 def test_the_command_writes_everything_and_says_the_same_twice(
     tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], short_traces: list[str]
 ) -> None:

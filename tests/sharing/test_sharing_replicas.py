@@ -266,6 +266,7 @@ COMMAND = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_says_the_same_observed(
     tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], short_traces: list[str]
 ) -> None:

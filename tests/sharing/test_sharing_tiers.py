@@ -156,6 +156,7 @@ MODELS = ["--model", "chat=llama-3.1-8b:weight=2", "--model", "code=qwen3-8b:wei
 DEVICE = ["--device", "h100-80gb", "--kv-memory", "4GiB"]
 
 
+@pytest.mark.slow
 def test_each_model_has_host_memory_of_its_own(
     tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], short_traces: list[str]
 ) -> None:

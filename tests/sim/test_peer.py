@@ -64,8 +64,12 @@ def test_requests_agree_with_dynamo(slice_path: Path, name: str, settings: dict[
 GOLDEN = [
     # settings, simulated ms, mean TTFT, p99 TTFT, mean ITL, mean E2E, reuse ratio
     ({}, 3546494.55976, 1524.78614, 5837.285, 25.11769, 10105.463, 0.272450),
-    ({"replicas": 4}, 3540966.93720, 453.81011, 2438.024, 7.08130, 2872.916, 0.183101),
-    ({"num_pages": 600}, 9123512.97690, 2942246.973, None, 48.33522, None, 0.066531),
+    pytest.param(
+        *({"replicas": 4}, 3540966.93720, 453.81011, 2438.024, 7.08130, 2872.916, 0.183101), marks=pytest.mark.slow
+    ),
+    pytest.param(
+        *({"num_pages": 600}, 9123512.97690, 2942246.973, None, 48.33522, None, 0.066531), marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -138,6 +138,7 @@ def test_the_bundled_sessions_add_up_to_their_own_totals() -> None:
     assert_adds_up(sorted(SAMPLE.glob("*.json.gz")))
 
 
+@pytest.mark.slow
 def test_all_published_sessions_at_hand_add_up_and_are_read_as_the_naive_reader_does() -> None:
     default = Path(__file__).resolve().parents[3] / "shared" / "data"
     directory = Path(os.environ.get("KVARTS_DATA", default)) / "kv-cache-tester"

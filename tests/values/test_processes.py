@@ -326,7 +326,10 @@ DATA = Path(str(files("kvarts") / "data"))
 @pytest.mark.parametrize(
     "options",
     [
-        ("--slo-ttft-ms", "900", "--policy", "session-aware", "--price", "host=1", "--slo-share", "0.9"),
+        pytest.param(
+            ("--slo-ttft-ms", "900", "--policy", "session-aware", "--price", "host=1", "--slo-share", "0.9"),
+            marks=pytest.mark.slow,
+        ),
         ("--at", "300", "--league"),
         ("--replicas", "2", "--routers", "prefix,round-robin"),
     ],
@@ -387,9 +390,9 @@ def test_replicas_in_several_processes_are_replayed_to_the_same_bytes(
     "options",
     [
         {"num_pages": 300, "max_num_seqs": 40},
-        {"num_pages": 4000, "profile": "mocker"},
+        pytest.param({"num_pages": 4000, "profile": "mocker"}, marks=pytest.mark.slow),
         {"num_pages": 200, "offload": {"host_pages": 300}},
-        {"num_pages": 90, "client_timeout_s": 9.0},
+        pytest.param({"num_pages": 90, "client_timeout_s": 9.0}, marks=pytest.mark.slow),
     ],
     ids=["preempted", "mocker", "host memory", "rejected and given up"],
 )
@@ -440,6 +443,7 @@ def test_a_list_out_of_order_is_refused_with_any_number_of_processes() -> None:
             replay(Trace(rows), ReplayConfig(replicas=2), workers=workers)
 
 
+@pytest.mark.slow
 def test_processes_can_be_used_again_after_they_were_closed() -> None:
     processes = Processes(2, "shared")
     for _ in range(2):

@@ -7,6 +7,8 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+import pytest
+
 SRC = Path(str(files("kvarts")))
 
 # Classes that answer a seam: see docs/how-it-is-built.md.
@@ -81,12 +83,14 @@ def test_the_question_is_found() -> None:
     assert asked_types(ast.parse("cache.take(1)")) == set()
 
 
+@pytest.mark.slow
 def test_no_collaborator_is_asked_for_its_type() -> None:
     asked, _ = asked_and_defined()
     found = {f"{path.relative_to(SRC)}: {name}" for path, names in asked.items() for name in names & COLLABORATORS}
     assert not found
 
 
+@pytest.mark.slow
 def test_every_collaborator_is_a_class_there_is() -> None:
     """Or a class that was renamed would slip through."""
     _, defined = asked_and_defined()

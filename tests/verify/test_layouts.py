@@ -41,7 +41,7 @@ def layouts(body: Body) -> dict[str, bytes]:
     return {**out, **{f"{name}.gz": gzip.compress(text) for name, text in out.items()}}
 
 
-@pytest.mark.parametrize("block_bytes", [64, 1 << 12, 1 << 22])
+@pytest.mark.parametrize("block_bytes", [pytest.param(64, marks=pytest.mark.slow), 1 << 12, 1 << 22])
 def test_the_layout_of_a_file_does_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
