@@ -16,6 +16,7 @@ from kvarts.cli.process import (
     end,
     guard_streams,
     handle_signals,
+    load_msgspec,
     say,
     signal_that_came,
 )
@@ -32,6 +33,7 @@ def _call(words: Sequence[str]) -> object:
     call = plain_call(words)
     if call is not None:
         return call()
+    load_msgspec()
     from kvarts.cli.commands import call_command
 
     return call_command()
