@@ -5,7 +5,6 @@ Simple command lines are read by `kvarts.cli.plain`, which costs little. All oth
 
 from __future__ import annotations
 
-import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,10 @@ from kvarts.cli.process import (
 from kvarts.errors import KvartsError, OutputError
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Sequence
+else:
+    import _signal as signal
 
 __all__ = ["main", "run", "run_main"]
 

@@ -16,7 +16,6 @@ import errno
 import gc
 import io
 import os
-import signal
 import sys
 import warnings
 from _thread import LockType, allocate_lock, start_new_thread
@@ -30,7 +29,11 @@ from kvarts import __version__
 from kvarts.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
+    import signal
+
     from kvarts.sim.config import ReplayConfig
+else:
+    import _signal as signal
 
 __all__ = [
     "Progress",
