@@ -13,9 +13,9 @@ import pytest
 OTHERS = {"click", "msgspec", "mypy_extensions", "typing_extensions"}
 """Packages outside the standard library that every command may load."""
 UNUSED = {
-    "argparse", "concurrent.futures", "csv", "ctypes", "dataclasses", "fractions", "gzip", "hashlib", "ipaddress",
-    "json", "locale", "logging", "multiprocessing", "pathlib", "random", "shutil", "socket", "statistics", "subprocess",
-    "tempfile", "threading", "tomllib", "traceback", "urllib.parse", "zlib",
+    "argparse", "ast", "concurrent.futures", "csv", "ctypes", "dataclasses", "fractions", "gzip", "hashlib", "inspect",
+    "ipaddress", "json", "locale", "logging", "multiprocessing", "pathlib", "random", "shutil", "signal", "socket",
+    "statistics", "subprocess", "tempfile", "threading", "tomllib", "traceback", "urllib.parse", "zlib",
 }  # fmt: skip
 """Modules of the standard library that neither a short replay nor what it needs loads."""
 

@@ -5,7 +5,6 @@ Simple command lines are read by `kvarts.cli.plain`, which costs little. All oth
 
 from __future__ import annotations
 
-import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -16,13 +15,17 @@ from kvarts.cli.process import (
     end,
     guard_streams,
     handle_signals,
+    load_msgspec,
     say,
     signal_that_came,
 )
 from kvarts.errors import KvartsError, OutputError
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Sequence
+else:
+    import _signal as signal
 
 __all__ = ["main", "run", "run_main"]
 
@@ -32,6 +35,7 @@ def _call(words: Sequence[str]) -> object:
     call = plain_call(words)
     if call is not None:
         return call()
+    load_msgspec()
     from kvarts.cli.commands import call_command
 
     return call_command()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from kvarts.cli.process import load_msgspec
 from kvarts.errors import ConfigError, renamed
 from kvarts.files import spelled
 
@@ -29,6 +30,7 @@ def plain_call(words: Sequence[str]) -> Callable[[], int] | None:
     if not words or any(name.startswith("_") and name.endswith("_COMPLETE") for name in os.environ):
         return None
     if words[0] == "replay":
+        load_msgspec()
         return _replay(words[1:])
     return _print_version if list(words) == ["--version"] else None
 

@@ -16,7 +16,6 @@ import errno
 import gc
 import io
 import os
-import signal
 import sys
 import warnings
 from _thread import LockType, allocate_lock, start_new_thread
@@ -30,7 +29,11 @@ from kvarts import __version__
 from kvarts.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
+    import signal
+
     from kvarts.sim.config import ReplayConfig
+else:
+    import _signal as signal
 
 __all__ = [
     "Progress",
@@ -43,6 +46,7 @@ __all__ = [
     "handle_signals",
     "hold_signals_back",
     "is_compiled",
+    "load_msgspec",
     "narrate",
     "need_grpc",
     "print_bytes",
@@ -198,6 +202,28 @@ def hold_signals_back() -> Iterator[None]:
             signal.signal(number, handler)
         if came:
             signal.raise_signal(came[0])
+
+
+def load_msgspec() -> None:
+    """Import msgspec, uninterrupted and without `typing_extensions`.
+
+    While it is imported, msgspec ignores an error of the import of `datetime`, KeyboardInterrupt included, and later
+    dereferences what it did not get, in its first conversion.
+
+    If `typing_extensions` is installed, msgspec takes `get_type_hints` and two names from there instead of from
+    `typing`; they are equal, but the import, with that of `inspect`, would take a seventh of a short replay's time.
+    """
+    if "msgspec" in sys.modules:
+        return
+    hides = "typing_extensions" not in sys.modules
+    with hold_signals_back():
+        if hides:
+            sys.modules["typing_extensions"] = None  # type: ignore[assignment]  # it cannot be imported
+        try:
+            import msgspec  # noqa: F401
+        finally:
+            if hides:
+                del sys.modules["typing_extensions"]
 
 
 def _note(number: int) -> None:

@@ -9,7 +9,7 @@ import io
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -42,6 +42,8 @@ __all__ = [
 
 BLOCK_BYTES = 1 << 20
 MOST_LINE_BYTES = 1 << 24
+LINE_BYTES = 1 << 17
+"""Bytes of a file that are read at a time where lines are: a session of an agent is one."""
 MOST_RECORDS = 20
 GZIP = b"\x1f\x8b"
 UNIT_TOKENS = 512
@@ -97,8 +99,11 @@ class TraceFile:
 
     def text(self) -> str:
         """Return the whole content as text; line ends are normalised, as in `Path.read_text`."""
+        return self._text_of(self.read())
+
+    def _text_of(self, data: bytes) -> str:
         try:
-            return io.TextIOWrapper(io.BytesIO(self.read()), encoding="utf-8-sig").read()
+            return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
         except UnicodeDecodeError as error:
             raise InputError(f"cannot be read: {error}", path=self.path) from error
 
@@ -117,14 +122,17 @@ class TraceFile:
         """Whether the file has one JSON value per line: its first line is one, or the whole file is not one."""
         if not self.is_json:
             return False
+        is_array = self._beginning[0].startswith(b"[")
+        if len(self._beginning) == 1 and not is_array:
+            return True
         if self._first_lines[0][1] is not None:
-            return not self._first_lines[0][0].startswith(b"[")
+            return not is_array
         return _fields(self.read()) is None
 
     @cached_property
     def is_json(self) -> bool:
         """Whether the file is JSON, by its first character."""
-        return bool(self._first_lines) and self._first_lines[0][0].lstrip(b"\xef\xbb\xbf \t\r")[:1] in {b"{", b"["}
+        return bool(self._beginning) and self._beginning[0].lstrip(b"\xef\xbb\xbf \t\r")[:1] in {b"{", b"["}
 
     def records(self) -> Iterator[tuple[int, bytes]]:
         """Iterate over the JSON values of the file, with numbers from 1.
@@ -132,9 +140,9 @@ class TraceFile:
         The number is the line in JSON lines, or the position in an array. A file with a single object yields one value.
         """
         if self.is_json_lines:
-            for line, row in enumerate(self.text().split("\n"), 1):
+            for line, row in enumerate(self._lines(), 1):
                 if row.strip():
-                    yield line, row.encode()
+                    yield line, row.rstrip(b"\n")
             return
         data = self.read().strip()
         if not data.startswith(b"["):
@@ -148,6 +156,11 @@ class TraceFile:
             raise InputError("is nested too deeply", path=self.path) from None
         for place, element in enumerate(elements, 1):
             yield place, bytes(element)
+
+    def _lines(self) -> Iterable[bytes]:
+        """Return the lines of the whole content; their ends are normalised."""
+        data = self.read()
+        return io.BytesIO(data if data.isascii() and b"\r" not in data else self._text_of(data).encode())
 
     @cached_property
     def first_fields(self) -> list[frozenset[str]]:
@@ -183,22 +196,27 @@ class TraceFile:
     @cached_property
     def header(self) -> tuple[str, ...]:
         """Column names in the first line; empty for JSON."""
-        if self.is_json or not self._first_lines:
+        if self.is_json or not self._beginning:
             return ()
-        line = self._first_lines[0][0].removeprefix(b"\xef\xbb\xbf")
+        line = self._beginning[0].removeprefix(b"\xef\xbb\xbf")
         return tuple(name.strip().strip('"') for name in line.decode("utf-8", "replace").split(","))
 
     @cached_property
     def _first_lines(self) -> list[tuple[bytes, frozenset[str] | None]]:
         """The first non-blank lines, each with its field names if it is a JSON object, None if it is not JSON."""
-        lines: list[tuple[bytes, frozenset[str] | None]] = []
+        return [(line, _fields(line)) for line in self._beginning]
+
+    @cached_property
+    def _beginning(self) -> list[bytes]:
+        """The first non-blank lines."""
+        lines: list[bytes] = []
         with self._open() as file, self._unpacking():
             while len(lines) < MOST_RECORDS:
                 line = file.readline(MOST_LINE_BYTES)
                 if not line:
                     break
                 if line.strip():
-                    lines.append((line.strip(), _fields(line)))
+                    lines.append(line.strip())
         return lines
 
     def _open(self) -> BinaryIO:
@@ -208,7 +226,7 @@ class TraceFile:
             if self._data is not None:
                 data = io.BytesIO(self._data)
                 return _unpacked(data) if self._data.startswith(GZIP) else data
-            file = open(self.place, "rb")  # noqa: PTH123, SIM115
+            file = open(self.place, "rb", LINE_BYTES)  # noqa: PTH123, SIM115
             try:
                 is_packed = file.peek(2).startswith(GZIP)
             except BaseException:
