@@ -6,6 +6,8 @@ executes, and then `end`, which commits and emits. Leaps in virtual time use the
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec.structs import replace
 
 from kvarts.config import EngineConfig
@@ -18,6 +20,9 @@ from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
 
 __all__ = ["Engine", "at_rest", "step_done", "with_drafts"]
+
+
+NO_SIDES: Final[tuple[int, ...]] = ()
 
 
 class Engine:
@@ -135,13 +140,13 @@ class Engine:
         """Execute the step that `prepare` planned: the second half of `begin`."""
         plan, tell = self.plan, self.log.tell
         result = self._result = self.executor.execute(plan)
-        if self.tiers is not None and self.executor.needs_page_ids:
-            batch = plan.batch
-            moving_ns = sum(report.duration_ns for report in result.transfer_reports)
-            num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
-            self.tiers.measure(num_tokens, batch.num_decodes + batch.num_drafted, result.duration_ns - moving_ns)
         duration_ns = result.duration_ns
         if self.tiers is not None:
+            if self.executor.needs_page_ids:
+                batch = plan.batch
+                moving_ns = sum(report.duration_ns for report in result.transfer_reports)
+                num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
+                self.tiers.measure(num_tokens, batch.num_decodes + batch.num_drafted, duration_ns - moving_ns)
             duration_ns = self.tiers.step_ns(now_ns, duration_ns)
         if tell is not None:
             done = step_done(self.scheduler, plan, now_ns, duration_ns, self._num_withheld)
@@ -152,10 +157,16 @@ class Engine:
 
     def end(self) -> list[Request]:
         """Commit the step under way and emit its events; return the requests that finished, in admission order."""
-        if self.log.tell_details is not None:
-            self.log.tell_details(StepEnded(self.scheduler.wheel.step, self.now_ns))
-        finished = self.scheduler.commit(self.now_ns, self._result)
-        self.emit()
+        scheduler, log = self.scheduler, self.log
+        if log.tell_details is not None:
+            log.tell_details(StepEnded(scheduler.wheel.step, self.now_ns))
+        finished = scheduler.commit(self.now_ns, self._result)
+        # What `emit` would do for an engine with requests that run: this runs after every step.
+        if scheduler.running.num_running and not self._audit:
+            if len(log.waiting) >= log.num_waiting:
+                log.flush()
+        else:
+            self.emit()
         return finished
 
     def emit(self) -> None:
@@ -188,8 +199,12 @@ def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: in
     `num_withheld`: pages that other models kept from this one when the step was planned. Drafts are added by
     `with_drafts`: few engines draft, and this is called in every step.
     """
-    mark, loads, batch = scheduler.mark, scheduler.loads, plan.batch
-    num_loading = 0 if loads is None else loads.num_waiting
+    mark, batch = scheduler.mark, plan.batch
+    num_loading, sides = 0, NO_SIDES
+    if scheduler.has_sides:
+        sides = scheduler.side_counts_at_mark()
+        if scheduler.loads is not None:
+            num_loading = scheduler.loads.num_waiting
     num_tokens = num_decodes = batch.num_decodes
     for chunk in batch.chunks:
         num_tokens += chunk.num_tokens
@@ -207,7 +222,7 @@ def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: in
         num_tokens,
         len(plan.admitted),
         plan.preemptions,
-        scheduler.side_counts_at_mark() if scheduler.has_sides else (),
+        sides,
         num_withheld,
         scheduler.cache.num_reserved,
         num_loading,

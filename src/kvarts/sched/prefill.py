@@ -110,9 +110,11 @@ class Prefill:
         "_aligned",
         "_batch",
         "_cache",
+        "_is_limited",
         "_is_plain",
         "_itl",
         "_loads",
+        "_notes_chunks",
         "_own_pages",
         "_page_size",
         "_preemptor",
@@ -158,8 +160,12 @@ class Prefill:
         self._tell = tell
         self._itl = itl
         self._aligned = aligned
-        self._is_plain = itl is None and aligned is None and not cache.releases
+        self._is_limited = itl is not None or aligned is not None
+        """Whether more than the budget limits a chunk."""
+        self._is_plain = not self._is_limited and not cache.releases
         """Whether a chunk depends only on the budget, and releases nothing."""
+        self._notes_chunks = loads is not None or aligned is not None or running.lag > 0
+        """Whether more is noted about a chunk than its pages."""
 
     @property
     def may_wait(self) -> bool:
@@ -182,6 +188,9 @@ class Prefill:
             num_tokens = budget
         if num_tokens > self.most_tokens:
             num_tokens = self.most_tokens
+        if not self._is_limited and request.own is None:
+            self._compute(request, num_tokens, num_known, chunks)
+            return num_tokens
         num_allowed = num_tokens
         if self._aligned is not None and request.holding is not None:
             branch = self._cache.branch(request.holding)
@@ -230,8 +239,10 @@ class Prefill:
         """
         cache, running = self._cache, self._running
         self._published = -1
-        if self._is_plain and len(running.chunked) == 1 and running.chunked[0].own is None:
-            return budget - self._resume_one(running.chunked[0], budget, now_ns, chunks)
+        if self._is_plain:
+            first = running.chunked[0]
+            if len(running.chunked) == 1 and first.own is None:
+                return budget - self._resume_one(first, budget, now_ns, chunks)
         planned: dict[int, Planned] = {}
         num_most = 0
         is_cut = False
@@ -412,38 +423,48 @@ class Prefill:
         end = request.num_computed = start + num_tokens
         if self._tell is not None:
             self._tell(ChunkComputed(request.index, start, end, num_known))
-        own = request.own
+        own, holding, chunked = request.own, request.holding, running.chunked
         if own is not None:
             self._own_pages.compute(own, start, end)
+            if running.lag:
+                self.computing[request] = num_tokens
         else:
-            holding = request.holding
             assert holding is not None
-            if self._aligned is not None:
-                known_end = start if running.taken_off and request in running.taken_off else end
-                self._aligned.note_state(self._cache, request, start, known_end, running.num_in_flight(request))
-            if running.taken_off and request in running.taken_off:  # as on the wheel
-                running.taken_off.remove(request)
-                request.has_unread = True
-                self._cache.take_for(holding, end)
-                self._cache.publish(holding, start)
+            if self._notes_chunks:
+                self._fill(request, holding, start, end, num_known)
             else:
                 self._cache.extend(holding, end, is_end=end == num_known)
-            if self._loads is not None:
-                self._note_full(request, holding, start, end)
-        if running.lag:
-            self.computing[request] = num_tokens
         if end == num_known:
             self.completing.append(request)
-            if start and request in running.chunked:
-                running.chunked.remove(request)
-        elif request not in running.chunked:
-            running.chunked.append(request)
+            if chunked and request in chunked:
+                chunked.remove(request)
+        elif request not in chunked:
+            chunked.append(request)
         if self._batch is not None:
             chunks.append(self._batch.chunk(request, start, num_tokens, num_known))
         elif own is None and not request.computes_only:  # `_chunk_of`, inlined: this runs for every chunk
             chunks.append(Chunk(start, num_tokens, request.num_prompt_tokens, num_known))
         else:
             chunks.append(_chunk_of(request, start, num_tokens, num_known))
+
+    def _fill(self, request: Request, holding: Holding, start: int, end: int, num_known: int) -> None:
+        """Take the pages of a chunk, and note what states, loads, or plans made ahead need to know about it."""
+        running, cache = self._running, self._cache
+        is_taken_off = bool(running.taken_off) and request in running.taken_off
+        if self._aligned is not None:
+            known_end = start if is_taken_off else end
+            self._aligned.note_state(cache, request, start, known_end, running.num_in_flight(request))
+        if is_taken_off:  # as on the wheel
+            running.taken_off.remove(request)
+            request.has_unread = True
+            cache.take_for(holding, end)
+            cache.publish(holding, start)
+        else:
+            cache.extend(holding, end, is_end=end == num_known)
+        if self._loads is not None:
+            self._note_full(request, holding, start, end)
+        if running.lag:
+            self.computing[request] = end - start
 
 
 def _chunks_of(planned: dict[int, Planned]) -> list[Chunk]:

@@ -202,16 +202,15 @@ class Running(RunningOrder):
             self.publish_late()
         assert PREFILLING in NEXT_STATES[request.state]  # `become`, inlined: this runs for every request
         request.state = PREFILLING
-        request.admission = self.num_admitted
-        self.num_admitted += 1
+        admission = request.admission = self.num_admitted
+        self.num_admitted = admission + 1
         if request.seniority < 0:
-            request.seniority = request.admission
+            request.seniority = admission
         self.add(request)
         request.num_computed = request.hit_tokens = hit_tokens
-        is_first = request.num_admissions == 0
-        if is_first:
+        if not request.num_admissions:
             request.first_admitted_ns = now_ns
-        if is_first and not request.has_lost_front:
+        if not (request.num_admissions or request.has_lost_front):
             request.cached_tokens = hit_tokens
         elif hit_tokens > request.furthest_computed:
             request.cached_tokens += hit_tokens - request.furthest_computed

@@ -12,7 +12,7 @@ The scheduler reads no clock and no random number: `schedule` and `commit` recei
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvarts.config import EngineConfig
@@ -136,7 +136,6 @@ class Scheduler:
             assert step_ns is not None, "a bound of latency needs the duration of steps"
             most_ns, pool_tokens = round(config.max_itl_ms * 1e6), config.pool_tokens
             itl = ItlBound(most_ns, step_ns, self.wheel, page_size=config.page_size, pool_tokens=pool_tokens)
-        self._has_itl_bound = itl is not None
         long_prefill = config.long_prefill_token_threshold
         self._aligned: AlignedChunks | None = None
         if cache.aligns:
@@ -185,6 +184,8 @@ class Scheduler:
         # As in vLLM, the block that stands for missing ones counts as memory here.
         self._watermark = int(config.watermark * (cache.pool.total + 1))
         self._pool_tokens = config.pool_tokens
+        self._admits_rest = bool(self._watermark or self._defers or loads is not None or self._aligned or itl)
+        """Whether more than a place, tokens and pages decides on an admission."""
         self._settle_places = settle_places
         self._tell = tell
         self._told_blocked: tuple[int, Blocked] | None = None
@@ -194,8 +195,12 @@ class Scheduler:
         self.to_settle: list[Request] | None = None
         """The requests that completed their known tokens in the last step, if its decodes are not settled yet."""
         self._keeps_time = cache.keeps_time
-        self._begins = self._keeps_time or loads is not None or self._takes_turns
+        self._begins = self._keeps_time or loads is not None or self._takes_turns or self._defers or self._settles
         """Whether a plan begins with `_begin`."""
+        self._has_turns = self._drafts_first is not None or cache.releases
+        """Whether decodes take their pages by `_take_turns`."""
+        self._ends_more = self._settles or plans_ahead or handoffs is not None
+        """Whether a step ends with `_end_more`."""
         self._given_up: list[Request] = []
         """Requests to drop when the next step is planned."""
         self._joined: list[Request] = []
@@ -373,32 +378,26 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> StepPlan:
         """Plan the step that starts at `now_ns` and take its pages. `commit` must follow."""
-        wheel, loads, preemptor, cache, running = self.wheel, self.loads, self.preemptor, self.cache, self.running
-        if self._defers:
-            cache.begin_step()
-        if self.to_settle is not None:
-            self.settle()
+        wheel, preemptor, running, mark, batch = self.wheel, self.preemptor, self.running, self.mark, self._batch
         preemptions: list[Preemption] = []
         preemptor.preemptions = preemptions
         if gave_way := preemptor.gave_way:
             preemptor.gave_way = []
-        self.mark.used = -1  # the next look sets the mark
+        mark.used = -1  # the next look sets the mark
         self.num_pages_wanted = self._least_wanted = 0
         if self._begins:
             self._begin(now_ns)
         goes_on = True
-        drafts_first = self._drafts_first
-        if drafts_first is not None:
-            goes_on = drafts_first.take_turns(running, preemptor, self._pool_tokens, now_ns)
-        elif unsettled := self._unsettled:
-            self._unsettled = []
-            goes_on = preemptor.take_turns(unsettled, now_ns)
+        if self._has_turns:
+            goes_on = self._take_turns(now_ns)
         elif num_due := wheel.pages_due():
             goes_on = preemptor.take_due(num_due, now_ns)
-        with_new_table = self.own_pages.turn(wheel) if self._batch is not None else ()
+        with_new_table: Sequence[Request] = ()
         budget = self.pages.token_budget - wheel.num_decoding
-        if drafts_first is not None:
-            budget -= drafts_first.num_planned()
+        if batch is not None:
+            with_new_table = self.own_pages.turn(wheel)
+            if self._drafts_first is not None:
+                budget -= self._drafts_first.num_planned()
         chunks: list[Chunk] = []
         if running.chunked and budget > 0 and goes_on:
             # A part of a budget may be just enough for the decodes.
@@ -414,10 +413,8 @@ class Scheduler:
         if self.waiting_with_pages:
             admitted, budget = self._admit_with_pages(now_ns, budget, chunks)
         if self._aligned is not None:
-            for request in self._joined:
-                if wheel.has(request):
-                    start = wheel.num_computed(request)
-                    self._aligned.note_state(cache, request, start, start, running.num_in_flight(request))
+            self._note_states(self._aligned)
+        loads = self.loads
         if preemptions:
             self.blocked = NOT_BLOCKED
         elif (self.waiting.num_waiting and not self.pages.is_draining) or (
@@ -426,9 +423,10 @@ class Scheduler:
             admitted += self._admit(now_ns, budget, chunks)
         if loads is not None:
             loads.tiers.plan_stores(now_ns)  # pages that the step leaves idle
-        cache.look(self.mark)
-        num_decodes, num_joined = wheel.num_decoding, 0
-        known_tokens = wheel.known_tokens if num_decodes else 0
+        self.cache.look(mark)
+        num_decodes, known_tokens, num_joined = wheel.num_decoding, 0, 0
+        if num_decodes:
+            known_tokens = wheel.known_tokens
         if self._plans_ahead:
             self._drop_given_up(now_ns)
             if running.taken_off:
@@ -441,10 +439,12 @@ class Scheduler:
             known_tokens += tokens_joined
             num_joined += len(self.handoffs.resumed)
         plan_batch = Batch(tuple(chunks), num_decodes, known_tokens, self._pool_tokens)
-        preempted = (*gave_way, *preemptions) if gave_way else tuple(preemptions)
-        batch = self._batch
+        preempted: tuple[Preemption, ...] = ()
+        if preemptions or gave_way:
+            preempted = (*gave_way, *preemptions)
         if batch is None:
             return StepPlan(wheel.step, plan_batch, admitted, preempted, num_joined=num_joined)
+        drafts_first = self._drafts_first
         needing_page = () if drafts_first is not None else wheel.needing_page()
         decodes = batch.decodes(wheel.step, needing_page, with_new_table) if wheel.num_decoding else None
         drafts: DraftRows | None = None
@@ -454,7 +454,7 @@ class Scheduler:
             else:
                 drafts, decodes = self.drafts.take(decodes, plan_batch, self.pages.token_budget)
             if drafts is not None:
-                cache.look(self.mark)
+                self.cache.look(mark)
                 plan_batch = plan_batch.replaced(num_drafted=len(drafts.rows))
         transfers = () if loads is None else loads.tiers.take_planned()
         copies = self.own_pages.take_copies()
@@ -465,8 +465,12 @@ class Scheduler:
         )
 
     def _begin(self, now_ns: int) -> None:
-        """Begin the plan of a step: what orders, loads, or the lengths of chunks require before its turns."""
+        """Begin the plan of a step: what orders, releases, loads, or the lengths of chunks require before its turns."""
         loads = self.loads
+        if self._defers:
+            self.cache.begin_step()
+        if self.to_settle is not None:
+            self.settle()
         if self._keeps_time:
             self.cache.set_time(now_ns)
         if loads is not None:
@@ -478,22 +482,33 @@ class Scheduler:
         if self._takes_turns and self.running.chunked:
             self._order_turns(now_ns)
 
+    def _take_turns(self, now_ns: int) -> bool:
+        """Take the pages of decodes where drafts, or what others release, decide on them; return whether more is
+        planned.
+        """
+        preemptor = self.preemptor
+        if self._drafts_first is not None:
+            return self._drafts_first.take_turns(self.running, preemptor, self._pool_tokens, now_ns)
+        if unsettled := self._unsettled:
+            self._unsettled = []
+            return preemptor.take_turns(unsettled, now_ns)
+        num_due = self.wheel.pages_due()
+        return not num_due or preemptor.take_due(num_due, now_ns)
+
+    def _note_states(self, aligned: AlignedChunks) -> None:
+        """Note the states of requests that started to decode after the last step."""
+        wheel = self.wheel
+        for request in self._joined:
+            if wheel.has(request):
+                start = wheel.num_computed(request)
+                aligned.note_state(self.cache, request, start, start, self.running.num_in_flight(request))
+
     def commit(self, end_ns: int, result: StepResult | None = None) -> list[Request]:
         """End the scheduled step at `end_ns`; return the requests that finished, in admission order."""
-        batch = self._batch
         stopped = NONE
-        if batch is not None:
+        if self._batch is not None:
             assert result is not None
-            batch.keep(self.wheel.step, result)
-            if result.stopped_rows:
-                rows = batch.requests
-                stopped = frozenset(request for row in result.stopped_rows if (request := rows[row]) is not None)
-            for attended in result.attended:
-                request = batch.requests[attended.row]
-                assert request is not None and request.own is not None, "only pages of its own are scored"
-                request.own.observe(attended.start, attended.end, attended.scores)
-            if self.drafts is not None:
-                self.drafts.judge(result)
+            stopped = self._read(self._batch, result)
         finished = self._end_decodes(1, end_ns, stopped)
         completing = self._prefill.completing
         in_turn = self._takes_turns and bool(completing)
@@ -512,17 +527,38 @@ class Scheduler:
                 finished += completed
             if completed:
                 self._finish_all(completed, end_ns)
+        if self._ends_more:
+            self._end_more(completing, end_ns)
+        return finished
+
+    def _read(self, batch: InputBatch, result: StepResult) -> frozenset[Request]:
+        """Take over the tokens of the step; return the requests that end with theirs."""
+        batch.keep(self.wheel.step, result)
+        stopped = NONE
+        if result.stopped_rows:
+            rows = batch.requests
+            stopped = frozenset(request for row in result.stopped_rows if (request := rows[row]) is not None)
+        for attended in result.attended:
+            request = batch.requests[attended.row]
+            assert request is not None and request.own is not None, "only pages of its own are scored"
+            request.own.observe(attended.start, attended.end, attended.scores)
+        if self.drafts is not None:
+            self.drafts.judge(result)
+        return stopped
+
+    def _end_more(self, completing: list[Request], end_ns: int) -> None:
+        """End a step where the next one is planned already, or with handoffs, or with what windows release.
+
+        `completing`: requests that computed the last of their known tokens in it.
+        """
         if self._plans_ahead and (self.running.ended or self.has_released):
             self._end_ahead(end_ns)
         if self.handoffs is not None and (self.handoffs.late or self.handoffs.resumed):
             self.handoffs.stall(end_ns)
-        if finished:
-            self.blocked = NOT_BLOCKED
         if self._settles:
             self.to_settle = completing
             if not self._settles_late or (self.handoffs is not None and self.handoffs.has_any_between_steps):
                 self.settle()
-        return finished
 
     # Many steps -------------------------------------------------------------------------------------------
 
@@ -641,10 +677,11 @@ class Scheduler:
                 self._tell_blocked(tell, request)
             return ()
         cache, pages, page_size, max_num_seqs = self.cache, self.pages, self._page_size, self._max_num_seqs
+        admits_rest = self._admits_rest
         loads_take_places = False
         admitted: list[int] = []
         self.blocked = NOT_BLOCKED
-        drafts, num_padded = self._drafts_first, 0
+        drafts, num_padded, watermark = self._drafts_first, 0, 0
         has_prefills = has_running = False
         if drafts is not None:
             has_prefills, has_running = bool(chunks), bool(chunks or self.wheel.num_decoding)
@@ -659,6 +696,7 @@ class Scheduler:
                 budget = self._admit_loaded(loads, now_ns, budget, chunks, admitted)
         if pages.is_draining:
             return tuple(admitted)  # loaded requests have their pages and their places already
+        prefill = self._prefill
         while waiting.num_waiting and self.blocked is NOT_BLOCKED:
             request = waiting.head(now_ns)
             if (self.num_seated if loads_take_places else running.num_running) >= max_num_seqs:
@@ -687,25 +725,24 @@ class Scheduler:
             # The last token is always computed: its logits are needed.
             limit = (num_known - 1) // page_size if self._finds_prefixes else 0
             match = cache.match(request.content, limit)
-            watermark = self._watermark
-            if watermark and not running.num_running:
-                watermark = 0
-            if self._defers and match.num_pages and cache.is_of_step(match):
-                self.blocked = FOR_BUDGET  # the next step may begin after it
-                break
             hit_tokens = match.num_pages * page_size
-            num_new = self._prefill.most_tokens
+            num_new = prefill.most_tokens
             if budget < num_new:
                 num_new = budget
-            if request.content.swapped_tokens:
-                hit_tokens = _hit_tokens(request, match.num_pages)
-                num_new += hit_tokens - match.num_pages * page_size
-            if self._aligned is not None:
-                num_new = min(num_new, num_known - hit_tokens)
-                num_new = self._aligned.num_tokens(request, hit_tokens, num_new, cache.branch_of(match))
-                if not num_new:
-                    self.blocked = FOR_BUDGET
+            if admits_rest:
+                watermark = self._watermark if running.num_running else 0
+                if self._defers and match.num_pages and cache.is_of_step(match):
+                    self.blocked = FOR_BUDGET  # the next step may begin after it
                     break
+                if request.content.swapped_tokens:
+                    hit_tokens = _hit_tokens(request, match.num_pages)
+                    num_new += hit_tokens - match.num_pages * page_size
+                if self._aligned is not None:
+                    num_new = min(num_new, num_known - hit_tokens)
+                    num_new = self._aligned.num_tokens(request, hit_tokens, num_new, cache.branch_of(match))
+                    if not num_new:
+                        self.blocked = FOR_BUDGET
+                        break
             num_wanted = cache.num_to_admit(match, num_known, num_new, watermark)
             if drafts is not None:
                 # As in vLLM, a request with one token to compute takes the room of a whole draft, unless prompts are
@@ -739,7 +776,7 @@ class Scheduler:
                     self._num_published = cache.num_published if pages.is_alone and loads is None else -1
                     cache.watch()
                     break
-            if self._has_itl_bound and not self._prefill.has_room(request, hit_tokens, chunks):
+            if admits_rest and not prefill.has_room(request, hit_tokens, chunks):
                 self.blocked = FOR_BUDGET
                 break
             if loads is not None:
@@ -769,10 +806,10 @@ class Scheduler:
             if num_padded:
                 cache.take_for(request.holding, num_known + num_padded)
                 budget -= num_padded
-            if request.content.swapped_tokens:
+            if admits_rest and request.content.swapped_tokens:
                 assert loads is not None, "only what has tiers below keeps states"
                 loads.tiers.resumed(request.content)
-            budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
+            budget -= prefill.start(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
             if loads is not None and request is loads.retried:
                 loads.retried = None

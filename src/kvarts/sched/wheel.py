@@ -79,7 +79,6 @@ class DecodeWheel:
         "_needing_step",
         "_num_due",
         "_num_growing",
-        "_places_due",
         "_slots_due",
         "num_decoding",
         "num_full",
@@ -94,10 +93,8 @@ class DecodeWheel:
         self.num_decoding = 0
         self._base_sum = 0
         self._num_due = [0] * page_size
-        self._slots_due: list[int] = []
+        self._slots_due: dict[int, None] = {}
         """The slots of which `_num_due` is above 0, in no order."""
-        self._places_due = [0] * page_size
-        """The place of each of them in that list."""
         self._members: list[dict[int, Request]] = [{} for _ in range(page_size)]
         self._needing: list[Request] = []
         """The requests that need a page in step `_needing_step`, unless that is -1."""
@@ -115,11 +112,12 @@ class DecodeWheel:
 
     def join(self, request: Request) -> None:
         """Add `request`: from the next step on it computes one token per step, until all its tokens are generated."""
-        base = request.num_computed - self.step
+        step, admission = self.step, request.admission
+        base = request.num_computed - step
         request.wheel_base = base
-        request.stop_step = self.step + request.max_tokens - request.num_output_tokens - 1
+        stop_step = request.stop_step = step + request.max_tokens - request.num_output_tokens - 1
         slot = -base % self.page_size
-        self._members[slot][request.admission] = request
+        self._members[slot][admission] = request
         self._needing_step = -1
         self.num_decoding += 1
         if request.own is None:
@@ -127,13 +125,12 @@ class DecodeWheel:
             num_due = self._num_due[slot]
             self._num_due[slot] = num_due + 1
             if not num_due:
-                self._places_due[slot] = len(self._slots_due)
-                self._slots_due.append(slot)
+                self._slots_due[slot] = None
             self._num_growing += 1
             self._base_sum += base
         else:
             self._join_bounded(request, request.own)
-        heappush(self._finishing, (request.stop_step, request.admission, request))
+        heappush(self._finishing, (stop_step, admission, request))
 
     def leave(self, request: Request) -> None:
         """Remove `request` and bring its `num_computed` and `num_output_tokens` up to date."""
@@ -146,10 +143,7 @@ class DecodeWheel:
             num_due = self._num_due[slot] - 1
             self._num_due[slot] = num_due
             if not num_due:
-                place, last = self._places_due[slot], self._slots_due.pop()
-                if last != slot:
-                    self._slots_due[place] = last
-                    self._places_due[last] = place
+                del self._slots_due[slot]
             self._num_growing -= 1
             self._base_sum -= base
         else:
@@ -191,17 +185,13 @@ class DecodeWheel:
         num_due = self._num_due[slot]
         self._num_due[slot] = num_due + 1
         if not num_due:
-            self._places_due[slot] = len(self._slots_due)
-            self._slots_due.append(slot)
+            self._slots_due[slot] = None
 
     def _remove_due(self, slot: int) -> None:
         num_due = self._num_due[slot] - 1
         self._num_due[slot] = num_due
         if not num_due:
-            place, last = self._places_due[slot], self._slots_due.pop()
-            if last != slot:
-                self._slots_due[place] = last
-                self._places_due[last] = place
+            del self._slots_due[slot]
 
     def has(self, request: Request) -> bool:
         """Return whether `request` is on the wheel."""

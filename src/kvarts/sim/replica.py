@@ -188,23 +188,24 @@ class Replica:
         """
         assert not self._is_under_way
         self._is_under_way = True
-        engine, tiers = self.engine, self._tiers
-        others_join = self._joining is not None and self.join(now_ns)
-        must_plan = False
+        engine, tiers, scheduler = self.engine, self._tiers, self.scheduler
+        others_join = must_plan = False
+        if self._joining is not None:
+            others_join = self.join(now_ns)
         if tiers is not None:
             must_plan, self._must_plan = tiers.advance_to(now_ns) or self._must_plan, False
         if must_plan:
-            self.scheduler.blocked = Blocked.NOT
+            scheduler.blocked = Blocked.NOT
             if not engine.has_work:
                 return self.pause(now_ns)
-        elif self._leaps:
-            num_steps = self.scheduler.horizon(now_ns)
-            if num_steps > 1 and others_join:
-                num_steps = 1
+        elif self._leaps and not scheduler.running.chunked:  # else the horizon is 0
+            num_steps = scheduler.horizon(now_ns)
             if num_steps > 0:
+                if others_join:
+                    num_steps = 1
                 if tiers is not None and tiers.next_ns < until_ns:
                     until_ns = tiers.next_ns
-                waiting = self.scheduler.waiting
+                waiting = scheduler.waiting
                 if waiting.num_waiting and (holds_until_ns := waiting.holds_until_ns(now_ns)) < until_ns:
                     until_ns = holds_until_ns
                 return self._leap(now_ns, until_ns, num_steps)
@@ -213,7 +214,7 @@ class Replica:
             return engine.now_ns
         self._plans_late = True
         # Requests that join need not wait: no step is under way.
-        waits = engine.has_work and not (others_join or self.scheduler.has_released or self._leaving)
+        waits = engine.has_work and not (others_join or scheduler.has_released or self._leaving)
         return self.pause(self._next_ns(now_ns) if waits else now_ns)
 
     def rest(self) -> None:
@@ -229,34 +230,39 @@ class Replica:
 
     def finish(self) -> list[Request]:
         """End what `start` started; return the requests that finished, in admission order, then those dropped."""
-        self._is_under_way = False
-        engine, joining = self.engine, self._joining
-        if joining is not None:
-            for request in joining.take_due():  # the next plan, which was made when this step began, knows them
-                engine.submit(request, engine.now_ns)
-        leaving = self._leaving  # those that are added from here on leave later
-        if leaving:
-            self._leaving = []
-        if self.is_pausing:
-            self.is_pausing = False
-            engine.emit()
-            finished: list[Request] = []
-        elif self._num_leapt:
-            finished = self._end_leap()
-        else:
-            finished = engine.end()
-        if joining is not None and self._is_idle:
-            self._plans_late = True
-        for request in leaving:
-            request.cancelled_ns = engine.now_ns
-            finished.append(request)
+        finished = self._end() if self._joining is None else self._finish_ahead(self._joining)
         if self._dropping:
             dropping, self._dropping = self._dropping, []
             for request in dropping:
                 if request not in finished and not self._leaves_later(request):
-                    self.cancel(request, engine.now_ns)
+                    self.cancel(request, self.engine.now_ns)
                     finished.append(request)
         return finished
+
+    def _finish_ahead(self, joining: Joining) -> list[Request]:
+        """End what `start` started, where the next step is planned already."""
+        engine = self.engine
+        for request in joining.take_due():  # the next plan, which was made when this step began, knows them
+            engine.submit(request, engine.now_ns)
+        leaving, self._leaving = self._leaving, []  # those that are added from here on leave later
+        finished = self._end()
+        if self._is_idle:
+            self._plans_late = True
+        for request in leaving:
+            request.cancelled_ns = engine.now_ns
+            finished.append(request)
+        return finished
+
+    def _end(self) -> list[Request]:
+        """End the step, the leap or the pause; return the requests that finished."""
+        self._is_under_way = False
+        if self._num_leapt:
+            return self._end_leap()
+        if self.is_pausing:
+            self.is_pausing = False
+            self.engine.emit()
+            return []
+        return self.engine.end()
 
     def _end_leap(self) -> list[Request]:
         engine, scheduler = self.engine, self.scheduler
