@@ -158,8 +158,8 @@ class Prefill:
         self._tell = tell
         self._itl = itl
         self._aligned = aligned
-        self._is_plain = itl is None and aligned is None and not cache.releases
-        """Whether a chunk depends only on the budget, and releases nothing."""
+        self._is_plain = itl is None and aligned is None
+        """Whether a chunk depends only on the budget."""
 
     @property
     def may_wait(self) -> bool:
@@ -294,9 +294,14 @@ class Prefill:
         if num_tokens > self.most_tokens:
             num_tokens = self.most_tokens
         num_freed = 0
-        if (num_tokens // self._page_size + 2) * self._cache.page_blocks > self._cache.num_free:
+        cache = self._cache
+        if cache.releases and num_tokens > 0:
             assert request.holding is not None
-            num_blocks = max(0, self._cache.num_to_run(request.holding, start, start + num_tokens))
+            cache.settle(request.holding, start, running.num_in_flight(request))
+            cache.count()
+        if (num_tokens // self._page_size + 2) * cache.page_blocks > cache.num_free:
+            assert request.holding is not None
+            num_blocks = max(0, cache.num_to_run(request.holding, start, start + num_tokens))
             num_decoding = running.wheel.num_decoding
             if not self._preemptor.make_room(request, num_blocks, now_ns, {}):
                 num_tokens = 0
