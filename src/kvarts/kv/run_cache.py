@@ -239,6 +239,8 @@ class RunCache(RunAccount):
                 self.release(index, held, holding, is_passed=True)
             return
         sink, first = self.tree.needed(index, num_tokens)
+        if not first:
+            return
         if self.decodes.num_silent:
             self.decodes.catch_up_others(holding, index, first)
         if not (first and (holding.first_open[index] < first or (held and held[0].start < first))):
@@ -470,8 +472,9 @@ class RunCache(RunAccount):
         events, has_ids, sinks, first_new = self.events, self.blocks is not None, self.tree.sinks, self.tree.first_new
         ids: list[PageId] | None = None
         first_open = holding.first_open
+        all_held, all_kept, streams = holding.held, self._kept, holding.streams
         for index in self._of_tokens:
-            held, kept, first = holding.held[index], self._kept[index], first_open[index]
+            held, kept, first = all_held[index], all_kept[index], first_open[index]
             first_open[index] = end
             for span, span_start, stop in spans:
                 if first >= stop:
@@ -498,7 +501,7 @@ class RunCache(RunAccount):
                 run = PartRun(index, span, begin, stop, [holding], is_kept=kept, ids=ids)
                 siblings.append(run)
                 held.append(run)
-                if holding.streams[index] is not None:
+                if streams[index] is not None:
                     span.is_moving = True
         if events is not None:
             events.told()
