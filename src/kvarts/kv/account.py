@@ -500,22 +500,25 @@ class RunEvents:
         self._copy: int | None = None
         self._is_dropped = False
 
-    def came(self, content: Content, group: int, span: Span, start: int, end: int, *, is_new: bool = False) -> None:
+    def came(self, content: Content, group: int, span: Span, start: int, end: int) -> None:
         """Record that pages [start, end) of `span`, which `content` has, become findable in a group.
 
-        Pages that have a resident copy are left out; `is_new`: none has, as the span has the pages only now. The pages
-        of a group must be recorded in their order.
+        Pages that have a resident copy are left out. The pages of a group must be recorded in their order.
         """
+        self._by = content
+        for first, stop in _uncovered(span.parts[self._offset + group], start, end):
+            self.came_new(content, group, span, first, stop)
+
+    def came_new(self, content: Content, group: int, span: Span, start: int, end: int) -> None:
+        """Do the same for pages without a resident copy."""
         while len(self._came) <= group:
             self._came.append([])
         self._by = content
         runs = self._came[group]
-        left = [(start, end)] if is_new else _uncovered(span.parts[self._offset + group], start, end)
-        for first, stop in left:
-            if runs and runs[-1][1] == first:
-                runs[-1] = (runs[-1][0], stop, runs[-1][2])
-            else:
-                runs.append((first, stop, _content_before(span, first)))
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], end, runs[-1][2])
+        else:
+            runs.append((start, end, _content_before(span, start)))
 
     def goes(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
         """Record that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""

@@ -482,7 +482,10 @@ class RunCache(RunAccount):
                 begin = first if first > span_start else span_start
                 siblings = span.parts[index]
                 if events is not None:
-                    events.came(holding.content, index, span, begin, stop, is_new=begin >= first_new)
+                    if begin >= first_new:
+                        events.came_new(holding.content, index, span, begin, stop)
+                    else:
+                        events.came(holding.content, index, span, begin, stop)
                 if has_ids:
                     at = (stop - begin) * self.part_blocks[index]
                     ids = holding.open_ids[index][:at]
