@@ -22,7 +22,7 @@ from kvarts.kv.pool import IdPool, PageError
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.runs import RunHolding
 
-from builders.grouped import FULL, WINDOW, part_groups
+from builders.grouped import FULL, STATES, WINDOW, part_groups
 from builders.guide_policies import LeastHits
 from builders.orders import FewestHits, LatestFirst, MostHits
 from builders.parts import MemoryOfOne
@@ -498,3 +498,20 @@ def test_what_a_window_passed_page_by_page_is_one_run_for_those_that_come_after(
         [first, second, third],
     ]
     cache.check([first, second, third])
+
+
+@pytest.mark.parametrize("num_cached", [0, 1])
+def test_a_chunk_does_not_evict_the_snapshot_that_it_makes(num_cached: int) -> None:
+    """A chunk takes all its pages, then keeps its state on the way, if the memory has room for that as well."""
+    cache = RunCache(GroupMemory((PartGroup(FULL, 1), PartGroup(STATES[1].layer, 1))), page_size=4, total_bytes=4)
+    if num_cached:
+        before = Content.from_tokens(range(50, 54), page_size=4, owner=0)
+        holding = cache.begin(before, cache.match(before, 0))
+        cache.extend(holding, 4)
+        cache.close(holding, 1)
+    content = Content.from_tokens(range(9), page_size=4, owner=1)
+    holding = cache.begin(content, cache.match(content, 2))
+    cache.extend(holding, 9, is_end=True)  # three pages and the state leave no room for a snapshot after two pages
+    assert (cache.num_used, cache.num_cached, cache.num_evicted) == ([3, 1], [0, 0], [num_cached, 0])
+    assert cache.released_bytes == 2 * num_cached, "the page and the state of the sequence before"
+    cache.check([holding])

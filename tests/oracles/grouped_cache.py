@@ -195,6 +195,8 @@ class GroupedCache(PartPool):
         `is_end`: see `advance`; a snapshot is made at the last page end up to there, on the way.
         """
         page_end = num_tokens - num_tokens % self.page_size
+        if any(group.is_state for group in self.groups):
+            self._take_for(holding, num_tokens)  # all at once: it does not evict the snapshots that it makes
         if is_end and page_end != num_tokens and page_end > holding.num_tokens:
             self._grow(holding, page_end - holding.num_tokens, is_end)
         self._grow(holding, num_tokens - holding.num_tokens, is_end)
@@ -275,20 +277,25 @@ class GroupedCache(PartPool):
         return num_bytes
 
     def _grow(self, holding: GroupedHolding, num_new: int, is_end: bool) -> None:
-        first_page = -(-holding.num_tokens // self.page_size)
+        self._take_for(holding, holding.num_tokens + num_new)
         holding.num_tokens += num_new
-        end_page = -(-holding.num_tokens // self.page_size)
-        for index, group in enumerate(self.groups):
-            if not group.is_state:
-                pages = range(first_page, end_page)[-1:] if self._aligned[index] else range(first_page, end_page)
-                holding.parts[index].update(zip(pages, self._take(index, len(pages)), strict=True))
-            elif holding.states[index] is None:
-                (holding.states[index],) = self._take(index, 1)
         self._name(holding)
         if is_end:
             self._keep_tails(holding)
             if not holding.num_tokens % self.page_size:
                 self._keep_snapshots(holding)
+
+    def _take_for(self, holding: GroupedHolding, num_tokens: int) -> None:
+        """Take what tokens up to `num_tokens` need and `holding` does not have."""
+        first_page, end_page = -(-holding.num_tokens // self.page_size), -(-num_tokens // self.page_size)
+        for index, group in enumerate(self.groups):
+            if not group.is_state:
+                parts = holding.parts[index]
+                pages = range(first_page, end_page)[-1:] if self._aligned[index] else range(first_page, end_page)
+                missing = [page for page in pages if page not in parts]
+                parts.update(zip(missing, self._take(index, len(missing)), strict=True))
+            elif holding.states[index] is None:
+                (holding.states[index],) = self._take(index, 1)
 
     def _keep_tails(self, holding: GroupedHolding) -> None:
         """Mark what the token after the last full page attends to."""

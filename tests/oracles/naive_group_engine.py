@@ -174,6 +174,7 @@ class NaiveGroupEngine(NaiveEngine):
         is_end = end == request.known and request.seq not in self.continued
         page_end = end - end % self.page_size
         branch = self.branches.get(request.seq, 0)
+        self.take_pages_of(request, want)  # all at once, as in vLLM: none is taken from a snapshot that it makes
         if request.computed < branch < end:
             self.groups.grow(sequence, branch - sequence.num_tokens, is_end=True)
         is_end = is_end or request.computed < branch == end

@@ -264,8 +264,8 @@ class RunAccount(PartCounts):
         oldest = older.newer
         while gone_bytes < missing_bytes:
             assert oldest is not None
-            newer = oldest.newer
             if not isinstance(oldest, PartRun):
+                newer = oldest.newer
                 older.newer, oldest.older = oldest, older
                 gone_bytes += oldest.eat(self, missing_bytes - gone_bytes)
                 if oldest.newer is not None:
@@ -280,8 +280,19 @@ class RunAccount(PartCounts):
                 count = num_enough
                 oldest.end -= count
             else:
+                newer = oldest.newer
                 oldest.older = oldest.newer = None
-                oldest.forget()
+                oldest.start = oldest.end
+                span = oldest.span
+                if span is not None:  # `forget`, inlined
+                    oldest.span = None
+                    runs = span.parts[oldest.list_index]
+                    if runs[0] is oldest:
+                        del runs[0]
+                    else:
+                        runs.remove(oldest)
+                    if not (runs or span.num_users or span.children):
+                        span.prune()
                 oldest = newer
             num_cached[index] -= count
             num_evicted[index] += count
@@ -290,7 +301,9 @@ class RunAccount(PartCounts):
                 evicted += (index, count)
         assert oldest is not None
         older.newer, oldest.older = oldest, older
-        self.note_gone(gone_bytes)
+        self.evicted_bytes += gone_bytes  # `note_gone`, inlined
+        self.cached_bytes -= gone_bytes
+        self.empty_bytes += gone_bytes
 
     def evict_to(self, num_bytes: int, evicted: list[int]) -> None:
         """Do the same, and append the evictions to `evicted`: a group and its number of parts, repeated."""
@@ -492,15 +505,20 @@ class RunEvents:
 
         Pages that have a resident copy are left out. The pages of a group must be recorded in their order.
         """
+        self._by = content
+        for first, stop in _uncovered(span.parts[self._offset + group], start, end):
+            self.came_new(content, group, span, first, stop)
+
+    def came_new(self, content: Content, group: int, span: Span, start: int, end: int) -> None:
+        """Do the same for pages without a resident copy."""
         while len(self._came) <= group:
             self._came.append([])
         self._by = content
         runs = self._came[group]
-        for first, stop in _uncovered(span.parts[self._offset + group], start, end):
-            if runs and runs[-1][1] == first:
-                runs[-1] = (runs[-1][0], stop, runs[-1][2])
-            else:
-                runs.append((first, stop, _content_before(span, first)))
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], end, runs[-1][2])
+        else:
+            runs.append((start, end, _content_before(span, start)))
 
     def goes(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
         """Record that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""

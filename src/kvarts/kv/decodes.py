@@ -44,7 +44,7 @@ from typing import TypeVar
 from kvarts.kv.account import RunAccount
 from kvarts.kv.group_needs import FirstSeen
 from kvarts.kv.groups import GroupMemory
-from kvarts.kv.runs import PartRun, RunHolding, Span, Stream, Turns
+from kvarts.kv.runs import ENDED, PartRun, RunHolding, Span, Stream, Turns
 
 __all__ = ["Decodes", "RunLeap"]
 
@@ -242,6 +242,7 @@ class Decodes:
             return
         self.catch_up(stream)
         holding.streams[index] = None
+        stream.holding = ENDED
         if stream.is_silent:
             self.num_silent -= 1
             stream.last = stream.high

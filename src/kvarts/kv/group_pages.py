@@ -244,7 +244,10 @@ class GroupPages(Cache):
     def num_to_admit(self, match: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
         """Return the blocks that must be free for a request that begins with `match`, by GroupNeeds.to_admit."""
         # Blocks that the request may take whatever it needs; none are certain if other models take part.
-        num_certain = -1 if self.is_shared else self.num_free - num_kept
+        num_certain = -1 if self.parts.shared is not None else self.num_free - num_kept
+        num_wanted = self.needs.at_most_whole(num_known)
+        if num_wanted <= num_certain:  # as `to_admit` does: this runs for every request
+            return num_kept + num_wanted
         start = match.num_pages * self.page_size
         end = min(num_known, start + budget)
         return num_kept + self.needs.to_admit(start, num_known, end, self.held_by_others(match), num_certain)

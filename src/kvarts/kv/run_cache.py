@@ -38,6 +38,7 @@ class RunCache(RunAccount):
         "_keeps_all",
         "_kept",
         "_less",
+        "_lists_plainly",
         "_of_states",
         "_whole",
         "computed",
@@ -66,6 +67,8 @@ class RunCache(RunAccount):
         self.num_published = 0
         """The number of times that parts of known tokens, findable by others, were published since the beginning."""
         self.decodes = Decodes(memory, page_size, self)
+        self._lists_plainly = blocks is None and events is None and eviction_order is None
+        """Whether a released run is only listed as the youngest: nobody is told."""
         self._keeps_all = memory.keeps == "all"
         self._is_state = [group.is_state for group in groups]
         self._kept = [self._keeps_all or not group.is_bounded for group in groups]
@@ -151,6 +154,7 @@ class RunCache(RunAccount):
         """
         is_end = is_end and not holding.has_decoded
         if self._of_states:
+            self.take_for(holding, num_tokens)  # all at once: it does not evict the snapshots that it makes
             branch = holding.branch
             if holding.num_tokens < branch <= num_tokens:
                 self._grow(holding, branch, is_end=True)
@@ -190,7 +194,8 @@ class RunCache(RunAccount):
             self.take_pages(num_pages)
         if self.blocks is not None:
             for index in self._of_tokens:
-                holding.open_ids[index] += self.take_ids(index, 1 if index in self._aligned else num_pages)
+                ids = self.take_ids(index, 1 if index in self._aligned else num_pages)
+                holding.open_ids[index] = holding.open_ids[index] + ids
 
     def drop_pages(self, holding: RunHolding, num_pages: int) -> None:
         """Undo `take_next` for all but the first `num_pages` pages of `holding`."""
@@ -234,6 +239,8 @@ class RunCache(RunAccount):
                 self.release(index, held, holding, is_passed=True)
             return
         sink, first = self.tree.needed(index, num_tokens)
+        if not first:
+            return
         if self.decodes.num_silent:
             self.decodes.catch_up_others(holding, index, first)
         if not (first and (holding.first_open[index] < first or (held and held[0].start < first))):
@@ -250,8 +257,14 @@ class RunCache(RunAccount):
                 at += 1
                 continue
             if run.end > first:
-                given.append(run.give_head(first, holding))
-                break
+                if given or not (self._lists_plainly and run.is_kept and run.is_private):
+                    given.append(run.give_head(first, holding))
+                    break
+                head = run.split_off(first, [])  # as `release` does: this runs for every chunk
+                head.is_passed = True
+                self.append(head)
+                self.note_cached(index, first - head.start)
+                return
             del held[at]
             given.append(run)
         if holding.first_open[index] < first:
@@ -456,11 +469,12 @@ class RunCache(RunAccount):
             for given in holding.given:
                 self._place(given, spans, holding.content)
             holding.given = []
-        events, has_ids, sinks = self.events, self.blocks is not None, self.tree.sinks
+        events, has_ids, sinks, first_new = self.events, self.blocks is not None, self.tree.sinks, self.tree.first_new
         ids: list[PageId] | None = None
         first_open = holding.first_open
+        all_held, all_kept, streams = holding.held, self._kept, holding.streams
         for index in self._of_tokens:
-            held, kept, first = holding.held[index], self._kept[index], first_open[index]
+            held, kept, first = all_held[index], all_kept[index], first_open[index]
             first_open[index] = end
             for span, span_start, stop in spans:
                 if first >= stop:
@@ -468,7 +482,10 @@ class RunCache(RunAccount):
                 begin = first if first > span_start else span_start
                 siblings = span.parts[index]
                 if events is not None:
-                    events.came(holding.content, index, span, begin, stop)
+                    if begin >= first_new:
+                        events.came_new(holding.content, index, span, begin, stop)
+                    else:
+                        events.came(holding.content, index, span, begin, stop)
                 if has_ids:
                     at = (stop - begin) * self.part_blocks[index]
                     ids = holding.open_ids[index][:at]
@@ -487,7 +504,7 @@ class RunCache(RunAccount):
                 run = PartRun(index, span, begin, stop, [holding], is_kept=kept, ids=ids)
                 siblings.append(run)
                 held.append(run)
-                if holding.streams[index] is not None:
+                if streams[index] is not None:
                     span.is_moving = True
         if events is not None:
             events.told()

@@ -32,6 +32,7 @@ from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import IdPool, PageId
 
 __all__ = [
+    "ENDED",
     "NEVER",
     "NOWHERE",
     "Listed",
@@ -49,7 +50,9 @@ __all__ = [
 
 NEVER = 1 << 62
 NO_IDS: Final[list[PageId]] = []
-"""The ids of all runs whose blocks are only counted; nothing adds to it."""
+"""The ids of whatever has none, such as all runs whose blocks are only counted; nothing adds to it."""
+NO_HOLES: Final[list[tuple[int, int]]] = []
+"""Those of a stream that lists all its pages; nothing adds to it."""
 MOST_ALIKE = 1 << 6
 """The number of turns that are examined at once."""
 MOST_EATEN = 1 << 12
@@ -363,6 +366,11 @@ class PartRun(Listed):
         return bool(holders) and holders[0].is_transfer and all(holder.is_transfer for holder in holders)
 
     @property
+    def is_private(self) -> bool:
+        """Whether it can be found, one sequence holds it, and it has neither ids nor a place."""
+        return len(self.holders) == 1 and self.span is not None and not (self.ids or self.keeps or self.spot)
+
+    @property
     def is_found(self) -> bool:
         """Whether it can be found: it was not evicted since it got a span."""
         return self.span is not None
@@ -497,13 +505,18 @@ class PartRun(Listed):
 
     def give_head(self, page: int, holding: RunHolding) -> PartRun:
         """Split it before `page` as `split` does, but the first part is not among the runs held by `holding`."""
-        index, span = self.group, self.span
-        if len(self.holders) > 1 or self.ids or self.keeps or self.spot is not None or span is None:
+        if not self.is_private:
             head = self.split(page)
-            holding.held[index].remove(head)
+            holding.held[self.group].remove(head)
             return head
-        head = PartRun(index, span, self.start, page, [holding], is_kept=self.is_kept)
-        head.is_wanted, head.place, head.is_passed = self.is_wanted, self.place, self.is_passed
+        return self.split_off(page, [holding])
+
+    def split_off(self, page: int, holders: list[RunHolding]) -> PartRun:
+        """Split it, which is private, before `page`: the first part has `holders`, but is not among their runs."""
+        index, span = self.group, self.span
+        assert span is not None
+        head = PartRun(index, span, self.start, page, holders, is_kept=self.is_kept)
+        head.is_wanted, head.place = self.is_wanted, self.place
         self.start = page
         runs = span.parts[index]
         if runs[-1] is self:
@@ -626,8 +639,8 @@ class RunHolding:
         self.first_open = [num_pages] * num_groups
         self.num_states = [0] * num_groups
         self.given: list[PartRun] = []
-        self.open_ids: list[list[PageId]] = [[] for _ in range(num_groups)]
-        self.state_ids: list[list[PageId]] = [[] for _ in range(num_groups)]
+        self.open_ids: list[list[PageId]] = [NO_IDS] * num_groups
+        self.state_ids: list[list[PageId]] = [NO_IDS] * num_groups
         self.snapshots: list[tuple[int, PartRun]] = []
         self.is_open = True
         self.is_decoding = False
@@ -643,14 +656,15 @@ class RunHolding:
 
 
 class Stream:
-    """Pages that `holding` releases in a group, in order.
+    """Pages that `holding` releases in a group, in order; ENDED once it releases no more.
 
     `keeps`: they are listed; otherwise they become empty at once. `slot`: the slot of the steps of its releases. `low`:
     the page that is evicted next. `high`: the first page that is not released, as far as `runs` are up to date: these
     have the pages in between, except for the ranges of `holes`, which it no longer lists. `last`: no page from there on
     is released; NEVER while it continues. `gate`: the page at which the first of `runs` has nothing left, if that is
-    known. `seen`: the step with which it is up to date. `is_silent`: another decode holds each page when the window of
-    `holding` passes it, and lists it later, so nothing is listed and nothing counted.
+    known. `watch`: the same, but -1 with holes, since every page may be one. `seen`: the step with which it is up to
+    date. `is_silent`: another decode holds each page when the window of `holding` passes it, and lists it later, so
+    nothing is listed and nothing counted.
     """
 
     __slots__ = (
@@ -667,6 +681,7 @@ class Stream:
         "runs",
         "seen",
         "slot",
+        "watch",
     )
 
     def __init__(
@@ -681,9 +696,9 @@ class Stream:
         self.seen = -1
         self.low = self.high = page
         self.last = NEVER
-        self.gate = NEVER
+        self.gate = self.watch = NEVER
         self.runs: list[PartRun] = []
-        self.holes: list[tuple[int, int]] = []
+        self.holes: list[tuple[int, int]] = NO_HOLES
 
     def add(self, run: PartRun) -> None:
         """Add `run`, which follows the others."""
@@ -704,11 +719,13 @@ class Stream:
             run = runs[0]
             if run.end > self.low:
                 self.gate = run.end if self.last != NEVER or len(runs) > 1 else NEVER
+                self.watch = -1 if self.holes else self.gate
                 return
             del runs[0]
             run.stream = None
             run.forget()
         self.gate = NEVER
+        self.watch = -1 if self.holes else NEVER
 
     def trim(self, run: PartRun) -> bool:
         """Cut evicted pages off the beginning of one of its runs; return whether any are left."""
@@ -725,7 +742,7 @@ class Stream:
 
     def take_out(self, run: PartRun) -> None:
         """Stop listing one of its runs."""
-        self.holes.append((run.start, run.end))
+        self.holes = [*self.holes, (run.start, run.end)]
         self.runs.remove(run)
         run.stream = None
         self.set_gate()
@@ -733,6 +750,10 @@ class Stream:
     def is_hole(self, page: int) -> bool:
         """Return whether a page is no longer listed by it."""
         return any(start <= page < end for start, end in self.holes)
+
+
+ENDED: Final = RunHolding(NOTHING, NOWHERE, 0, 1, 0)
+"""In place of the holding of a stream that has ended: the holding need not live as long as the pages are listed."""
 
 
 class Turns(Listed):
@@ -765,15 +786,18 @@ class Turns(Listed):
             count, num_enough = 0, -((gone_bytes - missing_bytes) // part_bytes)
             # A few at a time: the next ones may be of another group.
             while count < num_enough and at < end and streams[at].group == index:
+                start = at
                 for stream in streams[at : at + min(num_enough - count, MOST_ALIKE)]:
                     if stream.group != index:
                         break
                     at += 1
                     low = stream.low = stream.low + 1
-                    if not (stream.holes and stream.is_hole(low - 1)):
-                        count += 1
-                    if low >= stream.gate:
-                        stream.set_gate()
+                    if low >= stream.watch:
+                        if stream.holes and stream.is_hole(low - 1):
+                            count -= 1
+                        if low >= stream.gate:
+                            stream.set_gate()
+                count += at - start
             gone_bytes += count * part_bytes
             account.note_evicted(index, count)
         if at == end:

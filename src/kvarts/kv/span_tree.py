@@ -10,7 +10,7 @@ from math import gcd
 from kvarts.content import NOTHING, Content
 from kvarts.kv.group_needs import FirstSeen
 from kvarts.kv.groups import GroupMemory
-from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, first_list
+from kvarts.kv.runs import NEVER, PartRun, RunHolding, RunMatch, Span, first_list
 
 __all__ = ["SpanTree", "find"]
 
@@ -32,6 +32,8 @@ class SpanTree:
         self.num_groups = len(groups)
         self._num_lists = (1 + 2 * num_below) * len(groups)
         self.page_size = page_size
+        self.first_new = NEVER
+        """The first page of a span that the last `extend` made or lengthened, from which on no part is of before."""
         self.roots: dict[str | None, Span] = {}
         """The roots of the tenants' trees; a root precedes the first page."""
         self._look = look
@@ -88,7 +90,9 @@ class SpanTree:
             common = end = _common(child, content, min(limit, child.end))
             resident = self._with_below(child, depth) if depth else child
             for index in self._whole:
-                end = _covered_to(resident.parts[index], page, end)
+                runs = resident.parts[index]
+                if not (runs and (oldest := runs[0]).start <= page and end <= oldest.end):  # `_covered_to`, inlined
+                    end = _covered_to(runs, page, end)
             if end > page:
                 spans.append(child)
                 if depth:
@@ -302,7 +306,15 @@ class SpanTree:
                 if start < sink:
                     find(span.parts[index], start, min(sink, end), found)
                 if end > first and first < length and start < length:
-                    find(span.parts[index], first if first > start else start, end if end < length else length, found)
+                    if start < first:
+                        start = first
+                    if end > length:
+                        end = length
+                    runs = span.parts[index]
+                    if runs and (oldest := runs[0]).start <= start and end <= oldest.end:  # `find`, inlined
+                        found.append((oldest, start, end))
+                    else:
+                        find(runs, start, end, found)
             pieces.append(found)
         return pieces
 
@@ -434,7 +446,9 @@ class SpanTree:
         if last.start >= page and last.parent is not None:
             last = self.last_of(holding)
         holding.num_named = end
+        self.first_new = NEVER
         if last.end == page and page < end:
+            self.first_new = page
             if last.content is content and last.num_users == 1 and not last.children:
                 last.end = end
                 return [(last, page, end)]
@@ -444,6 +458,7 @@ class SpanTree:
                 child.num_users = 1
                 last.num_users -= 1
                 return [(child, page, end)]
+            self.first_new = NEVER
         before = last
         spans: list[tuple[Span, int, int]] = []
         while page < end:
@@ -459,6 +474,7 @@ class SpanTree:
                     self._look(of_key)
                     of_key = last.children.get(key)  # it may have been pruned
                 if of_key is None:
+                    self.first_new = page
                     of_key = last.children[key] = Span(content, key, page, end, last, self._num_lists)
                 child = of_key
                 common = _common(child, content, min(end, child.end))

@@ -107,9 +107,13 @@ class JournalWriter:
 
     def observe(self, events: Sequence[Event]) -> None:
         """Write a line for each of `events` that belongs in a journal."""
-        lines = []
+        lines: list[Line] = []
         for event in events:
-            for line in self._lines(event):
+            if isinstance(event, (StoreStarted, TransferEnded)):
+                for each in self._lines(event):
+                    lines.append(each)
+                    self._num_lines += 1
+            elif (line := self._line(event)) is not None:
                 lines.append(line)
                 self._num_lines += 1
         if lines:
@@ -130,12 +134,12 @@ class JournalWriter:
         if self._is_live:
             self._file.flush()
 
-    def _lines(self, event: Event) -> Iterator[Line]:
-        """Return the lines of an event: one for most, one per run for a store."""
+    def _lines(self, event: StoreStarted | TransferEnded) -> Iterator[Line]:
+        """Return the lines of an event: one per run for a store, and for a load one."""
         if isinstance(event, StoreStarted):
             self._storing[event.transfer] = event
             yield from self._runs(event, StoringLine)
-        elif isinstance(event, TransferEnded) and event.request < 0:
+        elif event.request < 0:
             self._time_ns = event.time_ns
             started = self._storing.pop(event.transfer)
             if not event.num_good_pages:
@@ -160,6 +164,9 @@ class JournalWriter:
             )
 
     def _line(self, event: Event) -> Line | None:
+        of_pages = _PAGE_MAKERS.get(type(event))
+        if of_pages is not None:
+            return of_pages(event, self._num_lines, self._step, self._time_ns / NS_PER_MS)
         make = _MAKERS.get(type(event))
         if make is not None:
             return make(self, event, {"n": self._num_lines, "step": self._step, "t_ms": self._time_ns / NS_PER_MS})
@@ -247,18 +254,6 @@ def _admitted(_: JournalWriter, event: Admitted, place: dict[str, Any]) -> Line:
     return AdmittedLine(**place, request=event.request, hit_pages=hit_pages, loaded_pages=loaded, reach=reach)
 
 
-def _stored(_: JournalWriter, event: PagesStored, place: dict[str, Any]) -> Line:
-    place.update(request=event.content.owner, start_page=event.start_page, end_page=event.end_page)
-    if event.medium == "device":
-        return StoredLine(**place, group=event.group)
-    return StoredBelowLine(**place, tier=event.medium, group=event.group)
-
-
-def _given_back(_: JournalWriter, event: PartsGivenBack, place: dict[str, Any]) -> Line:
-    place.update(request=event.content.owner, start_page=event.start_page, end_page=event.end_page)
-    return GivenBackLine(**place, group=event.group)
-
-
 def _loading(_: JournalWriter, event: LoadStarted, place: dict[str, Any]) -> Line:
     if event.time_ns >= 0:
         place["t_ms"] = event.time_ns / NS_PER_MS
@@ -272,22 +267,52 @@ def _loading(_: JournalWriter, event: LoadStarted, place: dict[str, Any]) -> Lin
     )
 
 
-def _removed(_: JournalWriter, event: PagesRemoved | CopiesRemoved, place: dict[str, Any]) -> Line:
-    if isinstance(event, PagesRemoved) and event.medium != "device":
-        return RemovedBelowLine(
-            **place,
-            request=event.content.owner,
-            tier=event.medium,
-            start_page=event.start_page,
-            end_page=event.end_page,
-            group=event.group,
-        )
-    return RemovedLine(
-        **place,
+# Events of pages are by far the most: no dictionary is built for them.
+
+
+def _stored(event: PagesStored, n: int, step: int, t_ms: float) -> Line:
+    owner, start, end, group = event.content.owner, event.start_page, event.end_page, event.group
+    if event.medium == "device":
+        return StoredLine(n=n, step=step, t_ms=t_ms, request=owner, start_page=start, end_page=end, group=group)
+    return StoredBelowLine(
+        n=n, step=step, t_ms=t_ms, request=owner, tier=event.medium, start_page=start, end_page=end, group=group
+    )
+
+
+def _given_back(event: PartsGivenBack, n: int, step: int, t_ms: float) -> Line:
+    return GivenBackLine(
+        n=n,
+        step=step,
+        t_ms=t_ms,
         request=event.content.owner,
         start_page=event.start_page,
         end_page=event.end_page,
-        is_copy=isinstance(event, CopiesRemoved),
+        group=event.group,
+    )
+
+
+def _removed(event: PagesRemoved, n: int, step: int, t_ms: float) -> Line:
+    if event.medium == "device":
+        return _gone(event, n, step, t_ms, is_copy=False)
+    owner, start, end, group = event.content.owner, event.start_page, event.end_page, event.group
+    return RemovedBelowLine(
+        n=n, step=step, t_ms=t_ms, request=owner, tier=event.medium, start_page=start, end_page=end, group=group
+    )
+
+
+def _copies_removed(event: CopiesRemoved, n: int, step: int, t_ms: float) -> Line:
+    return _gone(event, n, step, t_ms, is_copy=True)
+
+
+def _gone(event: PagesRemoved | CopiesRemoved, n: int, step: int, t_ms: float, *, is_copy: bool) -> Line:
+    return RemovedLine(
+        n=n,
+        step=step,
+        t_ms=t_ms,
+        request=event.content.owner,
+        start_page=event.start_page,
+        end_page=event.end_page,
+        is_copy=is_copy,
         group=event.group,
         is_dropped=event.is_dropped,
     )
@@ -307,8 +332,10 @@ _MAKERS: dict[type, Callable[[JournalWriter, Any, dict[str, Any]], Line]] = {
     Cancelled: JournalWriter._cancelled,
     PromptHeld: _held,
     PromptReleased: _released,
+}
+_PAGE_MAKERS: dict[type, Callable[[Any, int, int, float], Line]] = {
     PagesStored: _stored,
     PagesRemoved: _removed,
-    CopiesRemoved: _removed,
+    CopiesRemoved: _copies_removed,
     PartsGivenBack: _given_back,
 }

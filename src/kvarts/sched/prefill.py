@@ -111,7 +111,6 @@ class Prefill:
         "_batch",
         "_cache",
         "_is_limited",
-        "_is_plain",
         "_itl",
         "_loads",
         "_notes_chunks",
@@ -162,8 +161,6 @@ class Prefill:
         self._aligned = aligned
         self._is_limited = itl is not None or aligned is not None
         """Whether more than the budget limits a chunk."""
-        self._is_plain = not self._is_limited and not cache.releases
-        """Whether a chunk depends only on the budget, and releases nothing."""
         self._notes_chunks = loads is not None or aligned is not None or running.lag > 0
         """Whether more is noted about a chunk than its pages."""
 
@@ -239,7 +236,7 @@ class Prefill:
         """
         cache, running = self._cache, self._running
         self._published = -1
-        if self._is_plain:
+        if not self._is_limited:
             first = running.chunked[0]
             if len(running.chunked) == 1 and first.own is None:
                 return budget - self._resume_one(first, budget, now_ns, chunks)
@@ -305,9 +302,14 @@ class Prefill:
         if num_tokens > self.most_tokens:
             num_tokens = self.most_tokens
         num_freed = 0
-        if (num_tokens // self._page_size + 2) * self._cache.page_blocks > self._cache.num_free:
+        cache = self._cache
+        if cache.releases and num_tokens > 0:
             assert request.holding is not None
-            num_blocks = max(0, self._cache.num_to_run(request.holding, start, start + num_tokens))
+            cache.settle(request.holding, start, running.num_in_flight(request))
+            cache.count()
+        if (num_tokens // self._page_size + 2) * cache.page_blocks > cache.num_free:
+            assert request.holding is not None
+            num_blocks = max(0, cache.num_to_run(request.holding, start, start + num_tokens))
             num_decoding = running.wheel.num_decoding
             if not self._preemptor.make_room(request, num_blocks, now_ns, {}):
                 num_tokens = 0
