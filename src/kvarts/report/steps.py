@@ -56,7 +56,8 @@ class StepLog(StepSpans):
 
         if name == "duration_ns":
             return self._lasts_ns.astype(np.int64)
-        return field_of(name, self._stored, np.where)
+        column: Column = field_of(name, self._stored, np.where)
+        return column
 
     def _stored(self, name: str) -> Column:
         return self._spans.column(self._stored_fields.index(name))
@@ -255,8 +256,8 @@ class StepLog(StepSpans):
         known_tokens, decodes = (self._narrow[name].astype(np.int64) for name in ("known_tokens", "decodes"))
         is_single = num_steps == 1
         firsts_ns = narrowed(np.where(is_single, took_ns, self._rule.of_steps_ns(known_tokens)))
-        known_tokens += decodes * (num_steps - np.int64(1))
-        return firsts_ns, narrowed(np.where(is_single, took_ns, self._rule.of_steps_ns(known_tokens)))
+        last_tokens = known_tokens + decodes * (num_steps.astype(np.int64) - 1)
+        return firsts_ns, narrowed(np.where(is_single, took_ns, self._rule.of_steps_ns(last_tokens)))
 
     def gap_extent(self) -> Extent | None:
         """Return the extent of `gaps` if it is known without a pass over the steps."""
