@@ -384,7 +384,7 @@ class Report:
 
     @cached_property
     def _step_totals(self) -> list[StepTotals]:
-        """What the steps of each replica add up to. The columns of one log are in memory at a time."""
+        """The sums over the steps of each replica. The columns of one log are in memory at a time."""
         found = []
         for log in self.step_logs:
             found.append(totals_of(log))
@@ -510,8 +510,9 @@ class Report:
 
 
 class Latencies(msgspec.Struct, frozen=True):
-    """The times of completed requests: distributions of TTFT, TPOT and end-to-end times by name, and of the time in the
-    queue, of which `queue_ns` is the sum, and `e2e_ns` of end-to-end times. `num_good` requests keep the SLO, if any.
+    """The times of completed requests: distributions of TTFT, TPOT and end-to-end times by name, and that of the time in
+    the queue. `queue_ns`, `e2e_ns`: the sums of times in the queue and of end-to-end times. `num_good`: the number of
+    requests that keep the SLO, if there is one.
     """
 
     num_requests: int
@@ -523,7 +524,7 @@ class Latencies(msgspec.Struct, frozen=True):
 
 
 def latencies_of(read: Callable[[str], Numbers], slo: Slo) -> Latencies:
-    """Return the latencies of the requests of which `read` returns a column by name, with few columns in memory."""
+    """Return the latencies of requests. `read` returns a column of these by name; few columns are in memory at a time."""
     output = read("output_tokens")
     several = output > 1
     decode_ns = read("last_token_ns") - read("first_token_ns")
@@ -560,7 +561,7 @@ def latencies_of(read: Callable[[str], Numbers], slo: Slo) -> Latencies:
 
 
 class StepTotals(msgspec.Struct, frozen=True):
-    """What the steps of a log add up to. `used_page_ns`: used pages times the time for which they were used.
+    """Sums over the steps of a log. `used_page_ns`: used pages times the time for which they were used.
 
     `waited_ns`: the time that requests waited, by what they waited for; `held_ns`: while loading requests held it.
     """
@@ -577,7 +578,7 @@ class StepTotals(msgspec.Struct, frozen=True):
 
 
 def totals_of(log: StepLog) -> StepTotals:
-    """Return what the steps of `log` add up to."""
+    """Return the sums over the steps of `log`."""
     used_page_ns = peak_used = held_ns = 0
     for used, durations_ns in log.used_over_time():
         used_page_ns += dot(used, durations_ns)

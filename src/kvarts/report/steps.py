@@ -77,11 +77,11 @@ class StepLog(StepSpans):
 
     @cached_property
     def _narrow(self) -> dict[str, Column]:
-        """The columns of the spans that say how many steps they have and how these differ, in few bytes."""
+        """The numbers of steps of the spans, and the columns from which the steps follow, in few bytes."""
         return {name: narrowed(self._of_spans(name)) for name in ("num_steps", "decodes", *HOW_FIELDS)}
 
     def forget(self) -> None:
-        """Drop what is kept for further reads of many steps, which is computed again when it is read."""
+        """Drop columns that were kept for further reads of many steps. A read computes them again."""
         for name in ("_lasts_ns", "_narrow", "_span_gaps", "_due_columns"):
             self.__dict__.pop(name, None)
 
