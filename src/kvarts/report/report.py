@@ -510,7 +510,7 @@ class Report:
 
 
 class Latencies(msgspec.Struct, frozen=True):
-    """The times of completed requests: distributions of TTFT, TPOT and end-to-end times by name, and that of the time in
+    """The times of completed requests: distributions of TTFT, TPOT and end-to-end times by name, and that of times in
     the queue. `queue_ns`, `e2e_ns`: the sums of times in the queue and of end-to-end times. `num_good`: the number of
     requests that keep the SLO, if there is one.
     """
@@ -524,7 +524,7 @@ class Latencies(msgspec.Struct, frozen=True):
 
 
 def latencies_of(read: Callable[[str], Numbers], slo: Slo) -> Latencies:
-    """Return the latencies of requests. `read` returns a column of these by name; few columns are in memory at a time."""
+    """Return the latencies of requests. `read` returns a column of these by name; few are in memory at a time."""
     output = read("output_tokens")
     several = output > 1
     decode_ns = read("last_token_ns") - read("first_token_ns")
