@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from kvarts.few import Column, arrays_pay
+from kvarts.few import Column, arrays_pay, narrowed
 
 __all__ = ["Column", "Rows", "append_packed", "to_frame"]
 
@@ -16,6 +16,11 @@ PACK_AT: Final = 1 << 18
 
 MANY: Final = 1 << 16
 """Integers that are packed from which on NumPy is loaded, which a summary of so many needs."""
+
+UNITS_FROM: Final = 1 << 16
+"""A common divisor of integers is searched if they are at least this far apart, as times in whole milliseconds are."""
+FEW: Final = 16
+"""If so many of them have no common divisor, the others are not read."""
 
 WIDER = {"b": "h", "h": "i", "i": "q"}
 """Type codes, in `array` and NumPy, of integers of 1, 2, 4 and 8 bytes: the next after each."""
@@ -26,27 +31,41 @@ def append_packed(packed: array[int], numbers: list[int]) -> None:
     packed.frombytes(struct.pack(f"{len(numbers)}{packed.typecode}", *numbers))
 
 
+Packed = tuple[int, int, int, bytes]
+"""Integers of one column: the least of them, a common divisor of their distances from it, and these distances, divided,
+in this many bytes each."""
+
+
 class Rows:
     """Rows of `width` integers, at most 8 bytes each. They are appended one by one, and packed by column when many.
 
-    A column has as few bytes per integer as its largest one so far needs.
+    In each block of rows, a column has as few bytes per integer as the distance between its least and its largest
+    needs. `near`: by column, another one whose integers are close to its own, from which it is then stored as the
+    difference.
     """
 
-    __slots__ = ("_pack_row", "_packed", "_recent", "_width")
+    __slots__ = ("_blocks", "_first", "_near", "_num_packed", "_pack_row", "_recent", "_sizes", "_width")
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, near: Mapping[int, int] | None = None) -> None:
         self._width = width
-        self._packed = [array("b") for _ in range(width)]
+        self._near = {} if near is None else dict(near)
+        self._first = [array("b") for _ in range(width)]
+        """Columns of the rows that were packed before NumPy was loaded."""
+        self._blocks: list[list[Packed]] = [[] for _ in range(width)]
+        """By column, in blocks of `_sizes` rows."""
+        self._sizes: list[int] = []
+        self._num_packed = 0
         self._recent = bytearray()
         self._pack_row = struct.Struct(f"{width}q").pack
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how another process makes the rows: `pickle` does not find the state of native objects."""
-        return _made_again, (self._width, self._packed, bytes(self._recent))
+        return _made_again, (self._width, self._near, self._first, self._blocks, self._sizes, bytes(self._recent))
 
-    def restore(self, packed: list[array[int]], recent: bytes) -> None:
+    def restore(self, first: list[array[int]], blocks: list[list[Packed]], sizes: list[int], recent: bytes) -> None:
         """Become rows that were packed, followed by others, in another process."""
-        self._packed = packed
+        self._first, self._blocks, self._sizes = first, blocks, sizes
+        self._num_packed = len(first[0]) + sum(sizes)
         self._recent = bytearray(recent)
 
     def add(self, rows: Sequence[int]) -> None:
@@ -58,64 +77,139 @@ class Rows:
         if len(self._recent) > PACK_AT:
             self._pack()
 
+    def add_columns(self, columns: Sequence[Column]) -> None:
+        """Append rows, which are given as columns of 8 bytes per integer."""
+        self._pack()
+        size = PACK_AT // (8 * self._width)
+        for start in range(0, len(columns[0]), size):
+            self._add_block([column[start : start + size] for column in columns])
+
     def _pack(self) -> None:
         width, recent = self._width, self._recent
         if not recent:
             return
         self._recent = bytearray()
-        if arrays_pay(0) or len(self._packed[0]) * width > MANY:
+        if arrays_pay(0) or self._num_packed * width > MANY:
             import numpy as np
 
             rows = np.frombuffer(recent, np.int64).reshape(-1, width)
-            bounds = zip(rows.min(axis=0).tolist(), rows.max(axis=0).tolist(), strict=True)
-            for field, (low, high) in enumerate(bounds):
-                packed = self._with_room(field, low, high)
-                packed.frombytes(rows[:, field].astype(packed.typecode).tobytes())
+            self._add_block([rows[:, field] for field in range(width)])
             return
         flat = array("q", bytes(recent))
         for field in range(width):
             numbers = flat[field::width].tolist()
             append_packed(self._with_room(field, min(numbers), max(numbers)), numbers)
+        self._num_packed = len(self._first[0])
+
+    def _add_block(self, columns: Sequence[Column]) -> None:
+        for field in range(self._width):
+            column, near = columns[field], self._near.get(field)
+            self._blocks[field].append(_packed(column if near is None else column - columns[near]))
+        self._sizes.append(len(columns[0]))
+        self._num_packed += len(columns[0])
 
     def _with_room(self, field: int, low: int, high: int) -> array[int]:
         """Return a packed column with a type for integers from `low` to `high`."""
-        packed = self._packed[field]
+        packed = self._first[field]
         while not -1 << 8 * packed.itemsize - 1 <= low <= high < 1 << 8 * packed.itemsize - 1:
-            packed = self._packed[field] = array(WIDER[packed.typecode], packed)
+            packed = self._first[field] = array(WIDER[packed.typecode], packed)
         return packed
 
-    def take_narrow_columns(self) -> list[Column]:
-        """Return the columns, each with the smallest type that has room for its integers, and clear the rows."""
+    def column(self, field: int) -> Column:
+        """Return a column in 8 bytes per integer; the rows are kept."""
         import numpy as np
 
         self._pack()
-        packed, self._packed = self._packed, [array("b") for _ in range(self._width)]
-        return [np.frombuffer(column, column.typecode) for column in packed]
+        first = self._first[field]
+        column: Column = np.empty(self._num_packed, np.int64)
+        end = len(first)
+        column[:end] = first
+        for block, size in enumerate(self._sizes):
+            column[end : end + size] = self._of_block(field, block)
+            end += size
+        return column
+
+    def _of_block(self, field: int, block: int) -> Column:
+        column, near = _unpacked(self._blocks[field][block], self._sizes[block]), self._near.get(field)
+        if near is not None:
+            column += self._of_block(near, block)
+        return column
+
+    def take_narrow_columns(self) -> list[Column]:
+        """Return the columns, each with the smallest type that has room for its integers, and clear the rows."""
+        columns = [narrowed(self.column(field)) for field in range(self._width)]
+        self._clear()
+        return columns
 
     def take_columns(self) -> list[Column]:
         """Return the columns in 8 bytes per integer, and clear the rows."""
-        import numpy as np
+        columns = [self.column(field) for field in range(self._width)]
+        self._clear()
+        return columns
 
-        narrow = self.take_narrow_columns()
-        wide: list[Column] = []
-        for column in reversed(narrow):  # memory never holds all of them twice
-            wide.append(column.astype(np.int64))
-            narrow.pop()
-        return wide[::-1]
+    def _clear(self) -> None:
+        self._first = [array("b") for _ in range(self._width)]
+        self._blocks = [[] for _ in range(self._width)]
+        self._sizes = []
+        self._num_packed = 0
 
     def to_lists(self) -> list[list[int]]:
         """Return the rows as columns, for small numbers of rows; the rows are kept."""
         self._pack()
-        return [column.tolist() for column in self._packed]
+        if self._sizes:
+            return [self.column(field).tolist() for field in range(self._width)]
+        return [column.tolist() for column in self._first]
 
     def __len__(self) -> int:
-        return len(self._packed[0]) + len(self._recent) // (8 * self._width)
+        return self._num_packed + len(self._recent) // (8 * self._width)
 
 
-def _made_again(width: int, packed: list[array[int]], recent: bytes) -> Rows:
-    rows = Rows(width)
-    rows.restore(packed, recent)
+def _made_again(
+    width: int,
+    near: dict[int, int],
+    first: list[array[int]],
+    blocks: list[list[Packed]],
+    sizes: list[int],
+    recent: bytes,
+) -> Rows:
+    rows = Rows(width, near)
+    rows.restore(first, blocks, sizes, recent)
     return rows
+
+
+def _packed(column: Column) -> Packed:
+    import numpy as np
+
+    low, high = int(column.min()), int(column.max())
+    if low == high:
+        return low, 1, 0, b""
+    # Distances of 63 bits and more wrap around, here and when they are added again.
+    distances = (column - low).astype("<u8")
+    unit = 1
+    if high - low >= UNITS_FROM and (high - low) < 1 << 63 and int(np.gcd.reduce(distances[:FEW])) != 1:
+        unit = int(np.gcd.reduce(distances))
+        if unit > 1:
+            distances //= unit
+    size = ((high - low) // unit).bit_length() + 7 >> 3
+    return low, unit, size, distances.view(np.uint8).reshape(-1, 8)[:, :size].tobytes()
+
+
+def _unpacked(packed: Packed, num_rows: int) -> Column:
+    import numpy as np
+
+    low, unit, size, content = packed
+    if not size:
+        return np.full(num_rows, low, np.int64)
+    if size in [1, 2, 4, 8]:
+        distances = np.frombuffer(content, f"<u{size}").astype(np.int64)
+    else:
+        wide = np.zeros((num_rows, 8), np.uint8)
+        wide[:, :size] = np.frombuffer(content, np.uint8).reshape(num_rows, size)
+        distances = wide.view("<i8").reshape(num_rows).astype(np.int64, copy=False)
+    if unit > 1:
+        distances *= unit
+    distances += low
+    return distances
 
 
 def to_frame(columns: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:  # not in compiled modules, where mypyc treats this branch as unreachable
     Column = Any
 
-__all__ = ["Column", "Few", "NarrowColumns", "Numbers", "arrays_pay", "narrowed"]
+__all__ = ["Column", "Few", "Numbers", "ReadColumns", "arrays_pay", "narrowed"]
 
 Numbers = Any
 """A column: a NumPy array, or Few."""
@@ -147,24 +147,23 @@ def _divided(number: float, by: float) -> float:
     return float(number) / float(by)
 
 
-class NarrowColumns(Mapping[str, Column]):
-    """Columns of integers in few bytes; one that is read is a copy in 8 bytes per integer."""
+class ReadColumns(Mapping[str, Column]):
+    """Columns of integers that are made each time that they are read, in 8 bytes per integer, by `read`."""
 
-    def __init__(self, narrow: Mapping[str, Column]) -> None:
-        self._narrow = narrow
+    def __init__(self, names: Iterable[str], read: Callable[[str], Column]) -> None:
+        self._names = tuple(names)
+        self._read = read
 
     def __getitem__(self, name: str) -> Column:
-        return self._narrow[name].astype("int64")
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._narrow)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._narrow)
-
-    def part(self, start: int, end: int) -> dict[str, Column]:
-        """Return the rows [start, end) of all columns."""
-        return {name: column[start:end].astype("int64") for name, column in self._narrow.items()}
+        return len(self._names)
 
 
 def narrowed(column: Column) -> Column:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import fsum
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvarts.events import Event, LeapDone, PerStep, StepDone
 from kvarts.executor.mocker_formula import MockerTimes
 from kvarts.few import Few
 from kvarts.report import packed
-from kvarts.report.distributions import distribution_ms, weighted_distribution_ms
+from kvarts.report.distributions import distribution_ms, exact_sum, weighted_distribution_ms
 from kvarts.report.packed import PackedColumn
 from kvarts.report.steps import StepLog
 from kvarts.sched.wheel import PagesDue
@@ -229,3 +230,12 @@ class TestWeightedDistribution:
             mean, mean_expected = found.pop("mean"), distribution_ms(repeated)["mean"]
             assert mean == pytest.approx(mean_expected, abs=1e-9) if mean is not None else mean_expected is None
             assert found == {name: value for name, value in expected.items() if name != "mean"}
+
+
+class TestExactSum:
+    @given(st.lists(st.integers(-(1 << 60), 1 << 60), max_size=20), st.integers(0, 200))
+    def test_is_that_of_each_number(self, numbers: list[int], times: int) -> None:
+        whole = np.array(numbers * times, np.int64)
+        assert exact_sum(whole) == exact_sum(Few(whole.tolist())) == fsum(numbers * times)
+        parts = whole // 3 / 7
+        assert exact_sum(parts) == fsum(parts.tolist())

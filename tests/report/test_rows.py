@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,17 +22,48 @@ NUMBERS = st.one_of(
 
 
 @pytest.mark.laws
-@given(batches=st.lists(st.lists(st.tuples(NUMBERS, NUMBERS, st.integers(0, 1)), max_size=9), max_size=6))
-def test_columns_are_those_of_the_rows(batches: list[list[tuple[int, int, int]]]) -> None:
-    rows = Rows(3)
-    for batch in batches:
+@given(
+    batches=st.lists(st.lists(st.tuples(NUMBERS, NUMBERS, st.integers(0, 1)), max_size=9), max_size=6),
+    near=st.sampled_from([{}, {1: 0}, {0: 1, 2: 0}]),
+    unit=st.sampled_from([1, 1_000_000]),
+)
+def test_columns_are_those_of_the_rows(
+    batches: list[list[tuple[int, int, int]]], near: dict[int, int], unit: int
+) -> None:
+    rows = Rows(3, near)
+    whole = [[(first // unit * unit, second, third) for first, second, third in batch] for batch in batches]
+    for batch in whole:
         rows.add([number for row in batch for number in row])
         rows._pack()
-    expected = [[row[field] for batch in batches for row in batch] for field in range(3)]
+    expected = [[row[field] for batch in whole for row in batch] for field in range(3)]
     assert len(rows) == len(expected[0])
     assert rows.to_lists() == expected
+    sent: Rows = pickle.loads(pickle.dumps(rows))
+    copied = Rows(3, near)
+    copied.add_columns([sent.column(field) for field in range(3)])
+    assert [column.tolist() for column in sent.take_narrow_columns()] == expected
+    assert [column.tolist() for column in copied.take_columns()] == expected
     assert [column.tolist() for column in rows.take_columns()] == expected
     assert not len(rows) and [len(column) for column in rows.take_columns()] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "near", "size"),
+    [
+        (range(1 << 60, (1 << 60) + 1000), [5] * 1000, {}, 2),
+        (range(0, 1000 * 10**6, 10**6), [5] * 1000, {}, 2),
+        ([1 << 33, *range(999)], range(7, 1007), {}, 5 + 2),
+        (range(10**12, 10**12 + 50_000_000, 50_000), range(10**12 + 3, 10**12 + 50_000_003, 50_000), {1: 0}, 2),
+    ],
+    ids=["close", "whole milliseconds", "five bytes", "near another"],
+)
+def test_a_block_takes_the_bytes_of_its_distances(
+    first: Sequence[int], second: Sequence[int], near: dict[int, int], size: int
+) -> None:
+    rows = Rows(2, near)
+    rows.add_columns([np.array(first, np.int64), np.array(second, np.int64)])
+    assert sum(len(content) for blocks in rows._blocks for *_, content in blocks) == 1000 * size
+    assert rows.to_lists() == [list(first), list(second)]
 
 
 def test_a_column_is_as_wide_as_its_largest_integer() -> None:

@@ -12,7 +12,7 @@ from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.pool import Pool
 from kvarts.kv.transfer import TransferTotals
 from kvarts.report.distributions import NS_PER_MS, distribution_ms
-from kvarts.report.report import Report
+from kvarts.report.report import Report, latencies_of
 from kvarts.report.requests import COMPLETED, RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.sim.config import ReplayConfig
@@ -31,7 +31,15 @@ WAITS = (
 """The parts of the time to first token, with the start and end of each."""
 
 
-_OF_MODEL = ("arrival_ns", "first_token_ns", "last_token_ns", "input_tokens", "output_tokens", "cached_tokens")
+_OF_MODEL = (
+    "arrival_ns",
+    "first_admitted_ns",
+    "first_token_ns",
+    "last_token_ns",
+    "input_tokens",
+    "output_tokens",
+    "cached_tokens",
+)
 
 
 class FleetReport(Report):
@@ -115,7 +123,7 @@ class FleetReport(Report):
         return super()._memory() if self._are_alike else {}
 
     def _fleet(self) -> dict[str, Any]:
-        raw = self._request_log.numbers()
+        raw = self._request_log.numbers(in_order=False)
         waits = {}
         if any(pool.role != "mixed" for pool in self.config.pools):
             is_handed = (raw["status"] == COMPLETED) & (raw["held_ns"] > -1)
@@ -172,11 +180,7 @@ class FleetReport(Report):
             is_mine = raw["model"] == place
             done = is_mine & (raw["status"] == COMPLETED)
             mine = {name: raw[name][done] for name in _OF_MODEL}
-            ttft_ns = mine["first_token_ns"] - mine["arrival_ns"]
-            e2e_ns = mine["last_token_ns"] - mine["arrival_ns"]
-            several = mine["output_tokens"] > 1
-            decode_ns = mine["last_token_ns"] - mine["first_token_ns"]
-            tpot_ns = decode_ns[several] / (mine["output_tokens"][several] - 1)
+            latencies = latencies_of(mine.__getitem__, self.config.slo)
             num_input, num_cached = int(mine["input_tokens"].sum()), int(mine["cached_tokens"].sum())
             duration_s = summary["duration_ms"] / 1e3
             found.append(
@@ -186,10 +190,8 @@ class FleetReport(Report):
                     "num_completed": int(done.sum()),
                     "num_input_tokens": num_input,
                     "num_output_tokens": int(mine["output_tokens"].sum()),
-                    "ttft_ms": distribution_ms(ttft_ns),
-                    "tpot_ms": distribution_ms(tpot_ns),
-                    "e2e_ms": distribution_ms(e2e_ns),
-                    "goodput": self._goodput(ttft_ns, tpot_ns, several, e2e_ns, duration_s),
+                    **latencies.distributions,
+                    "goodput": self._goodput(latencies, duration_s),
                     "prefix_hit_ratio": num_cached / num_input if num_input else None,
                 }
             )

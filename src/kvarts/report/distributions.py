@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import fsum
 
 from kvarts.columns import Column
@@ -23,6 +23,8 @@ __all__ = [
     "Ranges",
     "distribution_ms",
     "dot",
+    "exact_sum",
+    "sorted_distribution_ms",
     "weighted_distribution_ms",
 ]
 
@@ -31,6 +33,10 @@ PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 MOST_SORTED = 1 << 16
 """More values than this are not held in memory: percentiles are searched in several passes."""
 NUM_BINS = 1 << 16
+AT_ONCE = 1 << 10
+"""Values that are summed together."""
+MOST_EXACT = 1 << 53
+"""Smaller integers are floats without rounding, and the sum of AT_ONCE of them has 64 bits."""
 
 Distribution = dict[str, float | None]
 _NOTHING: Distribution = dict.fromkeys(("mean", *PERCENTILES, "max"))
@@ -47,14 +53,26 @@ NOTHING: Extent = (0, 0, (1 << 63) - 1, -(1 << 63))
 
 def distribution_ms(values_ns: Numbers) -> Distribution:
     """Return mean, percentiles and maximum in milliseconds."""
-    ordered = values_ns.copy()
-    ordered.sort()
-    count = len(ordered)
+    return sorted_distribution_ms(values_ns.copy())
+
+
+def sorted_distribution_ms(values_ns: Numbers) -> Distribution:
+    """Return the same, and sort the times in place."""
+    values_ns.sort()
+    count = len(values_ns)
     if not count:
         return _NOTHING.copy()
-    # fsum is exact: no overflow, and independent of the order of addition.
-    mean = fsum(ordered.tolist()) / count
-    return _named(mean, [int(ordered[rank]) for rank in _ranks(count)])
+    return _named(exact_sum(values_ns) / count, [int(values_ns[rank]) for rank in _ranks(count)])
+
+
+def exact_sum(values: Numbers) -> float:
+    """Return the exact sum as a float: no overflow, and independent of the order of addition."""
+    if isinstance(values, Few) or len(values) <= AT_ONCE:
+        return fsum(values.tolist())
+    starts = range(0, len(values), AT_ONCE)
+    if values.dtype.kind == "i" and int(values.min()) > -MOST_EXACT and int(values.max()) < MOST_EXACT:
+        return float(sum(int(values[start : start + AT_ONCE].sum()) for start in starts))
+    return fsum(chain.from_iterable(values[start : start + AT_ONCE].tolist() for start in starts))
 
 
 def weighted_distribution_ms(

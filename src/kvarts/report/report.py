@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from math import fsum, inf, isnan
+from math import isnan
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -23,8 +23,9 @@ from kvarts.report.distributions import (
     Distribution,
     Extent,
     Ranges,
-    distribution_ms,
     dot,
+    exact_sum,
+    sorted_distribution_ms,
     weighted_distribution_ms,
 )
 from kvarts.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from kvarts.config import Slo
     from kvarts.kv.transfer import TransferTotals
     from kvarts.report.run_directory import RunConfig
 
@@ -199,7 +201,7 @@ class Report:
     def summary(self) -> dict[str, Any]:
         """All results in one JSON-able value."""
         config = self.config
-        raw = self._request_log.numbers()
+        raw = self._request_log.numbers(in_order=False)
         done = raw["status"] == COMPLETED
         are_all_done = done.all()
 
@@ -207,37 +209,23 @@ class Report:
             """Return a column of the requests that have completed."""
             return raw[name] if are_all_done else raw[name][done]
 
-        logs = self.step_logs
-        spans = [log.numbers for log in logs]
+        latencies = latencies_of(completed, config.slo)
+        logs, totals = self.step_logs, self._step_totals
         num_requests = len(done)
-        num_completed = len(completed("row"))
-        ttft_ns = completed("first_token_ns") - completed("arrival_ns")
-        e2e_ns = completed("last_token_ns") - completed("arrival_ns")
-        queue_ns = completed("first_admitted_ns") - completed("arrival_ns")
-        output = completed("output_tokens")
-        several = output > 1
-        decode_ns = completed("last_token_ns") - completed("first_token_ns")
-        tpot_ns = decode_ns[several] / (output[several] - 1)
-        end_ns = max(log.end_ns for log in logs)
-        duration_s = max(end_ns, int(raw["arrival_ns"].max(initial=0))) / 1e9
+        num_completed = int(done.sum())
+        duration_s = max(*(each.end_ns for each in totals), int(raw["arrival_ns"].max(initial=0))) / 1e9
         input_tokens = int(completed("input_tokens").sum())
-        output_tokens = int(output.sum())
+        output_tokens = int(completed("output_tokens").sum())
         cached_tokens = int(completed("cached_tokens").sum())
         cached_by_tier = {name: int(completed(f"{name}_tokens").sum()) for name in self._tiers}
         cached_by_tier = {"device": cached_tokens - sum(cached_by_tier.values()), **cached_by_tier}
-        busy_ns = sum(int(span["duration_ns"].sum()) for span in spans)
-        used_page_ns, busy_page_ns, peaks = 0, 0, []
-        for log in logs:
-            peak = 0
-            for used, durations_ns in log.used_over_time():
-                used_page_ns += dot(used, durations_ns)
-                peak = max(peak, int(used.max()))
-            peaks.append(peak)
-            busy_page_ns += int(log.numbers["duration_ns"].sum()) * log.num_pages
+        busy_ns = sum(each.busy_ns for each in totals)
+        used_page_ns = sum(each.used_page_ns for each in totals)
+        busy_page_ns = sum(each.busy_ns * log.num_pages for each, log in zip(totals, logs, strict=True))
+        peaks = [each.peak_used for each in totals]
         peak_used = max(peaks)
         working_set = working_set_pages(self._trace, config.page_size)
-        times_ns = {"ttft_ms": ttft_ns, "tpot_ms": tpot_ns, "e2e_ms": e2e_ns}
-        distributions = {name: distribution_ms(values_ns) for name, values_ns in times_ns.items()}
+        distributions = latencies.distributions
         return {
             "version": REPORT_VERSION,
             "trace": self.trace_name,
@@ -258,12 +246,12 @@ class Report:
             "itl_ms": self._itl(),
             "tpot_ms": distributions["tpot_ms"],
             "e2e_ms": distributions["e2e_ms"],
-            "queue_ms": distribution_ms(queue_ns),
+            "queue_ms": latencies.queue_ms,
             **self._uncertainty(distributions),
             "request_throughput_per_s": _ratio(num_completed, duration_s),
             "input_throughput_tokens_per_s": _ratio(input_tokens, duration_s),
             "output_throughput_tokens_per_s": _ratio(output_tokens, duration_s),
-            "goodput": self._goodput(ttft_ns, tpot_ns, several, e2e_ns, duration_s),
+            "goodput": self._goodput(latencies, duration_s),
             "prefix_hit_ratio": _ratio(cached_tokens, input_tokens),
             "prefix_hit_ratio_is_lower_bound": not self._trace.tells_hits,
             "prefix_hit_ratio_by_tier": {name: _ratio(hit, input_tokens) for name, hit in cached_by_tier.items()},
@@ -272,7 +260,7 @@ class Report:
             "transfers": _added_up(self._transfers) if self._tiers else None,
             **({} if self._sessions is None else {"sessions": dict(self._sessions)}),
             "num_recomputed_tokens": int(completed("recomputed_tokens").sum()),
-            "num_preemptions": sum(int(span["preempted"].sum()) for span in spans),
+            "num_preemptions": sum(each.num_preemptions for each in totals),
             "num_tokens_lost_to_preemption": sum(log.tokens_lost for log in logs),
             "num_steps": sum(map(len, logs)),
             "num_evicted_pages": self._num_evicted_pages,
@@ -280,14 +268,14 @@ class Report:
             "peak_used_pct": max(peak / log.num_pages for peak, log in zip(peaks, logs, strict=True)),
             "mean_used_pct": _ratio(used_page_ns, busy_page_ns),
             "busy_pct": _ratio(busy_ns, duration_s * 1e9 * config.replicas),
-            "peak_running": max(int(span["running"].max(initial=0)) for span in spans),
-            "peak_waiting": max(int(span["waiting"].max(initial=0)) for span in spans),
+            "peak_running": max(each.peak_running for each in totals),
+            "peak_waiting": max(each.peak_waiting for each in totals),
             "working_set_pages": working_set,
             "working_set_to_pool": None if working_set is None else working_set / (config.num_pages * config.replicas),
             **self._memory(),
-            "limited_by": self._limits(queue_ns, e2e_ns),
+            "limited_by": self._limits(latencies),
             **self._longest_rejected(),
-            "replicas": self._replicas(raw, done, peaks),
+            "replicas": self._replicas(raw, done),
         }
 
     def _uncertainty(self, distributions: Mapping[str, Distribution]) -> dict[str, Any]:
@@ -350,6 +338,7 @@ class Report:
         """Return gaps in ns, and the number of requests with each, in batches."""
         for log in self.step_logs:
             yield from log.gap_numbers()
+            log.forget()
         yield from self._stall_gaps()
 
     def _stall_gaps(self) -> Iterator[tuple[Numbers, Numbers]]:
@@ -366,6 +355,7 @@ class Report:
     def _gaps_within(self, ranges: Ranges) -> Iterator[tuple[Numbers, Numbers]]:
         for log in self.step_logs:
             yield from log.gaps_within(ranges)
+            log.forget()
         yield from self._stall_gaps()
 
     def _gap_extent(self) -> Extent | None:
@@ -376,6 +366,7 @@ class Report:
         for log in self.step_logs:
             if len(log):
                 extent = log.gap_extent()
+                log.forget()
                 if extent is None:
                     return None
                 extents.append(extent)
@@ -384,58 +375,43 @@ class Report:
         counts, totals_ns, lowest_ns, highest_ns = zip(*extents, strict=True)
         return sum(counts), sum(totals_ns), min(lowest_ns), max(highest_ns)
 
-    def _goodput(
-        self,
-        ttft_ns: Numbers,
-        tpot_ns: Numbers,
-        several: Numbers,
-        e2e_ns: Numbers,
-        duration_s: float,
-    ) -> dict[str, float | None] | None:
+    def _goodput(self, latencies: Latencies, duration_s: float) -> dict[str, float | None] | None:
         """Return the requests per second that keep the SLO; None without an SLO."""
-        slo = self.config.slo
-        if slo.ttft_ms is None and slo.tpot_ms is None and slo.e2e_ms is None:
+        if latencies.num_good is None:
             return None
-        good = ttft_ns <= (inf if slo.ttft_ms is None else slo.ttft_ms * NS_PER_MS)
-        if slo.e2e_ms is not None:
-            good = good & (e2e_ns <= slo.e2e_ms * NS_PER_MS)
-        if slo.tpot_ms is not None:
-            good[several] = good[several] & (tpot_ns <= slo.tpot_ms * NS_PER_MS)
-        num_good = int(good.sum())
-        return {"requests_per_s": _ratio(num_good, duration_s), "ratio": _ratio(num_good, len(good))}
+        num_good = latencies.num_good
+        return {"requests_per_s": _ratio(num_good, duration_s), "ratio": _ratio(num_good, latencies.num_requests)}
 
-    def _limits(self, queue_ns: Numbers, e2e_ns: Numbers) -> dict[str, Any]:
+    @cached_property
+    def _step_totals(self) -> list[StepTotals]:
+        """The sums over the steps of each replica. The columns of one log are in memory at a time."""
+        found = []
+        for log in self.step_logs:
+            found.append(totals_of(log))
+            log.forget()
+        return found
+
+    def _limits(self, latencies: Latencies) -> dict[str, Any]:
         """Return the causes of waiting, weighted by time.
 
         Requests that wait for a load wait for transfers. If others wait for pages or for a place, running and loading
         requests hold these equally, so the time is divided by their numbers.
         """
-        waited = dict.fromkeys(LIMITS.values(), 0)
         waited_by_lane: dict[str, int] = {}
-        for totals in self._transfers if self._tiers else ():
-            for name, waited_ns in totals.waited_ns.items():
+        for transfers in self._transfers if self._tiers else ():
+            for name, waited_ns in transfers.waited_ns.items():
                 waited_by_lane[name] = waited_by_lane.get(name, 0) + waited_ns
-        num_held = 0
-        for log in self.step_logs:
-            spans = log.numbers
-            num_waiting, num_loading = spans["waiting"] - spans["loading"], spans["loading"]
-            held = num_waiting * num_loading // (num_loading + spans["running"]).clip(1)
-            for reason, name in LIMITS.items():
-                is_reason = spans["blocked"] == reason
-                waited[name] += dot(num_waiting * is_reason, spans["duration_ns"])
-                if reason != Blocked.BUDGET:
-                    num_ns = dot(held * is_reason, spans["duration_ns"])
-                    waited[name] -= num_ns
-                    num_held += num_ns
+        totals = self._step_totals
+        waited = {name: sum(each.waited_ns[name] for each in totals) for name in LIMITS.values()}
         lane = {}
         if waited_by_lane:
-            waited["transfers"] = num_held + sum(waited_by_lane.values())
+            waited["transfers"] = sum(each.held_ns for each in totals) + sum(waited_by_lane.values())
             lane = {"lane": max(waited_by_lane, key=lambda name: waited_by_lane[name])}
         total = sum(waited.values())
         cause = max(waited, key=lambda name: waited[name]) if total else "nothing"
-        if not len(e2e_ns) and int((self._request_log.numbers()["status"] == REJECTED).sum()):
+        if not latencies.num_requests and int((self._request_log.numbers()["status"] == REJECTED).sum()):
             cause = "kv_pages"  # no request fits, so none waited
-        elif fsum(queue_ns.tolist()) * 100 < fsum(e2e_ns.tolist()):
+        elif latencies.queue_ns * 100 < latencies.e2e_ns:
             cause = "nothing"
         return {
             "cause": cause,
@@ -514,24 +490,123 @@ class Report:
             )
         return {"block_bytes": memory["block_bytes"], "total_blocks": logs[0].num_pages, "kv_groups": groups}
 
-    def _replicas(self, raw: Mapping[str, Numbers], done: Numbers, peaks_used: list[int]) -> list[dict[str, Any]]:
+    def _replicas(self, raw: Mapping[str, Numbers], done: Numbers) -> list[dict[str, Any]]:
         out = []
         replicas, input_of, cached_of = raw["replica"], raw["input_tokens"], raw["cached_tokens"]
-        for replica, log in enumerate(self.step_logs):
+        for replica, (log, totals) in enumerate(zip(self.step_logs, self._step_totals, strict=True)):
             mine = done & (replicas == replica)
-            spans = log.numbers
             input_tokens = int(input_of[mine].sum())
             out.append(
                 {
                     "num_completed": int(mine.sum()),
                     "num_steps": len(log),
-                    "num_preemptions": int(spans["preempted"].sum()),
+                    "num_preemptions": totals.num_preemptions,
                     "prefix_hit_ratio": _ratio(int(cached_of[mine].sum()), input_tokens),
-                    "peak_used_pct": peaks_used[replica] / log.num_pages,
-                    "busy_ms": int(spans["duration_ns"].sum()) / NS_PER_MS,
+                    "peak_used_pct": totals.peak_used / log.num_pages,
+                    "busy_ms": totals.busy_ns / NS_PER_MS,
                 }
             )
         return out
+
+
+class Latencies(msgspec.Struct, frozen=True):
+    """The times of completed requests: distributions of TTFT, TPOT and end-to-end times by name, and that of times in
+    the queue. `queue_ns`, `e2e_ns`: the sums of times in the queue and of end-to-end times. `num_good`: the number of
+    requests that keep the SLO, if there is one.
+    """
+
+    num_requests: int
+    distributions: dict[str, Distribution]
+    queue_ms: Distribution
+    queue_ns: float
+    e2e_ns: float
+    num_good: int | None
+
+
+def latencies_of(read: Callable[[str], Numbers], slo: Slo) -> Latencies:
+    """Return the latencies of requests. `read` returns a column of these by name; few are in memory at a time."""
+    output = read("output_tokens")
+    several = output > 1
+    decode_ns = read("last_token_ns") - read("first_token_ns")
+    tpot_ns = decode_ns[several] / (output[several] - 1)
+    good = None
+    if slo.tpot_ms is not None:
+        good = output > -1  # a request with one token keeps any bound
+        good[several] = tpot_ns <= slo.tpot_ms * NS_PER_MS
+    del output, decode_ns, several
+    tpot_ms = sorted_distribution_ms(tpot_ns)
+    del tpot_ns
+    arrival_ns = read("arrival_ns")
+    ttft_ns = read("first_token_ns") - arrival_ns
+    if slo.ttft_ms is not None:
+        keeps = ttft_ns <= slo.ttft_ms * NS_PER_MS
+        good = keeps if good is None else good & keeps
+    ttft_ms = sorted_distribution_ms(ttft_ns)
+    del ttft_ns
+    e2e_ns = read("last_token_ns") - arrival_ns
+    if slo.e2e_ms is not None:
+        keeps = e2e_ns <= slo.e2e_ms * NS_PER_MS
+        good = keeps if good is None else good & keeps
+    sum_e2e_ns, e2e_ms = exact_sum(e2e_ns), sorted_distribution_ms(e2e_ns)
+    del e2e_ns
+    queue_ns = read("first_admitted_ns") - arrival_ns
+    return Latencies(
+        len(arrival_ns),
+        {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2e_ms": e2e_ms},
+        queue_ns=exact_sum(queue_ns),
+        queue_ms=sorted_distribution_ms(queue_ns),
+        e2e_ns=sum_e2e_ns,
+        num_good=None if good is None else int(good.sum()),
+    )
+
+
+class StepTotals(msgspec.Struct, frozen=True):
+    """Sums over the steps of a log. `used_page_ns`: used pages times the time for which they were used.
+
+    `waited_ns`: the time that requests waited, by what they waited for; `held_ns`: while loading requests held it.
+    """
+
+    end_ns: int
+    busy_ns: int
+    used_page_ns: int
+    peak_used: int
+    peak_running: int
+    peak_waiting: int
+    num_preemptions: int
+    waited_ns: dict[str, int]
+    held_ns: int
+
+
+def totals_of(log: StepLog) -> StepTotals:
+    """Return the sums over the steps of `log`."""
+    used_page_ns = peak_used = held_ns = 0
+    for used, durations_ns in log.used_over_time():
+        used_page_ns += dot(used, durations_ns)
+        peak_used = max(peak_used, int(used.max()))
+    spans = log.numbers
+    lasts_ns, blocked, running = spans["duration_ns"], spans["blocked"], spans["running"]
+    num_loading, peak_waiting = spans["loading"], int(spans["waiting"].max(initial=0))
+    num_waiting = spans["waiting"] - num_loading
+    held = num_waiting * num_loading // (num_loading + running).clip(1)
+    waited_ns = {}
+    for reason, name in LIMITS.items():
+        is_reason = blocked == reason
+        waited_ns[name] = dot(num_waiting * is_reason, lasts_ns)
+        if reason != Blocked.BUDGET:
+            num_ns = dot(held * is_reason, lasts_ns)
+            waited_ns[name] -= num_ns
+            held_ns += num_ns
+    return StepTotals(
+        log.end_ns,
+        busy_ns=int(lasts_ns.sum()),
+        used_page_ns=used_page_ns,
+        peak_used=peak_used,
+        peak_running=int(running.max(initial=0)),
+        peak_waiting=peak_waiting,
+        num_preemptions=int(spans["preempted"].sum()),
+        waited_ns=waited_ns,
+        held_ns=held_ns,
+    )
 
 
 def _added_up(transfers: Sequence[TransferTotals]) -> dict[str, Any]:

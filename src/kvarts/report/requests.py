@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from kvarts.columns import Column, Rows
-from kvarts.few import Few, NarrowColumns, Numbers, arrays_pay, narrowed
+from kvarts.few import Few, Numbers, ReadColumns, arrays_pay, narrowed
 from kvarts.request import Request
 from kvarts.traffic.trace import TraceRequest
 
@@ -19,9 +19,9 @@ CANCELLED: Final = 3
 NO_REPLICA: Final = -1
 """Replica of a request that its client cancelled while it waited in the router."""
 
-Taken = tuple[list[Column], dict[int, str], dict[int, str], list[int], int]
-"""The contents of a log: columns of its fields in few bytes, ids and reasons by index, stalls, and the prompt tokens of
-cancelled requests."""
+Taken = tuple[Rows, dict[int, str], dict[int, str], list[int], int]
+"""The contents of a log: rows of its fields, ids and reasons by index, stalls, and the prompt tokens of cancelled
+requests."""
 
 _REQUEST_FIELDS = (
     "index",
@@ -39,6 +39,13 @@ _REQUEST_FIELDS = (
     "preemptions",
     "recomputed_tokens",
 )
+_NEAR = {
+    "row": "index",
+    "first_admitted_ns": "arrival_ns",
+    "first_token_ns": "first_admitted_ns",
+    "last_token_ns": "first_token_ns",
+}
+"""Fields that are close to others."""
 
 
 class RequestLog:
@@ -52,8 +59,10 @@ class RequestLog:
         of_tiers = [f"{name}_tokens" for name in tiers]
         self._fields = (*_REQUEST_FIELDS, *of_tiers, *more)
         self._num_tiers = len(of_tiers)
-        self._rows = Rows(len(self._fields))
-        self._columns: NarrowColumns | None = None
+        place = {name: field for field, name in enumerate(self._fields)}
+        self._place = place
+        self._rows = Rows(len(self._fields), {place[name]: place[other] for name, other in _NEAR.items()})
+        self._order: Column | None = None
         self._largest_hit_counts = largest_hit_counts
         self._ids: dict[int, str] = {}
         self._reasons: dict[int, str] = {}
@@ -118,9 +127,8 @@ class RequestLog:
         self.end(request, row, replica, status, more)
 
     def take(self) -> Taken:
-        """Return the contents of the log, and clear its rows."""
-        columns = self._rows.take_narrow_columns()
-        return columns, self._ids, self._reasons, self.stalls_ns, self.cancelled_prompt_tokens
+        """Return the contents of the log, which is not used after that."""
+        return self._rows, self._ids, self._reasons, self.stalls_ns, self.cancelled_prompt_tokens
 
     def put_together(self, parts: Sequence[tuple[Taken, Column, int]]) -> None:
         """Become the log of several groups of replicas, each with a log of its own.
@@ -128,50 +136,38 @@ class RequestLog:
         `parts`: the contents of each of these, the index of each request by its index there, and the number of the
         first replica.
         """
-        import numpy as np
-
-        columns: list[Column] = []
-        for field in range(len(self._fields)):
-            pieces: list[Column] = []
-            for taken, indexes, first in parts:
-                piece = taken[0][field]
-                if field == 0:
-                    piece = indexes[piece]
-                elif self._fields[field] == "replica":
-                    piece = piece.astype(np.int64) + first
-                pieces.append(piece)
-            columns.append(narrowed(np.concatenate(pieces)))
-        self._columns = self._in_order(columns)
-        for (_, ids, reasons, stalls_ns, cancelled_prompt_tokens), indexes, _ in parts:
+        for (rows, ids, reasons, stalls_ns, cancelled_prompt_tokens), indexes, first in parts:
+            columns = rows.take_columns()
+            columns[0] = indexes[columns[0]]
+            columns[self._place["replica"]] += first
+            self._rows.add_columns(columns)
             self._ids.update((int(indexes[index]), name) for index, name in ids.items())
             self._reasons.update((int(indexes[index]), reason) for index, reason in reasons.items())
             self.stalls_ns += stalls_ns
             self.cancelled_prompt_tokens += cancelled_prompt_tokens
 
-    def _in_order(self, columns: list[Column]) -> NarrowColumns:
-        """Return the columns, which are removed from the list, sorted by arrival."""
-        import numpy as np
-
-        order = np.argsort(columns[0])
-        sorted_columns: dict[str, Column] = {}
-        for name in reversed(self._fields):  # memory never holds all of them twice
-            sorted_columns[name] = columns.pop()[order]
-        return NarrowColumns({name: sorted_columns[name] for name in self._fields})
-
     @property
     def columns(self) -> Mapping[str, Column]:
-        """Integer columns by name, sorted by arrival. They are built once, when every request has ended."""
-        if self._columns is None:
-            self._columns = self._in_order(self._rows.take_narrow_columns())
-        return self._columns
+        """Integer columns by name, sorted by arrival, when every request has ended."""
+        return ReadColumns(self._fields, self._in_order)
 
-    def numbers(self) -> Mapping[str, Numbers]:
-        """Return `columns`, as Few if there are too few rows for arrays."""
-        if self._columns is not None or arrays_pay(len(self._rows) * len(self._fields)):
-            return self.columns
+    def _in_order(self, name: str) -> Column:
+        if self._order is None:
+            import numpy as np
+
+            self._order = narrowed(np.argsort(self._rows.column(0)))
+        return self._rows.column(self._place[name])[self._order]
+
+    def numbers(self, *, in_order: bool = True) -> Mapping[str, Numbers]:
+        """Return `columns`, as Few if there are too few rows for arrays. Without `in_order` they need not be sorted."""
+        if arrays_pay(len(self._rows) * len(self._fields)):
+            return self.columns if in_order else ReadColumns(self._fields, self._as_ended)
         columns = self._rows.to_lists()
         order = sorted(range(len(columns[0])), key=columns[0].__getitem__)
         return {name: Few([column[row] for row in order]) for name, column in zip(self._fields, columns, strict=True)}
+
+    def _as_ended(self, name: str) -> Column:
+        return self._rows.column(self._place[name])
 
     def request_ids(self) -> list[str]:
         """Return the trace's id of each request, or the number of its row in the file, from 0."""

@@ -18,7 +18,7 @@ from kvarts.few import Numbers
 from kvarts.report.packed import PackedColumn
 from kvarts.sched.wheel import PagesDue
 
-__all__ = ["HOW_FIELDS", "LISTED_PAGES", "LISTED_TIMES", "SPAN_FIELDS", "StepSpans", "as_fields"]
+__all__ = ["HOW_FIELDS", "LISTED_PAGES", "LISTED_TIMES", "SPAN_FIELDS", "StepSpans", "field_of"]
 
 SPAN_FIELDS = (
     "num_steps",
@@ -53,12 +53,14 @@ _STORED_FIELDS = (
     "loading",
     "others",
 )
-"""The columns from which `as_fields` makes those of HOW_FIELDS and SPAN_FIELDS.
+"""The columns from which `field_of` makes those of HOW_FIELDS and SPAN_FIELDS.
 
 `flags`: `how`, from LEAP on `is_leap`, and from BLOCKED on `blocked`. `first`, `second`: of a leap, `known_tokens` and
 `num_steps`, and its running requests are its decodes and tokens; of a step, `decodes` and `tokens`. `others`:
 `admitted`, and from PREEMPTED on `preempted`.
 """
+_MADE_FIELDS = ("how", "blocked", "is_leap", "known_tokens", "num_steps", "decodes", "tokens")
+"""Those that `field_of` makes from `flags`."""
 LEAP: Final = 4
 BLOCKED: Final = 8
 PREEMPTED: Final = 1 << 31
@@ -69,27 +71,33 @@ LISTED_PAGES: Final = 2
 _REST_FIELDS = ("step", "time_ns", "used", "cached", "released", "reserved")
 
 
-def as_fields(stored: dict[str, Numbers], where: Callable[[Numbers, Numbers, Numbers], Numbers]) -> dict[str, Numbers]:
-    """Return the columns HOW_FIELDS and SPAN_FIELDS, and all others that are stored.
+def field_of(
+    name: str, read: Callable[[str], Numbers], where: Callable[[Numbers, Numbers, Numbers], Numbers]
+) -> Numbers:
+    """Return a column of HOW_FIELDS and SPAN_FIELDS, or another that is stored, from those that `read` returns by name.
 
     `where`: returns the numbers of one column where another says so, and those of a third elsewhere.
     """
-    first, second, flags = stored.pop("first"), stored.pop("second"), stored.pop("flags")
-    others = stored.pop("others")
+    if name == "admitted":
+        return read("others") % PREEMPTED
+    if name == "preempted":
+        return read("others") // PREEMPTED
+    if name not in _MADE_FIELDS:
+        return read(name)
+    flags = read("flags")
+    if name == "how":
+        return flags % LEAP
+    if name == "blocked":
+        return flags // BLOCKED
     is_leap = flags % BLOCKED // LEAP
-    nothing = first - first
-    return {
-        **stored,
-        "known_tokens": where(is_leap, first, nothing),
-        "decodes": where(is_leap, stored["running"], first),
-        "num_steps": where(is_leap, second, nothing + 1),
-        "tokens": where(is_leap, stored["running"], second),
-        "how": flags % LEAP,
-        "is_leap": is_leap,
-        "blocked": flags // BLOCKED,
-        "admitted": others % PREEMPTED,
-        "preempted": others // PREEMPTED,
-    }
+    if name == "is_leap":
+        return is_leap
+    nothing = is_leap - is_leap
+    if name == "known_tokens":
+        return where(is_leap, read("first"), nothing)
+    if name == "num_steps":
+        return where(is_leap, read("second"), nothing + 1)
+    return where(is_leap, read("running"), read("first" if name == "decodes" else "second"))
 
 
 _STATE = (

@@ -11,10 +11,10 @@ import msgspec
 
 from kvarts.columns import Column
 from kvarts.executor.mocker_formula import MockerTimes
-from kvarts.few import Few, NarrowColumns, Numbers, arrays_pay, narrowed
+from kvarts.few import Few, Numbers, ReadColumns, arrays_pay, narrowed
 from kvarts.report import packed
 from kvarts.report.distributions import NOTHING, Extent, Ranges, dot
-from kvarts.report.step_spans import LISTED_PAGES, LISTED_TIMES, StepSpans, as_fields
+from kvarts.report.step_spans import HOW_FIELDS, LISTED_PAGES, LISTED_TIMES, StepSpans, field_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,40 +46,56 @@ class StepLog(StepSpans):
     There may be many more steps than fit in memory as columns; reading `slabs` takes the memory of one at a time.
     """
 
-    @cached_property
-    def spans(self) -> NarrowColumns:
+    @property
+    def spans(self) -> Mapping[str, Column]:
         """Integer columns by name, one row per span; `duration_ns` is that of the whole span."""
+        return ReadColumns((*self._span_fields, "duration_ns"), self._of_spans)
+
+    def _of_spans(self, name: str) -> Column:
         import numpy as np
 
-        narrow = self._narrow
-        took_ns = narrow["took_ns"].astype(np.int64)
+        if name == "duration_ns":
+            return self._lasts_ns.astype(np.int64)
+        column: Column = field_of(name, self._stored, np.where)
+        return column
+
+    def _stored(self, name: str) -> Column:
+        return self._spans.column(self._stored_fields.index(name))
+
+    @cached_property
+    def _lasts_ns(self) -> Column:
+        """The duration of each span, in few bytes."""
+        import numpy as np
+
+        took_ns = self._narrow["took_ns"].astype(np.int64)
         if (took_ns < 0).any():
             listed_ns = np.zeros(len(took_ns), np.int64)
             for part in self._parts():
                 listed_ns[part.start : part.end] += np.add.reduceat(part.durations_ns(), part.begins)
             took_ns = np.where(took_ns < 0, listed_ns, took_ns)
-        spans = {name: narrow[name] for name in self._span_fields}
-        return NarrowColumns({**spans, "duration_ns": narrowed(took_ns)})
+        return narrowed(took_ns)
 
     @cached_property
     def _narrow(self) -> dict[str, Column]:
-        """All columns of the spans, and those that say how their steps differ."""
-        import numpy as np
+        """The numbers of steps of the spans, and the columns from which the steps follow, in few bytes."""
+        return {name: narrowed(self._of_spans(name)) for name in ("num_steps", "decodes", *HOW_FIELDS)}
 
-        stored = dict(zip(self._stored_fields, self._spans.take_narrow_columns(), strict=True))
-        stored["others"] = stored["others"].astype(np.int64)
-        return {name: narrowed(column) for name, column in as_fields(stored, np.where).items()}
+    def forget(self) -> None:
+        """Drop columns that were kept for further reads of many steps. A read computes them again."""
+        for name in ("_lasts_ns", "_narrow", "_span_gaps", "_due_columns"):
+            self.__dict__.pop(name, None)
 
     @cached_property
     def _few(self) -> dict[str, Few]:
-        """The same, if there are too few steps for arrays."""
+        """All columns of the spans, if there are too few steps for arrays."""
         stored = dict(zip(self._stored_fields, map(Few, self._spans.to_lists()), strict=True))
-        return as_fields(stored, Few.where)
+        names = dict.fromkeys((*self._span_fields, *HOW_FIELDS))
+        return {name: field_of(name, stored.__getitem__, Few.where) for name in names}
 
     @cached_property
     def _due_columns(self) -> list[Column]:
         """The spans with pages that are due in some steps, those steps, and the pages, in few bytes."""
-        return self._pages_due.take_narrow_columns()
+        return [narrowed(self._pages_due.column(field)) for field in range(3)]
 
     def _parts(self) -> Iterator[_Part]:
         """Return all steps in order, in blocks."""
@@ -139,7 +155,7 @@ class StepLog(StepSpans):
     def used_over_time(self) -> Iterator[tuple[Numbers, Numbers]]:
         """Return the pages used in each step, and its duration, in blocks of steps."""
         if not self._is_short:
-            yield from ((slab.used, slab.durations_ns) for slab in self.slabs())
+            yield from ((used, durations_ns) for _, used, durations_ns in self._used_by_part())
         elif len(self):
             (durations_ns, taken), used, first = self._few_steps, [], 0
             for num_steps, used_before in zip(self.numbers["num_steps"], self.numbers["used"], strict=True):
@@ -158,10 +174,16 @@ class StepLog(StepSpans):
 
     def slabs(self) -> Iterator[Slab]:
         """Return all steps in order, in blocks."""
+        spans = {name: narrowed(column) for name, column in self.spans.items()}
+        for part, used, durations_ns in self._used_by_part():
+            of_part = {name: column[part.start : part.end].astype("int64") for name, column in spans.items()}
+            yield Slab(durations_ns, used, of_part, part.num_steps)
+
+    def _used_by_part(self) -> Iterator[tuple[_Part, Column, Column]]:
+        """Return all steps in order, in blocks: the pages used in each, and its duration."""
         import numpy as np
 
-        spans = self.spans
-        used_before, used_of_spans = 0, spans["used"]
+        used_before, used_of_spans = 0, narrowed(self.spans["used"])
         of_each = self.of_each("used") if self.num_groups else None
         for part in self._parts():
             durations_ns, taken = part.durations_ns(), part.pages_taken()
@@ -173,7 +195,7 @@ class StepLog(StepSpans):
             used_before = int(used[-1])
             if of_each is not None:
                 used, of_each = of_each[: len(used)], of_each[len(used) :]
-            yield Slab(durations_ns, used, spans.part(part.start, part.end), part.num_steps)
+            yield part, used, durations_ns
 
     @property
     def durations_ns(self) -> Column:
@@ -214,13 +236,13 @@ class StepLog(StepSpans):
         """
         import numpy as np
 
-        decodes = self.spans["decodes"]
+        decodes = self._narrow["decodes"]
         for part in self._parts():
-            yield part.durations_ns(), np.repeat(decodes[part.start : part.end], part.num_steps)
+            yield part.durations_ns(), np.repeat(decodes[part.start : part.end].astype(np.int64), part.num_steps)
 
     @cached_property
-    def _span_gaps(self) -> tuple[Column, Column, Column] | None:
-        """The first and the last duration of each span, and its decodes, in few bytes; None if some are listed.
+    def _span_gaps(self) -> tuple[Column, Column] | None:
+        """The first and the last duration of each span, in few bytes; None if some are listed.
 
         Durations by a rule do not fall from step to step.
         """
@@ -228,26 +250,27 @@ class StepLog(StepSpans):
             return None
         import numpy as np
 
-        known_tokens, took_ns = self._narrow["known_tokens"].astype(np.int64), self._narrow["took_ns"].astype(np.int64)
-        decodes, num_steps = self.spans["decodes"], self.spans["num_steps"]
+        took_ns, num_steps = self._narrow["took_ns"], self._narrow["num_steps"]
         if self._rule is None:
-            return narrowed(took_ns), narrowed(took_ns), narrowed(decodes)
-        firsts_ns = self._rule.of_steps_ns(known_tokens)
-        lasts_ns = self._rule.of_steps_ns(known_tokens + decodes * (num_steps - 1))
+            return took_ns, took_ns
+        known_tokens, decodes = (self._narrow[name].astype(np.int64) for name in ("known_tokens", "decodes"))
         is_single = num_steps == 1
-        firsts_ns = np.where(is_single, took_ns, firsts_ns)
-        return narrowed(firsts_ns), narrowed(np.where(is_single, took_ns, lasts_ns)), narrowed(decodes)
+        firsts_ns = narrowed(np.where(is_single, took_ns, self._rule.of_steps_ns(known_tokens)))
+        last_tokens = known_tokens + decodes * (num_steps.astype(np.int64) - 1)
+        return firsts_ns, narrowed(np.where(is_single, took_ns, self._rule.of_steps_ns(last_tokens)))
 
     def gap_extent(self) -> Extent | None:
         """Return the extent of `gaps` if it is known without a pass over the steps."""
         if self._span_gaps is None:
             return None
-        firsts_ns, lasts_ns, _ = self._span_gaps
-        decodes = self.spans["decodes"]
+        import numpy as np
+
+        firsts_ns, lasts_ns = self._span_gaps
+        decodes, num_steps = (self._narrow[name].astype(np.int64) for name in ("decodes", "num_steps"))
         has_any = decodes > 0
         if not has_any.any():
             return NOTHING
-        count = int(decodes.dot(self.spans["num_steps"]))
+        count = int(decodes.dot(num_steps))
         total_ns = dot(decodes, self.spans["duration_ns"])
         return count, total_ns, int(firsts_ns[has_any].min()), int(lasts_ns[has_any].max())
 
@@ -258,12 +281,13 @@ class StepLog(StepSpans):
             return
         import numpy as np
 
-        firsts_ns, lasts_ns, decodes = self._span_gaps
-        is_met = np.zeros(len(decodes), bool)
+        firsts_ns, lasts_ns = self._span_gaps
+        narrow = self._narrow
+        is_met = np.zeros(len(firsts_ns), bool)
         for low, high in ranges:
             is_met |= (firsts_ns < high) & (lasts_ns >= low)
-        met = np.flatnonzero(is_met & (decodes > 0))
-        num_steps = self.spans["num_steps"][met]
+        met = np.flatnonzero(is_met & (narrow["decodes"] > 0))
+        num_steps = narrow["num_steps"][met].astype(np.int64)
         ends = np.cumsum(num_steps)
         start = 0
         while start < len(met):
@@ -271,9 +295,9 @@ class StepLog(StepSpans):
             end = max(start + 1, int(np.searchsorted(ends, first + packed.BLOCK_STEPS, side="right")))
             some = met[start:end]
             steps = num_steps[start:end]
-            durations_ns, num_decodes = firsts_ns[some].astype(np.int64), decodes[some].astype(np.int64)
+            durations_ns, num_decodes = firsts_ns[some].astype(np.int64), narrow["decodes"][some].astype(np.int64)
             if self._rule is not None:
-                known_tokens = self._narrow["known_tokens"][some].astype(np.int64)
+                known_tokens = narrow["known_tokens"][some].astype(np.int64)
                 durations_ns = _by_rule(self._rule, known_tokens, num_decodes, steps)
                 is_single = steps == 1
                 durations_ns[(np.cumsum(steps) - 1)[is_single]] = firsts_ns[some][is_single]
