@@ -16,12 +16,12 @@ from kvarts.errors import InputError
 from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
-from kvarts.fleet.links import Links
 from kvarts.fleet.moves import HOLD_NS, RELEASE, SEND, Incoming, Moves, PeerUse, StoreUse
 from kvarts.fleet.pool import ModelRouters, Pool
 from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import ByReservation, Worker
 from kvarts.limits import LATEST_NS, TooLateError
+from kvarts.links import Links
 from kvarts.report.requests import FAILED, REJECTED
 from kvarts.request import RequestState
 from kvarts.sched.policy import NEVER_NS

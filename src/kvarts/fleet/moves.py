@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
-from kvarts.fleet.links import Links, PeerLinks, Pull, StoreLinks
 from kvarts.fleet.pool import Front, ModelRouters
 from kvarts.fleet.worker import ByReservation, Worker
-from kvarts.kv.transfer import PeersGain, PrefillTimes
+from kvarts.kv.transfer import PeersGain, PrefillNs
+from kvarts.links import Links, PeerLinks, Pull, StoreLinks
 from kvarts.report.requests import COMPLETED, FAILED, REJECTED
 from kvarts.request import Request, RequestState
 from kvarts.sched.policy import NEVER_NS
@@ -143,7 +143,7 @@ class PeersOfWorkers(BelowTiers, Protocol):
     def leave(self, worker: int) -> bool:
         """Stop reading from `worker`, which was removed; return whether it was still registered."""
 
-    def gain(self, prefill: PrefillTimes, page_size: int) -> PeersGain:
+    def gain(self, prefill: PrefillNs, page_size: int) -> PeersGain:
         """Return what a worker saves that reads pages, instead of computing them in the time of `prefill`."""
 
 
