@@ -372,7 +372,7 @@ class FleetDriver(Moves):
                 self._set_gate(worker)
             has_started = worker.start(now_ns)
             if self._store is not None:
-                self._end_waits(now_ns)  # for what it has given up to store, because it needs the memory
+                self._end_waits(now_ns)  # for stores that it has given up, because it needs the memory
             if has_started:
                 heappush(self._ends, (worker.end_ns, worker.rank, worker.index))
                 if self._layer_wise is not None and worker.only_prefills:

@@ -180,7 +180,7 @@ def open_offloader(
                 tier = MemoryTier(spec.name, spec.num_pages, with_slots=with_page_ids)
             pages.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
         pages += more
-        policy: PagePolicy[Any] = EagerPolicy(whole)
+        policy: PagePolicy = EagerPolicy(whole)
         assert (order is not None) == (offload.policy == "lazy"), "a lazy policy stores what `order` would evict next"
         if order is not None:
             num_pages = sum(connected.tier.num_pages for connected in pages)
