@@ -29,7 +29,7 @@ from kvarts.sched.scheduler import Scheduler
 if TYPE_CHECKING:  # only an engine with KV groups pays for them
     from kvarts.kv.group_pages import GroupPages
     from kvarts.kv.groups import GroupMemory
-    from kvarts.kv.transfer import LoadKv, PrefillTimes
+    from kvarts.kv.transfer import LoadKv, PrefillNs
     from kvarts.sched.drafts import Drafter
 
 __all__ = ["PrepareTiers", "PreparedTiers", "TierSettings", "build_engine", "open_group_cache", "preparation_of"]
@@ -61,7 +61,7 @@ class PreparedTiers(Protocol):
         *,
         with_page_ids: bool,
         tell: Tell | None,
-        prefill: PrefillTimes | None,
+        prefill: PrefillNs | None,
         fingerprint: Callable[[], str] | None,
     ) -> LowerTiers:
         """Open the tiers below `cache`.
@@ -144,7 +144,7 @@ def build_engine(
     tiers: PrepareTiers | None = None,
     below: PreparedTiers | None = None,
     moves_pages: bool | None = None,
-    prefill: PrefillTimes | None = None,
+    prefill: PrefillNs | None = None,
     audit: bool = False,
     drafter: Drafter | None = None,
     num_draft_slots: int = 0,

@@ -18,7 +18,7 @@ from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, Role
 from kvarts.fleet.replay import replay_fleet
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.fleet.opening import OpenedFleet, open_fleet
-from kvarts.openai_api.fleet.servers import FleetModels, FleetServer
+from kvarts.openai_api.fleet.servers import FleetServer
 from kvarts.openai_api.opening import Door
 from kvarts.openai_api.served import Ask, Limits, Served
 from kvarts.openai_api.server import Address
@@ -195,7 +195,8 @@ class RunningFleet:
     @property
     def num_live(self) -> int:
         """Requests under way at all doors."""
-        return FleetModels(self.fleet).num_live
+        fleet = self.fleet
+        return sum(each.models.num_live for each in (fleet.front, *(worker.opened for worker in fleet.workers)))
 
     def metric(self, worker: int, name: str, **labels: str) -> float:
         """A metric of a worker, summed over the labels that are not given."""

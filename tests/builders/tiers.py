@@ -11,7 +11,7 @@ from kvarts.offload.page_layout import PageLayout
 from kvarts.offload.part_tier import PartTier
 from kvarts.sim.replica import Replica
 
-__all__ = ["NoLinks", "offloader_of", "store_parts"]
+__all__ = ["offloader_of", "store_parts"]
 
 
 def offloader_of(engine: Engine | Replica) -> Offloader[PageLayout]:
@@ -31,17 +31,3 @@ def store_parts(tier: PartTier, tree: SpanTree, content: Content, group: int, st
                 tier.place(span, group, *missing, pin)
                 page = missing[1]
     tier.settle(pin, is_stored=True)
-
-
-class NoLinks:
-    """Links to a store that carry everything at once."""
-
-    def begin(self, worker: int, number: int, num_bytes: int, now_ns: int, *, is_read: bool) -> None: ...
-
-    def within_ns(self, worker: int, num_bytes: int, *, is_read: bool) -> int:
-        return 0
-
-    def cancel(self, worker: int, number: int) -> None: ...
-
-    def left_ns(self, worker: int, number: int, now_ns: int) -> int:
-        return 0

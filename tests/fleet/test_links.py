@@ -14,7 +14,7 @@ from kvarts.content import Content
 from kvarts.fleet.config import FleetConfig, PoolConfig, Role, Sharing, TransferMode
 from kvarts.fleet.handoff import Computed, Handoff
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
-from kvarts.fleet.links import FixedRate, Links, SharedLinks, StoreLinks
+from kvarts.links import FixedRate, Links, SharedLinks, StoreLinks
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sim.replay import replay

@@ -58,7 +58,7 @@ def make_engine(num_pages: int = 32, budget: int = 64, **offload: object) -> tup
     settings = {"host_pages": 64, "latency_us": 0.0, "kv_bytes_per_token": 1000, **offload}
     below = OffloadConfig(**settings)  # type: ignore[arg-type]
     config = EngineConfig(num_pages=num_pages, page_size=1, max_num_batched_tokens=budget, max_num_seqs=4)
-    engine = make_replica(config, offload=below, readers=[kept], audit=HAS_AUDIT, prefill=SlowPrefill())
+    engine = make_replica(config, offload=below, readers=[kept], audit=HAS_AUDIT, prefill=SlowPrefill().prefill_ns)
     return engine, kept.events
 
 

@@ -66,7 +66,7 @@ def make_engine(*, prefill: Any = None, **settings: Any) -> tuple[Replica, list[
         offload=below,
         readers=[kept],
         audit=HAS_AUDIT,
-        prefill=PrefillCost(prefill or cost, token_budget=64, pool_tokens=200),
+        prefill=PrefillCost(prefill or cost, token_budget=64, pool_tokens=200).prefill_ns,
         step_ns=cost.step_ns,
     )
     return replica, kept.events

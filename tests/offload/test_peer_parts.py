@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvarts.content import Content
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
+from kvarts.links import FixedRate, PeerLinks
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.peer_parts import PeerParts, PeerPartsView
 
@@ -19,21 +20,6 @@ from oracles.naive_group_tier import NaiveBelow, NaiveTier, NaiveTieredGroups
 pytestmark = pytest.mark.laws
 
 NUM_ENGINES = 3
-
-
-class SomeLinks:
-    """Links to engines that are not cut."""
-
-    def __init__(self, cut: frozenset[int]) -> None:
-        self.cut = cut
-
-    def reaches(self, source: int, worker: int) -> bool:
-        return source not in self.cut
-
-    def begin_pull(self, source: int, worker: int, number: int, num_bytes: int, now_ns: int) -> None: ...
-
-    def within_ns(self, source: int, worker: int, num_bytes: int) -> int:
-        return 0
 
 
 @given(
@@ -65,7 +51,9 @@ def test_the_engine_is_read_with_whose_parts_a_match_is_the_longest(
     sizes = [group.part_bytes for group in memory.groups]
     caches = [RunCache(memory, page_size=page_size, total_bytes=100, num_below=1) for _ in range(NUM_ENGINES)]
     hosts = [PartTier("host", 1000, memory, cache.tree) for cache in caches]
-    peers = PeerParts(1, SomeLinks(cut), latency_ms=0.0, bytes_per_s=1.0)
+    links = PeerLinks(FixedRate(1e9, 0))
+    links.cut.update(cut)
+    peers = PeerParts(1, links, latency_ms=0.0, bytes_per_s=1.0)
     for number, host in enumerate(hosts):
         peers.connect(number, host)
     view = peers.open_view(0, memory, page_size)

@@ -15,12 +15,13 @@ from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.runs import holding_of_transfer
+from kvarts.links import StoreLinks
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.shared_parts import SharedParts
 
 from builders.grouped import FULL, WINDOW
 from builders.tiered_machine import TieredMachine, part_groups, prompts
-from builders.tiers import NoLinks, store_parts
+from builders.tiers import store_parts
 from oracles.naive_group_tier import NaiveBelow, NaiveTier, NaiveTieredGroups
 
 pytestmark = pytest.mark.laws
@@ -58,7 +59,7 @@ class StoreMachine(TieredMachine):
         self.num_owners = 0
         self.tokens_of = {}
         self.served = []
-        self.shared = SharedParts(store_blocks, 1, NoLinks(), memory=memory, page_size=page_size)
+        self.shared = SharedParts(store_blocks, 1, StoreLinks(1e9, 1e9, 0), memory=memory, page_size=page_size)
         self.shared.before_removal = self.caught_up
         self.last_caught_up = -1
         self.told: list[set[Any]] = [set() for _ in range(NUM_ENGINES)]
@@ -166,7 +167,7 @@ TestSharedParts.settings = settings(stateful_step_count=40)
 def test_runs_of_one_span_that_two_engines_have_stored_stay_apart() -> None:
     """Each is told the eviction of what it has stored, although both were used together."""
     memory = GroupMemory((PartGroup(KvLayer(kind="full", num_heads=1, head_numbers=2), part_bytes=1),))
-    shared = SharedParts(6, 1, NoLinks(), memory=memory, page_size=1)
+    shared = SharedParts(6, 1, StoreLinks(1e9, 1e9, 0), memory=memory, page_size=1)
     told: list[list[tuple[type, int, int]]] = [[], []]
 
     def reader(engine: int) -> Any:
@@ -221,7 +222,7 @@ def test_a_match_across_trees_finds_what_a_match_by_part_finds(
     """Any parts of any sequences are in the tree of an engine, or in that of the store, and of each as many as fit."""
     memory = GroupMemory((first, *others))
     cache = RunCache(memory, page_size=page_size, total_bytes=100, num_below=1)
-    shared = SharedParts(1000, 1, NoLinks(), memory=memory, page_size=page_size)
+    shared = SharedParts(1000, 1, StoreLinks(1e9, 1e9, 0), memory=memory, page_size=page_size)
     sizes = [group.part_bytes for group in memory.groups]
     naive = NaiveTieredGroups(
         [(group.layer, group.part_bytes) for group in memory.groups], page_size, 100, keeps_all=True,

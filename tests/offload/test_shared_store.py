@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvarts.content import Content
+from kvarts.links import StoreLinks
 from kvarts.offload.shared_store import SharedStore
 from kvarts.offload.tier import TierLoad, TierStore
 
 from builders.pages import page_name
-from builders.tiers import NoLinks
 from oracles.naive_store import NaiveStore
 from oracles.naive_tier import Entry, NaivePlacement, Name
 
@@ -42,7 +42,7 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(num_pages=st.integers(1, 24), page_size=st.sampled_from([1, 2]))
     def build(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
-        self.shared = SharedStore(num_pages, 1, NoLinks())
+        self.shared = SharedStore(num_pages, 1, StoreLinks(1e9, 1e9, 0))
         self.model = NaiveStore(num_pages)
         self.told: list[set[Name]] = [set() for _ in range(3)]
         for worker in range(3):

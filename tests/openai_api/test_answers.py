@@ -227,7 +227,7 @@ def test_what_is_written_is_read_back_as_what_was_told(told: Rule, sizes: list[i
     )
     assert [(one.name, one.arguments) for one in message.calls] == [(one.name, one.written) for one in told.calls]
     assert message.reason == ("tool_calls" if told.calls else None)
-    reader, place, number = shape.reader(0), 0, 0
+    reader, place, number = shape(0), 0, 0
     pieces = type(message)()
     while place < len(text):
         end = place + sizes[number % len(sizes)]

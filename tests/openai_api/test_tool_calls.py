@@ -93,7 +93,7 @@ def test_a_text_is_read_alike_in_any_pieces(written: Any, before: str, after: st
     name, text, _ = written
     text = (before + text + after)[:cut]
     for shape in (ToolCallsInText(FORMATS[name], ["weather", "time"]), NamedCall("weather"), RequiredCalls()):
-        reader, message, place, number = shape.reader(0), Message(), 0, 0
+        reader, message, place, number = shape(0), Message(), 0, 0
         while place < len(text):
             end = place + sizes[number % len(sizes)]
             message.add(reader.add(text[place:end]))
@@ -105,7 +105,7 @@ def test_a_text_is_read_alike_in_any_pieces(written: Any, before: str, after: st
 
 def test_arguments_come_as_they_are_written_and_are_cut_where_the_text_is() -> None:
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "a}\\"]b", "days": [1, {}]}}\n</tool_call>'
-    reader = ToolCallsInText(names=["weather"]).reader(0)
+    reader = ToolCallsInText(names=["weather"])(0)
     told = [part.calls[0] for part in map(reader.add, text) if part.calls]
     assert [call.name for call in told] == ["weather", *[""] * (len(told) - 1)]
     assert "".join(call.arguments for call in told) == '{"city": "a}\\"]b", "days": [1, {}]}'
@@ -132,7 +132,7 @@ def test_each_family_streams_any_arguments_as_they_are_written(name: str, values
     one, between, around = JSON_FORMS[name]
     arguments = [json.dumps({"value": value}) for value in values]
     written = between.join(one.replace("{}", f'{{"name": "f", "arguments": {each}{more}}}') for each in arguments)
-    reader, message, pieces = ToolCallsInText(FORMATS[name], ["f"]).reader(0), Message(), []
+    reader, message, pieces = ToolCallsInText(FORMATS[name], ["f"])(0), Message(), []
     for character in around.replace("{}", written):
         part = reader.add(character)
         message.add(part)
@@ -147,7 +147,7 @@ def test_other_forms_come_call_by_call() -> None:
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{"b": {}}'),
         ("gemma", "".join(f"<start_function_call>call:{each}<end_function_call>" for each in ("f{a:1}", "g{b:{}}"))),
     ):
-        reader = ToolCallsInText(FORMATS[name], ["f", "g"]).reader(0)
+        reader = ToolCallsInText(FORMATS[name], ["f", "g"])(0)
         half = text.index("g[" if name == "mistral" else "call:g")
         first = [call for part in map(reader.add, text[:half]) for call in part.calls]
         second = [call for part in map(reader.add, text[half:]) for call in part.calls]

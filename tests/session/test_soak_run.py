@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -46,7 +46,9 @@ def run(
                 stop.set()
 
             stopping = asyncio.ensure_future(stop_then())
-        record = await run_soak(plan or plan_of(), target, stop=stop, checkpoint=checkpoint, **options)
+        record = await run_soak(
+            plan or plan_of(), cast("SessionsTarget", target), stop=stop, checkpoint=checkpoint, **options
+        )
         if stop_after is not None:
             await stopping
         return record

@@ -9,7 +9,7 @@ from pathlib import Path
 
 SRC = Path(str(files("kvarts")))
 MOST_FILES = 420
-MOST_PROTOCOLS = 85
+MOST_PROTOCOLS = 70
 
 
 @cache

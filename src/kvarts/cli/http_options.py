@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from kvarts.openai_api.access import AccessLog
     from kvarts.openai_api.opening import Opened
-    from kvarts.openai_api.server import HttpDoors, Lifecycle
+    from kvarts.openai_api.server import HttpDoors
     from kvarts.owners import Keys
 
 __all__ = [
@@ -68,12 +68,12 @@ class OneOfSeveral:
 class DoorsBehind:
     """Servers of workers behind the server of a router, which are opened and closed together. `front`: the router's.
 
-    `open`: opens all servers, the router's at the given address, and returns them, their models, and the name and the
-    URL of each worker; it raises ConfigError for a port that is taken.
+    `open`: opens all servers, the router's at the given address, and returns them, and the name and the URL of each
+    worker; it raises ConfigError for a port that is taken.
     """
 
     front: Opened
-    open: Callable[[Any], tuple[HttpDoors, Lifecycle, list[tuple[str, str]]]]
+    open: Callable[[Any], tuple[HttpDoors, list[tuple[str, str]]]]
 
 
 AT_LEAST_ZERO = click.FloatRange(min=0.0)
@@ -291,16 +291,14 @@ def serve_http(
 
     async def serve() -> None:
         server: HttpDoors
-        models: Lifecycle
         if fleet is None:
             listening = None if worker is None else worker.listening
-            server, models = OpenAIServer(opened.app, opened.models, address, listening), opened.models
+            server = OpenAIServer(opened.app, opened.models, address, listening)
         else:
-            server, models, urls[:] = fleet.open(address)
+            server, urls[:] = fleet.open(address)
         async with nullcontext() if worker is None else worker.joined(opened):
             await serve_until_signal(
                 server,
-                models,
                 ready,
                 startup_delay_s=values["startup_delay"],
                 drain_s=values["drain"],

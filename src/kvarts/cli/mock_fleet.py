@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.fleet.config import FleetWorker
     from kvarts.openai_api.opening import Door
-    from kvarts.openai_api.server import HttpDoors, Lifecycle
+    from kvarts.openai_api.server import HttpDoors
     from kvarts.settings import Given
 
 __all__ = ["open_if_given", "over_file", "server_options"]
@@ -105,7 +105,7 @@ def open_if_given(
             return []
 
     from kvarts.openai_api.fleet.opening import open_fleet
-    from kvarts.openai_api.fleet.servers import FleetModels, FleetServer
+    from kvarts.openai_api.fleet.servers import FleetServer
 
     fleet = open_fleet(
         config,
@@ -117,8 +117,8 @@ def open_if_given(
         close_events=readers_of.close,
     )
 
-    def open_doors(address: Any) -> tuple[HttpDoors, Lifecycle, list[tuple[str, str]]]:
+    def open_doors(address: Any) -> tuple[HttpDoors, list[tuple[str, str]]]:
         server = FleetServer(fleet, address, say=say)
-        return server, FleetModels(fleet), server.urls
+        return server, server.urls
 
     return DoorsBehind(fleet.front, open_doors)

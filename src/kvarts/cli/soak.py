@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvarts.sampling import SamplingParams
     from kvarts.session.soak.run import KvLayers, SoakPlan, SoakRecord
-    from kvarts.session.soak.target import SoakTarget
+    from kvarts.session.soak.target import SessionsTarget
     from kvarts.session.values import SessionSettings
 
 __all__ = ["soak_command"]
@@ -117,7 +117,7 @@ def soak_command(
             virtual_settings: dict[str, Any] = {"sink": plan.sink, "window": plan.window}
             virtual_settings["record"] = recording.live_reader(stack, values)
 
-            def open_target(stack: AsyncExitStack) -> Awaitable[SoakTarget]:
+            def open_target(stack: AsyncExitStack) -> Awaitable[SessionsTarget]:
                 return _open(stack, address, values["server_pid"], virtual_settings)
 
             record = asyncio.run(_run(plan, open_target, checkpoint, checkpoint_turns))
@@ -175,7 +175,7 @@ def _layers(text: str, bound_tokens: int) -> KvLayers:
 
 async def _run(
     plan: SoakPlan,
-    open_target: Callable[[AsyncExitStack], Awaitable[SoakTarget]],
+    open_target: Callable[[AsyncExitStack], Awaitable[SessionsTarget]],
     checkpoint: Callable[[SoakRecord], None],
     checkpoint_turns: int,
 ) -> SoakRecord:
@@ -203,12 +203,12 @@ async def _run(
 
 async def _open(
     stack: AsyncExitStack, address: str | None, pid: int | None, virtual_settings: dict[str, Any]
-) -> SoakTarget:
+) -> SessionsTarget:
     from kvarts.session.soak.target import SessionsTarget, rss_of
 
     if address is None:
         open_virtual: Any = from_room("session.opening", "open_virtual_target", field="--virtual")
-        target: SoakTarget = await stack.enter_async_context(open_virtual(**virtual_settings))
+        target: SessionsTarget = await stack.enter_async_context(open_virtual(**virtual_settings))
         return target
     sessions = await stack.enter_async_context(from_room("client", "AsyncSessions", field="--address")(address))
     return SessionsTarget(_OfClient(sessions), *CLOCK, lambda: None if pid is None else rss_of(pid))

@@ -145,7 +145,7 @@ class ScaledCost:
 
 
 class PrefillCost:
-    """PrefillTimes by `cost`, for steps of `token_budget` tokens with no other work."""
+    """Times to compute prompts by `cost`, in steps of `token_budget` tokens with no other work."""
 
     def __init__(self, cost: CostModel, *, token_budget: int, pool_tokens: int) -> None:
         self._step_ns = cost.step_ns

@@ -16,12 +16,12 @@ from kvarts.errors import InputError
 from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
-from kvarts.fleet.links import Links
 from kvarts.fleet.moves import HOLD_NS, RELEASE, SEND, Incoming, Moves, PeerUse, StoreUse
 from kvarts.fleet.pool import ModelRouters, Pool
 from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import ByReservation, Worker
 from kvarts.limits import LATEST_NS, TooLateError
+from kvarts.links import Links
 from kvarts.report.requests import FAILED, REJECTED
 from kvarts.request import RequestState
 from kvarts.sched.policy import NEVER_NS
@@ -372,7 +372,7 @@ class FleetDriver(Moves):
                 self._set_gate(worker)
             has_started = worker.start(now_ns)
             if self._store is not None:
-                self._end_waits(now_ns)  # for what it has given up to store, because it needs the memory
+                self._end_waits(now_ns)  # for stores that it has given up, because it needs the memory
             if has_started:
                 heappush(self._ends, (worker.end_ns, worker.rank, worker.index))
                 if self._layer_wise is not None and worker.only_prefills:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvarts.links import LinkTransfer
 from kvarts.request import Request
 from kvarts.traffic.trace import TraceRequest
 
@@ -29,7 +30,7 @@ class Computed(NamedTuple):
     num_bytes: int
 
 
-class Handoff:
+class Handoff(LinkTransfer):
     """A request whose prompt `source` computes and which `target` continues. -1: no such worker was chosen yet.
 
     `prefill` and `decode` are its Request objects in the two engines; `prefill` is None if one worker does both.
@@ -65,12 +66,11 @@ class Handoff:
         "reserved_ns",
         "routed",
         "row",
-        "source",
-        "target",
         "transfer_ns",
     )
 
     def __init__(self, decode: Request, row: TraceRequest, model: int = 0) -> None:
+        super().__init__(-1, -1)
         self.decode = decode
         self.model = model
         self.row = row
@@ -82,8 +82,6 @@ class Handoff:
         """Whether the worker that its client chose only computes the prompt, and holds it for another request."""
         self.fetches: int | None = None if direct is None else direct.fetches
         """The row of the request whose held pages it continues with, if it names one."""
-        self.source = -1
-        self.target = -1
         self.planned = -1
         """The worker that was chosen on arrival to generate, until the prompt is computed elsewhere; -1 without one."""
         self.routed = -1

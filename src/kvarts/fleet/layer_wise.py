@@ -10,7 +10,7 @@ from math import ceil
 from typing import NamedTuple, TypeAlias, cast
 
 from kvarts.fleet.handoff import Computed, Handoff
-from kvarts.fleet.links import LinkTransfer, SharedLinks, slower_of
+from kvarts.links import LinkTransfer, SharedLinks, slower_of
 from kvarts.rates import Job
 from kvarts.sched.policy import NEVER_NS
 

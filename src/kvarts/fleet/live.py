@@ -5,7 +5,6 @@ It runs the driver of replays, so a replay of the same arrivals at the same time
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from msgspec import structs
@@ -13,86 +12,14 @@ from msgspec import structs
 from kvarts.event_log import EventReader
 from kvarts.fleet.config import FleetConfig, FleetWorker
 from kvarts.fleet.handoff import Handoff
+from kvarts.fleet.moves import Arriving
 from kvarts.fleet.replay import BuiltFleet
 from kvarts.fleet.worker import Worker
-from kvarts.report.requests import COMPLETED, REJECTED
 from kvarts.request import Request, RequestState
 from kvarts.sched.policy import NEVER_NS
-from kvarts.traffic.trace_request import DirectRequest, TraceRequest
+from kvarts.traffic.trace_request import DirectRequest
 
 __all__ = ["LiveFleet"]
-
-
-class _Arriving:
-    """An Incoming, its ArrivalTimes and Outcomes. Owner of the requests that have not arrived yet, and of outcomes."""
-
-    def __init__(self) -> None:
-        self._queue: deque[tuple[Request, TraceRequest]] = deque()
-        self.ended: list[int] = []
-        """Requests that have ended, or failed, and were not taken yet."""
-        self.failures: dict[int, str] = {}
-        """Why some of them failed."""
-        self.gives_up: dict[int, int] = {}
-        """When requests that have not arrived yet are given up, by index."""
-
-    @property
-    def source(self) -> _Arriving:
-        """When they arrive."""
-        return self
-
-    @property
-    def log(self) -> _Arriving:
-        """Their outcomes."""
-        return self
-
-    def add(self, request: Request, direct: DirectRequest | None, model: str | None) -> None:
-        """Add a request, which arrives no earlier than the ones before it."""
-        row = TraceRequest(
-            request.index,
-            request.arrival_ns,
-            (),
-            request.num_prompt_tokens,
-            request.max_tokens,
-            direct=direct,
-            model=model,
-        )
-        self._queue.append((request, row))
-
-    def next_ns(self) -> int | None:
-        """Return when the next request arrives, if any is known."""
-        return self._queue[0][0].arrival_ns if self._queue else None
-
-    def pop(self, now_ns: int) -> tuple[Request, TraceRequest]:
-        """Return it, and a row for it."""
-        return self._queue.popleft()
-
-    def gives_up_ns(self, request: Request, row: TraceRequest) -> int | None:
-        """Return when it was given up, if that was before it was taken in."""
-        return self.gives_up.pop(request.index, None)
-
-    def note_cancelled(self, request: Request, row: TraceRequest, index: int, more: Sequence[int] = ()) -> None:
-        """Do nothing: its client has given it up."""
-
-    def done(self, request: TraceRequest, now_ns: int) -> None:
-        """Record that a request has ended, or was refused."""
-        self.ended.append(request.row)
-
-    def end(
-        self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED, more: Sequence[int] = ()
-    ) -> None:
-        """Do nothing: `done` was called when it had generated its last token."""
-
-    def reject(
-        self,
-        request: Request,
-        row: TraceRequest,
-        replica: int,
-        reason: str,
-        status: int = REJECTED,
-        more: Sequence[int] = (),
-    ) -> None:
-        """Record why a request was refused, or failed."""
-        self.failures[row.row] = reason
 
 
 class LiveFleet:
@@ -105,7 +32,7 @@ class LiveFleet:
         pools = tuple(
             structs.replace(pool, each=structs.replace(pool.each, step_by_step=True)) for pool in config.pools
         )
-        self._arriving = _Arriving()
+        self._arriving = Arriving()
         config = structs.replace(config, pools=pools)
         self._num_known = config.replicas
         by_model = len(config.of_models) > 1

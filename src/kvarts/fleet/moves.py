@@ -9,23 +9,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappush
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
-from kvarts.fleet.links import Links, PeerLinks, Pull, StoreLinks
 from kvarts.fleet.pool import Front, ModelRouters
 from kvarts.fleet.worker import ByReservation, Worker
-from kvarts.kv.transfer import PeersGain, PrefillTimes
+from kvarts.kv.transfer import PeersGain, PrefillNs
+from kvarts.links import Links, PeerLinks, Pull, StoreLinks
 from kvarts.report.requests import COMPLETED, FAILED, REJECTED
 from kvarts.request import Request, RequestState
 from kvarts.sched.policy import NEVER_NS
-from kvarts.traffic.trace_request import TraceRequest
+from kvarts.sim.arrivals import Arrivals
+from kvarts.traffic.trace_request import DirectRequest, TraceRequest
 
 if TYPE_CHECKING:
     from kvarts.build import PrepareTiers, TierSettings
 
-__all__ = ["HOLD_NS", "Incoming", "Moves", "Outcomes", "PeerUse", "PeersOfWorkers"]
+__all__ = ["HOLD_NS", "Arriving", "Incoming", "Moves", "PeerUse", "PeersOfWorkers"]
 __all__ += ["RELEASE", "SEND", "BelowTiers", "StoreUse", "WorkersStore"]
 
 SEND: Final = 0
@@ -39,23 +40,67 @@ HOLD_NS = 30_000_000_000
 """How long a worker holds a prompt for a request that has not come yet: the lease of vLLM's connector."""
 
 
-class ArrivalTimes(Protocol):
-    """When requests arrive; receives their ends."""
+class Arriving:
+    """Requests that are submitted one by one. Owner of those that have not arrived yet, and of outcomes.
+
+    The interface is that of Arrivals, with its source and its log.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Request, TraceRequest]] = deque()
+        self.ended: list[int] = []
+        """Requests that have ended, or failed, and were not taken yet."""
+        self.failures: dict[int, str] = {}
+        """Why some of them failed."""
+        self.gives_up: dict[int, int] = {}
+        """When requests that have not arrived yet are given up, by index."""
+
+    @property
+    def source(self) -> Arriving:
+        """When they arrive."""
+        return self
+
+    @property
+    def log(self) -> Arriving:
+        """Their outcomes."""
+        return self
+
+    def add(self, request: Request, direct: DirectRequest | None, model: str | None) -> None:
+        """Add a request, which arrives no earlier than the ones before it."""
+        row = TraceRequest(
+            request.index,
+            request.arrival_ns,
+            (),
+            request.num_prompt_tokens,
+            request.max_tokens,
+            direct=direct,
+            model=model,
+        )
+        self._queue.append((request, row))
 
     def next_ns(self) -> int | None:
-        """Return when the next request arrives, if any does."""
+        """Return when the next request arrives, if any is known."""
+        return self._queue[0][0].arrival_ns if self._queue else None
+
+    def pop(self, now_ns: int) -> tuple[Request, TraceRequest]:
+        """Return it, and a row for it."""
+        return self._queue.popleft()
+
+    def gives_up_ns(self, request: Request, row: TraceRequest) -> int | None:
+        """Return when it was given up, if that was before it was taken in."""
+        return self.gives_up.pop(request.index, None)
+
+    def note_cancelled(self, request: Request, row: TraceRequest, index: int, more: Sequence[int] = ()) -> None:
+        """Do nothing: its client has given it up."""
 
     def done(self, request: TraceRequest, now_ns: int) -> None:
         """Record that a request has ended, or was refused."""
-
-
-class Outcomes(Protocol):
-    """The outcomes of requests, as a RequestLog keeps them."""
+        self.ended.append(request.row)
 
     def end(
         self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED, more: Sequence[int] = ()
     ) -> None:
-        """Add `request`, which has ended."""
+        """Do nothing: `done` was called when it had generated its last token."""
 
     def reject(
         self,
@@ -66,28 +111,12 @@ class Outcomes(Protocol):
         status: int = REJECTED,
         more: Sequence[int] = (),
     ) -> None:
-        """Add `request`, which was refused or failed."""
+        """Record why a request was refused, or failed."""
+        self.failures[row.row] = reason
 
 
-class Incoming(Protocol):
-    """The requests that arrive at a fleet."""
-
-    @property
-    def source(self) -> ArrivalTimes:
-        """When they arrive."""
-
-    @property
-    def log(self) -> Outcomes:
-        """Their outcomes."""
-
-    def pop(self, now_ns: int) -> tuple[Request, TraceRequest]:
-        """Return the request that arrives next, and its row."""
-
-    def gives_up_ns(self, request: Request, row: TraceRequest) -> int | None:
-        """Return when its client gives a request up if it has not ended by then; None for never."""
-
-    def note_cancelled(self, request: Request, row: TraceRequest, index: int, more: Sequence[int] = ()) -> None:
-        """Record that a request was dropped, because its client gave it up."""
+Incoming: TypeAlias = Arrivals | Arriving
+"""The requests that arrive at a fleet, and their outcomes."""
 
 
 class BelowTiers(Protocol):
@@ -143,8 +172,8 @@ class PeersOfWorkers(BelowTiers, Protocol):
     def leave(self, worker: int) -> bool:
         """Stop reading from `worker`, which was removed; return whether it was still registered."""
 
-    def gain(self, prefill: PrefillTimes, page_size: int) -> PeersGain:
-        """Return what a worker saves that reads pages, instead of computing them in the time of `prefill`."""
+    def gain(self, prefill: PrefillNs, page_size: int) -> PeersGain:
+        """Return the savings of a worker that reads pages, instead of computing them in the time of `prefill`."""
 
 
 class StoreUse:
@@ -808,7 +837,7 @@ class Moves:
             elif handoff.at_source and handoff.source == worker.index:
                 self._lose_source(handoff, worker, now_ns)
         worker.lose_memory()
-        worker.refused_at = -1  # what was before the refused request is gone, whether or not it had pages
+        worker.refused_at = -1  # the requests before the refused one have no pages any more, if they had some
 
     def _lose_pulls(self, worker: Worker, now_ns: int) -> None:
         """Fail all reads from a worker that fails or was removed."""

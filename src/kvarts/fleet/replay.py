@@ -16,12 +16,12 @@ from kvarts.fleet.config import TOKEN_BYTES, FleetConfig, FleetWorker, ModelPool
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
-from kvarts.fleet.links import FixedRate, Links, PeerLinks, SharedLinks, StoreLinks
 from kvarts.fleet.moves import BelowTiers, Incoming, PeersOfWorkers, PeerUse, StoreUse, WorkersStore
 from kvarts.fleet.pool import Front, ModelRouters, Pool
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.worker import ByAge, ByReservation, DecodeOnly, Worker
 from kvarts.limits import MOST_REPLICAS, brief
+from kvarts.links import FixedRate, Links, PeerLinks, SharedLinks, StoreLinks
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.rooms import from_room

@@ -152,7 +152,6 @@ class Worker:
         """When an idle worker must look again, as a transfer to or from a tier below ends."""
         self.pending: deque[Handoff] = deque()
         """Requests that wait for pages here, for a prompt that another worker has computed."""
-        self.num_in_transfer = 0
         self.deferred: list[tuple[int, Handoff]] = []
         """Actions of the fleet at the end of the step under way, by their numbers in kvarts.fleet.moves."""
         self.interrupts: list[tuple[Callable[[Handoff, Worker, int], None], Handoff]] = []
@@ -290,7 +289,7 @@ class Worker:
         return False
 
     def count_leap(self) -> None:
-        """Do the leap under way, if there is one, with what is below the device now."""
+        """Do the leap under way, if there is one, with the present pages below the device."""
         if self._times is not None:
             self._do_leap(self._times)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -19,7 +19,7 @@ __all__ = [
     "Move",
     "Offer",
     "PeersGain",
-    "PrefillTimes",
+    "PrefillNs",
     "Transfer",
     "TransferReport",
     "TransferTotals",
@@ -31,11 +31,11 @@ LoadKv = Literal["placed", "async", "sync"]
 """How a request waits for its load: with a place among the running ones, without one, or within a step."""
 
 
-class PrefillTimes(Protocol):
-    """Durations of computing, to be weighed against loading. Promises: the same result until a step is measured."""
+PrefillNs = Callable[[int, int], int | None]
+"""Returns how long tokens [start, end) of a sequence take to compute alone, to be weighed against loading them.
 
-    def prefill_ns(self, start: int, end: int) -> int | None:
-        """Return how long tokens [start, end) of a sequence take alone; None if that is not known yet."""
+None: that is not known yet. Promises: the same result until a step is measured.
+"""
 
 
 class PeersGain(msgspec.Struct, frozen=True):

@@ -115,7 +115,7 @@ KEPT = 0.9
 
 
 class MeasuredPrefill:
-    """PrefillTimes in proportion to tokens, from the steps that computed prompts, with recent ones weighing most."""
+    """Times to compute prompts, in proportion to tokens, from steps that computed some; recent ones weigh most."""
 
     def __init__(self) -> None:
         self._num_tokens = 0.0

@@ -18,7 +18,8 @@ from kvarts.kv.cache import Holding
 from kvarts.kv.eviction import HeldPages
 from kvarts.kv.transfer import Coming, Loaded, Offer, Weighed
 from kvarts.offload.channel import Channel
-from kvarts.offload.store_policy import Backlog, Spill, StorePolicy
+from kvarts.offload.part_policy import PartPolicy
+from kvarts.offload.store_policy import Backlog, PagePolicy, Spill
 from kvarts.offload.transfers import Copies, Loading
 
 __all__ = ["ConnectedTier", "Layout", "Tier"]
@@ -123,7 +124,7 @@ class Layout(Generic[TierT]):
     # Stores and spills ----------------------------------------------------------------------------------------
 
     @property
-    def policy(self) -> StorePolicy[object]:
+    def policy(self) -> PagePolicy | PartPolicy:
         """The choice of pages to store."""
         raise NotImplementedError
 

@@ -30,7 +30,7 @@ from kvarts.event_log import Tell
 from kvarts.events import StoreStarted, TransferEnded
 from kvarts.kv.cache import Cache, Holding
 from kvarts.kv.eviction import HeldPages
-from kvarts.kv.transfer import Awaited, Coming, Direction, Move, Offer, PrefillTimes, TransferTotals, Weighed
+from kvarts.kv.transfer import Awaited, Coming, Direction, Move, Offer, PrefillNs, TransferTotals, Weighed
 from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.layout import Layout, Tier
@@ -58,7 +58,7 @@ class Offloader(Transfers, Generic[LayoutT]):
         layout: LayoutT,
         *,
         full_prompt_hits: bool = False,
-        prefill: PrefillTimes | None = None,
+        prefill: PrefillNs | None = None,
         num_layers: int = 1,
         step_tokens: int = 1,
         copy_slowdown: float = 0.0,

@@ -14,7 +14,7 @@ from kvarts.kv.eviction import EvictionOrder, TreeWatcher
 from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.page_cache import PageCache
-from kvarts.kv.transfer import PrefillTimes
+from kvarts.kv.transfer import PrefillNs
 from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel, MakeChannel, MeasuredChannel, TierSpec
 from kvarts.offload.config import OffloadConfig
@@ -117,7 +117,7 @@ class TiersToOpen:
         *,
         with_page_ids: bool,
         tell: Tell | None,
-        prefill: PrefillTimes | None = None,
+        prefill: PrefillNs | None = None,
         fingerprint: Callable[[], str] | None = None,
     ) -> Offloader[Any]:
         """Open the tiers below `cache`. `fingerprint` returns the model's, for files without a namespace."""
@@ -155,7 +155,7 @@ def open_offloader(
     known_keys: Iterable[bytes] = (),
     namespace: str = "",
     order: SafeFirst | None = None,
-    prefill: PrefillTimes | None = None,
+    prefill: PrefillNs | None = None,
     more: Sequence[ConnectedTier[Any]] = (),
 ) -> Offloader[Any]:
     """Open the tiers of `offload` below `cache`. `memory`: the KV groups of `cache`, if it has any.
@@ -180,7 +180,7 @@ def open_offloader(
                 tier = MemoryTier(spec.name, spec.num_pages, with_slots=with_page_ids)
             pages.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
         pages += more
-        policy: PagePolicy[Any] = EagerPolicy(whole)
+        policy: PagePolicy = EagerPolicy(whole)
         assert (order is not None) == (offload.policy == "lazy"), "a lazy policy stores what `order` would evict next"
         if order is not None:
             num_pages = sum(connected.tier.num_pages for connected in pages)

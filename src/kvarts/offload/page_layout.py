@@ -126,7 +126,7 @@ class PageLayout(Layout[PageTier]):
         self,
         cache: PageCache,
         connected: Sequence[ConnectedTier[PageTier]],
-        policy: PagePolicy[Any],
+        policy: PagePolicy,
         *,
         page_bytes: int,
         order: SafeFirst | None = None,
@@ -165,7 +165,7 @@ class PageLayout(Layout[PageTier]):
             order.hears_all = len(self.own) > 1
 
     @property
-    def policy(self) -> PagePolicy[Any]:
+    def policy(self) -> PagePolicy:
         """The choice of pages to store."""
         return self._policy
 
@@ -245,7 +245,7 @@ class PageLayout(Layout[PageTier]):
         content: Content,
         start: int,
         end: int,
-        where: object,
+        where: Any,
         room: int,
     ) -> tuple[TierStore | None, tuple[HeldPages, ...], int]:
         """Prepare to store at most `room` of pages [start, end), and hold these; return None if there are none.

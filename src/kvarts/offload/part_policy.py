@@ -9,46 +9,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 from kvarts.content import Content
-from kvarts.kv.account import Wants
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.runs import PartRun, RunHolding
 from kvarts.kv.span_tree import find
-from kvarts.offload.store_policy import StorePolicy
 
 __all__ = ["EagerParts", "LazyParts", "PartPolicy"]
 
 ANY = 1 << 62
 
+PartPolicy: TypeAlias = "EagerParts | LazyParts"
+"""Chooses runs to store: each with its first page and the page after its last.
 
-class PartPolicy(StorePolicy[tuple[PartRun, int, int]], Wants, Protocol):
-    """Chooses runs to store: each with its first page and the page after its last.
-
-    Promises: the run that it yielded last is yielded again until `passed` is called.
-    """
-
-    goes_first: bool
-    """Whether the device evicts stored parts next, rather than last."""
-
-    def begin_step(self) -> None:
-        """Take note that what became complete so far is computed: it can be stored in the step that begins."""
-
-    def passed(self, run: PartRun, start: int, end: int) -> None:
-        """Note that pages [start, end) of the last yielded run are stored, need not be, or find no room.
-
-        `run` has them; pages are passed in order.
-        """
-
-    def preempted(self, content: Content, group: int, start: int, end: int) -> None:
-        """Want pages [start, end) of a request that lost them: they are computed, and only it can find them again."""
-
-    def resumed(self, content: Content, groups: Sequence[int], page: int) -> None:
-        """Want no snapshots before `page`, in `groups`, of a request that has resumed from there."""
-
-    def ended(self, content: Content) -> None:
-        """Want no pages of unknown tokens of a request that has ended."""
+Promises: the run that it yielded last is yielded again until `passed` is called, for pages in order. `goes_first`:
+whether the device evicts stored parts next, rather than last.
+"""
 
 
 class EagerParts:

@@ -16,7 +16,8 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.groups import GroupMemory
-from kvarts.kv.transfer import Offer, PeersGain, PrefillTimes
+from kvarts.kv.transfer import Offer, PeersGain, PrefillNs
+from kvarts.links import PeerLinks
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.layout import ConnectedTier
@@ -29,19 +30,6 @@ from kvarts.offload.weigher import Weigher
 __all__ = ["PEERS", "PeerMemory", "PeerView", "Peers"]
 
 PEERS = "peers"
-
-
-class LinksToPeers(Protocol):
-    """The links between engines. The tiers of an engine receive the end or the failure of each transfer."""
-
-    def reaches(self, source: int, worker: int) -> bool:
-        """Return whether `worker` can read from `source` now."""
-
-    def begin_pull(self, source: int, worker: int, number: int, num_bytes: int, now_ns: int) -> None:
-        """Begin transfer `number` of `worker`, which reads from `source`."""
-
-    def within_ns(self, source: int, worker: int, num_bytes: int) -> int:
-        """Return how long one more transfer would take if no other began or ended."""
 
 
 class ReadingView(Protocol):
@@ -71,7 +59,7 @@ class Peers(Generic[HostT, ViewT]):
     is pinned or released there for others.
     """
 
-    def __init__(self, unit_bytes: int, links: LinksToPeers, *, latency_ms: float, bytes_per_s: float) -> None:
+    def __init__(self, unit_bytes: int, links: PeerLinks, *, latency_ms: float, bytes_per_s: float) -> None:
         self.unit_bytes = unit_bytes
         self.links = links
         self._latency_ms = latency_ms
@@ -98,7 +86,7 @@ class Peers(Generic[HostT, ViewT]):
         """Let others read from the host memory of `worker`."""
         self.tiers[worker] = host
 
-    def gain(self, prefill: PrefillTimes, page_size: int) -> PeersGain:
+    def gain(self, prefill: PrefillNs, page_size: int) -> PeersGain:
         """Return what a worker saves that reads over idle links, instead of computing as in `prefill`."""
         alone = Channel("peers", latency_us=self._latency_ms * 1e3, bytes_per_s=max(1, round(self._bytes_per_s)))
         return peers_gain(Weigher([alone], self.unit_bytes, prefill, splits=True), page_size)
@@ -256,7 +244,7 @@ class PeerChannel(SharedChannel):
 
     __slots__ = ("_links", "view")
 
-    def __init__(self, name: str, links: LinksToPeers, unit_bytes: int) -> None:
+    def __init__(self, name: str, links: PeerLinks, unit_bytes: int) -> None:
         super().__init__(name, unit_bytes)
         self._links = links
         self.view: ReadingView

@@ -22,8 +22,9 @@ from kvarts.kv.groups import GroupMemory
 from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, first_list
 from kvarts.kv.span_tree import SpanTree
 from kvarts.kv.transfer import Coming
+from kvarts.links import StoreLinks
 from kvarts.offload.part_tier import PartTier
-from kvarts.offload.shared_store import STORE, LinksToStore, Shared, Write
+from kvarts.offload.shared_store import STORE, Shared, Write
 
 __all__ = ["PartsView", "SharedParts"]
 
@@ -42,7 +43,7 @@ class SharedParts(Shared["PartsView"]):
     unit = "blocks"
     """The unit of its sizes and counts."""
 
-    def __init__(self, size: int, unit_bytes: int, links: LinksToStore, *, memory: GroupMemory, page_size: int) -> None:
+    def __init__(self, size: int, unit_bytes: int, links: StoreLinks, *, memory: GroupMemory, page_size: int) -> None:
         super().__init__(size, unit_bytes, links)
         tree = self.tree = SpanTree(memory, page_size, _never_moving, num_below=PLACE + 1)
         self.parts = PartTier(STORE, size, memory, tree, place=PLACE)

@@ -18,6 +18,7 @@ from kvarts.event_log import Tell
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.transfer import Coming
+from kvarts.links import StoreLinks
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.index import ALL, TierIndex, TierRun, check_index
@@ -30,22 +31,6 @@ from kvarts.offload.transfers import NEVER_NS
 __all__ = ["STORE", "Shared", "SharedChannel", "SharedStore", "StoreView", "Write"]
 
 STORE = "store"
-
-
-class LinksToStore(Protocol):
-    """The links between the store and the engines. The tiers of an engine receive the end of each transfer."""
-
-    def begin(self, worker: int, number: int, num_bytes: int, now_ns: int, *, is_read: bool) -> None:
-        """Begin transfer `number` of `worker`."""
-
-    def within_ns(self, worker: int, num_bytes: int, *, is_read: bool) -> int:
-        """Return how long one more transfer would take if no other began or ended."""
-
-    def cancel(self, worker: int, number: int) -> None:
-        """Abort transfer `number` of `worker`, if it has not ended."""
-
-    def left_ns(self, worker: int, number: int, now_ns: int) -> int:
-        """Return how long transfer `number` of `worker` would still take if no other began or ended."""
 
 
 class Write:
@@ -79,7 +64,7 @@ class Shared(Generic[ViewT]):
     `before_removal`: called with a worker before it receives the removal of its pages by another one.
     """
 
-    def __init__(self, size: int, unit_bytes: int, links: LinksToStore) -> None:
+    def __init__(self, size: int, unit_bytes: int, links: StoreLinks) -> None:
         self.size = size
         self.unit_bytes = unit_bytes
         self.links = links
@@ -167,7 +152,7 @@ class SharedStore(Shared["StoreView"]):
     unit = "pages"
     """The unit of its sizes and counts."""
 
-    def __init__(self, size: int, unit_bytes: int, links: LinksToStore) -> None:
+    def __init__(self, size: int, unit_bytes: int, links: StoreLinks) -> None:
         super().__init__(size, unit_bytes, links)
         self.index = TierIndex(size, with_slots=False, on_stored=self._on_stored, on_removed=self._on_removed)
 
@@ -355,7 +340,7 @@ class StoreChannel(SharedChannel):
 
     __slots__ = ("_is_read", "_links", "_num_under_way", "_worker", "view")
 
-    def __init__(self, name: str, links: LinksToStore, worker: int, *, unit_bytes: int, is_read: bool) -> None:
+    def __init__(self, name: str, links: StoreLinks, worker: int, *, unit_bytes: int, is_read: bool) -> None:
         super().__init__(name, unit_bytes)
         self._links = links
         self._worker = worker

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import TypeAlias
 
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
@@ -16,7 +16,7 @@ from kvarts.kv.page_cache import PageCache
 from kvarts.kv.tree import Node, Path
 from kvarts.offload.safe_first import SafeFirst
 
-__all__ = ["Backlog", "EagerPolicy", "LazyPolicy", "PagePolicy", "Spill", "StorePolicy"]
+__all__ = ["Backlog", "EagerPolicy", "LazyPolicy", "PagePolicy", "Spill"]
 
 PRUNE_AT = 10_000
 """How many runs may wait to be spilled before those that have been evicted since are removed from the queue."""
@@ -74,68 +74,13 @@ def precedes(before: Content, end: int, content: Content, start: int) -> bool:
 
 
 ANY = 1 << 62
-Where = TypeVar("Where")
-ChoiceT_co = TypeVar("ChoiceT_co", covariant=True)
+PagePolicy: TypeAlias = "EagerPolicy | LazyPolicy"
+"""Chooses whole pages to store: content, first page, page after the last, and where these are.
 
-
-class StorePolicy(Protocol, Generic[ChoiceT_co]):
-    """Chooses pages to store. Promises: `choose` changes nothing on the device, and does bounded work.
-
-    It is not called while the channel to the first tier is behind, or that lacks room.
-    """
-
-    def choose(self) -> Iterator[ChoiceT_co]:
-        """Yield pages to store in this step. If the caller stops iterating, the last and all later ones stay wanted."""
-
-    def forget(self) -> None:
-        """Note that the device has lost everything."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `choose` would yield something, independent of later changes on the device."""
-
-
-class PagePolicy(StorePolicy[tuple[Content, int, int, Where]], Protocol[Where]):
-    """Chooses whole pages: content, first page, page after the last, and where these are."""
-
-    stores_deepest_first: bool
-    """Whether the last of the chosen pages are stored if there is not room for all."""
-
-    def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Note that the first `num_pages` pages of `content`, in `holding`, are complete and will not change."""
-
-    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Note that a request with the first `num_pages` pages of `content` complete has lost its `holding`.
-
-        Until `ended`, it may find pages of unknown tokens again, so these are stored as well.
-        """
-
-    def ended(self, content: Content) -> None:
-        """Note that the request of `content`, which was preempted before, has ended."""
-
-    def path(self, content: Content, end: int, where: Where) -> tuple[Path, int]:
-        """Return the runs with the first `end` pages of the last choice, and how many of these the device has.
-
-        The last run may reach beyond.
-        """
-
-    def first_wanted(self, start: int, where: Where) -> int:
-        """Return the first page to store of the last choice, which begins at page `start`, if its channel is behind.
-
-        Pages stored from there on can be found even if the device evicts the rest before it is stored.
-        """
-
-    def wait(self, position: int) -> None:
-        """Note that the tier lacked room for the last choice, or its channel was behind.
-
-        Its pages from `position` on stay wanted.
-        """
-
-    def pages_to_spare(self) -> int | None:
-        """Return how many pages of the device may be taken before `choose` would yield pages.
-
-        None: it would now.
-        """
+Promises: `choose` changes nothing on the device, and does bounded work. It is not called while the channel to the first
+tier is behind, or that lacks room. `stores_deepest_first`: whether the last of the chosen pages are stored if there is
+not room for all.
+"""
 
 
 class EagerPolicy:
@@ -150,21 +95,24 @@ class EagerPolicy:
         """The content that was chosen last."""
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Keep the pages for `choose`, in place of fewer pages of the same content."""
+        """Keep the first `num_pages` pages, which are complete, for `choose`, in place of fewer of the same content."""
         self._wanted[content.owner] = (content, 0, num_pages, holding)
 
     def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Keep all complete pages for `choose`."""
+        """Keep all complete pages of a request that has lost its `holding` for `choose`.
+
+        Until `ended`, it may find pages of unknown tokens again, so these are stored as well.
+        """
         self._wanted[content.owner] = (content, 0, num_pages, holding)
 
     def ended(self, content: Content) -> None:
-        """Want no pages of unknown tokens any more."""
+        """Want no pages of unknown tokens any more: the request, which was preempted before, has ended."""
         wanted = self._wanted.pop(content.owner, None)
         if wanted is not None and wanted[1] < (end := min(wanted[2], content.num_known_pages)):
             self._wanted[content.owner] = (content, wanted[1], end, wanted[3])
 
     def choose(self) -> Iterator[tuple[Content, int, int, Holding]]:
-        """Yield wanted pages, by request."""
+        """Yield wanted pages, by request. If the caller stops iterating, the last and all later ones stay wanted."""
         wanted = self._wanted
         for owner in sorted(wanted):
             self._chosen = owner
@@ -172,11 +120,14 @@ class EagerPolicy:
             del wanted[owner]
 
     def first_wanted(self, start: int, where: Holding) -> int:
-        """Return `start`: earlier pages are being stored already."""
+        """Return `start`, the first page to store if the channel is behind: earlier ones are being stored already."""
         return start
 
     def path(self, content: Content, end: int, where: Holding) -> tuple[Path, int]:
-        """Return the request's runs, or, if it has ended since, the runs that are found."""
+        """Return the runs with the first `end` pages, and how many of these the device has. The last may reach beyond.
+
+        They are those of the request, or, if it has ended since, those that are found.
+        """
         if where.path:
             return where.path, end
         match = self._cache.match(content, end)
@@ -192,7 +143,7 @@ class EagerPolicy:
         return None if self._wanted else ANY
 
     def wait(self, position: int) -> None:
-        """Do not choose earlier pages again."""
+        """Do not choose pages before `position` again: the channel was behind, or the tier lacked room."""
         content, _, end, holding = self._wanted[self._chosen]
         if position < end:
             self._wanted[self._chosen] = content, position, end, holding

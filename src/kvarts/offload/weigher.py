@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from kvarts.kv.transfer import Awaited, Offer, PrefillTimes, Weighed
+from kvarts.kv.transfer import Awaited, Offer, PrefillNs, Weighed
 from kvarts.offload.channel import Channel, MeasuredPrefill
 
 __all__ = ["Weigher", "between"]
@@ -27,7 +27,7 @@ class Weigher:
         self,
         lanes: Sequence[Channel],
         page_bytes: int,
-        prefill: PrefillTimes | None,
+        prefill: PrefillNs | None,
         *,
         splits: bool = False,
         num_layers: int = 1,
@@ -39,7 +39,7 @@ class Weigher:
         self._splits = splits
         self._page_bytes = page_bytes
         self._measured = MeasuredPrefill()
-        self._prefill: PrefillTimes = self._measured if prefill is None else prefill
+        self._prefill_ns = self._measured.prefill_ns if prefill is None else prefill
         self._num_loads = 0
         self._num_good_loads = 0
 
@@ -69,18 +69,18 @@ class Weigher:
         not wait for memory: it pays if their total gain is at least the wait. The gain is scaled by the share of loads
         that succeeded. `awaited`: the pages of another request's load, if there is one.
         """
-        prefill = self._prefill
-        compute_ns = prefill.prefill_ns(start * page_size, num_known)
+        prefill_ns = self._prefill_ns
+        compute_ns = prefill_ns(start * page_size, num_known)
         if compute_ns is None:
             return Weighed(offer.num_pages, offer.by_tier, is_awaited=awaited is not None)
         num_good, num_loads = self._num_good_loads + 1, self._num_loads + 1
 
         def worth_ns(num_pages: int) -> int:
-            left_ns = prefill.prefill_ns((start + num_pages) * page_size, num_known) or 0
+            left_ns = prefill_ns((start + num_pages) * page_size, num_known) or 0
             return (compute_ns - left_ns) * (1 + num_behind) * num_good // num_loads
 
         def front_ns(num_front: int) -> int:
-            return prefill.prefill_ns(start * page_size, (start + num_front) * page_size) or 0
+            return prefill_ns(start * page_size, (start + num_front) * page_size) or 0
 
         best, front, best_gain_ns, worth, load_ns, wait_ns = 0, 0, 0, 0, 0, 0
         position = 0
@@ -105,7 +105,7 @@ class Weigher:
                 if 0 < num_front < position:
                     took_ns = front_ns(num_front)
                     tail_ns = self._wait_ns(now_ns, offer, start, num_front, position, hidden_ns)
-                    rest_ns = prefill.prefill_ns((start + position) * page_size, num_known) or 0
+                    rest_ns = prefill_ns((start + position) * page_size, num_known) or 0
                     both_ns, either_ns = max(took_ns, tail_ns) + rest_ns, min(load_ns + rest_ns, compute_ns)
                     gain_ns = (compute_ns - took_ns - rest_ns) * (1 + num_behind) * num_good // num_loads
                     gain_ns -= max(0, tail_ns - took_ns)
@@ -129,7 +129,7 @@ class Weigher:
         if self.num_layers == 1:
             return 0
         start = min(start, num_known - 1)
-        step_ns = self._prefill.prefill_ns(start, min(num_known, start + self._step_tokens)) or 0
+        step_ns = self._prefill_ns(start, min(num_known, start + self._step_tokens)) or 0
         return step_ns * (self.num_layers - 1) // self.num_layers
 
     def _wait_ns(self, now_ns: int, offer: Offer, first: int, start: int, end: int, hidden_ns: int) -> int:

@@ -50,11 +50,6 @@ class Budget:
         self.num_made = MOST_MADE_VALUES
         self.num_made_bytes = MOST_MADE_BYTES
 
-    @property
-    def cost_bytes(self) -> int:
-        """The cost of values made for JSON schemas, as the bytes of a body that take as long to read."""
-        return VALUE_BYTES * (MOST_MADE_VALUES - self.num_made) + MOST_MADE_BYTES - self.num_made_bytes
-
     def draw_json(self, payload: bytes) -> None:
         """Draw the values of JSON text."""
         self.draw_values(num_values(payload), None)

@@ -343,7 +343,7 @@ class ChatForm(_Chunks):
         """Return the change of the message by a piece, and the finish reason if the shape changes it."""
         reader = self._readers.get(number)
         if reader is None:
-            reader = self._readers[number] = shape.reader(number)
+            reader = self._readers[number] = shape(number)
         part, reason = reader.add(text), None
         change = _delta(part)
         if is_last:

@@ -179,7 +179,7 @@ class MessageForm:
 
     def __init__(self, model: str, shape: Shape, num_prompt_tokens: int) -> None:
         self.answer_id = f"msg_{new_id()}"
-        self._reader = shape.reader(0)
+        self._reader = shape(0)
         self._num_prompt_tokens = num_prompt_tokens
         self._reason = "stop"
         self._blocks: list[dict[str, Any]] = []

@@ -187,7 +187,9 @@ def mock_model(
         audit=audit,
         tiers=preparation_of(offload),
         make_order=make_order,
-        prefill=PrefillCost(cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens),
+        prefill=PrefillCost(
+            cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens
+        ).prefill_ns,
         moves_pages=False,
         step_ns=cost.step_ns,
     )

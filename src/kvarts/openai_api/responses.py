@@ -320,7 +320,7 @@ class ResponseForm:
     tells_ids = False
 
     def __init__(self, body: ResponsesBody, model: str, shape: Shape, rank: int) -> None:
-        self._reader = shape.reader(0)
+        self._reader = shape(0)
         self._reason = "stop"
         self._number = 0
         self._items: list[dict[str, Any]] = []

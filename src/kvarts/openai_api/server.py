@@ -24,7 +24,7 @@ from kvarts.openai_api.served import Models
 from kvarts.reach import check_certificate, check_reach
 from kvarts.signals import asked_to_stop
 
-__all__ = ["Address", "HttpDoors", "Lifecycle", "OpenAIServer", "serve_until_signal"]
+__all__ = ["Address", "HttpDoors", "OpenAIServer", "serve_until_signal"]
 
 BACKLOG = 4096
 MAX_HEAD_BYTES = 64 * 1024
@@ -330,6 +330,10 @@ class OpenAIServer:
         self._server = _Server(config)
         self._running: asyncio.Task[None] | None = None
 
+    def models(self) -> list[Models]:
+        """Return the models of the application, as HttpDoors has them."""
+        return [self._models]
+
     async def start(self) -> None:
         """Start accepting connections."""
         self._models.open()
@@ -362,6 +366,9 @@ class HttpDoors(Protocol):
     def url(self) -> str:
         """The URL."""
 
+    def models(self) -> list[Models]:
+        """Return the models of each door that is there; of a fleet, the router's first."""
+
     async def start(self) -> None:
         """Start accepting connections."""
 
@@ -369,27 +376,8 @@ class HttpDoors(Protocol):
         """Refuse new requests, wait for those under way, and close. Return whether all of them ended normally."""
 
 
-class Lifecycle(Protocol):
-    """The models of one server, or of several."""
-
-    @property
-    def num_live(self) -> int:
-        """Requests under way."""
-
-    @property
-    def most_late_ns(self) -> int:
-        """The largest delay of a mock's step."""
-
-    def set_starting(self, *, is_starting: bool) -> None:
-        """Set whether the server is still starting, and therefore refuses requests."""
-
-    def leave(self) -> None:
-        """Report a shutdown at /health; requests are still accepted."""
-
-
 async def serve_until_signal(
     server: HttpDoors,
-    models: Lifecycle,
     listening: Callable[[str], None],
     *,
     startup_delay_s: float = 0.0,
@@ -404,35 +392,38 @@ async def serve_until_signal(
     Until `startup_delay_s` is over, requests are answered with 503. `say` receives messages about lag.
     """
     stopping = asked_to_stop()
-    models.set_starting(is_starting=startup_delay_s > 0)
+    for each in server.models():
+        each.set_starting(is_starting=startup_delay_s > 0)
     await server.start()
     listening(server.url)
-    starting = asyncio.ensure_future(_start_later(models, startup_delay_s))
-    watching = asyncio.ensure_future(_watch_lag(models, say))
+    starting = asyncio.ensure_future(_start_later(server, startup_delay_s))
+    watching = asyncio.ensure_future(_watch_lag(server, say))
     try:
         await stopping.wait()
-        models.leave()
+        for each in server.models():
+            each.leave()
         await asyncio.sleep(drain_delay_s)
     finally:
         starting.cancel()
         watching.cancel()
-        if models.num_live:
-            say(f"{models.num_live} requests are under way: they have {drain_s:g} s")
+        if num_live := sum(each.num_live for each in server.models()):
+            say(f"{num_live} requests are under way: they have {drain_s:g} s")
         if not await server.stop(drain_s):
             say("not all of them ended in time")
 
 
-async def _start_later(models: Lifecycle, delay_s: float) -> None:
+async def _start_later(server: HttpDoors, delay_s: float) -> None:
     await asyncio.sleep(delay_s)
-    models.set_starting(is_starting=False)
+    for each in server.models():
+        each.set_starting(is_starting=False)
 
 
-async def _watch_lag(models: Lifecycle, say: Callable[[str], object]) -> None:
+async def _watch_lag(server: HttpDoors, say: Callable[[str], object]) -> None:
     """Report a mock's lag above LATE_S, and again when it has grown by half."""
     told_ns = 0
     while True:
         await asyncio.sleep(1.0)
-        most_ns = models.most_late_ns
+        most_ns = server.models()[0].most_late_ns
         if most_ns > max(LATE_S * 1e9, 1.5 * told_ns):
             told_ns = most_ns
             say(f"the mock is late: a step ended {most_ns / 1e9:.2f} s after its time. Timings of clients include that")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -68,17 +68,14 @@ class Reader(Protocol):
         """Return the rest of the message, and the finish reason if it replaces the engine's."""
 
 
-class Shape(Protocol):
-    """The message format of an answer: a Reader per choice."""
-
-    def reader(self, number: int) -> Reader:
-        """Return the reader of a choice."""
+Shape = Callable[[int], Reader]
+"""The message format of an answer: returns the Reader of a choice, by its number."""
 
 
 class Plain:
     """A Shape and its Reader: all text is content."""
 
-    def reader(self, number: int) -> Reader:
+    def __call__(self, number: int) -> Reader:
         """Return itself, because it is stateless."""
         return self
 
@@ -105,7 +102,7 @@ class Segments:
     def __init__(self, choices: Sequence[Sequence[TextSegment]]) -> None:
         self._choices = choices
 
-    def reader(self, number: int) -> Reader:
+    def __call__(self, number: int) -> Reader:
         """Return a reader that splits the text by the lengths of the segments."""
         return _SegmentReader(self._choices[number])
 
@@ -166,7 +163,7 @@ class Message(msgspec.Struct):
 
 def read_whole(shape: Shape, number: int, text: str) -> Message:
     """Parse the complete text of a choice."""
-    reader, message = shape.reader(number), Message()
+    reader, message = shape(number), Message()
     message.add(reader.add(text))
     rest, message.reason = reader.end()
     message.add(rest)

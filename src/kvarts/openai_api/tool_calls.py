@@ -234,7 +234,7 @@ class ToolCallsInText:
         self._form = form
         self._names = None if names is None else frozenset(names)
 
-    def reader(self, number: int) -> Reader:
+    def __call__(self, number: int) -> Reader:
         """Return the reader of a choice."""
         return _InText(self._form, self._names)
 
@@ -242,7 +242,7 @@ class ToolCallsInText:
 class RequiredCalls:
     """A Shape: the text is a JSON list of calls."""
 
-    def reader(self, number: int) -> Reader:
+    def __call__(self, number: int) -> Reader:
         """Return the reader of a choice."""
         return _JsonCalls(_LIST, _listed, None, is_enforced=True)
 
@@ -252,7 +252,7 @@ class NamedCall(msgspec.Struct, frozen=True):
 
     name: str
 
-    def reader(self, number: int) -> Reader:
+    def __call__(self, number: int) -> Reader:
         """Return the reader of a choice."""
         return _Arguments(self.name)
 

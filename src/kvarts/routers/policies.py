@@ -329,7 +329,6 @@ class DynamoKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if not scale:
             return view.any_of(view.workers)
         weights = [exp((least - cost) / scale) for cost in among]
-        view.num_tied += 1
         return view.random.choices(view.workers, weights)[0]
 
     def costs(self, asked: Asked, view: View) -> list[float]:

@@ -140,8 +140,6 @@ class View:
         """Prompt tokens per worker that were not cached at placement, of requests that are not prefilled yet."""
         self.num_blocks: list[int] = []
         """Full blocks of prompts in flight per worker, counted separately for each request."""
-        self.num_tied = 0
-        """Choices made at random."""
         self.directory = directory or NoDirectory()
         self._peers = peers
         self.index = None if needs.placements is None else PlacementIndex(needs.placements, page_size)
@@ -271,7 +269,6 @@ class View:
         """Return one of `workers` at random."""
         if len(workers) == 1:
             return workers[0]
-        self.num_tied += 1
         return workers[self.random.randrange(len(workers))]
 
     def _forget_rates(self, now_ns: int) -> None:

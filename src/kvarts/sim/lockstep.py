@@ -8,30 +8,24 @@ are identical on every rank are done at once, with the same result as one by one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvarts.executor.base import CostModel
 from kvarts.executor.simulated import LeapTimes
 from kvarts.request import Request
-from kvarts.sched.plan import Batch, StepPlan, StepResult
+from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sim.replica import MOST_STEPS, NEVER_NS, Replica
 from kvarts.sim.router import Routed
+
+if TYPE_CHECKING:
+    from kvarts.executor.cost import ScaledCost
+    from kvarts.executor.roofline import RooflineCost
 
 __all__ = ["GivenDuration", "LockstepCost", "Ranks"]
 
 
-class LockstepCost(CostModel, Protocol):
-    """Durations of common steps of several engines. Promises: as a CostModel; the order of ranks does not matter."""
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of engines in lock step; 1 if each is independent."""
-
-    def together_ns(self, batches: Sequence[Batch]) -> int:
-        """Return the duration of a step of the ranks that have a batch."""
-
-    def decodes_together_ns(self, decodes: Sequence[tuple[int, int]], num_steps: int) -> list[int]:
-        """Return the durations of decode steps, given the number of decodes and of known tokens of each busy rank."""
+LockstepCost: TypeAlias = "RooflineCost | ScaledCost"
+"""Costs of common steps of several engines. The order of ranks does not matter."""
 
 
 class GivenDuration:

@@ -15,6 +15,7 @@ from kvarts.event_log import EventReader
 from kvarts.executor.base import VirtualExecutor
 from kvarts.executor.cost import PrefillCost
 from kvarts.executor.simulated import SimExecutor
+from kvarts.kv.transfer import PrefillNs
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog, Taken
 from kvarts.report.steps import StepLog
@@ -389,9 +390,10 @@ def make_router(
     )
 
 
-def prefill_cost(config: ReplayConfig) -> PrefillCost:
+def prefill_cost(config: ReplayConfig) -> PrefillNs:
     """Return the cost of prompts in an engine of `config`."""
-    return PrefillCost(config.cost_model, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens)
+    cost = PrefillCost(config.cost_model, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens)
+    return cost.prefill_ns
 
 
 def open_replica(config: ReplayConfig, readers: Sequence[EventReader]) -> Replica:

@@ -28,7 +28,7 @@ LARGEST_KEPT_BYTES = 1 << 12
 SHORT_TEXT_BYTES = 1 << 16
 """A shorter text is extended, if there is more, before a cut is searched."""
 
-QUOTE, COMMA, COLON, OPEN_ARRAY, CLOSE_OBJECT = b'",:[}'
+QUOTE, COMMA, COLON, OPEN_ARRAY = b'",:['
 _MARKS = np.zeros(256, np.bool_)
 _MARKS[list(b'"{}[],:')] = True
 _CHANGES = np.zeros(256, np.int64)

@@ -15,7 +15,7 @@ from typing_extensions import override
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadingEvent, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvarts.connect.vllm.page_io import ModelFolder, PageIo, bytes_of
+from kvarts.connect.vllm.page_io import ModelFolder, PageIo, Places, bytes_of
 from kvarts.errors import ConfigError
 from kvarts.offload.keyed import KeyState
 
@@ -61,23 +61,6 @@ class _Job:
         self.seconds = 0.0
 
 
-class _Primary:
-    """The places of vLLM's host memory."""
-
-    def __init__(self, view: memoryview, place_bytes: int) -> None:
-        self.place_bytes = place_bytes
-        self.num_places = view.nbytes // place_bytes
-        self._bytes = view.cast("B")
-
-    def read(self, place: int) -> bytes:
-        """Return the bytes of a place."""
-        return bytes(self._bytes[place * self.place_bytes : (place + 1) * self.place_bytes])
-
-    def write(self, place: int, payload: bytes) -> None:
-        """Set the bytes of a place; `payload` must have exactly as many."""
-        self._bytes[place * self.place_bytes : (place + 1) * self.place_bytes] = payload
-
-
 class KvartsFiles(SecondaryTierManager):  # type: ignore[misc]
     """Files of at most `disk` bytes in `directory`, which survive a restart: checksummed, the deepest evicted first.
 
@@ -111,7 +94,7 @@ class KvartsFiles(SecondaryTierManager):  # type: ignore[misc]
         self.locality = None if locality is None else Locality(locality)
         self.tier = folder.tier
         self.counts = FileCounts()
-        self._primary = _Primary(primary_kv_view, page_bytes)
+        self._primary = Places(primary_kv_view.cast("B"), page_bytes)
         self._page_io = PageIo(folder.pages, self._primary)
         self._compute_s: float | None = None
         if prefill_tokens_per_s is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Condition, Thread
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -29,7 +29,24 @@ KEY_BYTES = 36
 """The hash of a block, and its KV group."""
 
 
-class HostRegion:
+class Places:
+    """`num_places` places of `place_bytes` bytes in `memory`."""
+
+    def __init__(self, memory: mmap.mmap | memoryview, place_bytes: int) -> None:
+        self.memory = memory
+        self.place_bytes = place_bytes
+        self.num_places = len(memory) // place_bytes
+
+    def read(self, place: int) -> bytes:
+        """Return the bytes of a place."""
+        return bytes(self.memory[place * self.place_bytes : (place + 1) * self.place_bytes])
+
+    def write(self, place: int, payload: bytes) -> None:
+        """Set the bytes of a place; `payload` must have exactly as many."""
+        self.memory[place * self.place_bytes : (place + 1) * self.place_bytes] = payload
+
+
+class HostRegion(Places):
     """`num_places` places of `place_bytes` bytes, each divided equally among the workers, in the order of their ranks.
 
     The first process that opens the region creates its file. `unlink` removes the file's name once every process has
@@ -37,26 +54,16 @@ class HostRegion:
     """
 
     def __init__(self, engine_id: str, num_places: int, place_bytes: int) -> None:
-        self.num_places = num_places
-        self.place_bytes = place_bytes
         shared = Path("/dev/shm")
         folder = shared if shared.is_dir() else Path(tempfile.gettempdir())
         self._path = folder / f"kvarts-{hashlib.sha256(engine_id.encode()).hexdigest()[:24]}"
         number = open_private(self._path, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(number, num_places * place_bytes)
-            self.memory = mmap.mmap(number, num_places * place_bytes)
+            super().__init__(mmap.mmap(number, num_places * place_bytes), place_bytes)
         finally:
             os.close(number)
         self._has_name = True
-
-    def read(self, place: int) -> bytes:
-        """Return the bytes of a place."""
-        return self.memory[place * self.place_bytes : (place + 1) * self.place_bytes]
-
-    def write(self, place: int, payload: bytes) -> None:
-        """Set the bytes of a place; `payload` must have exactly as many."""
-        self.memory[place * self.place_bytes : (place + 1) * self.place_bytes] = payload
 
     def unlink(self) -> None:
         """Remove the name of the file: no further process can open it."""
@@ -110,20 +117,6 @@ def bytes_of(value: Any, field: str) -> int:
         return parse_bytes(str(value))
     except ValueError as error:
         raise ConfigError(str(error), field=field) from None
-
-
-class Places(Protocol):
-    """Places of `place_bytes` bytes in host memory."""
-
-    @property
-    def place_bytes(self) -> int:
-        """Bytes of a place."""
-
-    def read(self, place: int) -> bytes:
-        """Return the bytes of a place."""
-
-    def write(self, place: int, payload: bytes) -> None:
-        """Set the bytes of a place; `payload` must have exactly as many."""
 
 
 class Ended(msgspec.Struct, frozen=True):

@@ -299,7 +299,7 @@ class TorchExecutor:
         if self._layers is not None and not batch.observed:  # compiled layers return no weights
             with chosen:
                 return self._layers.logits(tokens, positions, every, [metadata.tensor(one) for one in wheres])
-        with keeping(self._states), chosen:
+        with keeping(None if self._states is None else self._states.state_called), chosen:
             where = metadata.tensor(np.concatenate(wheres))
             logits = self._run_model(self._attention, tokens, positions, where)
         return iter(logits.split([len(one) for one in wheres]))

@@ -182,7 +182,7 @@ class Alone(RecordingAttention):
 
     def __init__(self) -> None:
         super().__init__()
-        self.states = self
+        self.states = self.state_called
 
     def state_called(self, call: StateCall) -> torch.Tensor:
         """Return the output of a layer with a state, with each token as the first of a sequence."""
@@ -208,7 +208,7 @@ class Packed(RecordingAttention):
         states: tuple[StateShape, ...] = (),
     ) -> None:
         super().__init__()
-        self.states = self
+        self.states = self.state_called
         self.keeps_latents = any(shape.is_latent for shape in shapes)
         self._state_shapes = states
         self._places = [

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import BoundArguments, Parameter, Signature, signature
 from types import MethodType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -131,11 +131,8 @@ class StateCall:
         return read
 
 
-class States(Protocol):
-    """Handles calls of layers with a state."""
-
-    def state_called(self, call: StateCall) -> torch.Tensor:
-        """Return the layer's output for its tokens, as [1, tokens, hidden_size]."""
+States = Callable[[StateCall], torch.Tensor]
+"""Handles a call of a layer with a state: returns its output for its tokens, as [1, tokens, hidden_size]."""
 
 
 class _Thread(threading.local):
@@ -197,7 +194,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     number = _thread.num_calls
     _thread.num_calls += 1
     called, names = _names[type(self)]
-    return states.state_called(StateCall(number, self, called.bind(self, *args, **kwargs), names))
+    return states(StateCall(number, self, called.bind(self, *args, **kwargs), names))
 
 
 def find_states(model: Any, run: Callable[[Any], Any]) -> tuple[StateShape, ...]:

@@ -16,7 +16,7 @@ from kvarts.openai_api.fleet.opening import OpenedFleet, OpenedWorker
 from kvarts.openai_api.served import Models
 from kvarts.openai_api.server import Address, OpenAIServer
 
-__all__ = ["FleetModels", "FleetServer"]
+__all__ = ["FleetServer"]
 
 CLOSING_S = 5.0
 """How long the door of a worker that has left waits for answers that are still being written."""
@@ -51,6 +51,10 @@ class FleetServer:
         self.urls.append((worker.name, server.url))
         worker.transfers.address = self._address.host, listening.getsockname()[1]
         return server
+
+    def models(self) -> list[Models]:
+        """Return the models of the router, and then those of each worker that is there."""
+        return [self._fleet.front.models, *(worker.opened.models for worker in self._fleet.workers)]
 
     @property
     def url(self) -> str:
@@ -157,35 +161,3 @@ def _at_place(address: Address, number: int) -> Address:
     """Return the address `number` ports after another one; port 0 is any free one."""
     port = address.port + number if address.port else 0
     return msgspec.structs.replace(address, port=port)
-
-
-class FleetModels:
-    """The Lifecycle of all doors of a fleet."""
-
-    def __init__(self, fleet: OpenedFleet) -> None:
-        self._fleet = fleet
-
-    @property
-    def _models(self) -> list[Models]:
-        fleet = self._fleet
-        return [fleet.front.models, *(worker.opened.models for worker in fleet.workers)]
-
-    @property
-    def num_live(self) -> int:
-        """Requests under way."""
-        return sum(models.num_live for models in self._models)
-
-    @property
-    def most_late_ns(self) -> int:
-        """The largest delay of anything that happened."""
-        return self._models[0].most_late_ns
-
-    def set_starting(self, *, is_starting: bool) -> None:
-        """Set whether the servers are still starting, and therefore refuse requests."""
-        for models in self._models:
-            models.set_starting(is_starting=is_starting)
-
-    def leave(self) -> None:
-        """Report a shutdown at /health; requests are still accepted."""
-        for models in self._models:
-            models.leave()

@@ -315,8 +315,6 @@ class ZmqPublisher:
         self.num_sent = 0
         self.num_subscriptions = 0
         """Present number of subscriptions."""
-        self.num_cuts = 0
-        """Number of times that all subscribers were disconnected."""
         self._context: zmq.Context[Any] = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
         self._replies: Replies | None = None
@@ -347,11 +345,6 @@ class ZmqPublisher:
     def num_bad_requests(self) -> int:
         """Messages that were not requests."""
         return 0 if self._replies is None else self._replies.num_bad
-
-    @property
-    def num_dropped_requests(self) -> int:
-        """Requests with no answer or an incomplete one, because there were too many."""
-        return 0 if self._replies is None else self._replies.num_dropped
 
     def wait_for_subscriber(self, timeout_s: float | None = None) -> bool:
         """Wait for the first subscription; return whether there was one."""
@@ -433,7 +426,6 @@ class ZmqPublisher:
         self._publish = None
         self._unread = Unread()
         self.num_subscriptions = 0
-        self.num_cuts += 1
 
     def _open_again(self, poller: zmq.Poller) -> int | None:
         """Let subscribers reconnect; return the milliseconds until the next attempt, None on success."""

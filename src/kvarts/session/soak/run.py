@@ -14,7 +14,7 @@ import msgspec
 from kvarts.errors import ConfigError, InputError, KvartsError, parts_of
 from kvarts.files import read_bytes, write_whole
 from kvarts.limits import MOST_BYTES_PER_TOKEN, MOST_COUNT, MOST_SECONDS, MOST_SEED, check_number, check_whole
-from kvarts.session.soak.target import SoakTarget
+from kvarts.session.soak.target import SessionsTarget
 from kvarts.session.values import SessionSettings, Token
 
 __all__ = [
@@ -172,7 +172,7 @@ class _Stopped(Exception):  # noqa: N818  # not an error: the run was asked to s
 
 async def run_soak(
     plan: SoakPlan,
-    target: SoakTarget,
+    target: SessionsTarget,
     *,
     stop: asyncio.Event,
     checkpoint: Callable[[SoakRecord], None],
@@ -211,7 +211,7 @@ async def run_soak(
 class _Run:
     """The sessions of one run, and its samples."""
 
-    def __init__(self, plan: SoakPlan, target: SoakTarget, stop: asyncio.Event) -> None:
+    def __init__(self, plan: SoakPlan, target: SessionsTarget, stop: asyncio.Event) -> None:
         self._plan = plan
         self._target = target
         self._stop = stop

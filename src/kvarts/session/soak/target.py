@@ -1,9 +1,9 @@
-"""The interface of a soak's target, with its implementation for sessions of this process on a virtual clock."""
+"""The target of a soak, and sessions of this process on a virtual clock."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -11,7 +11,7 @@ from kvarts.clock import VirtualClock
 from kvarts.sampling import SamplingParams
 from kvarts.session.values import Done, SessionInfo, SessionRuntime, SessionSettings, Token, Update
 
-__all__ = ["OneOwner", "Reading", "SessionsTarget", "SoakTarget", "VirtualSoakClock", "rss_of"]
+__all__ = ["OneOwner", "Reading", "SessionsTarget", "VirtualSoakClock", "rss_of"]
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,38 +25,11 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     inv2_violations: int | None = None
 
 
-class SoakTarget(Protocol):
-    """Sessions on a server, and a monotonic time in seconds. For one event loop; raises KvartsError."""
-
-    def now_s(self) -> float:
-        """Return the time."""
-
-    async def sleep_s(self, duration_s: float) -> None:
-        """Return after `duration_s` seconds of this clock."""
-
-    async def create(self, settings: SessionSettings) -> str:
-        """Return the id of a new session."""
-
-    async def append(self, session_id: str, tokens: Sequence[int], expected_length: int) -> int:
-        """Append to a history of `expected_length` tokens; return its length once the KV of all tokens is in pages."""
-
-    def generate(self, session_id: str, max_tokens: int) -> AsyncGenerator[Update, None]:
-        """Yield `max_tokens` tokens as they are generated, and other updates. Closing it cancels the generation."""
-
-    async def read(self, session_id: str) -> Reading:
-        """Return the server's report on a session."""
-
-    async def close(self, session_id: str) -> int:
-        """End a session; return the length of its history."""
-
-    def rss_bytes(self) -> int | None:
-        """Return the resident memory of the server; None if unknown."""
-
-
 class SessionsTarget:
-    """A SoakTarget over any object with the methods of SessionRuntime without an owner, such as a client.
+    """What a soak drives: any object with the methods of SessionRuntime without an owner, such as a client.
 
-    `now_s` and `sleep_s` are its clock.
+    `now_s` and `sleep_s`: a monotonic clock in seconds. `rss_bytes`: returns the resident memory of the server; None if
+    it is unknown. For one event loop; raises KvartsError.
     """
 
     def __init__(
@@ -77,7 +50,7 @@ class SessionsTarget:
         return session_id
 
     async def append(self, session_id: str, tokens: Sequence[int], expected_length: int) -> int:
-        """Append to a history of `expected_length` tokens; return its length."""
+        """Append to a history of `expected_length` tokens; return its length once the KV of all tokens is in pages."""
         length: int = await self._sessions.append(session_id, tokens, expected_length=expected_length)
         return length
 

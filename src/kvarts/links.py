@@ -1,22 +1,26 @@
-"""Transfer times of a prompt's KV between workers."""
+"""Links between workers, and between these and a store they share: how long KV takes, in virtual time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from math import ceil
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol, cast
 
-from kvarts.fleet.handoff import Handoff
-from kvarts.rates import End, Job, SharedRates
-from kvarts.sched.policy import NEVER_NS
+from kvarts.rates import NEVER_NS, End, Job, SharedRates
 
 __all__ = ["FixedRate", "LinkTransfer", "Links", "PeerLinks", "Pull", "SharedLinks", "StoreLinks"]
 __all__ += ["StoreTransfer", "slower_of"]
 
 
-LinkTransfer: TypeAlias = "Handoff | Pull"
-"""A transfer from one worker to another: the prompt of a handoff, or pages that are pulled."""
+class LinkTransfer:
+    """A transfer from worker `source` to worker `target`: the prompt of a handoff, or pages that are pulled."""
+
+    __slots__ = ("source", "target")
+
+    def __init__(self, source: int, target: int) -> None:
+        self.source = source
+        self.target = target
 
 
 class Links(Protocol):
@@ -181,14 +185,13 @@ class SharedLinks:
         return ended + self._latency.take_ended(now_ns)
 
 
-class Pull:
+class Pull(LinkTransfer):
     """Transfer `number` of the tiers of worker `target`, which reads pages from the host memory of `source`."""
 
-    __slots__ = ("number", "source", "target")
+    __slots__ = ("number",)
 
     def __init__(self, source: int, target: int, number: int) -> None:
-        self.source = source
-        self.target = target
+        super().__init__(source, target)
         self.number = number
 
 
