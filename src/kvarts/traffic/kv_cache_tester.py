@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Generic, Literal, TypeVar
 
@@ -117,7 +118,7 @@ def load_kv_cache_tester(path: Path | str | TraceFile) -> Trace:
     requests: list[TraceRequest] = []
     place_of_session: dict[str, _Place] = {}
     left_out: Counter[str] = Counter()
-    for number, (place, play, ids) in enumerate(plays, 1):
+    for place, play, ids in plays:
         first, block_size = plays[0][0], plays[0][1].block_size
         if play.block_size != block_size:
             raise place.error(
@@ -125,8 +126,7 @@ def load_kv_cache_tester(path: Path | str | TraceFile) -> Trace:
                 "block_size",
                 hint="Replay sessions of one block size at a time.",
             )
-        first_id = number << ID_BITS if play.hash_id_scope == "local" else 0
-        session = _Session(place, block_size, ids, first_id=first_id, has_session_times=has_session_times)
+        session = _Session(place, block_size, ids, has_session_times=has_session_times)
         for session_id in session.read(play, requests):
             if session_id in place_of_session:
                 raise place.error(
@@ -154,6 +154,7 @@ class _Place(msgspec.Struct, frozen=True):
 def _plays(files: Iterable[TraceFile]) -> Iterator[tuple[_Place, _RawPlay, list[bytes]]]:
     """Yield the sessions of `files`, and the packed ids of all their turns, in the order of the file."""
     decoder = msgspec.json.Decoder(_RawPlay)
+    numbers = count(1)
     for file in files:
         for line, data in file.records():
             place = _Place(
@@ -162,8 +163,9 @@ def _plays(files: Iterable[TraceFile]) -> Iterator[tuple[_Place, _RawPlay, list[
                 f"{file.path.name}:{line}" if line > 1 else file.path.name,
             )
             play = _decoded(file, place.line, data, decoder)
+            number = next(numbers)
             try:
-                ids = _packed_ids(play)
+                ids = _packed_ids(play, number << ID_BITS if play.hash_id_scope == "local" else 0)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 # As a part of the whole, the value that is wrong is named with its place.
                 _decoded(file, place.line, data, msgspec.json.Decoder(_Play[list[HashId]]))
@@ -171,32 +173,37 @@ def _plays(files: Iterable[TraceFile]) -> Iterator[tuple[_Place, _RawPlay, list[
             yield place, play, ids
 
 
-def _packed_ids(play: _RawPlay) -> list[bytes]:
-    """Return the ids of all turns, 8 bytes each. Those that begin the turn before are not decoded again.
+def _packed_ids(play: _RawPlay, first_id: int) -> list[bytes]:
+    """Return `first_id` plus the ids of all turns, 8 bytes each. What begins the turn before is not decoded again.
 
     Raise msgspec.DecodeError for other values than lists of ids.
     """
     decoder = msgspec.json.Decoder(list[HashId])
+
+    def packed(text: bytes) -> bytes:
+        ids = pack_units(decoder.decode(text))
+        return (np.frombuffer(ids, np.uint64) + np.uint64(first_id)).tobytes() if first_id else ids
+
     found: list[bytes] = []
     own_text, own_ids = NO_TEXT, b""
     for entry in play.requests:
         if isinstance(entry, _SubAgent):
             text, ids = NO_TEXT, b""
             for turn in entry.requests:
-                text, ids = _ids_after(text, ids, bytes(turn.hash_ids), decoder)
+                text, ids = _ids_after(text, ids, bytes(turn.hash_ids), packed)
                 found.append(ids)
         else:
-            own_text, own_ids = _ids_after(own_text, own_ids, bytes(entry.hash_ids), decoder)
+            own_text, own_ids = _ids_after(own_text, own_ids, bytes(entry.hash_ids), packed)
             found.append(own_ids)
     return found
 
 
-def _ids_after(before: bytes, ids: bytes, text: bytes, decoder: msgspec.json.Decoder[list[int]]) -> tuple[bytes, bytes]:
+def _ids_after(before: bytes, ids: bytes, text: bytes, packed: Callable[[bytes], bytes]) -> tuple[bytes, bytes]:
     """Return the `text` of a turn without its last bracket, and its ids; `before` and `ids` are those of another."""
     end = len(before)
     if text.startswith(before) and text[end : end + 1] == b",":
-        return text[:-1], ids + pack_units(decoder.decode(b"[" + text[end + 1 :]))
-    return text[:-1], pack_units(decoder.decode(text))
+        return text[:-1], ids + packed(b"[" + text[end + 1 :])
+    return text[:-1], packed(text)
 
 
 def _has_session_times(plays: Iterable[_RawPlay]) -> bool:
@@ -238,13 +245,10 @@ def _decoded(file: TraceFile, line: int | None, data: bytes, decoder: msgspec.js
 class _Session:
     """Converts one JSON object to requests. `ids`: of its turns. `num_empty`: number of sub-agents without requests."""
 
-    def __init__(
-        self, place: _Place, block_size: int, ids: Sequence[bytes], *, first_id: int, has_session_times: bool
-    ) -> None:
+    def __init__(self, place: _Place, block_size: int, ids: Sequence[bytes], *, has_session_times: bool) -> None:
         self._place = place
         self._block_size = block_size
         self._ids = ids
-        self._first_id = first_id
         self._has_session_times = has_session_times
         self.num_empty = 0
 
@@ -343,8 +347,7 @@ class _Session:
                 f"{field}.hash_ids",
                 hint="There is one id for each whole block of the prompt.",
             )
-        units = ids if not self._first_id else (np.frombuffer(ids, np.uint64) + np.uint64(self._first_id)).tobytes()
-        return units + pack_units([NO_ID + row]) if num_rest else units
+        return ids + pack_units([NO_ID + row]) if num_rest else ids
 
 
 def _delay_ns(before: _RawTurn, turn: _RawTurn) -> int:

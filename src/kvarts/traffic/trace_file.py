@@ -226,7 +226,7 @@ class TraceFile:
             if self._data is not None:
                 data = io.BytesIO(self._data)
                 return _unpacked(data) if self._data.startswith(GZIP) else data
-            file = open(self.place, "rb", LINE_BYTES)  # noqa: PTH123, SIM115
+            file = io.BufferedReader(io.FileIO(self.place), LINE_BYTES)
             try:
                 is_packed = file.peek(2).startswith(GZIP)
             except BaseException:
