@@ -11,8 +11,8 @@ from kvarts.few import Column, arrays_pay, narrowed
 
 __all__ = ["Column", "Rows", "append_packed", "to_frame"]
 
-PACK_AT: Final = 1 << 18
-"""Bytes of rows that are kept as they were added before packing: they fit in a core's private cache."""
+PACK_AT: Final = 1 << 15
+"""Integers that are kept as they were added before packing: they fit in a core's private cache."""
 
 MANY: Final = 1 << 16
 """Integers that are packed from which on NumPy is loaded, which a summary of so many needs."""
@@ -44,7 +44,7 @@ class Rows:
     difference.
     """
 
-    __slots__ = ("_blocks", "_first", "_near", "_num_packed", "_pack_row", "_recent", "_sizes", "_width")
+    __slots__ = ("_blocks", "_first", "_near", "_num_packed", "_recent", "_sizes", "_width")
 
     def __init__(self, width: int, near: Mapping[int, int] | None = None) -> None:
         self._width = width
@@ -55,32 +55,28 @@ class Rows:
         """By column, in blocks of `_sizes` rows."""
         self._sizes: list[int] = []
         self._num_packed = 0
-        self._recent = bytearray()
-        self._pack_row = struct.Struct(f"{width}q").pack
+        self._recent: list[int] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how another process makes the rows: `pickle` does not find the state of native objects."""
-        return _made_again, (self._width, self._near, self._first, self._blocks, self._sizes, bytes(self._recent))
+        return _made_again, (self._width, self._near, self._first, self._blocks, self._sizes, self._recent)
 
-    def restore(self, first: list[array[int]], blocks: list[list[Packed]], sizes: list[int], recent: bytes) -> None:
+    def restore(self, first: list[array[int]], blocks: list[list[Packed]], sizes: list[int], recent: list[int]) -> None:
         """Become rows that were packed, followed by others, in another process."""
         self._first, self._blocks, self._sizes = first, blocks, sizes
         self._num_packed = len(first[0]) + sum(sizes)
-        self._recent = bytearray(recent)
+        self._recent = recent
 
     def add(self, rows: Sequence[int]) -> None:
         """Append one row, or several concatenated ones."""
-        if len(rows) == self._width:
-            self._recent += self._pack_row(*rows)
-        else:
-            self._recent += struct.pack(f"{len(rows)}q", *rows)
+        self._recent += rows
         if len(self._recent) > PACK_AT:
             self._pack()
 
     def add_columns(self, columns: Sequence[Column]) -> None:
         """Append rows, which are given as columns of 8 bytes per integer."""
         self._pack()
-        size = PACK_AT // (8 * self._width)
+        size = PACK_AT // self._width
         for start in range(0, len(columns[0]), size):
             self._add_block([column[start : start + size] for column in columns])
 
@@ -88,16 +84,15 @@ class Rows:
         width, recent = self._width, self._recent
         if not recent:
             return
-        self._recent = bytearray()
+        self._recent = []
         if arrays_pay(0) or self._num_packed * width > MANY:
             import numpy as np
 
-            rows = np.frombuffer(recent, np.int64).reshape(-1, width)
+            rows = np.frombuffer(struct.pack(f"{len(recent)}q", *recent), np.int64).reshape(-1, width)
             self._add_block([rows[:, field] for field in range(width)])
             return
-        flat = array("q", bytes(recent))
         for field in range(width):
-            numbers = flat[field::width].tolist()
+            numbers = recent[field::width]
             append_packed(self._with_room(field, min(numbers), max(numbers)), numbers)
         self._num_packed = len(self._first[0])
 
@@ -161,7 +156,7 @@ class Rows:
         return [column.tolist() for column in self._first]
 
     def __len__(self) -> int:
-        return self._num_packed + len(self._recent) // (8 * self._width)
+        return self._num_packed + len(self._recent) // self._width
 
 
 def _made_again(
@@ -170,7 +165,7 @@ def _made_again(
     first: list[array[int]],
     blocks: list[list[Packed]],
     sizes: list[int],
-    recent: bytes,
+    recent: list[int],
 ) -> Rows:
     rows = Rows(width, near)
     rows.restore(first, blocks, sizes, recent)

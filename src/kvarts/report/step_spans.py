@@ -267,8 +267,8 @@ class StepSpans:
         if due.offsets:
             rows: list[int] = []
             span, offsets, counts = self._num_spans, due.offsets, due.counts
-            for offset, count in zip(offsets, counts, strict=True):
-                rows += (span, offset, count)
+            for place in range(len(offsets)):
+                rows += (span, offsets[place], counts[place])
             self._pages_due.add(rows)
 
     def _note_reserved(self, step: int, num_pages: int) -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import compress
 from typing import TYPE_CHECKING, Final
 
 from kvarts.request import Request
@@ -34,7 +33,7 @@ __all__ = ["DecodeWheel", "PagesDue"]
 NEVER: Final = 1 << 62
 MOST_STALE: Final = 64
 """The number of outdated entries of the queue of last tokens that is tolerated in addition to one per decode."""
-FEW_STEPS: Final = 16
+FEW_STEPS: Final = 4
 """The number of steps per slot with pages due up to which the slots of these steps are looked at, one by one."""
 
 
@@ -226,16 +225,20 @@ class DecodeWheel:
         """Return the same by the slots in which pages are due, however many steps there are."""
         due, size = self._num_due, self.page_size
         first = self.step % size
+        offsets: list[int] = []
+        counts: list[int] = []
+        total = 0
         if num_steps <= size and num_steps < FEW_STEPS * len(self._slots_due):
             # It takes less time to look at the slots of the steps than at all slots with pages due.
             passed = due[first : first + num_steps]
             if len(passed) < num_steps:
                 passed += due[: num_steps - len(passed)]
-            offsets_passed = list(compress(range(num_steps), passed))
-            return PagesDue(num_steps, size, offsets_passed, list(filter(None, passed)), sum(passed))
-        offsets: list[int] = []
-        counts: list[int] = []
-        total = 0
+            for offset, count in enumerate(passed):
+                if count:
+                    offsets.append(offset)
+                    counts.append(count)
+                    total += count
+            return PagesDue(num_steps, size, offsets, counts, total)
         for slot in self._slots_due:
             offset = slot - first
             if offset < 0:
