@@ -18,19 +18,19 @@ from kvarts.kv.page_cache import OneGroupCache, PageCache
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.rooms import from_room, function_named
-from kvarts.sched.handoffs import Handoffs
-from kvarts.sched.input_batch import MOST_LATE, InputBatch
-from kvarts.sched.loads import Loads, LowerTiers
 from kvarts.sched.page_source import OnePool, PageSource
 from kvarts.sched.plan import Batch
 from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy, WaitingQueue
 from kvarts.sched.scheduler import Scheduler
 
-if TYPE_CHECKING:  # only an engine with KV groups pays for them
+if TYPE_CHECKING:  # only an engine with KV groups, tiers, handoffs or page ids pays for them
     from kvarts.kv.group_pages import GroupPages
     from kvarts.kv.groups import GroupMemory
     from kvarts.kv.transfer import LoadKv, PrefillNs
     from kvarts.sched.drafts import Drafter
+    from kvarts.sched.handoffs import Handoffs
+    from kvarts.sched.input_batch import InputBatch
+    from kvarts.sched.loads import Loads, LowerTiers
 
 __all__ = ["PrepareTiers", "PreparedTiers", "TierSettings", "build_engine", "open_group_cache", "preparation_of"]
 
@@ -239,6 +239,8 @@ def build_engine(
     if below is not None:
         lower = below.open_below(cache, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
         if memory is None and below.load_kv == "placed":
+            from kvarts.sched.loads import Loads
+
             loads = Loads(lower, cache, waiting, page_size, tell)
         elif memory is None:
             from kvarts.sched.connector_loads import AsyncLoads, SyncLoads
@@ -256,18 +258,25 @@ def build_engine(
 
             batch = GroupBatch(cast("GroupPages", cache), config.max_num_seqs)
         else:
+            from kvarts.sched.input_batch import MOST_LATE, InputBatch
+
             # Without events and tiers, an LRU order evicts the same pages whenever a used page becomes findable.
             is_unseen = make_order is LruOrder and tell is None and below is None and pins is not None
             is_plain = drafter is None and not hands_over
             most_late = max(0, MOST_LATE - page_size) if is_unseen and is_plain else 0
             batch = InputBatch(config.max_num_seqs, page_size, most_late=most_late)
+    handoffs: Handoffs | None = None
+    if hands_over:
+        from kvarts.sched.handoffs import Handoffs
+
+        handoffs = Handoffs(cache, tell, finds_prefixes=finds_prefixes)
     scheduler = Scheduler(
         config,
         cache,
         pages,
         waiting,
         loads=loads,
-        handoffs=Handoffs(cache, tell, finds_prefixes=finds_prefixes) if hands_over else None,
+        handoffs=handoffs,
         batch=batch,
         tell=tell,
         pins=pins,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvarts.build
+import kvarts.sched.input_batch
 from kvarts.build import build_engine
 from kvarts.config import EngineConfig
 from kvarts.content import Content
@@ -69,7 +69,7 @@ class Pair:
         self.page_size = config.page_size
         self.schedulers = []
         for most in (config.page_size, config.page_size + most_late):
-            patch.setattr(kvarts.build, "MOST_LATE", most)
+            patch.setattr(kvarts.sched.input_batch, "MOST_LATE", most)
             self.schedulers.append(build_engine(config, PagesByHand()).scheduler)
         assert [each.running.most_late for each in self.schedulers] == [0, most_late]
         self.requests: list[list[Request]] = [[], []]

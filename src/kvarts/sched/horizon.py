@@ -20,15 +20,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import accumulate
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvarts.events import Blocked
 from kvarts.kv.cache import Cache
 from kvarts.request import Request
-from kvarts.sched.loads import Loads
 from kvarts.sched.page_source import PageSource
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
+
+if TYPE_CHECKING:
+    from kvarts.sched.loads import Loads
 
 __all__ = ["Horizon"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -11,10 +11,12 @@ from kvarts.event_log import Tell
 from kvarts.events import Preemption
 from kvarts.kv.cache import Cache, Holding, Mark
 from kvarts.request import Request, RequestState
-from kvarts.sched.loads import LowerTiers
 from kvarts.sched.page_source import PageSource
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
+
+if TYPE_CHECKING:
+    from kvarts.sched.loads import LowerTiers
 
 __all__ = ["Planned", "Preemptor", "holding_of"]
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from kvarts.event_log import Tell
 from kvarts.events import ChunkComputed, ChunkPlanned
 from kvarts.kv.cache import Cache, Holding
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request
-from kvarts.sched.input_batch import InputBatch
-from kvarts.sched.loads import Loads, LoadUnderWay
 from kvarts.sched.page_source import OwnPagesInUse
 from kvarts.sched.plan import Batch, Chunk
 from kvarts.sched.preemption import Planned, Preemptor
 from kvarts.sched.running import Running
 from kvarts.sched.wheel import DecodeWheel
+
+if TYPE_CHECKING:
+    from kvarts.sched.input_batch import InputBatch
+    from kvarts.sched.loads import Loads, LoadUnderWay
 
 __all__ = ["AlignedChunks", "ItlBound", "Prefill"]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvarts.kv.cache import Cache, Holding
 from kvarts.request import NEXT_STATES, Request, RequestState
-from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.wheel import DecodeWheel
+
+if TYPE_CHECKING:
+    from kvarts.sched.input_batch import InputBatch
 
 __all__ = ["Running", "RunningOrder"]
 

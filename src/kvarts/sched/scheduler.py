@@ -22,10 +22,7 @@ from kvarts.events import Admitted, Blocked, Cancelled, DecodesStalled, Finished
 from kvarts.kv.cache import Cache, Leap, Mark, Pins
 from kvarts.limits import MOST_COUNT
 from kvarts.request import NEXT_STATES, Request, RequestState
-from kvarts.sched.handoffs import Handoffs
 from kvarts.sched.horizon import Horizon
-from kvarts.sched.input_batch import InputBatch
-from kvarts.sched.loads import Loads
 from kvarts.sched.page_source import OwnPagesInUse, PageSource
 from kvarts.sched.plan import Batch, Chunk, DraftRows, StepPlan, StepResult
 from kvarts.sched.policy import WaitingQueue
@@ -37,6 +34,9 @@ from kvarts.sched.wheel import DecodeWheel
 if TYPE_CHECKING:
     from kvarts.kv.transfer import Loaded
     from kvarts.sched.drafts import Drafter, Drafts
+    from kvarts.sched.handoffs import Handoffs
+    from kvarts.sched.input_batch import InputBatch
+    from kvarts.sched.loads import Loads
 
 __all__ = ["Scheduler"]
 
