@@ -231,6 +231,7 @@ def test_a_policy_of_ones_own_takes_part(
     assert b"makes no EvictionOrder" in capsysbinary.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_replay_takes_a_policy_by_its_name(
     asked: Callable[..., Any],
     tmp_path: Path,
