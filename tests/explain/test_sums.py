@@ -52,6 +52,7 @@ def test_the_slowest_are_listed_with_sums_that_add_up(
     assert why == f"why: kvarts story {run} --request {lines[0].split()[0]}"
 
 
+@pytest.mark.slow
 def test_a_story_begins_with_the_sum(
     run: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_story_begins_with_the_sum(
     assert (first, empty) == (text, "") and "arrived" in second
 
 
+@pytest.mark.slow
 def test_loads_are_a_term_of_their_own(
     run: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +74,7 @@ def test_loads_are_a_term_of_their_own(
     assert " load + " in capsys.readouterr().out.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_a_journal_alone_times_last_tokens(
     run: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

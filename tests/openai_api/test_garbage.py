@@ -67,7 +67,7 @@ def left_by(server: RunningServer, ask: Callable[[], object]) -> Counter[str]:
         ("/nothing", {}),
     ],
 )
-@pytest.mark.parametrize("owners", [1, 2])
+@pytest.mark.parametrize("owners", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_request_leaves_nothing_to_the_collector(start: Start, path: str, body: dict[str, Any], owners: int) -> None:
     server = start(api_key=KEYS if owners > 1 else None)
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc)

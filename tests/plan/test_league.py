@@ -84,8 +84,9 @@ class TestOrdersOfTheLeague(EvictionOrderContract):
         return PrefixTree(maker(self.name, Trace([]))())
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("name", EVERY)
-@settings(max_examples=20)
+@settings(max_examples=2 * settings().max_examples)
 @given(trace=small_traces(), page_size=st.integers(1, 4), num_pages=st.integers(1, 20))
 def test_no_policy_is_above_the_optimum(name: str, trace: Trace, page_size: int, num_pages: int) -> None:
     plan = CachePlan(trace, page_size)
@@ -137,8 +138,9 @@ def test_auto_is_not_half_a_point_below_lru_on_bundled_traces(name: str, share: 
     assert serial_hits(trace, page_size, num_pages, AutoOrder) >= least
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("make", [AutoOrder, LpcOrder, SaeOrder, WorkloadAwareOrder])
-@settings(max_examples=30)
+@settings(max_examples=2 * settings().max_examples)
 @given(trace=small_traces(), num_pages=st.integers(1, 20))
 def test_what_is_learned_is_the_same_again(make: Any, trace: Trace, num_pages: int) -> None:
     """L10: and the first of all listed runs is the next to go."""
@@ -229,6 +231,7 @@ def test_a_policy_of_ones_own_takes_part(
     assert b"makes no EvictionOrder" in capsysbinary.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_replay_takes_a_policy_by_its_name(
     asked: Callable[..., Any],
     tmp_path: Path,

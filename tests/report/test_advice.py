@@ -159,6 +159,7 @@ def test_long_replays_are_not_repeated_without_being_asked() -> None:
     assert not ReplayTrials(replay_one, trace, config, is_asked=True).is_too_long(summary)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_with_files_below_no_size_is_named() -> None:
     report = agents_report(offload={"host_memory": "4GiB", "disk_memory": "4GiB"})

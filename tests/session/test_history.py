@@ -54,8 +54,9 @@ def kill_and_compare(directory: Path, kills: int, seed: int) -> None:
     assert sum(counts) > kills
 
 
-def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
-    kill_and_compare(tmp_path, kills=8, seed=1)
+@pytest.mark.parametrize("kills", [3, pytest.param(8, marks=pytest.mark.slow)])
+def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, kills: int) -> None:
+    kill_and_compare(tmp_path, kills, seed=1)
 
 
 @pytest.mark.long

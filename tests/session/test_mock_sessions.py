@@ -202,7 +202,7 @@ def run(seed: int, page_size: int, chunk: int, budget: int, num_pages: int, *, n
 
 
 @pytest.mark.laws
-@settings(max_examples=20)
+@settings(max_examples=2 * settings().max_examples)
 @given(
     seed=st.integers(0, 10_000),
     page_size=st.sampled_from([1, 4, 16]),

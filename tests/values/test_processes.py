@@ -32,6 +32,7 @@ from kvarts.traffic.trace_request import TraceRequest
 
 from builders.plan_traces import small_traces
 from builders.rooms import HAS_ROUTERS, ROOMS
+from builders.tasks import ends, fails_at, of_evens, of_table, process_of, with_shared
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
 needs_plans = pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
@@ -45,41 +46,6 @@ def guess(_: int, __: object) -> list[tuple[float, bool]]:
 def three() -> Iterator[Processes]:
     with Processes(3, "shared") as processes:
         yield processes
-
-
-# Tasks ----------------------------------------------------------------------------------------------------------------
-
-
-def with_shared(shared: str, task: int) -> tuple[str, int]:
-    return shared, task
-
-
-def fails_at(_: str, task: tuple[int, KvartsError | None]) -> int:
-    number, error = task
-    if error is not None:
-        raise error
-    return number
-
-
-def of_table(_: str, task: tuple[tuple[bool, ...], int]) -> bool:
-    table, place = task
-    return table[place]
-
-
-def of_evens(_: str, place: int) -> bool:
-    if place % 2:
-        raise InputError(f"{place} is odd")
-    return True
-
-
-def ends(_: str, task: int) -> int:
-    if task:
-        os._exit(9)
-    return task
-
-
-def process_of(_: str, task: int) -> int:
-    return os.getpid()
 
 
 def test_results_are_those_of_one_process_and_all_get_the_shared_value(three: Processes) -> None:

@@ -113,6 +113,7 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
         verify_file(path)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten times the rows, the same memory."""
     monkeypatch.setattr(reading, "BLOCK_BYTES", 1 << 16)

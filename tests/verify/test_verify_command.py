@@ -65,8 +65,17 @@ def test_no_file_is_bad_usage(kvarts: Kvarts) -> None:
     assert (code, out) == (2, "") and "FILE" in err
 
 
-@pytest.mark.parametrize("form", ["json", "jsonl", "gz"])
-@pytest.mark.parametrize("door", ["/dev/stdin", "substitution", "fifo"])
+FORMS, PIPES = ("json", "jsonl", "gz"), ("/dev/stdin", "substitution", "fifo")
+
+
+@pytest.mark.parametrize(
+    ("door", "form"),
+    [
+        pytest.param(door, form, marks=[] if FORMS.index(form) == place else pytest.mark.slow)
+        for place, door in enumerate(PIPES)
+        for form in FORMS
+    ],
+)
 def test_a_pipe_is_a_file(tmp_path: Path, door: str, form: str) -> None:
     """Read more than once where rules need it: what the body says of the whole comes last here."""
     body = good()
