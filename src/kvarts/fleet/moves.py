@@ -570,7 +570,7 @@ class Moves:
         for worker in front.workers:
             self._is_busy(worker, now_ns)
         if front.poll_ns(now_ns) == now_ns:
-            front.poll(now_ns)
+            front.poll(now_ns, range(len(front.engines)))
 
     def _choose_second(self, handoff: Handoff, now_ns: int) -> None:
         """Send a request to the queue for pages of a worker that generates."""

@@ -59,8 +59,6 @@ _STORED_FIELDS = (
 `num_steps`, and its running requests are its decodes and tokens; of a step, `decodes` and `tokens`. `others`:
 `admitted`, and from PREEMPTED on `preempted`.
 """
-_MADE_FIELDS = ("how", "blocked", "is_leap", "known_tokens", "num_steps", "decodes", "tokens")
-"""Those that `field_of` makes from `flags`."""
 LEAP: Final = 4
 BLOCKED: Final = 8
 PREEMPTED: Final = 1 << 31
@@ -69,6 +67,10 @@ LISTED_TIMES: Final = 1
 LISTED_PAGES: Final = 2
 """The pages taken are listed, one number per step. Otherwise they are those of `_pages_due`, or none."""
 _REST_FIELDS = ("step", "time_ns", "used", "cached", "released", "reserved")
+
+
+_MADE_FIELDS = ("how", "blocked", "is_leap", "known_tokens", "num_steps", "decodes", "tokens")
+"""Those that `field_of` makes from `flags`."""
 
 
 def field_of(

@@ -365,15 +365,18 @@ class TurnLoop:
             self._change()
         return finished
 
-    def run_until(self, until_ns: int, finished: list[Request]) -> None:
-        """Execute all turns that start before `until_ns`; add finished requests to `finished`."""
+    def run_until(self, until_ns: int, finished: list[Request]) -> int:
+        """Execute all turns that start before `until_ns`; add finished requests to `finished`.
+
+        Return a time before which another call would do nothing, unless a request arrives or is dropped.
+        """
         while True:
             if self._is_under_way:
                 if self.now_ns > until_ns:
-                    return
+                    return self.now_ns
                 finished += self.finish()
             if self.now_ns >= until_ns or self.start(self.now_ns, until_ns) == NEVER_NS:
-                return
+                return until_ns
 
     def run_towards(self, until_ns: int, finished: list[Request], is_watched: bool) -> int:
         """Execute steps as `run_until` does; return `until_ns`, the earliest time at which anything else may end."""

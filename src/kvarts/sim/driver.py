@@ -61,10 +61,11 @@ class Runner(Protocol):
         Return False if a step is under way: then `finish` drops the request and returns it.
         """
 
-    def run_until(self, until_ns: int, finished: list[Request]) -> None:
+    def run_until(self, until_ns: int, finished: list[Request]) -> int:
         """Do steps as long as there is work and the next one starts before `until_ns`.
 
-        Add the requests that finished to `finished`.
+        Add the requests that finished to `finished`. Return a time before which another call would do nothing, unless
+        a request arrives or is dropped.
         """
 
     def run_towards(self, until_ns: int, finished: list[Request], is_watched: bool) -> int:
@@ -128,6 +129,8 @@ class Driver:
         self._due: list[tuple[int, int]] = []
         """A heap of runners that lag behind, each with the time until which nothing ends there."""
         self._due_ns = [NEVER_NS] * len(runners)
+        self._still_ns = [0] * len(runners)
+        """For each runner, a time before which it does nothing, if no request arrives or is dropped there."""
         self._ran: list[int] = []
         """Runners that moved since the router was last updated, in no order."""
         self._roused = set(range(len(runners)))
@@ -172,11 +175,14 @@ class Driver:
         poll_ns = of_model.poll_ns(now_ns)
         if poll_ns != NEVER_NS:
             self._run_all(poll_ns)
-            of_model.poll(poll_ns)
+            # Where metrics are read at every arrival, those of a runner that did nothing are as they were.
+            is_often = self._tells_apart and not of_model.router.staleness_ns
+            of_model.poll(poll_ns, set(self._ran) or (0,) if is_often else self._all)
 
     def _run_all(self, until_ns: int) -> None:
-        for index in range(len(self._runners)):
-            self._run_alone(index, until_ns)
+        for index, still_ns in enumerate(self._still_ns):
+            if still_ns <= until_ns:
+                self._run_alone(index, until_ns)
 
     def _run_due(self, until_ns: int, *, is_watched: bool) -> None:
         """Run until everything that ends by `until_ns` has ended; a runner without an end may lag behind.
@@ -189,6 +195,7 @@ class Driver:
             if due_ns[index] != at_ns:
                 continue  # it was updated since
             next_ns = due_ns[index] = self._runners[index].run_towards(until_ns, finished, is_watched)
+            self._still_ns[index] = 0
             if self._tells_apart:
                 self._ran.append(index)
             if next_ns <= until_ns:
@@ -212,7 +219,7 @@ class Driver:
         finished = self._finished
         if self._tells_apart:
             self._ran.append(index)
-        self._runners[index].run_until(until_ns, finished)
+        self._still_ns[index] = self._runners[index].run_until(until_ns, finished)
         if finished:
             self._end(index, finished)
             finished.clear()
@@ -229,7 +236,7 @@ class Driver:
             for of_model in self._polled:
                 # No step started after that time, nor did a leap of several steps.
                 if (poll_ns := of_model.poll_ns(now_ns)) < now_ns:
-                    of_model.poll(poll_ns)
+                    of_model.poll(poll_ns, self._all)
             index = -1
             for _ in range(ends_ns.count(now_ns)):
                 index = ends_ns.index(now_ns, index + 1)
@@ -247,7 +254,7 @@ class Driver:
             dropped.clear()
             for of_model in self._polled:
                 if of_model.poll_ns(now_ns) == now_ns:
-                    of_model.poll(now_ns)
+                    of_model.poll(now_ns, self._all)
             if self._holding:
                 self._take_placed(now_ns)
             num_refused = self._num_refused
@@ -260,7 +267,7 @@ class Driver:
                 of_model = self._arriving
                 if of_model.router.is_told or of_model.router.reads_metrics:
                     if not of_model.router.staleness_ns and of_model.router.reads_metrics:
-                        of_model.poll(now_ns)
+                        of_model.poll(now_ns, self._all)
                     of_model.tell(now_ns, self._all)
                 self._arrive(now_ns)
             if self._holding and self._num_refused > num_refused:  # they have made room for others
@@ -340,7 +347,7 @@ class Driver:
         for of_model in self._holding:
             of_model.tell(now_ns, self._all)
             if of_model.router.reads_metrics and not of_model.router.staleness_ns:
-                of_model.poll(now_ns)
+                of_model.poll(now_ns, self._all)
             while placed := of_model.take_placed(now_ns):  # an engine that refuses one makes room for the next
                 for request, row, engine in placed:
                     self._enter(of_model, request, row, engine, now_ns)
@@ -370,6 +377,7 @@ class Driver:
         if runner.is_pausing:
             self._ends_ns[index] = NEVER_NS
         runner.wake(now_ns)
+        self._still_ns[index] = 0
         self._roused.add(index)
         return runner
 

@@ -148,18 +148,19 @@ class Ranks:
         routed.cancel(request, now_ns)
         return True
 
-    def run_until(self, until_ns: int, finished: list[Request]) -> None:
+    def run_until(self, until_ns: int, finished: list[Request]) -> int:
         """Do steps as long as there is work and the next one starts before `until_ns`.
 
-        Add the requests that finished to `finished`.
+        Add the requests that finished to `finished`. Return a time before which another call would do nothing, unless
+        a request arrives or is dropped.
         """
         while True:
             if self._is_under_way:
                 if self.now_ns > until_ns:
-                    return
+                    return self.now_ns
                 finished += self.finish()
             if self.now_ns >= until_ns or not self.has_work:
-                return
+                return until_ns
             self.start(self.now_ns, until_ns)
 
     def run_towards(self, until_ns: int, finished: list[Request], is_watched: bool) -> int:

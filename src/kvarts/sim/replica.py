@@ -26,6 +26,7 @@ from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
+from kvarts.sched.wheel import PagesDue
 from kvarts.sim.router import Routed
 
 __all__ = ["NEVER_NS", "Joining", "Replica", "tell_by_step"]
@@ -274,21 +275,24 @@ class Replica:
         engine.emit()
         return finished
 
-    def run_until(self, until_ns: int, finished: list[Request]) -> None:
+    def run_until(self, until_ns: int, finished: list[Request]) -> int:
         """Do steps as long as there is work and the next one starts before `until_ns`.
 
-        Add the requests that finished to `finished`.
+        Add the requests that finished to `finished`. Return a time before which another call would do nothing, unless
+        a request arrives or is dropped.
         """
         engine, running, waiting = self.engine, self.scheduler.running, self.scheduler.waiting
         while True:
             if self._is_under_way:
                 if engine.now_ns > until_ns:
-                    return
+                    return engine.now_ns
                 finished += self.finish()
             now_ns = engine.now_ns
             # Most of `has_work` is inlined, because this runs before every step.
-            if now_ns >= until_ns or not (running.num_running or waiting.num_waiting or self.has_work):
-                return
+            if now_ns >= until_ns:
+                return now_ns
+            if not (running.num_running or waiting.num_waiting or self.has_work):
+                return until_ns if self._tiers is not None else NEVER_NS
             self.start(now_ns, until_ns)
 
     def run_towards(self, until_ns: int, finished: list[Request], is_watched: bool) -> int:
@@ -409,7 +413,13 @@ class Replica:
         self._last_decode_ns = times.last_ns or 1
         durations_ns = times.for_event
         if log.tell_details is not None:
-            for event in tell_by_step(log.take_from(mark), wheel.step, now_ns, durations_ns, pages_taken, num_empty):
+            happened = log.take_from(mark)
+            num_taken = pages_taken.total if isinstance(pages_taken, PagesDue) else sum(pages_taken)
+            if num_taken > num_empty or any(isinstance(event, PagesRemoved | CopiesRemoved) for event in happened):
+                happened = tell_by_step(happened, wheel.step, now_ns, durations_ns, pages_taken, num_empty)
+            else:
+                happened.insert(0, StepStarted(wheel.step + num_steps - 1, end_ns - times.last_ns))
+            for event in happened:
                 log.tell_details(event)
         if log.tell is not None:
             log.tell(

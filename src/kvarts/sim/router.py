@@ -251,12 +251,12 @@ class Informed:
         tick_ns = now_ns - now_ns % staleness_ns
         return tick_ns if tick_ns > self._polled_ns else NEVER_NS
 
-    def poll(self, now_ns: int) -> None:
-        """Read the metrics of all engines, which have reached `now_ns`."""
+    def poll(self, now_ns: int, numbers: Iterable[int]) -> None:
+        """Read the metrics of the engines with these numbers, which have reached `now_ns`."""
         self._polled_ns = now_ns
         report, pages_for = self.router.report, self.engines[0].config.pages_for
-        for index, engine in enumerate(self.engines):
-            scheduler = engine.scheduler
+        for index in numbers:
+            scheduler = self.engines[index].scheduler
             waiting, cache = scheduler.waiting, scheduler.cache
             num_used = cache.num_used
             report(
