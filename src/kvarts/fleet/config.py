@@ -407,6 +407,10 @@ SECTIONS = (
 )
 """Settings of a fleet, in addition to those of each worker."""
 
+STORE = "store"
+"""The name of a store among the tiers of a worker."""
+PEERS = "peers"
+"""The name of the host memory of other workers among the tiers of a worker."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
@@ -869,6 +873,13 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The pools of each model that requests can ask for, in the order of the first pool of each."""
         names = dict.fromkeys(pool.model_name for pool in self.pools)
         return [ModelPools(name, tuple(pool for pool in self.pools if pool.model_name == name)) for name in names]
+
+    @property
+    def tier_names(self) -> list[str]:
+        """The names of the tiers below any worker."""
+        names = list(dict.fromkeys(name for pool in self.pools for name in pool.each.tiers))
+        names += [PEERS] if self.pulls else []
+        return names if self.store is None else [*names, STORE]
 
     @property
     def asks_for_models(self) -> bool:

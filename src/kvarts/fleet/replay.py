@@ -12,7 +12,7 @@ from kvarts.errors import InputError
 from kvarts.event_log import EventReader
 from kvarts.executor.base import CostModel
 from kvarts.executor.simulated import SimExecutor
-from kvarts.fleet.config import TOKEN_BYTES, FleetConfig, FleetWorker, ModelPools, PoolConfig, Role
+from kvarts.fleet.config import PEERS, STORE, TOKEN_BYTES, FleetConfig, FleetWorker, ModelPools, PoolConfig, Role
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
@@ -34,10 +34,6 @@ from kvarts.traffic.trace import Trace
 
 __all__ = ["BuiltFleet", "replay_fleet"]
 
-STORE = "store"
-"""The name of a store among the tiers of a worker."""
-PEERS = "peers"
-"""The name of the host memory of other workers among the tiers of a worker."""
 RANKS: dict[Role, int] = {"prefill": 0, "mixed": 1, "decode": 2}
 """Which workers come first where something happens at one time."""
 
@@ -60,7 +56,7 @@ def replay_fleet(
     source = first.source(trace)
     log = RequestLog(
         largest_hit_counts=first.profile == "mocker",
-        tiers=tiers_of(config),
+        tiers=config.tier_names,
         more=("source", *TIMES, "num_bytes", "num_restarts", "is_local", *(["model"] if models else [])),
     )
     steps: list[StepLog] = []
@@ -94,7 +90,7 @@ def replay_fleet(
         log,
         steps,
         num_evicted_pages=sum(each.cache.num_evicted for each in schedulers),
-        tier_names=tiers_of(config),
+        tier_names=config.tier_names,
         models=models,
         stores=opened.stores_report(driver.now_ns),
         pulls=[pulls_report(memory) for memory in opened.peers],
@@ -125,13 +121,6 @@ def models_asked_for(trace: Trace, config: FleetConfig) -> list[str]:
                 hint="A pool may have another served_model_name.",
             )
     return names
-
-
-def tiers_of(config: FleetConfig) -> list[str]:
-    """Return the names of the tiers below any worker."""
-    names = list(dict.fromkeys(name for pool in config.pools for name in pool.each.tiers))
-    names += [PEERS] if config.pulls else []
-    return names if config.store is None else [*names, STORE]
 
 
 class BuiltFleet:
@@ -201,16 +190,10 @@ class BuiltFleet:
             arrivals_at(of_models[0].first),
             of_models,
             self.links,
-            only_missing=config.transfer == "missing",
-            least_remote=config.least_remote,
-            hold_ns=round(config.hold_s * 1e9),
-            is_mocker=config.first.profile == "mocker",
-            tier_names=tiers_of(config),
+            config,
             store=None if store_links is None else StoreUse(self.stores, store_links),
             peers=None if peer_links is None else PeerUse(self.peers, peer_links),
             layer_wise=self.layer_wise,
-            scaler=None if config.scaler is None else config.scaler(),
-            faults=config.faults,
             names_no_models=len(self._behind) < len(config.of_models),
             on_progress=on_progress,
         )
