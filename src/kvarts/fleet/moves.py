@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvarts.build import PrepareTiers, TierSettings
 
 __all__ = ["Arriving", "Incoming", "Moves", "PeerUse", "PeersOfWorkers"]
-__all__ += ["RELEASE", "SEND", "BelowTiers", "StoreUse", "WorkersStore"]
+__all__ += ["RELEASE", "SEND", "Below", "StoreUse", "WorkersStore"]
 
 SEND: Final = 0
 TRANSFER: Final = 1
@@ -118,28 +118,29 @@ Incoming: TypeAlias = Arrivals | Arriving
 """The requests that arrive at a fleet, and their outcomes."""
 
 
-class BelowTiers(Protocol):
-    """Memory below the tiers of workers that several of them use: each of its views is the use of one worker."""
+Below: TypeAlias = "Callable[[int, TierSettings | None, int], PrepareTiers]"
+"""Returns what prepares the tiers of a worker: those of its settings, and memory that it shares with others below them.
 
-    unit: str
-    """Its unit: "pages", or with KV groups "blocks"."""
-
-    def num_loaded(self) -> Mapping[int, Mapping[int, int]]:
-        """Return, by worker, the units that it has loaded, by the worker that had stored them."""
-
-    def below(self, worker: int, offload: TierSettings | None, kv_bytes_per_token: int) -> PrepareTiers:
-        """Return what prepares the tiers of `worker`: those of `offload`, and this below them."""
+The last argument is the KV bytes of a token.
+"""
 
 
-class WorkersStore(BelowTiers, Protocol):
-    """A store that workers share.
+class WorkersStore(Protocol):
+    """A store that workers share: each of its views is the use of one worker.
 
     `before_removal`: called with a worker before its readers receive the removal of its pages by another worker.
     """
 
+    unit: str
+    """The unit of its sizes and counts: "pages", or with KV groups "blocks"."""
+
     size: int
     unit_bytes: int
     before_removal: Callable[[int], object] | None
+    below: Below
+
+    def num_loaded(self) -> Mapping[int, Mapping[int, int]]:
+        """Return, by worker, the units that it has loaded, by the worker that had stored them."""
 
     @property
     def num_cached(self) -> int:
@@ -160,13 +161,20 @@ class WorkersStore(BelowTiers, Protocol):
         """Stop sending events to `worker`, which was removed."""
 
 
-class PeersOfWorkers(BelowTiers, Protocol):
+class PeersOfWorkers(Protocol):
     """The host memory of workers, from which others read.
 
     `before_change`: called with a worker before anything is pinned or released there for others.
     """
 
+    unit: str
+    """The unit of its counts, as of a store."""
+
     before_change: Callable[[int], object] | None
+    below: Below
+
+    def num_loaded(self) -> Mapping[int, Mapping[int, int]]:
+        """Return, by worker, the units that it has loaded, by the worker that had stored them."""
 
     def leave(self, worker: int) -> bool:
         """Stop reading from `worker`, which was removed; return whether it was still registered."""

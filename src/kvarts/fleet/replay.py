@@ -16,7 +16,7 @@ from kvarts.fleet.config import PEERS, STORE, TOKEN_BYTES, FleetConfig, FleetWor
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
-from kvarts.fleet.moves import BelowTiers, Incoming, PeersOfWorkers, PeerUse, StoreUse, WorkersStore
+from kvarts.fleet.moves import Below, Incoming, PeersOfWorkers, PeerUse, StoreUse, WorkersStore
 from kvarts.fleet.pool import Front, ModelRouters, Pool
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.worker import ByAge, ByReservation, DecodeOnly, Worker
@@ -175,8 +175,8 @@ class BuiltFleet:
         for number, each in enumerate(config.pools):
             place = self._place_of(each)
             front = fronts[place, each.role == "decode"]
-            shared = [*self.stores[place : place + 1], *self.peers[place : place + 1]]
-            opened = self._opener(each, number, front.router, readers_of, *shared)
+            below = self.stores[place].below if self.stores else self.peers[place].below if self.peers else None
+            opened = self._opener(each, number, front.router, readers_of, below)
             model = self._behind[place].model
             self.pools.append(
                 Pool(each.name, each.role, each.each.replicas, opened, front, model=model, startup_ns=startup_ns)
@@ -231,11 +231,11 @@ class BuiltFleet:
         place: int,
         router: Router,
         readers_of: Callable[[FleetWorker], Sequence[EventReader]],
-        shared: BelowTiers | None = None,
+        below: Below | None,
     ) -> Callable[[int], Worker]:
         """Return a function that builds the next worker of a pool, given its number behind `router`.
 
-        `shared`: memory below its own tiers, shared with others.
+        `below`: prepares its tiers, if it shares memory with others.
         """
         rank = RANKS[of_pool.role] * MOST_REPLICAS
 
@@ -245,7 +245,7 @@ class BuiltFleet:
             self._pool_of[index] = place
             of_router = router.reader_of(number)
             readers = [*readers_of(FleetWorker(index, of_pool)), *(() if of_router is None else (of_router,))]
-            return open_worker(of_pool, index, rank + index, readers, shared, num_waiting=self._num_waiting)
+            return open_worker(of_pool, index, rank + index, readers, below, num_waiting=self._num_waiting)
 
         return open_next
 
@@ -333,13 +333,13 @@ def open_worker(
     index: int,
     rank: int,
     readers: Sequence[EventReader],
-    shared: BelowTiers | None,
+    below: Below | None,
     *,
     num_waiting: int = MANY_EVENTS,
 ) -> Worker:
     """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker.
 
-    `shared`: memory below its own tiers, shared with others.
+    `below`: prepares its tiers, if it shares memory with others.
     """
     config = pool.each
     is_mocker = config.profile == "mocker"
@@ -349,9 +349,9 @@ def open_worker(
     executor = SimExecutor(cost)
     queue = ByReservation() if is_mocker else ByAge()
     tiers = preparation_of(config.offload)
-    if shared is not None:
+    if below is not None:
         token_bytes = TOKEN_BYTES if config.placement is None else config.placement.kv_bytes_per_token
-        tiers = shared.below(index, config.offload, token_bytes)
+        tiers = below(index, config.offload, token_bytes)
     engine = build_engine(
         config,
         executor,
