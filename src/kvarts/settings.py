@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -34,6 +34,7 @@ __all__ = [
     "Setting",
     "SettingError",
     "ValueSource",
+    "Within",
     "Words",
     "given_by_flags",
     "given_by_keywords",
@@ -205,17 +206,6 @@ def _spelled(text: str, spell: Callable[[str], str]) -> str:
     return re.sub(_NAME, lambda match: spell(match[1]), text)
 
 
-class ValueSource(Protocol):
-    """The source of values."""
-
-    @property
-    def path(self) -> Path | None:
-        """The file, if it is one."""
-
-    def spell(self, setting: Setting, inner: str = "") -> str:
-        """Return the spelling of `setting` in this source; `inner`: a part of its value."""
-
-
 class KeySource(msgspec.Struct, frozen=True):
     """A file, or a mapping with the keys of one."""
 
@@ -238,11 +228,15 @@ class Flags(msgspec.Struct, frozen=True):
         return f"{flag}: {inner}" if inner else flag
 
 
-class _Within(msgspec.Struct, frozen=True):
-    """The value of another setting, which implies a value for this one."""
+class Within(msgspec.Struct, frozen=True):
+    """The value of another setting, which implies a value for this one.
+
+    `is_alike`: that setting is the same one of a pool, and errors name it as the user wrote it.
+    """
 
     source: ValueSource
     setting: Setting
+    is_alike: bool = False
 
     @property
     def path(self) -> Path | None:
@@ -250,8 +244,11 @@ class _Within(msgspec.Struct, frozen=True):
         return self.source.path
 
     def spell(self, setting: Setting, inner: str = "") -> str:
-        """Return the spelling of the other setting, with the key in it."""
-        return self.source.spell(self.setting, f"{setting.key}.{inner}" if inner else setting.key)
+        """Return the spelling of the other setting, with the key in it; of a pool, of the setting as it is there."""
+        if not self.is_alike:
+            return self.source.spell(self.setting, f"{setting.key}.{inner}" if inner else setting.key)
+        is_mine = self.setting.key.rpartition(".")[2] == setting.key.rpartition(".")[2]
+        return self.source.spell(self.setting if is_mine else setting, inner)
 
 
 class Keywords(msgspec.Struct, frozen=True):
@@ -262,6 +259,10 @@ class Keywords(msgspec.Struct, frozen=True):
     def spell(self, setting: Setting, inner: str = "") -> str:
         """Return the argument."""
         return f"{keyword_of(setting)}.{inner}" if inner else keyword_of(setting)
+
+
+ValueSource: TypeAlias = KeySource | Flags | Within | Keywords
+"""The source of values. `path`: the file, if it is one. `spell`: returns how a setting or a part of it is spelled."""
 
 
 def keyword_of(setting: Setting) -> str:
@@ -368,7 +369,7 @@ class Given:
         said = Given()
         for setting in settings:
             if facts.get(setting.key) is not None:
-                said.add(setting, facts[setting.key], _Within(given.source, given.setting))
+                said.add(setting, facts[setting.key], Within(given.source, given.setting))
         return said
 
     def build(

@@ -152,7 +152,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert index.num_evicted == len(model.evicted)
         for worker, view in self.shared.views.items():
             assert self.told[worker] == model.of_writer(worker)
-            assert view.num_loaded_from == dict(self.loaded[worker])
+            assert self.shared.num_loaded()[worker] == dict(self.loaded[worker])
             assert (view.num_used_blocks, view.num_cached_blocks) == (self.moving[worker], 0)
         assert sum(view.num_evicted_blocks for view in self.shared.views.values()) == index.num_evicted
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
@@ -17,7 +16,7 @@ from kvarts.fleet.scaling import Scaler, Scripted, Thresholds, parse_scaler
 from kvarts.limits import MOST_BYTES, MOST_MS, MOST_PAGES, brief, check_number, check_whole
 from kvarts.rooms import from_room
 from kvarts.routers.config import ages_read_by
-from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, ValueSource, setting, settings_of
+from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, Within, setting, settings_of
 from kvarts.sim.config import ReplayConfig, Slo, resolve_replay
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
 from kvarts.units import meant_size, parse_bytes, parse_rate
@@ -407,24 +406,11 @@ SECTIONS = (
 )
 """Settings of a fleet, in addition to those of each worker."""
 
+STORE = "store"
+"""The name of a store among the tiers of a worker."""
+PEERS = "peers"
+"""The name of the host memory of other workers among the tiers of a worker."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-
-
-class _InPool(msgspec.Struct, frozen=True):
-    """Source of a value that was given for one pool; errors name the setting as the user wrote it."""
-
-    source: ValueSource
-    setting: Setting
-
-    @property
-    def path(self) -> Path | None:
-        """The file, if the source is one."""
-        return self.source.path
-
-    def spell(self, setting: Setting, inner: str = "") -> str:
-        """Return the setting of the pool, or another one as it is written there."""
-        is_mine = self.setting.key.rpartition(".")[2] == setting.key.rpartition(".")[2]
-        return self.source.spell(self.setting if is_mine else setting, inner)
 
 
 def is_of_fleet(given: Given) -> bool:
@@ -583,7 +569,9 @@ def _resolve_pool(given: Given, table: str, of_all: Given, sections: Sequence[Se
     for key in given.in_table(table) if table else ():
         inner = key.removeprefix(f"{table}.")
         if inner in known:
-            own.add(known[inner], given.value_of(key), _InPool(given.source_of(key), given.setting_of(key)))
+            own.add(
+                known[inner], given.value_of(key), Within(given.source_of(key), given.setting_of(key), is_alike=True)
+            )
     asked = {"fleet": "pools", **dict.fromkeys(["store"] if (sizes := _sizes_of_store(given)) else [], *sizes[:1])}
     asked |= {"pulls": "transfer.pull"} if "transfer.pull" in given and given.value_of("transfer.pull") else {}
     try:
@@ -869,6 +857,13 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The pools of each model that requests can ask for, in the order of the first pool of each."""
         names = dict.fromkeys(pool.model_name for pool in self.pools)
         return [ModelPools(name, tuple(pool for pool in self.pools if pool.model_name == name)) for name in names]
+
+    @property
+    def tier_names(self) -> list[str]:
+        """The names of the tiers below any worker."""
+        names = list(dict.fromkeys(name for pool in self.pools for name in pool.each.tiers))
+        names += [PEERS] if self.pulls else []
+        return names if self.store is None else [*names, STORE]
 
     @property
     def asks_for_models(self) -> bool:

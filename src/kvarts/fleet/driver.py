@@ -13,12 +13,13 @@ from heapq import heappop, heappush
 from typing import cast
 
 from kvarts.errors import InputError
-from kvarts.fleet.faults import Change, Fault, changes_of
+from kvarts.fleet.config import FleetConfig
+from kvarts.fleet.faults import Change, changes_of
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
-from kvarts.fleet.moves import HOLD_NS, RELEASE, SEND, Incoming, Moves, PeerUse, StoreUse
+from kvarts.fleet.moves import RELEASE, SEND, Incoming, Moves, PeerUse, StoreUse
 from kvarts.fleet.pool import ModelRouters, Pool
-from kvarts.fleet.scaling import FleetState, Scaler
+from kvarts.fleet.scaling import FleetState
 from kvarts.fleet.worker import ByReservation, Worker
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.links import Links
@@ -42,8 +43,7 @@ class FleetDriver(Moves):
     """Runs one replay on a fleet.
 
     `store`: the store that workers share, and their links to it. `peers`: the host memory of workers, if others read
-    from it. `scaler`: decides the number of workers. `faults`: failures and their times. `names_no_models`: requests go
-    to workers of any model, so none may name one.
+    from it. `names_no_models`: requests go to workers of any model, so none may name one.
     """
 
     def __init__(
@@ -51,17 +51,11 @@ class FleetDriver(Moves):
         arrivals: Incoming,
         of_models: Sequence[ModelRouters],
         links: Links,
+        config: FleetConfig,
         *,
-        only_missing: bool,
-        least_remote: int | None = None,
-        hold_ns: int = HOLD_NS,
-        is_mocker: bool,
-        tier_names: Sequence[str] = (),
         store: StoreUse | None = None,
         peers: PeerUse | None = None,
         layer_wise: LayerWiseLinks | None = None,
-        scaler: Scaler | None = None,
-        faults: tuple[Fault, ...] = (),
         names_no_models: bool = False,
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
@@ -69,18 +63,14 @@ class FleetDriver(Moves):
             arrivals,
             of_models,
             links,
-            only_missing=only_missing,
-            least_remote=least_remote,
-            hold_ns=hold_ns,
-            is_mocker=is_mocker,
-            tier_names=tier_names,
+            config,
             store=store,
             peers=peers,
             layer_wise=layer_wise,
             on_progress=on_progress,
         )
         self._polled = [each for each in self._fronts if each.router.reads_metrics and each.router.staleness_ns]
-        self._scaler = scaler
+        scaler = self._scaler = None if config.scaler is None else config.scaler()
         self._link_ns = NEVER_NS
         """When the next transfer between workers ends, as of `next_ns`; NEVER_NS if none was under way."""
         self._arrival_ns = NEVER_NS
@@ -88,7 +78,7 @@ class FleetDriver(Moves):
         self._tick_ns = None if scaler is None else scaler.first_ns()
         self._ticked_in_vain = False
         """Whether the scaler had a tick with nothing else to wait for; it gets one, to bring a worker."""
-        self._changes = deque(changes_of(faults))
+        self._changes = deque(changes_of(config.faults))
         self.num_faults = 0
         self._names_no_models = names_no_models
         self._wakes: list[tuple[int, int, int]] = []

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heappush
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
+from kvarts.fleet.config import FleetConfig
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.layer_wise import LayerWiseLinks
 from kvarts.fleet.pool import Front, ModelRouters
@@ -26,8 +27,8 @@ from kvarts.traffic.trace_request import DirectRequest, TraceRequest
 if TYPE_CHECKING:
     from kvarts.build import PrepareTiers, TierSettings
 
-__all__ = ["HOLD_NS", "Arriving", "Incoming", "Moves", "PeerUse", "PeersOfWorkers"]
-__all__ += ["RELEASE", "SEND", "BelowTiers", "StoreUse", "WorkersStore"]
+__all__ = ["Arriving", "Incoming", "Moves", "PeerUse", "PeersOfWorkers"]
+__all__ += ["RELEASE", "SEND", "Below", "StoreUse", "WorkersStore"]
 
 SEND: Final = 0
 TRANSFER: Final = 1
@@ -36,8 +37,6 @@ ACTIVATE_NOW: Final = 3
 RELEASE: Final = 4
 RELEASE_NOW: Final = 5
 """Actions on a request: methods of Moves with their names."""
-HOLD_NS = 30_000_000_000
-"""How long a worker holds a prompt for a request that has not come yet: the lease of vLLM's connector."""
 
 
 class Arriving:
@@ -119,28 +118,29 @@ Incoming: TypeAlias = Arrivals | Arriving
 """The requests that arrive at a fleet, and their outcomes."""
 
 
-class BelowTiers(Protocol):
-    """Memory below the tiers of workers that several of them use: each of its views is the use of one worker."""
+Below: TypeAlias = "Callable[[int, TierSettings | None, int], PrepareTiers]"
+"""Returns what prepares the tiers of a worker: those of its settings, and memory that it shares with others below them.
 
-    unit: str
-    """Its unit: "pages", or with KV groups "blocks"."""
-
-    def num_loaded(self) -> Mapping[int, Mapping[int, int]]:
-        """Return, by worker, the units that it has loaded, by the worker that had stored them."""
-
-    def below(self, worker: int, offload: TierSettings | None, kv_bytes_per_token: int) -> PrepareTiers:
-        """Return what prepares the tiers of `worker`: those of `offload`, and this below them."""
+The last argument is the KV bytes of a token.
+"""
 
 
-class WorkersStore(BelowTiers, Protocol):
-    """A store that workers share.
+class WorkersStore(Protocol):
+    """A store that workers share: each of its views is the use of one worker.
 
     `before_removal`: called with a worker before its readers receive the removal of its pages by another worker.
     """
 
+    unit: str
+    """The unit of its sizes and counts: "pages", or with KV groups "blocks"."""
+
     size: int
     unit_bytes: int
     before_removal: Callable[[int], object] | None
+    below: Below
+
+    def num_loaded(self) -> Mapping[int, Mapping[int, int]]:
+        """Return, by worker, the units that it has loaded, by the worker that had stored them."""
 
     @property
     def num_cached(self) -> int:
@@ -161,13 +161,20 @@ class WorkersStore(BelowTiers, Protocol):
         """Stop sending events to `worker`, which was removed."""
 
 
-class PeersOfWorkers(BelowTiers, Protocol):
+class PeersOfWorkers(Protocol):
     """The host memory of workers, from which others read.
 
     `before_change`: called with a worker before anything is pinned or released there for others.
     """
 
+    unit: str
+    """The unit of its counts, as of a store."""
+
     before_change: Callable[[int], object] | None
+    below: Below
+
+    def num_loaded(self) -> Mapping[int, Mapping[int, int]]:
+        """Return, by worker, the units that it has loaded, by the worker that had stored them."""
 
     def leave(self, worker: int) -> bool:
         """Stop reading from `worker`, which was removed; return whether it was still registered."""
@@ -212,10 +219,8 @@ class PeerUse:
 class Moves:
     """Owner of the requests of a fleet.
 
-    `of_models`: the routers of each model, or one pair for all requests. `least_remote`, `hold_ns`: see FleetConfig.
-    `only_missing`: pages that the second worker has are not sent. `tier_names`: the names of the tiers below any
-    worker. `store`, `peers`: see FleetDriver. `is_mocker`: as Dynamo's mocker, to the order of what happens at one
-    time. `layer_wise`: `links` again, if they send layers of a prompt before it is complete.
+    `of_models`: the routers of each model, or one pair for all requests. `store`, `peers`: see FleetDriver.
+    `layer_wise`: `links` again, if they send layers of a prompt before it is complete.
     """
 
     def __init__(
@@ -223,12 +228,8 @@ class Moves:
         arrivals: Incoming,
         of_models: Sequence[ModelRouters],
         links: Links,
+        config: FleetConfig,
         *,
-        only_missing: bool,
-        least_remote: int | None = None,
-        hold_ns: int = HOLD_NS,
-        is_mocker: bool,
-        tier_names: Sequence[str] = (),
         store: StoreUse | None = None,
         peers: PeerUse | None = None,
         layer_wise: LayerWiseLinks | None = None,
@@ -236,7 +237,7 @@ class Moves:
     ) -> None:
         self._layer_wise = layer_wise
         self._arrivals = arrivals
-        self._tier_names = tier_names
+        self._tier_names = config.tier_names
         self._store = store
         self._peers = peers
         self._source = arrivals.source
@@ -253,14 +254,16 @@ class Moves:
             (worker for pool in self._pools for worker in pool.workers), key=lambda worker: worker.index
         )
         self._links = links
-        self._only_missing = only_missing
-        self._least_remote = least_remote
-        self._hold_ns = hold_ns
+        self._only_missing = config.transfer == "missing"
+        """Whether pages that the second worker has are not sent."""
+        self._least_remote = config.least_remote
+        self._hold_ns = round(config.hold_s * 1e9)
         self._left: dict[int, Handoff] = {}
         """Requests whose prompt is held for another request to fetch, by row."""
         self._leases: deque[tuple[int, Handoff]] = deque()
         """When each of them is released at the latest, and earlier ones that were fetched."""
-        self._is_mocker = is_mocker
+        self._is_mocker = config.first.profile == "mocker"
+        """Whether the fleet works as Dynamo's mocker, to the order of what happens at one time."""
         self._on_progress = on_progress
         self._page_size = self.workers[0].replica.config.page_size
         self._ends: list[tuple[int, int, int]] = []  # (end, rank, worker); stale if the worker's own end differs

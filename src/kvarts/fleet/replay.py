@@ -12,11 +12,11 @@ from kvarts.errors import InputError
 from kvarts.event_log import EventReader
 from kvarts.executor.base import CostModel
 from kvarts.executor.simulated import SimExecutor
-from kvarts.fleet.config import TOKEN_BYTES, FleetConfig, FleetWorker, ModelPools, PoolConfig, Role
+from kvarts.fleet.config import PEERS, STORE, TOKEN_BYTES, FleetConfig, FleetWorker, ModelPools, PoolConfig, Role
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
-from kvarts.fleet.moves import BelowTiers, Incoming, PeersOfWorkers, PeerUse, StoreUse, WorkersStore
+from kvarts.fleet.moves import Below, Incoming, PeersOfWorkers, PeerUse, StoreUse, WorkersStore
 from kvarts.fleet.pool import Front, ModelRouters, Pool
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.worker import ByAge, ByReservation, DecodeOnly, Worker
@@ -34,10 +34,6 @@ from kvarts.traffic.trace import Trace
 
 __all__ = ["BuiltFleet", "replay_fleet"]
 
-STORE = "store"
-"""The name of a store among the tiers of a worker."""
-PEERS = "peers"
-"""The name of the host memory of other workers among the tiers of a worker."""
 RANKS: dict[Role, int] = {"prefill": 0, "mixed": 1, "decode": 2}
 """Which workers come first where something happens at one time."""
 
@@ -60,7 +56,7 @@ def replay_fleet(
     source = first.source(trace)
     log = RequestLog(
         largest_hit_counts=first.profile == "mocker",
-        tiers=tiers_of(config),
+        tiers=config.tier_names,
         more=("source", *TIMES, "num_bytes", "num_restarts", "is_local", *(["model"] if models else [])),
     )
     steps: list[StepLog] = []
@@ -94,7 +90,7 @@ def replay_fleet(
         log,
         steps,
         num_evicted_pages=sum(each.cache.num_evicted for each in schedulers),
-        tier_names=tiers_of(config),
+        tier_names=config.tier_names,
         models=models,
         stores=opened.stores_report(driver.now_ns),
         pulls=[pulls_report(memory) for memory in opened.peers],
@@ -125,13 +121,6 @@ def models_asked_for(trace: Trace, config: FleetConfig) -> list[str]:
                 hint="A pool may have another served_model_name.",
             )
     return names
-
-
-def tiers_of(config: FleetConfig) -> list[str]:
-    """Return the names of the tiers below any worker."""
-    names = list(dict.fromkeys(name for pool in config.pools for name in pool.each.tiers))
-    names += [PEERS] if config.pulls else []
-    return names if config.store is None else [*names, STORE]
 
 
 class BuiltFleet:
@@ -186,8 +175,8 @@ class BuiltFleet:
         for number, each in enumerate(config.pools):
             place = self._place_of(each)
             front = fronts[place, each.role == "decode"]
-            shared = [*self.stores[place : place + 1], *self.peers[place : place + 1]]
-            opened = self._opener(each, number, front.router, readers_of, *shared)
+            below = self.stores[place].below if self.stores else self.peers[place].below if self.peers else None
+            opened = self._opener(each, number, front.router, readers_of, below)
             model = self._behind[place].model
             self.pools.append(
                 Pool(each.name, each.role, each.each.replicas, opened, front, model=model, startup_ns=startup_ns)
@@ -201,16 +190,10 @@ class BuiltFleet:
             arrivals_at(of_models[0].first),
             of_models,
             self.links,
-            only_missing=config.transfer == "missing",
-            least_remote=config.least_remote,
-            hold_ns=round(config.hold_s * 1e9),
-            is_mocker=config.first.profile == "mocker",
-            tier_names=tiers_of(config),
+            config,
             store=None if store_links is None else StoreUse(self.stores, store_links),
             peers=None if peer_links is None else PeerUse(self.peers, peer_links),
             layer_wise=self.layer_wise,
-            scaler=None if config.scaler is None else config.scaler(),
-            faults=config.faults,
             names_no_models=len(self._behind) < len(config.of_models),
             on_progress=on_progress,
         )
@@ -248,11 +231,11 @@ class BuiltFleet:
         place: int,
         router: Router,
         readers_of: Callable[[FleetWorker], Sequence[EventReader]],
-        shared: BelowTiers | None = None,
+        below: Below | None,
     ) -> Callable[[int], Worker]:
         """Return a function that builds the next worker of a pool, given its number behind `router`.
 
-        `shared`: memory below its own tiers, shared with others.
+        `below`: prepares its tiers, if it shares memory with others.
         """
         rank = RANKS[of_pool.role] * MOST_REPLICAS
 
@@ -262,7 +245,7 @@ class BuiltFleet:
             self._pool_of[index] = place
             of_router = router.reader_of(number)
             readers = [*readers_of(FleetWorker(index, of_pool)), *(() if of_router is None else (of_router,))]
-            return open_worker(of_pool, index, rank + index, readers, shared, num_waiting=self._num_waiting)
+            return open_worker(of_pool, index, rank + index, readers, below, num_waiting=self._num_waiting)
 
         return open_next
 
@@ -350,13 +333,13 @@ def open_worker(
     index: int,
     rank: int,
     readers: Sequence[EventReader],
-    shared: BelowTiers | None,
+    below: Below | None,
     *,
     num_waiting: int = MANY_EVENTS,
 ) -> Worker:
     """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker.
 
-    `shared`: memory below its own tiers, shared with others.
+    `below`: prepares its tiers, if it shares memory with others.
     """
     config = pool.each
     is_mocker = config.profile == "mocker"
@@ -366,9 +349,9 @@ def open_worker(
     executor = SimExecutor(cost)
     queue = ByReservation() if is_mocker else ByAge()
     tiers = preparation_of(config.offload)
-    if shared is not None:
+    if below is not None:
         token_bytes = TOKEN_BYTES if config.placement is None else config.placement.kv_bytes_per_token
-        tiers = shared.below(index, config.offload, token_bytes)
+        tiers = below(index, config.offload, token_bytes)
     engine = build_engine(
         config,
         executor,

@@ -65,40 +65,34 @@ class PeerPartsView(PartTier):
         tree = SpanTree(memory, page_size, _never_moving)
         super().__init__(PEERS, 0, memory, tree, place=PLACE)
         self.is_elsewhere = True
-        self.worker = worker
-        self.num_loaded_from: dict[int, int] = {}
-        """Blocks that were loaded, by the engine that had them."""
-        self.asked = -1
-        """The engine with whose parts the last match is the longest."""
-        self.unsent: list[PartsRead] = []
-        """Loads that no transfer carries yet."""
         self._peers = peers
-        self._reads: dict[RunHolding, PartsRead] = {}
+        self._reads = peers.reads_of(worker)
+        self._pinned: dict[RunHolding, PartsRead] = {}
         """Where each pin is."""
 
     @property
     def used_bytes(self) -> int:
         """Bytes of parts that this engine reads."""
-        return sum(map(self._num_blocks, self._reads)) * self.block_bytes
+        return sum(map(self._num_blocks, self._pinned)) * self.block_bytes
 
     def match(self, tree: SpanTree, content: Content, limit: int, depth: int) -> RunMatch:
         """Return how far every group can resume with parts of a device, of its first `depth` tiers, and of one engine.
 
         That is the engine with which the match is the longest, and of equals the one with the lowest number.
         """
-        best, self.asked = tree.match(content, limit, depth=depth), -1
-        for source, tier in self._peers.reached_from(self.worker):
+        best, self._reads.asked = tree.match(content, limit, depth=depth), -1
+        for source, tier in self._peers.reached_from(self._reads.worker):
             match = tree.match_across(content, limit, tier.tree, tier.lists, depth=depth)
-            is_first = match.num_pages == best.num_pages and source < self.asked
+            is_first = match.num_pages == best.num_pages and source < self._reads.asked
             if match.num_pages > best.num_pages or is_first:
-                best, self.asked = match, source
+                best, self._reads.asked = match, source
         return best
 
     def elsewhere(self, tree: SpanTree, content: Content, limit: int, depth: int) -> ReadableParts | None:
         """Return the match as in `match`, and the runs with the other engine, see Offer. A lookup is not affected."""
-        asked = self.asked
+        asked = self._reads.asked
         match = self.match(tree, content, limit, depth)
-        there, self.asked = self._peers.tiers.get(self.asked), asked
+        there, self._reads.asked = self._peers.tiers.get(self._reads.asked), asked
         if there is None or match.pieces is None:
             return None
         unit_bytes = self._peers.unit_bytes
@@ -112,23 +106,23 @@ class PeerPartsView(PartTier):
 
     def has(self, run: PartRun) -> bool:
         """Return whether a run, which a match has found, is with the engine that was asked."""
-        asked = self._peers.tiers.get(self.asked)
+        asked = self._peers.tiers.get(self._reads.asked)
         return asked is not None and asked.has(run)
 
     def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunHolding:
         """Pin runs in `pieces`, see RunMatch, of the engine that was asked; they keep their places there."""
-        asked = self._peers.tiers.get(self.asked)
+        asked = self._peers.tiers.get(self._reads.asked)
         if asked is None or not any(asked.has(run) for of_group in pieces for run, _, _ in of_group):
             return holding_of_transfer(len(self.groups))
-        self._peers.will_change(self.asked)
+        self._peers.will_change(self._reads.asked)
         pin = asked.pin(pieces)
-        self._reads[pin] = PartsRead(self.asked, asked)
+        self._pinned[pin] = PartsRead(self._reads.asked, asked)
         asked.guests[pin] = None
         return pin
 
     def unpin(self, pin: RunHolding) -> None:
         """End a pin. It is not a use of its runs."""
-        read = self._reads.pop(pin, None)
+        read = self._pinned.pop(pin, None)
         if read is not None:
             self._peers.will_change(read.source)
             del read.tier.guests[pin]
@@ -136,18 +130,18 @@ class PeerPartsView(PartTier):
 
     def unpin_before(self, pin: RunHolding, page: int) -> None:
         """End a pin of all parts before `page`."""
-        read = self._reads.get(pin)
+        read = self._pinned.get(pin)
         if read is not None:
             self._peers.will_change(read.source)
             read.tier.unpin_before(pin, page)
 
     def begin_load(self, pin: RunHolding) -> None:
         """Note that the runs of `pin` are being loaded."""
-        self.unsent.append(self._reads[pin])
+        self._reads.unsent.append(self._pinned[pin].source)
 
     def drop(self, pin: RunHolding, ends: Sequence[int]) -> None:
         """Count the blocks of a load that have arrived; the others are still where they were."""
-        read = self._reads.get(pin)
+        read = self._pinned.get(pin)
         if read is None:
             return
         counts = [
@@ -155,11 +149,11 @@ class PeerPartsView(PartTier):
         ]
         num_blocks = sum(map(int.__mul__, counts, self.part_blocks))
         if num_blocks:
-            self.num_loaded_from[read.source] = self.num_loaded_from.get(read.source, 0) + num_blocks
+            self._reads.loaded(read.source, num_blocks)
 
     def end_load(self, pin: RunHolding, last: Span | None, num_pages: int) -> None:
         """End the pin of a load, which is a use of all parts of its sequence where it was read."""
-        read = self._reads.get(pin)
+        read = self._pinned.get(pin)
         self.unpin(pin)
         if read is not None and last is not None:
             there, end = read.tier.tree.walk(last.content, num_pages)
@@ -178,7 +172,7 @@ class PeerPartsView(PartTier):
 
     def check(self, pins: Sequence[RunHolding]) -> None:
         """Assert law L2: everything that is pinned elsewhere is of a transfer or an offer. `pins`: all of these."""
-        assert set(self._reads) <= set(pins), "L2: parts of another engine are held by nobody"
+        assert set(self._pinned) <= set(pins), "L2: parts of another engine are held by nobody"
 
 
 def _never_moving(span: Span) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from kvarts.config import EngineConfig
 from kvarts.content import Content
@@ -32,24 +32,28 @@ __all__ = ["PEERS", "PeerMemory", "PeerView", "Peers"]
 PEERS = "peers"
 
 
-class ReadingView(Protocol):
-    """The memory of the others as a tier of engine `worker`.
+class Reads:
+    """What engine `worker` reads from the memory of others.
 
-    `asked`: the engine that has the most of the last lookup. `num_loaded_from`: what was loaded, by the engine that had
-    it. `unsent`: loads that no transfer carries yet.
+    `asked`: the engine that has the most of the last lookup; -1 without one. `loaded_from`: what was loaded, by the
+    engine that had it. `unsent`: the sources of loads that no transfer carries yet.
     """
 
-    worker: int
-    asked: int
-    num_loaded_from: dict[int, int]
+    __slots__ = ("asked", "loaded_from", "unsent", "worker")
 
-    @property
-    def unsent(self) -> list[Any]:
-        """Each has a `source`, the engine that is read."""
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+        self.asked = -1
+        self.loaded_from: dict[int, int] = {}
+        self.unsent: list[int] = []
+
+    def loaded(self, source: int, count: int) -> None:
+        """Count units that were loaded from `source`."""
+        self.loaded_from[source] = self.loaded_from.get(source, 0) + count
 
 
 HostT = TypeVar("HostT")
-ViewT = TypeVar("ViewT", bound=ReadingView)
+ViewT = TypeVar("ViewT")
 
 
 class Peers(Generic[HostT, ViewT]):
@@ -66,7 +70,8 @@ class Peers(Generic[HostT, ViewT]):
         self._bytes_per_s = bytes_per_s
         self.tiers: dict[int, HostT] = {}
         """The host memory of each engine that has any."""
-        self.views: dict[int, ViewT] = {}
+        self.reads: dict[int, Reads] = {}
+        """The reads of each engine."""
         self.before_change: Callable[[int], object] | None = None
 
     def will_change(self, source: int) -> None:
@@ -74,13 +79,17 @@ class Peers(Generic[HostT, ViewT]):
         if self.before_change is not None:
             self.before_change(source)
 
+    def reads_of(self, worker: int) -> Reads:
+        """Return the reads of `worker`, which may be new."""
+        return self.reads.setdefault(worker, Reads(worker))
+
     def open_view(self, worker: int, memory: GroupMemory | None, page_size: int) -> ViewT:
         """Return the memory of the others as a tier of `worker`. `memory`: the KV groups of its device."""
         raise NotImplementedError
 
     def num_loaded(self) -> dict[int, dict[int, int]]:
         """Return, by engine, the units that it has loaded, by the engine that had them."""
-        return {worker: view.num_loaded_from for worker, view in self.views.items()}
+        return {worker: reads.loaded_from for worker, reads in self.reads.items()}
 
     def connect(self, worker: int, host: HostT) -> None:
         """Let others read from the host memory of `worker`."""
@@ -107,10 +116,10 @@ class Peers(Generic[HostT, ViewT]):
         memory: GroupMemory | None,
     ) -> TiersToOpen | None:
         """Prepare the tiers below an engine of `config`: see `prepare_tiers`."""
-        read = PeerChannel("peers_read", self.links, self.unit_bytes)
+        read = PeerChannel("peers_read", self.links, self.unit_bytes, self.reads_of(worker))
 
         def open_peers(tell: Tell | None) -> ConnectedTier[Any]:
-            view = read.view = self.views[worker] = self.open_view(worker, memory, config.page_size)
+            view = self.open_view(worker, memory, config.page_size)
             return ConnectedTier(cast(Any, view), read, read, is_read_only=True)
 
         def connect(opened: Offloader[Any]) -> None:
@@ -167,13 +176,7 @@ class PeerView(MemoryTier):
 
     def __init__(self, memory: PeerMemory, worker: int) -> None:
         super().__init__(PEERS, 0)
-        self.worker = worker
-        self.num_loaded_from: dict[int, int] = {}
-        """Pages that were loaded, by the engine that had them."""
-        self.asked = -1
-        """The engine that has the most pages of the last lookup."""
-        self.unsent: list[PinnedRead] = []
-        """Loads that no transfer carries yet."""
+        self._reads = memory.reads_of(worker)
         self._memory = memory
         self._num_moving = 0
 
@@ -186,17 +189,18 @@ class PeerView(MemoryTier):
         """Find the engine with most consecutive pages from `start` on, and pin them there for `holder`."""
         self.forget(holder)
         most, found = 0, None
-        for source, tier in self._memory.reached_from(self.worker):
+        reads = self._reads
+        for source, tier in self._memory.reached_from(reads.worker):
             num_pages = tier.find(content, start, limit)
-            if num_pages > most or (num_pages == most > 0 and source < self.asked):
-                most, found, self.asked = num_pages, tier, source
+            if num_pages > most or (num_pages == most > 0 and source < reads.asked):
+                most, found, reads.asked = num_pages, tier, source
         if found is None:
             return 0
-        self._memory.will_change(self.asked)
+        self._memory.will_change(reads.asked)
         run = found.index.pin_stored(content, start, start + most)
         assert run is not None
         found.num_guests += 1
-        self._pins[holder] = PinnedRead(content, start, start + most, run, found.index, source=self.asked, tier=found)
+        self._pins[holder] = PinnedRead(content, start, start + most, run, found.index, source=reads.asked, tier=found)
         return most
 
     def forget(self, holder: int) -> None:
@@ -212,7 +216,7 @@ class PeerView(MemoryTier):
         """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`."""
         load = super().prepare_load(holder, num_pages, num_front)
         self._num_moving += load.num_pages
-        self.unsent.append(_source_of(load.ticket))
+        self._reads.unsent.append(_source_of(load.ticket).source)
         return load
 
     def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
@@ -224,7 +228,7 @@ class PeerView(MemoryTier):
             read.tier.num_guests -= 1
             self._num_moving -= load.num_pages
             if num_good_pages is None or num_good_pages == load.num_pages:
-                self.num_loaded_from[read.source] = self.num_loaded_from.get(read.source, 0) + load.num_pages
+                self._reads.loaded(read.source, load.num_pages)
         return is_first
 
     def reset(self) -> None:
@@ -240,14 +244,14 @@ def _source_of(pin: object) -> PinnedRead:
 
 
 class PeerChannel(SharedChannel):
-    """A Channel from the memory of others. `view` must be set before its first use."""
+    """A Channel from the memory of others."""
 
-    __slots__ = ("_links", "view")
+    __slots__ = ("_links", "_reads")
 
-    def __init__(self, name: str, links: PeerLinks, unit_bytes: int) -> None:
+    def __init__(self, name: str, links: PeerLinks, unit_bytes: int, reads: Reads) -> None:
         super().__init__(name, unit_bytes)
         self._links = links
-        self.view: ReadingView
+        self._reads = reads
 
     def wait_ns(self, now_ns: int) -> int:
         """Return 0: a transfer waits for no other, and shares the links with them."""
@@ -255,18 +259,17 @@ class PeerChannel(SharedChannel):
 
     def within_ns(self, now_ns: int, num_bytes: int) -> int:
         """Return how long a load of what was last looked up would take if no other transfer began or ended."""
-        view = self.view
-        if view.asked < 0:
+        reads = self._reads
+        if reads.asked < 0:
             return 0
-        return self._links.within_ns(view.asked, view.worker, self.bytes_there(num_bytes))
+        return self._links.within_ns(reads.asked, reads.worker, self.bytes_there(num_bytes))
 
     def submit(self, now_ns: int, num_bytes: int) -> int:
         """Begin the next transfer of `tiers`; return NEVER_NS: when it ends is not known."""
-        view = self.view
-        (read,) = view.unsent
-        view.unsent.clear()
+        (source,) = self._reads.unsent
+        self._reads.unsent.clear()
         number, bytes_there = self.tiers.num_transfers, self.bytes_there(num_bytes)
-        self._links.begin_pull(read.source, view.worker, number, bytes_there, now_ns)
+        self._links.begin_pull(source, self._reads.worker, number, bytes_there, now_ns)
         return super().submit(now_ns, num_bytes)
 
     def withdraw(self, now_ns: int, num_bytes: int) -> None:

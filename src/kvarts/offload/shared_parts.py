@@ -24,7 +24,7 @@ from kvarts.kv.span_tree import SpanTree
 from kvarts.kv.transfer import Coming
 from kvarts.links import StoreLinks
 from kvarts.offload.part_tier import PartTier
-from kvarts.offload.shared_store import STORE, Shared, Write
+from kvarts.offload.shared_store import STORE, Shared
 
 __all__ = ["PartsView", "SharedParts"]
 
@@ -120,10 +120,7 @@ class PartsView(PartTier):
         super().__init__(STORE, store.size, memory, store.tree, place=PLACE)
         self.is_elsewhere = True
         self.worker = worker
-        self.num_loaded_from: dict[int, int] = {}
-        """Blocks that were loaded, by the engine that had stored them."""
-        self.unsent: list[Write] = []
-        """Writes that no transfer carries yet."""
+        self._loaded_from = store.loaded_from.setdefault(worker, {})
         self._store = store
         self._parts = store.parts
         self._num_moving = 0
@@ -254,7 +251,7 @@ class PartsView(PartTier):
 
     def begin_load(self, pin: RunHolding) -> None:
         """Count the blocks of `pin` by the engines that stored them."""
-        loaded = self.num_loaded_from
+        loaded = self._loaded_from
         for index, runs in enumerate(pin.held):
             for run in runs:
                 loaded[run.writer] = loaded.get(run.writer, 0) + (run.end - run.start) * self.part_blocks[index]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from kvarts.config import EngineConfig
 from kvarts.content import Content
@@ -45,17 +45,7 @@ class Write:
         self.waiting: list[int] = []
 
 
-class WritingView(Protocol):
-    """The store as a tier of one engine. `num_loaded_from`: what was loaded, by the engine that had stored it.
-
-    `unsent`: writes that no transfer carries yet.
-    """
-
-    num_loaded_from: dict[int, int]
-    unsent: list[Write]
-
-
-ViewT = TypeVar("ViewT", bound=WritingView)
+ViewT = TypeVar("ViewT")
 
 
 class Shared(Generic[ViewT]):
@@ -69,6 +59,10 @@ class Shared(Generic[ViewT]):
         self.unit_bytes = unit_bytes
         self.links = links
         self.views: dict[int, ViewT] = {}
+        self.loaded_from: dict[int, dict[int, int]] = {}
+        """By engine, the units that it has loaded, by the engine that had stored them."""
+        self.unsent: dict[int, list[Write]] = {}
+        """By engine, its writes that no transfer carries yet."""
         self.writes: dict[object, Write] = {}
         """Writes under way, by what names them."""
         self.num_writes = 0
@@ -79,7 +73,7 @@ class Shared(Generic[ViewT]):
         """Record that `worker` writes, from its next transfer on."""
         write = self.writes[ticket] = Write(self.num_writes, worker)
         self.num_writes += 1
-        self.views[worker].unsent.append(write)
+        self.unsent.setdefault(worker, []).append(write)
 
     def await_write(self, number: int, worker: int) -> None:
         """Note that a request of `worker` waits for a write of another."""
@@ -89,7 +83,7 @@ class Shared(Generic[ViewT]):
 
     def num_loaded(self) -> dict[int, dict[int, int]]:
         """Return, by engine, the units that it has loaded, by the engine that had stored them."""
-        return {worker: view.num_loaded_from for worker, view in self.views.items()}
+        return self.loaded_from
 
     def take_waited_for(self) -> list[tuple[int, int]]:
         """Return each write that has ended since the last call, behind each engine with requests that waited for it."""
@@ -123,11 +117,12 @@ class Shared(Generic[ViewT]):
         memory: GroupMemory | None,
     ) -> TiersToOpen | None:
         """Prepare the tiers below an engine of `config`: see `prepare_tiers`."""
-        write = StoreChannel("store_write", self.links, worker, unit_bytes=self.unit_bytes, is_read=False)
-        read = StoreChannel("store_read", self.links, worker, unit_bytes=self.unit_bytes, is_read=True)
+        unsent = self.unsent.setdefault(worker, [])
+        write = StoreChannel("store_write", self.links, worker, unit_bytes=self.unit_bytes, writes=unsent)
+        read = StoreChannel("store_read", self.links, worker, unit_bytes=self.unit_bytes)
 
         def open_store(tell: Tell | None) -> ConnectedTier[Any]:
-            view = self.views[worker] = write.view = self.open_view(worker, memory, tell)
+            view = self.views[worker] = self.open_view(worker, memory, tell)
             return ConnectedTier(cast(Any, view), write, read)
 
         def connect(opened: Offloader[Any]) -> None:
@@ -207,13 +202,10 @@ class StoreView(MemoryTier):
         self.index = store.index
         self.find = self.index.find
         self.lose = _keep
-        self.num_loaded_from: dict[int, int] = {}
-        """Pages that were loaded, by the engine that had stored them."""
+        self._loaded_from = store.loaded_from.setdefault(worker, {})
         self._store = store
         self._num_moving = 0
         self._num_evicted = 0
-        self.unsent: list[Write] = []
-        """Writes that no transfer carries yet."""
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
         """Set the callbacks for runs of this engine that become findable or stop being findable."""
@@ -285,7 +277,7 @@ class StoreView(MemoryTier):
         while node is not None and node.end > segment.start:
             count = min(node.end, segment.end) - max(node.start, segment.start)
             if count > 0:
-                self.num_loaded_from[node.writer] = self.num_loaded_from.get(node.writer, 0) + count
+                self._loaded_from[node.writer] = self._loaded_from.get(node.writer, 0) + count
             node = node.parent
         return load
 
@@ -336,19 +328,20 @@ class SharedChannel(Channel):
 
 
 class StoreChannel(SharedChannel):
-    """A Channel between one engine and the store."""
+    """A Channel between one engine and the store. `writes`: those that no transfer carries yet; None: it reads."""
 
-    __slots__ = ("_is_read", "_links", "_num_under_way", "_worker", "view")
+    __slots__ = ("_is_read", "_links", "_num_under_way", "_worker", "_writes")
 
-    def __init__(self, name: str, links: StoreLinks, worker: int, *, unit_bytes: int, is_read: bool) -> None:
+    def __init__(
+        self, name: str, links: StoreLinks, worker: int, *, unit_bytes: int, writes: list[Write] | None = None
+    ) -> None:
         super().__init__(name, unit_bytes)
         self._links = links
         self._worker = worker
-        self._is_read = is_read
+        self._is_read = writes is None
+        self._writes = writes
         self._num_under_way = 0
         """Bytes of transfers that have not ended."""
-        self.view: WritingView | None = None
-        """The tier whose writes it carries."""
 
     def wait_ns(self, now_ns: int) -> int:
         """Return how long the transfers of this engine that are under way would take alone."""
@@ -373,10 +366,10 @@ class StoreChannel(SharedChannel):
         """Begin the next transfer of `tiers`; return NEVER_NS: when it ends is not known."""
         bytes_there = self.bytes_there(num_bytes)
         self._num_under_way += bytes_there
-        if self.view is not None:
-            for write in self.view.unsent:
+        if self._writes is not None:
+            for write in self._writes:
                 write.transfer = self.tiers.num_transfers
-            self.view.unsent.clear()
+            self._writes.clear()
         self._links.begin(self._worker, self.tiers.num_transfers, bytes_there, now_ns, is_read=self._is_read)
         return super().submit(now_ns, num_bytes)
 
