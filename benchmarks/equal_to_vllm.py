@@ -530,7 +530,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             stopped = [index for index in recorder.step.ended if workload.asks[index].stops]
             gone = sorted(decoded, key=decoded.__getitem__) + stopped
             gone = [index for index in gone if index not in recorder.step.preempted]
-            num_gone = engine.plan.batch.num_decodes - len(decoding) if workload.is_async else 0
+            num_gone = engine.batch.num_decodes - len(decoding) if workload.is_async else 0
             recorder.step.tokens.update(dict.fromkeys(decoding + gone[:num_gone], 1))
             for index in set(recorder.num_drafted) & set(decoding):
                 recorder.step.tokens[index] += recorder.num_drafted[index]

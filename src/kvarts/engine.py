@@ -6,20 +6,22 @@ executes, and then `end`, which commits and emits. Leaps in virtual time use the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from msgspec.structs import replace
 
 from kvarts.config import EngineConfig
-from kvarts.event_log import EventLog
+from kvarts.event_log import EventLog, Tell
 from kvarts.events import Arrived, AtRest, CacheCleared, Cancelled, Rejected, StepDone, StepEnded, StepStarted
+from kvarts.events.steps import BLOCKED
 from kvarts.executor.base import Executor
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
 
-__all__ = ["Engine", "at_rest", "step_done", "with_drafts"]
+__all__ = ["Engine", "at_rest", "with_drafts"]
 
 
 NO_SIDES: Final[tuple[int, ...]] = ()
@@ -49,8 +51,14 @@ class Engine:
         self.tiers = scheduler.tiers
         self.now_ns = 0
         """The end of the step under way; without one, the latest time that the engine has reached."""
-        self.plan = StepPlan(-1, Batch((), 0, 0, config.pool_tokens))
-        """The plan of the last scheduled step."""
+        self.batch = Batch((), 0, 0, config.pool_tokens)
+        """The work of the last scheduled step."""
+        self.plan = StepPlan(-1, self.batch)
+        """The plan of the last scheduled step, if the executor needs plans."""
+        self._batch_ns: Callable[[Batch], int] | None = getattr(executor, "batch_ns", None)
+        """How long a batch takes, if the executor does nothing else."""
+        self._num_reserved = 0
+        """The reserved pages that the last event of a step told."""
         self._result: StepResult | None = None
         self._num_withheld = 0
         self._audit = audit
@@ -129,31 +137,99 @@ class Engine:
         if log.tell_details is not None:
             log.tell_details(StepStarted(scheduler.wheel.step, now_ns))
         self._num_withheld = scheduler.pages.num_withheld
-        plan = self.plan = scheduler.schedule(now_ns)
-        batch = plan.batch
-        if not (batch.num_decodes or batch.chunks or plan.preemptions or self._moves_pages):
+        if self._batch_ns is not None:
+            batch = self.batch = scheduler.schedule_batch(now_ns)
+        else:
+            self.plan = scheduler.schedule(now_ns)
+            batch = self.batch = self.plan.batch
+        if not (batch.num_decodes or batch.chunks or scheduler.preempted or self._moves_pages):
             self._result = None
             return False
         return True
 
     def carry_out(self, now_ns: int) -> None:
         """Execute the step that `prepare` planned: the second half of `begin`."""
-        plan, tell = self.plan, self.log.tell
-        result = self._result = self.executor.execute(plan)
-        duration_ns = result.duration_ns
+        batch = self.batch
+        if self._batch_ns is None:
+            duration_ns = self._execute()
+        else:
+            duration_ns = self._batch_ns(batch) if batch.num_decodes or batch.chunks else 0
         if self.tiers is not None:
-            if self.executor.needs_page_ids:
-                batch = plan.batch
-                moving_ns = sum(report.duration_ns for report in result.transfer_reports)
-                num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
-                self.tiers.measure(num_tokens, batch.num_decodes + batch.num_drafted, duration_ns - moving_ns)
             duration_ns = self.tiers.step_ns(now_ns, duration_ns)
-        if tell is not None:
-            done = step_done(self.scheduler, plan, now_ns, duration_ns, self._num_withheld)
-            tell(done if plan.drafts is None else with_drafts(done, plan, result))
+        if self.log.tell is not None:
+            self._tell_step(self.log.tell, batch, now_ns, duration_ns)
         end_ns = self.now_ns = now_ns + duration_ns
         if end_ns > LATEST_NS:
             raise TooLateError
+
+    def _execute(self) -> int:
+        """Let the executor carry out the plan; return how long that took."""
+        plan = self.plan
+        result = self._result = self.executor.execute(plan)
+        if self.tiers is not None and self.executor.needs_page_ids:
+            batch = plan.batch
+            moving_ns = sum(report.duration_ns for report in result.transfer_reports)
+            num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
+            self.tiers.measure(num_tokens, batch.num_decodes + batch.num_drafted, result.duration_ns - moving_ns)
+        return result.duration_ns
+
+    def _tell_step(self, tell: Tell, batch: Batch, now_ns: int, duration_ns: int) -> None:
+        """Emit the step that starts at `now_ns`, and that the scheduler has just planned."""
+        scheduler, tell_row = self.scheduler, self.log.tell_row
+        mark, num_reserved = scheduler.mark, scheduler.cache.num_reserved
+        num_decodes = num_tokens = batch.num_decodes
+        for chunk in batch.chunks:
+            num_tokens += chunk.num_tokens
+        num_decodes -= scheduler.num_joined
+        num_waiting = scheduler.waiting.num_waiting + len(scheduler.waiting_with_pages)
+        num_running = scheduler.running.num_running
+        num_loading, sides = 0, NO_SIDES
+        if scheduler.has_sides:
+            sides = scheduler.side_counts_at_mark()
+            if scheduler.loads is not None:
+                num_loading = scheduler.loads.num_waiting
+                num_waiting += num_loading
+        is_as_before = num_reserved == self._num_reserved and not scheduler.preempted
+        if tell_row is not None and self._result is None and is_as_before:
+            row = (
+                duration_ns,
+                num_decodes,
+                num_tokens,
+                scheduler.blocked * BLOCKED,
+                now_ns,
+                mark.used,
+                mark.cached,
+                mark.released,
+                num_running,
+                num_waiting,
+                num_loading,
+                len(scheduler.admitted),
+            )
+            tell_row((*row, *sides) if sides else row)
+            return
+        self._num_reserved = num_reserved
+        done = StepDone(
+            scheduler.wheel.step,
+            now_ns,
+            duration_ns,
+            mark.used,
+            mark.cached,
+            mark.released,
+            num_running,
+            num_waiting,
+            scheduler.blocked,
+            num_decodes,
+            num_tokens,
+            len(scheduler.admitted),
+            scheduler.preempted,
+            sides,
+            self._num_withheld,
+            num_reserved,
+            num_loading,
+        )
+        if self._result is not None and self.plan.drafts is not None:
+            done = with_drafts(done, self.plan, self._result)
+        tell(done)
 
     def end(self) -> list[Request]:
         """Commit the step under way and emit its events; return the requests that finished, in admission order."""
@@ -191,42 +267,6 @@ class Engine:
             if last is None or rest != replace(last, num_released=rest.num_released):
                 self._last_rest = rest
                 self.log.tell(rest)
-
-
-def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: int, num_withheld: int) -> StepDone:
-    """Return the event of the step that starts at `now_ns`, for which the scheduler has just made `plan`.
-
-    `num_withheld`: pages that other models kept from this one when the step was planned. Drafts are added by
-    `with_drafts`: few engines draft, and this is called in every step.
-    """
-    mark, batch = scheduler.mark, plan.batch
-    num_loading, sides = 0, NO_SIDES
-    if scheduler.has_sides:
-        sides = scheduler.side_counts_at_mark()
-        if scheduler.loads is not None:
-            num_loading = scheduler.loads.num_waiting
-    num_tokens = num_decodes = batch.num_decodes
-    for chunk in batch.chunks:
-        num_tokens += chunk.num_tokens
-    return StepDone(
-        plan.step,
-        now_ns,
-        duration_ns,
-        mark.used,
-        mark.cached,
-        mark.released,
-        scheduler.running.num_running,
-        scheduler.waiting.num_waiting + len(scheduler.waiting_with_pages) + num_loading,
-        scheduler.blocked,
-        num_decodes - plan.num_joined,
-        num_tokens,
-        len(plan.admitted),
-        plan.preemptions,
-        sides,
-        num_withheld,
-        scheduler.cache.num_reserved,
-        num_loading,
-    )
 
 
 def with_drafts(done: StepDone, plan: StepPlan, result: StepResult) -> StepDone:

@@ -7,9 +7,10 @@ if a reader wants details; events of steps are passed to every reader.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from kvarts.events import Event
+from kvarts.events.steps import StepRow
 
 __all__ = ["EventLog", "EventReader", "Tell"]
 
@@ -21,7 +22,7 @@ class EventReader(Protocol):
     """Reads events. Promises to change nothing in the engine.
 
     A reader with an attribute `wants_details` that is False needs only StepDone, LeapDone and AtRest; any other reader
-    receives every event.
+    receives every event. One with an attribute `takes_rows` that is True may get a StepRow instead of a StepDone.
     """
 
     def observe(self, events: Sequence[Event]) -> None:
@@ -34,12 +35,12 @@ class EventLog:
     `num_waiting`: number of waiting events at which an engine passes them on; 1: after every step.
     """
 
-    __slots__ = ("_readers", "num_events", "num_waiting", "tell", "tell_details", "waiting")
+    __slots__ = ("_readers", "num_events", "num_waiting", "tell", "tell_details", "tell_row", "waiting")
 
     def __init__(self, readers: Sequence[EventReader] = (), *, num_waiting: int = 1) -> None:
         self._readers = tuple(readers)
         self.num_waiting = num_waiting
-        self.waiting: list[Event] = []
+        self.waiting: list[Event | StepRow] = []
         """Events not yet passed to the readers."""
         self.num_events = 0
         """Number of events passed on so far, which is also the number of the first waiting event."""
@@ -48,10 +49,16 @@ class EventLog:
         has_details = any(getattr(reader, "wants_details", True) for reader in self._readers)
         self.tell_details: Tell | None = self.tell if has_details else None
         """Adds a page or request event; None if no reader wants details."""
+        takes_rows = all(getattr(reader, "takes_rows", False) for reader in self._readers)
+        self.tell_row: Callable[[StepRow], object] | None = self.waiting.append if takes_rows else None
+        """Adds a step as a row; None if a reader needs the event."""
 
     def add_reader(self, reader: EventReader) -> None:
         """Add a reader of all events from now on. It must not want details."""
         assert getattr(reader, "wants_details", True) is False, "details are made for readers that were there first"
+        if self.tell_row is not None:
+            self.flush()
+            self.tell_row = None
         self._readers += (reader,)
         self.tell = self.waiting.append
 
@@ -62,13 +69,13 @@ class EventLog:
 
     def take_from(self, mark: int) -> list[Event]:
         """Remove and return the events added since `mark`, so that the caller can add them again in another order."""
-        events = self.waiting[mark:]
+        events = cast("list[Event]", self.waiting[mark:])  # rows are told only without details
         del self.waiting[mark:]
         return events
 
     def flush(self) -> None:
         """Pass all waiting events to the readers. Their exceptions, such as AuditError, propagate."""
-        events = self.waiting
+        events = cast("list[Event]", self.waiting)  # rows, if all readers take them
         if not events:
             return
         for reader in self._readers:

@@ -15,7 +15,7 @@ from kvarts.executor.cost import CallableCost, LinearCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import RequestLog
-from kvarts.sched.plan import Batch, Chunk, StepPlan, StepResult
+from kvarts.sched.plan import Batch, Chunk
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.driver import Driver
@@ -49,10 +49,12 @@ class Seen(SimExecutor):
     def __init__(self, cost: CostModel) -> None:
         super().__init__(cost)
         self.batches: list[Batch] = []
+        self.batch_ns = self._seen_ns
+        self._cost = cost
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        self.batches.append(plan.batch)
-        return super().execute(plan)
+    def _seen_ns(self, batch: Batch) -> int:
+        self.batches.append(batch)
+        return self._cost.step_ns(batch)
 
 
 def batches_of(case: Case, cost: CostModel, most_ms: float | None, offload: Any = None) -> tuple[list[Batch], Any]:

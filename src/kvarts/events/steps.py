@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from kvarts.events.details import PartsMoved, PerStep, Preemption, Turns
 from kvarts.values import Value
 
-__all__ = ["LeapDone", "StepDone"]
+__all__ = ["BLOCKED", "LeapDone", "StepDone", "StepRow"]
+
+StepRow = tuple[int, ...]
+"""A StepDone without preemptions and drafts, as a StepLog stores it: `duration_ns`, `num_decodes`, `num_tokens`,
+`blocked` times BLOCKED, `start_ns`, `num_used`, `num_cached`, `num_released`, `num_running`, `num_waiting`,
+`num_loading` and `num_admitted`, then `tiers`."""
+BLOCKED: Final = 8
+"""The reasons of a row are multiples of this; what is less are flags of the log."""
 
 
 class StepDone(Value):

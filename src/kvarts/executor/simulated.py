@@ -64,7 +64,8 @@ class SimExecutor:
     needs_page_ids = False
 
     def __init__(self, cost: CostModel) -> None:
-        self._step_ns = cost.step_ns
+        self.batch_ns = cost.step_ns
+        """How long a batch takes, unless it is empty. An engine that has this needs no more of the executor."""
         self.decode_ns = cost.decode_ns
         self.decode_times = getattr(cost, "decode_times", None)
         """Returns the durations of decodes by a rule; None if `cost` has none."""
@@ -72,4 +73,4 @@ class SimExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """Return the duration of the step."""
         batch = plan.batch
-        return StepResult(self._step_ns(batch) if batch.num_decodes or batch.chunks else 0)
+        return StepResult(self.batch_ns(batch) if batch.num_decodes or batch.chunks else 0)

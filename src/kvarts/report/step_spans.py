@@ -13,6 +13,7 @@ from mypy_extensions import mypyc_attr
 
 from kvarts.columns import Rows
 from kvarts.events import AtRest, Event, LeapDone, Preemption, StepDone
+from kvarts.events.steps import BLOCKED, StepRow
 from kvarts.executor.mocker_formula import MockerTimes
 from kvarts.few import Numbers
 from kvarts.report.packed import PackedColumn
@@ -60,7 +61,6 @@ _STORED_FIELDS = (
 `admitted`, and from PREEMPTED on `preempted`.
 """
 LEAP: Final = 4
-BLOCKED: Final = 8
 PREEMPTED: Final = 1 << 31
 LISTED_TIMES: Final = 1
 """The durations are listed, one per step. Otherwise a single step takes `took_ns`, and several are by the rule."""
@@ -140,6 +140,7 @@ class StepSpans:
     """
 
     wants_details = False
+    takes_rows = True
 
     def __init__(
         self,
@@ -188,12 +189,16 @@ class StepSpans:
             state["part_steps"] = self.part_steps
         return _made_again, (type(self), self.num_pages, self.tiers, self.memory, state)
 
-    def observe(self, events: Sequence[Event]) -> None:
+    def observe(self, events: Sequence[Event | StepRow]) -> None:
         """Store the steps and rests in `events`, in one loop: in virtual time, all events are these."""
         spans: list[int] = []
         durations_ns, pages_taken = self._durations_ns.recent, self._pages_taken.recent
+        num_rows = 0
         for event in events:
-            if isinstance(event, StepDone):
+            if isinstance(event, tuple):
+                spans += event
+                num_rows += 1
+            elif isinstance(event, StepDone):
                 if event.num_reserved != self._num_reserved:
                     self._note_reserved(event.step, event.num_reserved)
                 others = event.num_admitted
@@ -230,7 +235,7 @@ class StepSpans:
                     self._rule = rule = cast(MockerTimes, times)
                     took_ns, known_tokens = rule.total_ns, rule.known_tokens
                 if isinstance(taken, PagesDue):
-                    self._note_due(taken)
+                    self._note_due(taken, self._num_spans + num_rows)
                 else:
                     flags += LISTED_PAGES
                     pages_taken += taken
@@ -260,15 +265,17 @@ class StepSpans:
                 counts = event.num_used, event.num_cached, event.num_released
                 self._rests.add((event.step, event.time_ns, *counts, event.num_reserved, *event.tiers))
         if spans:
+            self._num_spans += num_rows
+            self._num_steps += num_rows
             self._spans.add(spans)
             self._durations_ns.settle()
             self._pages_taken.settle()
 
-    def _note_due(self, due: PagesDue) -> None:
+    def _note_due(self, due: PagesDue, span: int) -> None:
         self._period = due.period
         if due.offsets:
             rows: list[int] = []
-            span, offsets, counts = self._num_spans, due.offsets, due.counts
+            offsets, counts = due.offsets, due.counts
             for place in range(len(offsets)):
                 rows += (span, offsets[place], counts[place])
             self._pages_due.add(rows)

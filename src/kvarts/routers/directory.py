@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from typing import cast
 
 import msgspec
 
@@ -559,7 +560,7 @@ class CacheFeed:
     def read(self) -> None:
         """Read events that wait in the log."""
         if self._log is not None:
-            self._read(self._log.waiting, self._log.num_events)
+            self._read(cast("list[Event]", self._log.waiting), self._log.num_events)  # this reader takes no rows
 
     def _read(self, events: Sequence[Event], num_before: int) -> None:
         """Read the new ones of `events`, which `num_before` others precede."""

@@ -116,6 +116,14 @@ class Scheduler:
         if handoffs is not None:
             handoffs.connect(self.running, waiting, loads)
         self.own_pages = OwnPagesInUse(cache, tell)
+        self.admitted: tuple[int, ...] = ()
+        """The requests that were admitted to the step that was planned last, by index."""
+        self.preempted: tuple[Preemption, ...] = ()
+        """Those that were preempted for it, or before it for other models."""
+        self.num_joined = 0
+        """Its decodes that were not decodes in the step before."""
+        self._with_new_table: Sequence[Request] = ()
+        """Its decodes with pages of their own that changed."""
         self.mark = Mark()
         self.mark.parts = cache.counts()
         self.preemptor = Preemptor(self.running, self.waiting, cache, pages, self.mark, tell, self.tiers)
@@ -378,7 +386,31 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> StepPlan:
         """Plan the step that starts at `now_ns` and take its pages. `commit` must follow."""
-        wheel, preemptor, running, mark, batch = self.wheel, self.preemptor, self.running, self.mark, self._batch
+        planned, rows, loads, step = self.schedule_batch(now_ns), self._batch, self.loads, self.wheel.step
+        admitted, preempted = self.admitted, self.preempted
+        if rows is None:
+            return StepPlan(step, planned, admitted, preempted, num_joined=self.num_joined)
+        drafts_first = self._drafts_first
+        needing_page = () if drafts_first is not None else self.wheel.needing_page()
+        decodes = rows.decodes(step, needing_page, self._with_new_table) if self.wheel.num_decoding else None
+        drafts: DraftRows | None = None
+        if decodes is not None and self.drafts is not None:
+            if drafts_first is not None:
+                drafts, decodes = drafts_first.planned(decodes)
+            else:
+                drafts, decodes = self.drafts.take(decodes, planned, self.pages.token_budget)
+            if drafts is not None:
+                self.cache.look(self.mark)
+                planned = planned.replaced(num_drafted=len(drafts.rows))
+        transfers = () if loads is None else loads.tiers.take_planned()
+        copies = self.own_pages.take_copies()
+        left = rows.take_left()
+        snapshots = rows.take_snapshots()
+        return StepPlan(step, planned, admitted, preempted, decodes, left, transfers, copies, drafts, snapshots)
+
+    def schedule_batch(self, now_ns: int) -> Batch:
+        """Do what `schedule` does, for an executor that needs to know only the work of the step, and return that."""
+        wheel, preemptor, running, mark = self.wheel, self.preemptor, self.running, self.mark
         preemptions: list[Preemption] = []
         preemptor.preemptions = preemptions
         if gave_way := preemptor.gave_way:
@@ -392,10 +424,9 @@ class Scheduler:
             goes_on = self._take_turns(now_ns)
         elif num_due := wheel.pages_due():
             goes_on = preemptor.take_due(num_due, now_ns)
-        with_new_table: Sequence[Request] = ()
         budget = self.pages.token_budget - wheel.num_decoding
-        if batch is not None:
-            with_new_table = self.own_pages.turn(wheel)
+        if self._batch is not None:
+            self._with_new_table = self.own_pages.turn(wheel)
             if self._drafts_first is not None:
                 budget -= self._drafts_first.num_planned()
         chunks: list[Chunk] = []
@@ -438,31 +469,9 @@ class Scheduler:
             num_decodes += num_joined
             known_tokens += tokens_joined
             num_joined += len(self.handoffs.resumed)
-        plan_batch = Batch(tuple(chunks), num_decodes, known_tokens, self._pool_tokens)
-        preempted: tuple[Preemption, ...] = ()
-        if preemptions or gave_way:
-            preempted = (*gave_way, *preemptions)
-        if batch is None:
-            return StepPlan(wheel.step, plan_batch, admitted, preempted, num_joined=num_joined)
-        drafts_first = self._drafts_first
-        needing_page = () if drafts_first is not None else wheel.needing_page()
-        decodes = batch.decodes(wheel.step, needing_page, with_new_table) if wheel.num_decoding else None
-        drafts: DraftRows | None = None
-        if decodes is not None and self.drafts is not None:
-            if drafts_first is not None:
-                drafts, decodes = drafts_first.planned(decodes)
-            else:
-                drafts, decodes = self.drafts.take(decodes, plan_batch, self.pages.token_budget)
-            if drafts is not None:
-                self.cache.look(mark)
-                plan_batch = plan_batch.replaced(num_drafted=len(drafts.rows))
-        transfers = () if loads is None else loads.tiers.take_planned()
-        copies = self.own_pages.take_copies()
-        left = batch.take_left()
-        snapshots = batch.take_snapshots()
-        return StepPlan(
-            wheel.step, plan_batch, admitted, preempted, decodes, left, transfers, copies, drafts, snapshots
-        )
+        self.admitted, self.num_joined = admitted, num_joined
+        self.preempted = (*gave_way, *preemptions) if gave_way or preemptions else ()
+        return Batch(tuple(chunks), num_decodes, known_tokens, self._pool_tokens)
 
     def _begin(self, now_ns: int) -> None:
         """Begin the plan of a step: what orders, releases, loads, or the lengths of chunks require before its turns."""

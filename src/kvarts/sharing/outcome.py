@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvarts.columns import Column
 from kvarts.events import Event, LeapDone, StepDone
+from kvarts.events.steps import StepRow
 from kvarts.report.distributions import Extent, Ranges
 from kvarts.report.packed import PackedColumn
 from kvarts.report.steps import StepLog
@@ -79,6 +80,8 @@ class Contention:
 class TurnLog(StepLog):
     """A StepLog with gaps between steps, in which other models may take or evict pages."""
 
+    takes_rows = False
+
     def __init__(
         self, num_pages: int, tiers: Mapping[str, int] | None = None, memory: Mapping[str, Any] | None = None
     ) -> None:
@@ -87,7 +90,7 @@ class TurnLog(StepLog):
         self._cached = PackedColumn("i")
         self._withheld = PackedColumn("i")
 
-    def observe(self, events: Sequence[Event]) -> None:
+    def observe(self, events: Sequence[Event | StepRow]) -> None:
         """Record the steps in `events`."""
         super().observe(events)
         starts_ns, cached, withheld = self._starts_ns.recent, self._cached.recent, self._withheld.recent

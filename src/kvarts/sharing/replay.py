@@ -10,11 +10,10 @@ import numpy as np
 
 from kvarts.build import build_engine, open_group_cache, preparation_of
 from kvarts.event_log import EventLog, EventReader
-from kvarts.executor.base import CostModel, Executor, VirtualExecutor
+from kvarts.executor.base import Executor, VirtualExecutor
 from kvarts.executor.simulated import SimExecutor
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
-from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing.config import ObserversOf, SharingConfig
 from kvarts.sharing.device import SharedDevice
@@ -29,18 +28,6 @@ from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, t
 __all__ = ["open_tenant", "replay_several"]
 
 NS_PER_S = 1e9
-
-
-class TurnExecutor(SimExecutor):
-    """A SimExecutor whose empty steps, of a model that was preempted and has nothing to compute, take no time."""
-
-    def __init__(self, cost: CostModel) -> None:
-        super().__init__(cost)
-        self._nothing = StepResult(0)
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Return the duration of the step."""
-        return super().execute(plan) if plan.batch.chunks or plan.batch.num_decodes else self._nothing
 
 
 def replay_several(
@@ -151,7 +138,7 @@ def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | 
         memory = None if of_model.kv_groups == "off" else of_model.memory.to_builtins()
         steps = logs[name] = TurnLog(num_counted, _preparation_of(of_model), memory)
         log = EventLog([steps, *observers], num_waiting=1 if observers else MANY_EVENTS)
-        executor = TurnExecutor(of_model.cost_model)
+        executor = SimExecutor(of_model.cost_model)
         tenants[name] = open_tenant(config, name, device, executor, log=log, times=executor)
     return OpenedDevice(device, tenants, logs, is_observed)
 

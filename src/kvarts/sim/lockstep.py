@@ -117,7 +117,7 @@ class Ranks:
             assert self.now_ns < NEVER_NS, "L8: there is work, and nothing can be computed"
             self.is_pausing = True
             return self.now_ns
-        batches = [replica.engine.plan.batch for replica, _ in computing]
+        batches = [replica.engine.batch for replica, _ in computing]
         duration_ns = self._cost.together_ns(batches)
         for replica, executor in computing:
             executor.duration_ns = duration_ns
