@@ -116,6 +116,22 @@ class HeldPages:
         self.runs: Final = runs
         self.start: Final = start
 
+    def nodes(self) -> Path:
+        """Return the runs of the pages, deepest first: those that were split since are several."""
+        # `walk`, without a generator: this runs for every store, and usually there is one run.
+        runs, index = self.runs, len(self.runs)
+        nodes: Path = []
+        while index:
+            index -= 1
+            node = runs[index]
+            floor = runs[index - 1].end if index else self.start
+            nodes.append(node)
+            while node.start > floor:
+                assert node.parent is not None
+                node = node.parent
+                nodes.append(node)
+        return nodes
+
 
 def walk(path: Path, start: int = 0) -> Iterator[Node]:
     """Yield the runs that `path` holds, deepest first; `start`: its first page."""

@@ -220,7 +220,7 @@ class PageCache(Cache):
     def page_ids(self, pages: HeldPages) -> list[PageId]:
         """Return the ids of the held pages, in order of position."""
         page_ids: list[PageId] = []
-        for node in reversed(list(walk(pages.runs, pages.start))):
+        for node in reversed(pages.nodes()):
             assert node.page_ids is not None
             page_ids += node.page_ids
         return page_ids
@@ -233,7 +233,7 @@ class PageCache(Cache):
     def num_idle(self, pages: HeldPages) -> int:
         """Return how many pages nothing but transfers holds of what `hold` returned, copies included."""
         num_pages = 0
-        for node in walk(pages.runs, pages.start):
+        for node in pages.nodes():
             for copy in node.twins or (node,):
                 if not copy.refs:
                     num_pages += copy.end - copy.start
@@ -454,7 +454,7 @@ class PageCache(Cache):
         transferred: Counter[int] = Counter()
         orphans: dict[int, Node] = {}
         for pages in holds:
-            for node in walk(pages.runs, pages.start):
+            for node in pages.nodes():
                 for copy in node.twins or (node,):
                     transferred[id(copy)] += 1
                     if copy.is_orphan:

@@ -135,7 +135,10 @@ class PrefixTree:
 
     def hold_pages(self, pages: HeldPages) -> None:
         """Protect `pages`, in all their copies, from eviction until `unhold`; each keeps its place."""
-        for node in walk(pages.runs, pages.start):
+        for node in pages.nodes():
+            if node.twins is None and node.refs:
+                node.holds += 1
+                continue
             for copy in node.twins or (node,):
                 if not (copy.refs or copy.holds):
                     self.num_cached -= copy.end - copy.start
@@ -166,7 +169,7 @@ class PrefixTree:
     def unhold(self, pages: HeldPages) -> list[Node]:
         """End a `hold_pages`; return the orphans that nothing holds any more, whose pages must be freed."""
         orphans = []
-        for node in walk(pages.runs, pages.start):
+        for node in pages.nodes():
             for copy in node.twins or (node,):
                 assert copy.holds > 0, f"{copy} was let go more often than it was held"
                 copy.holds -= 1

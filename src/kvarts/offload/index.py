@@ -48,6 +48,10 @@ class NodeState(IntEnum):
     DOOMED = 3
 
 
+HOLE, COMING, STORED, DOOMED = NodeState
+"""By name, because the states of runs are compared in every walk."""
+
+
 class TierRun(msgspec.Struct, eq=False):
     """Pages [start, end) of `content`. Written by TierIndex only.
 
@@ -146,6 +150,16 @@ class TierIndex:
         _, position, _ = self._stored_from(content, start, limit)
         return position - start if position > start else 0
 
+    def has_all_up_to(self, run: TierRun) -> bool:
+        """Return whether `run`, which is in the tree, and all runs before it are stored."""
+        stored = STORED
+        node = run
+        while (parent := node.parent) is not None:
+            if node.state is not stored:
+                return False
+            node = parent
+        return True
+
     def stored(self, content: Content, end: int) -> list[tuple[int, int]]:
         """Return the longest stretches of the first `end` pages that are stored."""
         stretches: list[tuple[int, int]] = []
@@ -215,22 +229,24 @@ class TierIndex:
 
         `stop`: the run that stays pinned, with all runs before it.
         """
+        stored = STORED
         node = run
-        while node is not stop and node.parent is not None:
-            node.pins -= 1
-            assert node.pins >= 0, f"{node} was unpinned more often than it was pinned"
-            if node.pins == 0:
-                if node.state is NodeState.STORED:
+        while node is not stop and (parent := node.parent) is not None:
+            pins = node.pins = node.pins - 1
+            if pins <= 0:
+                assert pins == 0, f"{node} was unpinned more often than it was pinned"
+                if node.state is stored:
                     self.num_cached += node.end - node.start
-                elif node.state is NodeState.DOOMED:
+                elif node.state is DOOMED:
                     self.pool.give(node.end - node.start, node.slots)
                 elif not node.children:
-                    assert node.state is NodeState.HOLE, f"{node} is coming, and nothing pins it"
+                    assert node.state is HOLE, f"{node} is coming, and nothing pins it"
                     self._unlink(node)
-            node = node.parent
-        if run.state is NodeState.STORED and run.children is not None and len(run.children) == 1:
-            (child,) = run.children.values()
-            is_alike = child.pins == run.pins and child.state is NodeState.STORED and child.writer == run.writer
+            node = parent
+        children = run.children
+        if children is not None and len(children) == 1 and run.state is stored:
+            (child,) = children.values()
+            is_alike = child.pins == run.pins and child.state is stored and child.writer == run.writer
             if is_alike and child.newer is run:
                 child.newer = run.newer
                 run.newer.older = child
@@ -251,15 +267,17 @@ class TierIndex:
     def touch(self, run: TierRun) -> None:
         """Make all runs from `run` to the root the most recent, deeper ones older."""
         ring = self._ring
-        stored = NodeState.STORED
+        stored = STORED
         below: TierRun | None = None
         node: TierRun | None = run
         while node is not None:
             parent = node.parent
             if node.state is stored:
-                if node.newer is not None:
-                    node.older.newer = node.newer
-                    node.newer.older = node.older
+                newer = node.newer
+                if newer is not None:
+                    older = node.older
+                    older.newer = newer
+                    newer.older = older
                 if (
                     below is not None
                     and below.pins == node.pins
@@ -270,7 +288,12 @@ class TierIndex:
                     # No other run follows it, and no pin ends at it: both have the same history.
                     self._join(node, below)
                 else:
-                    _list_before(ring, node)
+                    # `_list_before(ring, node)`, inlined.
+                    older = ring.older
+                    node.older = older
+                    node.newer = ring
+                    older.newer = node
+                    ring.older = node
                     below = node
             else:
                 below = None
@@ -287,20 +310,25 @@ class TierIndex:
         `deepest_first`. `settle` must follow.
         """
         node, position, run_in_part = self._walk(content, end)
-        holes = self._holes(node, start) if self.num_holes else []
         num_missing = end - (position if position > start else start)
-        for hole in holes:
-            num_missing += hole.end - (hole.start if hole.start > start else start)
-        is_hole = run_in_part is not None and run_in_part.state is NodeState.HOLE and position > start
-        if is_hole:
-            num_missing += position - max(node.end, start)
+        holes: list[TierRun] = []
+        is_hole = False
+        if self.num_holes:
+            holes = self._holes(node, start)
+            for hole in holes:
+                num_missing += hole.end - (hole.start if hole.start > start else start)
+            is_hole = run_in_part is not None and run_in_part.state is HOLE and position > start
+            if is_hole:
+                num_missing += position - max(node.end, start)
         if num_missing <= 0:
             return None
         deepest = node if run_in_part is None else self._split(run_in_part, position)
         if is_hole:
             holes.append(deepest)
         self._pin(deepest)
-        room = self.num_free
+        pool = self.pool
+        num_empty = pool.num_empty
+        room = num_empty + self.num_cached
         if limit <= room:
             room = limit
         elif num_missing > room:
@@ -314,10 +342,20 @@ class TierIndex:
                 num_missing = self.missing(content, start, end)
                 holes = [hole for hole in holes if hole.end > start]
             num_missing = min(num_missing, room)
+        if num_missing > num_empty:
+            self._evict(num_missing - num_empty)
+        if not holes and position >= start:
+            # Usually, what follows `deepest` is missing, and nothing else.
+            last = position + num_missing
+            slots = pool.take(num_missing)
+            run = TierRun(content, content.key(position), position, last, deepest, COMING, 1, None, slots, self.writer)
+            if deepest.children is None:
+                deepest.children = {}
+            deepest.children[run.key] = run
+            segment = Segment(position, last, None if slots is None else tuple(slots))
+            placement = run.placement = Placement(run, (segment,), num_missing)
+            return placement
         placement = Placement(deepest, (), num_missing)
-        num_short = num_missing - self.pool.num_empty
-        if num_short > 0:
-            self._evict(num_short)
         segments = []
         num_left = num_missing
         for hole in holes:
@@ -348,30 +386,32 @@ class TierIndex:
 
     def settle(self, placement: Placement, *, is_stored: bool) -> list[tuple[int, int]]:
         """End a placement: its pages are stored, or will never arrive. Return the runs of pages that are here now."""
-        node: TierRun = placement.run
-        arrived = []
+        last = node = placement.run
+        arrived: list[TierRun] = []
         first = placement.segments[0].start
-        while node.parent is not None and node.end > first:
+        while node.end > first and (parent := node.parent) is not None:
             if node.placement is placement:
                 node.placement = None
-                if node.state is NodeState.COMING:
+                if node.state is COMING:
                     if is_stored:
-                        node.state = NodeState.STORED
+                        node.state = STORED
                         arrived.append(node)
                     else:
-                        node.state = NodeState.HOLE
+                        node.state = HOLE
                         self.num_holes += 1
-                        self.pool.give(node.num_pages, node.slots)
+                        self.pool.give(node.end - node.start, node.slots)
                         node.slots = None
-            node = node.parent
-        here = [(node.start, node.end) for node in reversed(arrived)]
-        if self.on_stored is not None:
-            for node in reversed(arrived):
-                self.on_stored(node)
+            node = parent
+        arrived.reverse()
+        here = [(run.start, run.end) for run in arrived]
+        on_stored = self.on_stored
+        if on_stored is not None:
+            for run in arrived:
+                on_stored(run)
         # Last, because `touch` may join the stored runs to the run before them or after them.
         if is_stored:
-            self.touch(placement.run)
-        self.unpin(placement.run)
+            self.touch(last)
+        self.unpin(last)
         return here
 
     def vacate(self, content: Content, end: int, count: int) -> None:
@@ -418,12 +458,14 @@ class TierIndex:
     # Internals --------------------------------------------------------------------------------------------
 
     def _pin(self, run: TierRun) -> None:
+        stored = STORED
         node = run
-        while node.parent is not None:
-            if node.pins == 0 and node.state is NodeState.STORED:
+        while (parent := node.parent) is not None:
+            pins = node.pins
+            if not pins and node.state is stored:
                 self.num_cached -= node.end - node.start
-            node.pins += 1
-            node = node.parent
+            node.pins = pins + 1
+            node = parent
 
     def _walk(self, content: Content, end: int) -> tuple[TierRun, int, TierRun | None]:
         """Return the deepest run wholly within `end` pages, the number of known pages, and a run cut by the end."""
@@ -435,25 +477,32 @@ class TierIndex:
             child = node.children.get(content.key(position))
             if child is None:
                 break
-            position = content.common_pages(child.content, position, child.end if child.end < end else end)
-            if position < child.end:
+            last = child.end
+            stop = last if last < end else end
+            other = child.content
+            position = stop if other is content else content.common_pages(other, position, stop)
+            if position < last:
                 return node, position, child
             node = child
         return node, position, None
 
     def _stored_from(self, content: Content, start: int, limit: int) -> tuple[TierRun | None, int, TierRun | None]:
         """Do the same as `_walk`, but stop before the first run that has pages from `start` on and is not stored."""
+        stored = STORED
         node = self._roots.get(content.salt)
         position = 0
         while node is not None and position < limit and node.children:
             child = node.children.get(content.key(position))
             if child is None:
                 break
-            common = content.common_pages(child.content, position, child.end if child.end < limit else limit)
-            if common > start and child.state is not NodeState.STORED:
+            last = child.end
+            stop = last if last < limit else limit
+            other = child.content
+            common = stop if other is content else content.common_pages(other, position, stop)
+            if common > start and child.state is not stored:
                 break
             position = common
-            if common < child.end:
+            if common < last:
                 return node, position, child
             node = child
         return node, position, None
@@ -548,24 +597,26 @@ class TierIndex:
             while run.pins:
                 run = run.newer
             assert not run.children, f"{run} would be evicted before what follows it"
-            num_pages = min(count, run.num_pages)
+            first, end = run.start, run.end
+            num_pages = end - first
+            if count < num_pages:
+                num_pages = count
             count -= num_pages
             self.num_evicted += num_pages
             self.num_cached -= num_pages
-            start = run.end - num_pages
-            slots = None if run.slots is None else run.slots[start - run.start :]
-            self.pool.give(num_pages, slots)
-            gone = run.content, start, run.end
-            if start > run.start:
+            start = end - num_pages
+            slots = run.slots
+            self.pool.give(num_pages, None if slots is None else slots[start - first :])
+            if start > first:
                 run.end = start
-                if run.slots is not None:
-                    del run.slots[start - run.start :]
+                if slots is not None:
+                    del slots[start - first :]
             else:
                 _unlist(run)
                 self._cut_off(run)
             if self.on_removed is not None:
                 self.removed_of = run.writer
-                self.on_removed(*gone)
+                self.on_removed(run.content, start, end)
 
     def _drop(self, run: TierRun) -> None:
         removed: list[TierRun] = []

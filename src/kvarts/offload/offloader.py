@@ -115,10 +115,11 @@ class Offloader(Transfers, Generic[LayoutT]):
 
     def num_pages(self) -> tuple[int, ...]:
         """Return blocks used and cached in each tier, alternating."""
-        counts: tuple[int, ...] = ()
+        counts = []
         for tier in self.tiers:
-            counts += tier.num_used_blocks, tier.num_cached_blocks
-        return counts
+            counts.append(tier.num_used_blocks)
+            counts.append(tier.num_cached_blocks)
+        return tuple(counts)
 
     def totals(self) -> TransferTotals:
         """Return totals of transfers."""
@@ -267,12 +268,12 @@ class Offloader(Transfers, Generic[LayoutT]):
 
     def _settle(self, transfer_id: int, under_way: UnderWay) -> None:
         self._backlog.go_on()
-        tell_ended = partial(self._tell_ended, transfer_id, under_way)
         if under_way.direction is not Direction.LOAD:
             is_stored = self._count_store(under_way)
-            tell_ended(under_way.num_pages if is_stored else 0)
+            self._tell_ended(transfer_id, under_way, under_way.num_pages if is_stored else 0)
             self.layout.end_store(under_way.copies, is_stored=is_stored, is_given_up=under_way.is_given_up)
             return
+        tell_ended = partial(self._tell_ended, transfer_id, under_way)
         loading, num_good = cast(Loading, under_way.copies), under_way.num_good_pages
         loaded = self.layout.end_load(loading, num_good, tell_ended)
         self._count_load(under_way, is_whole=num_good >= under_way.num_pages)

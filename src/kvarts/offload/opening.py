@@ -4,32 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any, cast
 
 from kvarts.config import EngineConfig
 from kvarts.event_log import Tell
 from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import EvictionOrder, TreeWatcher
-from kvarts.kv.group_pages import GroupPages
-from kvarts.kv.groups import GroupMemory
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.transfer import PrefillNs
 from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel, MakeChannel, MeasuredChannel, TierSpec
 from kvarts.offload.config import OffloadConfig
-from kvarts.offload.filetier import FileTier
 from kvarts.offload.layout import ConnectedTier, Layout
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.page_layout import PageLayout
-from kvarts.offload.pagefiles import PAGE_KEY_BYTES, PART_KEY_BYTES, PageFiles, file_bytes
-from kvarts.offload.part_files import PartFiles
-from kvarts.offload.part_layout import PartLayout
-from kvarts.offload.part_policy import EagerParts, LazyParts, PartPolicy
-from kvarts.offload.part_tier import PartTier
 from kvarts.offload.safe_first import SafeFirst
 from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, PagePolicy
 from kvarts.offload.tier import MemoryTier, PageTier
+
+if TYPE_CHECKING:
+    from kvarts.kv.group_pages import GroupPages
+    from kvarts.kv.groups import GroupMemory
+    from kvarts.offload.pagefiles import PageFiles
 
 __all__ = ["TiersToOpen", "open_offloader", "open_page_files", "prepare_tiers"]
 
@@ -64,6 +60,8 @@ def open_page_files(
 
     `memory`: the KV groups of a device that has any. Raise OutputError for a directory that cannot hold them.
     """
+    from kvarts.offload.pagefiles import PAGE_KEY_BYTES, PART_KEY_BYTES, PageFiles, file_bytes
+
     if memory is None:
         page_bytes = offload.kv_bytes_per_token * page_size
         num_bytes = offload.num_disk_pages(page_size) * file_bytes(PAGE_KEY_BYTES, page_bytes)
@@ -123,6 +121,8 @@ class TiersToOpen:
         """Open the tiers below `cache`. `fingerprint` returns the model's, for files without a namespace."""
         namespace = self._namespace
         if namespace is None and with_page_ids and any(spec.is_files for spec in self._specs):
+            from uuid import uuid4
+
             namespace = f"engine {uuid4()}" if fingerprint is None else fingerprint()
         opened = open_offloader(
             self._offload,
@@ -175,6 +175,8 @@ def open_offloader(
         for spec in offload.tier_specs(page_size):
             tier: PageTier
             if spec.is_files and with_page_ids:
+                from kvarts.offload.filetier import FileTier
+
                 tier = FileTier(spec.name, spec.num_pages, known_keys=known_keys, namespace=namespace)
             else:
                 tier = MemoryTier(spec.name, spec.num_pages, with_slots=with_page_ids)
@@ -197,30 +199,18 @@ def open_offloader(
             tell=tell,
         )
     else:
-        grouped = cast(GroupPages, cache)
-        parts: list[ConnectedTier[PartTier]] = []
-        for place, spec in enumerate(offload.group_specs(memory, page_size)):
-            size = spec.name, spec.num_pages, memory, grouped.parts.tree
-            if spec.is_files and with_page_ids:
-                of_parts: PartTier = PartFiles(
-                    *size, place=place, known_keys=known_keys, namespace=namespace, tell=tell
-                )
-            else:
-                of_parts = PartTier(*size, place=place, with_slots=with_page_ids, tell=tell)
-            parts.append(ConnectedTier(of_parts, spec.write.open(make), spec.read.open(make)))
-        parts += more
-        part_policy: PartPolicy = EagerParts(grouped.parts)
-        if offload.policy == "lazy":
-            num_pages = sum(each.tier.num_blocks for each in parts) * memory.block_bytes // memory.page_bytes
-            target_free = _target_free(offload, num_pages, page_size, max_num_batched_tokens)
-            part_policy = LazyParts(grouped.parts, target_free * grouped.parts.page_bytes)
-        layout = PartLayout(
-            grouped,
-            parts,
-            part_policy,
-            swaps=offload.preemption_mode == "swap" and len(parts) > len(more),
-            store_within_ns=round(offload.store_within_ms * 1e6),
+        layout = _layout_of_parts(
+            offload,
+            cast("GroupPages", cache),
+            memory,
+            page_size=page_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            make=make,
             with_page_ids=with_page_ids,
+            tell=tell,
+            known_keys=known_keys,
+            namespace=namespace,
+            more=more,
         )
     return Offloader(
         cache,
@@ -236,6 +226,50 @@ def open_offloader(
         fail_every=offload.fail_every,
         with_page_ids=with_page_ids,
         tell=tell,
+    )
+
+
+def _layout_of_parts(
+    offload: OffloadConfig,
+    cache: GroupPages,
+    memory: GroupMemory,
+    *,
+    page_size: int,
+    max_num_batched_tokens: int,
+    make: MakeChannel,
+    with_page_ids: bool,
+    tell: Tell | None,
+    known_keys: Iterable[bytes],
+    namespace: str,
+    more: Sequence[ConnectedTier[Any]],
+) -> Layout[Any]:
+    """Open the tiers below a cache of parts in KV groups, and return their layout."""
+    from kvarts.offload.part_files import PartFiles
+    from kvarts.offload.part_layout import PartLayout
+    from kvarts.offload.part_policy import EagerParts, LazyParts, PartPolicy
+    from kvarts.offload.part_tier import PartTier
+
+    parts: list[ConnectedTier[PartTier]] = []
+    for place, spec in enumerate(offload.group_specs(memory, page_size)):
+        size = spec.name, spec.num_pages, memory, cache.parts.tree
+        if spec.is_files and with_page_ids:
+            tier: PartTier = PartFiles(*size, place=place, known_keys=known_keys, namespace=namespace, tell=tell)
+        else:
+            tier = PartTier(*size, place=place, with_slots=with_page_ids, tell=tell)
+        parts.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
+    parts += more
+    policy: PartPolicy = EagerParts(cache.parts)
+    if offload.policy == "lazy":
+        num_pages = sum(each.tier.num_blocks for each in parts) * memory.block_bytes // memory.page_bytes
+        target_free = _target_free(offload, num_pages, page_size, max_num_batched_tokens)
+        policy = LazyParts(cache.parts, target_free * cache.parts.page_bytes)
+    return PartLayout(
+        cache,
+        parts,
+        policy,
+        swaps=offload.preemption_mode == "swap" and len(parts) > len(more),
+        store_within_ns=round(offload.store_within_ms * 1e6),
+        with_page_ids=with_page_ids,
     )
 
 

@@ -16,7 +16,7 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import PagesRemoved, PagesStored
 from kvarts.kv.cache import Holding, Match
-from kvarts.kv.eviction import HeldPages, walk
+from kvarts.kv.eviction import HeldPages
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import PageId
 from kvarts.kv.transfer import Coming, Loaded, Offer
@@ -87,7 +87,7 @@ class Marks:
     def mark_part(self, part: HeldPages, below: Below) -> bool:
         """Mark held pages that are still in the tree; return whether some are not. `regroup` must follow."""
         assert self._order is not None
-        nodes = list(walk(part.runs, part.start))
+        nodes = part.nodes()
         resident = [node for node in nodes if not node.is_orphan]
         self._order.mark(resident, below)
         return len(resident) < len(nodes)
@@ -159,6 +159,7 @@ class PageLayout(Layout[PageTier]):
         cache.tree.on_removed = self._on_evicted
         cache.on_evicted = self._lose_gone
         self._marks = Marks(cache, self.own, order)
+        self._may_pass_through = len(self.own) > 1 and not policy.stores_deepest_first
         if order is not None:
             order.on_grown = self._marks.mark_as_held
             # Safe pages may be in the second tier only, and files may contain pages that this process never wrote.
@@ -254,12 +255,13 @@ class PageLayout(Layout[PageTier]):
         """
         first = self.tiers[0]
         num_refused = first.num_refused
-        path, end = self._policy.path(content, end, where)
-        if self._passes_through(end):
+        policy = self._policy
+        path, end = policy.path(content, end, where)
+        if self._may_pass_through and self._passes_through(end):
             start = self._pass_through(content, start, end, room)
-        deepest_first = self._policy.stores_deepest_first
+        deepest_first = policy.stores_deepest_first
         if room < end - start:
-            start, deepest_first = self._policy.first_wanted(start, where), False
+            start, deepest_first = policy.first_wanted(start, where), False
         store = first.prepare_store(content, start, end, deepest_first=deepest_first, limit=room)
         num_refused = first.num_refused - num_refused
         self.num_refused += num_refused
@@ -267,7 +269,7 @@ class PageLayout(Layout[PageTier]):
         if order is not None:
             self._marks.unmark_removed()
             if num_refused:
-                self._policy.wait(start)
+                policy.wait(start)
                 self.backlog.is_behind[0] = True
             if store is None and not num_refused:
                 self._marks.mark_as_held(content, start, end)
@@ -281,8 +283,7 @@ class PageLayout(Layout[PageTier]):
 
     def _passes_through(self, num_pages: int) -> bool:
         """Return whether a prefix of `num_pages` goes through the first tier in pieces: it is too small for all."""
-        is_small = len(self.own) > 1 and num_pages > self.tiers[0].num_pages
-        return is_small and not self._policy.stores_deepest_first
+        return self._may_pass_through and num_pages > self.tiers[0].num_pages
 
     def _pass_through(self, content: Content, start: int, end: int, room: int) -> int:
         """Return the first of pages [start, end) that no tier has; make room for it and `room` pages in all.
@@ -321,20 +322,25 @@ class PageLayout(Layout[PageTier]):
             source = upper.read(content, start, end)
             if source is None:
                 continue
-            num_above = self._num_above(place + 1, content, start)
-            if num_above + lower.find(content, num_above, start) < start:
+            is_reached = upper.has_all_before(source)
+            if not is_reached:
+                num_above = self._num_above(place + 1, content, start)
+                is_reached = num_above + lower.find(content, num_above, start) >= start
+            if not is_reached:
                 # The device has evicted the pages before it, and their store in the tier above has not ended.
                 upper.end_read(source)
                 early.append((content, 0, start, end))
                 continue
             num_refused = lower.num_refused
-            store = lower.prepare_store(content, start, source.segments[0].end, limit=room)
+            source_end = source.segments[0].end
+            store = lower.prepare_store(content, start, source_end, limit=room)
             self.num_refused += lower.num_refused - num_refused
             if store is None:
                 upper.end_read(source)
                 continue
             position = store.segments[-1].end
-            upper.end_read_from(source, position)
+            if position < source_end:
+                upper.end_read_from(source, position)
             self._add(copies, lower, store)
             copies.sources.append(source)
             room -= store.num_pages
@@ -359,14 +365,14 @@ class PageLayout(Layout[PageTier]):
             tier.complete_store(store, is_stored=is_stored)
         for source in of_pages.sources:
             self.tiers[copies.target - 1].end_read(source)
-        if copies.target and is_stored:
-            for store in of_pages.stores:
-                for segment in store.segments:
-                    self._marks.mark_as_held(store.content, segment.start, segment.end)
         if not is_stored:
             self._lose_after_failed(of_pages)
         order = self._order
         if order is not None:
+            if copies.target and is_stored:
+                for store in of_pages.stores:
+                    for segment in store.segments:
+                        self._marks.mark_as_held(store.content, segment.start, segment.end)
             for pages, store in zip(of_pages.held, of_pages.stores, strict=False):
                 is_whole = is_stored and tier.is_stored(store)
                 for part, segment in zip(pages, store.segments, strict=True):
@@ -381,8 +387,10 @@ class PageLayout(Layout[PageTier]):
                         self._marks.mark_held(store.content, segment.start, segment.end)
             order.regroup()
         self._marks.unmark_removed()
-        for part in self.holds(copies):
-            self._cache.unhold(part)
+        if not copies.target:
+            for pages in of_pages.held:
+                for part in pages:
+                    self._cache.unhold(part)
 
     def _lose_after_failed(self, copies: PageCopies) -> None:
         """Drop pages that were stored after pages that failed to be stored and that no faster tier has any more."""
@@ -479,22 +487,24 @@ class PageLayout(Layout[PageTier]):
 
     def _on_evicted(self, node: Node, start: int, end: int) -> None:
         """Record an eviction of the device, if a tier may have later pages of the sequence."""
-        order = self._order
-        if order is None or order.hears_all or order.may_be_followed(node):
-            self._gone.append((node.content, start, end))
+        for tier in self.own:
+            if tier.has_holes:
+                order = self._order
+                if order is None or order.hears_all or order.may_be_followed(node):
+                    self._gone.append((node.content, start, end))
+                return
 
     def _lose_gone(self) -> None:
         """Drop pages that cannot be reached since the device evicted pages before them."""
         gone = self._gone
         if not gone:
             return
-        if any(tier.has_holes for tier in self.own):
-            for content, start, end in gone:
-                position = start
-                for tier in self.own:
-                    tier.lose(content, position, end)
-                    position += tier.find(content, position, end)
-            self._marks.unmark_removed()
+        for content, start, end in gone:
+            position = start
+            for tier in self.own:
+                tier.lose(content, position, end)
+                position += tier.find(content, position, end)
+        self._marks.unmark_removed()
         gone.clear()
 
     def _num_above(self, place: int, content: Content, end: int) -> int:

@@ -7,6 +7,7 @@ so is a load. Failure is a kind of completion. A holder is the number on behalf 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -130,6 +131,9 @@ class PageTier(Tier, Protocol):
         They are not pinned for a holder. `end_read` must follow.
         """
 
+    def has_all_before(self, load: TierLoad) -> bool:
+        """Return whether all pages before those of a read are stored here as well."""
+
     def end_read_from(self, load: TierLoad, end: int) -> None:
         """End the read for the pages from `end` on; at least one earlier page must remain."""
 
@@ -186,7 +190,7 @@ class MemoryTier:
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
         """Set the callbacks for runs that become findable or stop being findable."""
-        self.index.on_stored = None if on_stored is None else lambda run: on_stored(*_as_stored(run))
+        self.index.on_stored = None if on_stored is None else partial(_tell_stored, on_stored)
         self.index.on_removed = on_removed
 
     @property
@@ -197,7 +201,9 @@ class MemoryTier:
     @property
     def num_used_blocks(self) -> int:
         """Pages that are pinned or coming."""
-        return self.index.num_used
+        index = self.index
+        pool = index.pool
+        return pool.total - pool.num_empty - index.num_cached  # `num_used`, inlined: every step is reported with it
 
     @property
     def num_cached_blocks(self) -> int:
@@ -253,6 +259,11 @@ class MemoryTier:
             end - start,
             Pin(content, start, end, run, self.index),
         )
+
+    def has_all_before(self, load: TierLoad) -> bool:
+        """Return whether all pages before those of a read are stored here as well."""
+        assert isinstance(load.ticket, Pin)
+        return load.ticket.index.has_all_up_to(load.ticket.run)
 
     def end_read_from(self, load: TierLoad, end: int) -> None:
         """End the read for the pages from `end` on."""
@@ -357,6 +368,6 @@ class MemoryTier:
         check_index(self.index, is_above)
 
 
-def _as_stored(run: TierRun) -> tuple[Content, int, int, Content | None]:
+def _tell_stored(on_stored: OnStored, run: TierRun) -> None:
     parent = run.parent
-    return run.content, run.start, run.end, None if parent is None or not run.start else parent.content
+    on_stored(run.content, run.start, run.end, None if parent is None or not run.start else parent.content)

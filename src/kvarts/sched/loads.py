@@ -460,6 +460,8 @@ class Loads:
 
     def take_ended(self) -> None:
         """Process the loads that have ended: their pages can be hit, and the requests that waited for them can run."""
+        if not (self._ended or self.early or self.tiers.has_loaded):
+            return
         ended, self._ended, self.early = self._ended, [], []
         for loaded in self.tiers.take_loaded():
             under_way = self._loading.get(loaded.request)

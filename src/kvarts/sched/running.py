@@ -43,10 +43,13 @@ class RunningOrder:
         if request.seniority >= request.admission:
             same[request.seniority] = request
             return
-        is_senior = bool(same) and request.seniority < next(reversed(same))
+        junior = []  # those that were admitted while it was loaded: few of all that run
+        while same and next(reversed(same)) > request.seniority:
+            junior.append(same.popitem())
         same[request.seniority] = request
-        if is_senior:
-            self._by_priority[request.priority] = dict(sorted(same.items()))
+        while junior:
+            seniority, other = junior.pop()
+            same[seniority] = other
         self._num_loaded += 1
 
     def remove(self, request: Request) -> None:
