@@ -24,6 +24,9 @@ __all__ = ["Column", "Few", "Numbers", "ReadColumns", "arrays_pay", "narrowed"]
 Numbers = Any
 """A column: a NumPy array, or Few."""
 
+BITS = (("b", 7), ("h", 15), ("i", 31), ("q", 63))
+"""Type codes of integers of 1, 2, 4 and 8 bytes, and their bits beside the sign."""
+
 PAYS = 1 << 16
 """Processing this many numbers in Python takes about as long as loading NumPy."""
 
@@ -168,8 +171,6 @@ class ReadColumns(Mapping[str, Column]):
 
 def narrowed(column: Column) -> Column:
     """Return a column of integers in as few bytes per integer as the largest of them needs."""
-    import numpy as np
-
     least, most = int(column.min(initial=0)), int(column.max(initial=0))
-    fits = next(each for each in ("b", "h", "i", "q") if np.iinfo(each).min <= least and most <= np.iinfo(each).max)
+    fits = next(kind for kind, bits in BITS if -1 << bits <= least and most < 1 << bits)
     return column.astype(fits, copy=False)

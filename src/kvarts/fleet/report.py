@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -29,17 +29,6 @@ WAITS = (
     ("first_step_ms", "decode_admitted_ns", "first_token_ns"),
 )
 """The parts of the time to first token, with the start and end of each."""
-
-
-_OF_MODEL = (
-    "arrival_ns",
-    "first_admitted_ns",
-    "first_token_ns",
-    "last_token_ns",
-    "input_tokens",
-    "output_tokens",
-    "cached_tokens",
-)
 
 
 class FleetReport(Report):
@@ -179,9 +168,10 @@ class FleetReport(Report):
         for place, model in enumerate(self._models):
             is_mine = raw["model"] == place
             done = is_mine & (raw["status"] == COMPLETED)
-            mine = {name: raw[name][done] for name in _OF_MODEL}
-            latencies = latencies_of(mine.__getitem__, self.config.slo)
-            num_input, num_cached = int(mine["input_tokens"].sum()), int(mine["cached_tokens"].sum())
+            latencies = latencies_of(partial(_some, raw, done), self.config.slo)
+            num_input, num_cached, num_output = (
+                int(raw[name][done].sum()) for name in ("input_tokens", "cached_tokens", "output_tokens")
+            )
             duration_s = summary["duration_ms"] / 1e3
             found.append(
                 {
@@ -189,7 +179,7 @@ class FleetReport(Report):
                     "num_requests": int(is_mine.sum()),
                     "num_completed": int(done.sum()),
                     "num_input_tokens": num_input,
-                    "num_output_tokens": int(mine["output_tokens"].sum()),
+                    "num_output_tokens": num_output,
                     **latencies.distributions,
                     "goodput": self._goodput(latencies, duration_s),
                     "prefix_hit_ratio": num_cached / num_input if num_input else None,
@@ -244,6 +234,11 @@ def devices_of(config: ReplayConfig) -> int:
     """Return the number of devices of a worker."""
     ways = (getattr(config.cost, name, 1) for name in ("tensor_parallel", "pipeline_parallel"))
     return prod(map(int, ways))
+
+
+def _some(columns: Mapping[str, Any], are_meant: Any, name: str) -> Any:
+    """Return a column of the requests that are meant."""
+    return columns[name][are_meant]
 
 
 def _between(start: Any, end: Any) -> Any:

@@ -524,32 +524,38 @@ class Latencies(msgspec.Struct, frozen=True):
 
 
 def latencies_of(read: Callable[[str], Numbers], slo: Slo) -> Latencies:
-    """Return the latencies of requests. `read` returns a column of these by name; few are in memory at a time."""
+    """Return the latencies of requests. `read` returns a new column of these by name; few are in memory at a time."""
+    decode_ns = read("last_token_ns")
+    decode_ns -= read("first_token_ns")
     output = read("output_tokens")
     several = output > 1
-    decode_ns = read("last_token_ns") - read("first_token_ns")
-    tpot_ns = decode_ns[several] / (output[several] - 1)
+    tpot_ns = decode_ns[several]
+    del decode_ns
+    tpot_ns = tpot_ns / (output[several] - 1)
     good = None
     if slo.tpot_ms is not None:
         good = output > -1  # a request with one token keeps any bound
         good[several] = tpot_ns <= slo.tpot_ms * NS_PER_MS
-    del output, decode_ns, several
+    del output, several
     tpot_ms = sorted_distribution_ms(tpot_ns)
     del tpot_ns
     arrival_ns = read("arrival_ns")
-    ttft_ns = read("first_token_ns") - arrival_ns
+    ttft_ns = read("first_token_ns")
+    ttft_ns -= arrival_ns
     if slo.ttft_ms is not None:
         keeps = ttft_ns <= slo.ttft_ms * NS_PER_MS
         good = keeps if good is None else good & keeps
     ttft_ms = sorted_distribution_ms(ttft_ns)
     del ttft_ns
-    e2e_ns = read("last_token_ns") - arrival_ns
+    e2e_ns = read("last_token_ns")
+    e2e_ns -= arrival_ns
     if slo.e2e_ms is not None:
         keeps = e2e_ns <= slo.e2e_ms * NS_PER_MS
         good = keeps if good is None else good & keeps
     sum_e2e_ns, e2e_ms = exact_sum(e2e_ns), sorted_distribution_ms(e2e_ns)
     del e2e_ns
-    queue_ns = read("first_admitted_ns") - arrival_ns
+    queue_ns = read("first_admitted_ns")
+    queue_ns -= arrival_ns
     return Latencies(
         len(arrival_ns),
         {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2e_ms": e2e_ms},

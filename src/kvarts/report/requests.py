@@ -46,6 +46,8 @@ _NEAR = {
     "last_token_ns": "first_token_ns",
 }
 """Fields that are close to others."""
+_COUNTS = ("status", "replica", "input_tokens", "output_tokens", "cached_tokens")
+"""Fields that a summary reads in few bytes."""
 
 
 class RequestLog:
@@ -167,7 +169,8 @@ class RequestLog:
         return {name: Few([column[row] for row in order]) for name, column in zip(self._fields, columns, strict=True)}
 
     def _as_ended(self, name: str) -> Column:
-        return self._rows.column(self._place[name])
+        column = self._rows.column(self._place[name])
+        return narrowed(column) if name in _COUNTS else column
 
     def request_ids(self) -> list[str]:
         """Return the trace's id of each request, or the number of its row in the file, from 0."""
