@@ -67,12 +67,12 @@ class FileTier(MemoryTier):
 
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
         """Find consecutive pages, also of earlier processes, and pin them for `holder`."""
-        self._recognise(content, min(limit, content.num_known_pages))
+        self._recognise(content, 0, min(limit, content.num_known_pages))
         return super().lookup(holder, content, start, limit)
 
     def read(self, content: Content, start: int, end: int) -> TierLoad | None:
         """Begin to read consecutive pages, also of earlier processes; their slots are keys."""
-        self._recognise(content, min(end, content.num_known_pages))
+        self._recognise(content, 0, min(end, content.num_known_pages))
         load = super().read(content, start, end)
         if load is not None:
             load.segments = self._named(load.content, load.segments)
@@ -80,7 +80,7 @@ class FileTier(MemoryTier):
 
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
         """Return the stretches of pages [start, end) that are stored, also by earlier processes."""
-        self._recognise(content, min(end, content.num_known_pages))
+        self._recognise(content, 0, min(end, content.num_known_pages))
         return super().held(content, start, end)
 
     def prepare_store(
@@ -88,7 +88,7 @@ class FileTier(MemoryTier):
     ) -> TierStore | None:
         """Make room for the missing pages of [start, end), at most `limit`; their slots are keys."""
         end = min(end, content.num_known_pages)
-        self._recognise(content, end)
+        self._recognise(content, 0, end)
         num_short = min(limit, self.index.missing(content, start, end)) - self.index.pool.num_empty
         while num_short > 0 and self.names.unknown:
             self._drop_unknown()
@@ -138,14 +138,14 @@ class FileTier(MemoryTier):
         )
 
     def _find(self, content: Content, start: int, limit: int) -> int:
-        self._recognise(content, min(limit, content.num_known_pages))
+        self._recognise(content, 0, min(limit, content.num_known_pages))
         return self.index.find(content, start, limit)
 
-    def _recognise(self, content: Content, end: int) -> None:
-        """Make the first `end` pages of `content` that an earlier process stored findable, the first ones first."""
+    def _recognise(self, content: Content, start: int, end: int) -> None:
+        """Make pages of `content` that an earlier process stored findable, the first ones first."""
         if not self.names.unknown:
             return
-        position = self.index.find(content, 0, end)
+        position = start + self.index.find(content, start, end)
         known_end = self.names.unknown_to(content, position, end)
         if known_end == position:
             return
