@@ -9,7 +9,7 @@ from pathlib import Path
 
 SRC = Path(str(files("kvarts")))
 MOST_FILES = 420
-MOST_PROTOCOLS = 66
+MOST_PROTOCOLS = 65
 
 
 @cache

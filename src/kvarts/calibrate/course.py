@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import log1p
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -160,7 +160,7 @@ def _uniform(most: int, ratio: float) -> Length:
     return UniformLength(low=max(1, round(ratio * most)), high=most)
 
 
-def load_points(path: Path | str, *, keep: Callable[[Point], bool] | None = None) -> list[Point]:
+def load_points(path: Path | str) -> list[Point]:
     """Read a table of points: CSV with a header. Raise MissingFileError; InputError with line and field.
 
     A model ending in .json is a config.json, with a path relative to the table's directory.
@@ -170,10 +170,7 @@ def load_points(path: Path | str, *, keep: Callable[[Point], bool] | None = None
     points: list[Point] = []
     try:
         _check_header(reader.fieldnames or (), path)
-        for row in reader:
-            point = _point_of(row, path, reader.line_num)
-            if keep is None or keep(point):
-                points.append(point)
+        points += [_point_of(row, path, reader.line_num) for row in reader]
     except csv.Error as error:
         raise InputError(f"is not a CSV file: {error}", path=path, line=reader.line_num + 1) from error
     if not points:
@@ -338,7 +335,6 @@ def _weights(starts: Times, ends: Times, begins: Times, stops: Times, shares: Va
 
 
 def _middle(batches: tuple[Batch, ...], num_steps: int) -> tuple[Batch, ...]:
-    """Return the batches of the middle step of a leap of `num_steps` steps."""
     later = (num_steps - 1) // 2
     return tuple(
         Batch(each.chunks, each.num_decodes, each.decode_known_tokens + later * each.num_decodes, 1) for each in batches

@@ -318,7 +318,6 @@ class PageTables:
             self._ids[block, row, :num_pages] = table.page_ids
 
     def _take_bounded(self, row: int, tables: Sequence[PageTable]) -> None:
-        """Set the page tables of a bounded sequence."""
         size = self._page_size
         for block, table in enumerate(tables):
             assert table.keeps is not None

@@ -209,7 +209,6 @@ class BuiltFleet:
         return Front(router, replicas)
 
     def _place_of(self, pool: PoolConfig) -> int:
-        """Return the place of the routers of a pool."""
         return next(
             place for place, of_model in enumerate(self._behind) if pool.name in [each.name for each in of_model.pools]
         )

@@ -100,7 +100,24 @@ class Scripted:
         return Decision(targets, self._steps[self._next][0] if self._next < len(self._steps) else None)
 
 
-class Proportional:
+class _Periodic:
+    """Decides every `every_ns`. A pool has from `least` to `most` workers."""
+
+    def __init__(self, *, every_ns: int, least: int, most: int) -> None:
+        self._every_ns = every_ns
+        self._least = least
+        self._most = most
+
+    def first_ns(self) -> int | None:
+        """Return the first multiple of the interval."""
+        return self._every_ns
+
+    def within(self, wanted: int) -> int:
+        """Return the number of workers between the bounds that is nearest to `wanted`."""
+        return min(self._most, max(self._least, wanted))
+
+
+class Proportional(_Periodic):
     """Like a Kubernetes HPA: n workers with a mean of `value` become ceil(n value / target), within `least` and `most`.
 
     The number stays while the mean is within a tenth of the target. It drops only to the largest number that was wanted
@@ -109,17 +126,11 @@ class Proportional:
     """
 
     def __init__(self, *, of_kv: bool, target: float, every_ns: int, least: int, most: int, stable_ns: int) -> None:
+        super().__init__(every_ns=every_ns, least=least, most=most)
         self._of_kv = of_kv
         self._target = target
-        self._every_ns = every_ns
-        self._least = least
-        self._most = most
         self._stable_ns = stable_ns
         self._wanted: dict[str, list[tuple[int, int]]] = {}
-
-    def first_ns(self) -> int | None:
-        """Return the first multiple of the interval."""
-        return self._every_ns
 
     def on_tick(self, state: FleetState) -> Decision:
         """Return the target of each pool."""
@@ -145,7 +156,7 @@ class Proportional:
         return max(self._least, ceil(n * ratio - 1e-9))
 
 
-class SpareCapacity:
+class SpareCapacity(_Periodic):
     """Version 1 of llm-d's workload-variant autoscaler: adds or removes a worker, by the spare capacity of the others.
 
     A worker is saturated with 80 % of its pages in use or 5 requests waiting. A worker is added if the unsaturated ones
@@ -155,19 +166,10 @@ class SpareCapacity:
 
     KV, QUEUE, SPARE_KV, SPARE_QUEUE = 0.8, 5.0, 0.1, 3.0
 
-    def __init__(self, *, every_ns: int, least: int, most: int) -> None:
-        self._every_ns = every_ns
-        self._least = least
-        self._most = most
-
-    def first_ns(self) -> int | None:
-        """Return the first multiple of the interval."""
-        return self._every_ns
-
     def on_tick(self, state: FleetState) -> Decision:
         """Return the current number plus one, minus one, or unchanged, per pool."""
         targets = {
-            pool.name: min(self._most, max(self._least, len(pool.active) + self._change(pool)))
+            pool.name: self.within(len(pool.active) + self._change(pool))
             for pool in state.pools
             if not pool.num_starting
         }
@@ -187,7 +189,7 @@ class SpareCapacity:
         return -1 if still_spare else 0
 
 
-class Thresholds:
+class Thresholds(_Periodic):
     """NVIDIA Dynamo's planner by load: one worker more if any has too much to do, one less if all have little.
 
     A prefill worker's load is its prompt tokens that wait, divided by the `context` length; that of others is the
@@ -213,17 +215,11 @@ class Thresholds:
         least: int,
         most: int,
     ) -> None:
+        super().__init__(every_ns=every_ns, least=least, most=most)
         self._of_prefill = of_prefill
         self._of_others = of_others
         self._are_reached = are_reached
         self._context = context
-        self._every_ns = every_ns
-        self._least = least
-        self._most = most
-
-    def first_ns(self) -> int | None:
-        """Return the first multiple of the interval."""
-        return self._every_ns
 
     def on_tick(self, state: FleetState) -> Decision:
         """Return the current number plus one, minus one, or unchanged, per pool."""
@@ -232,7 +228,7 @@ class Thresholds:
         for pool in state.pools:
             if pool.model not in starting:
                 wanted = len(pool.active) + self._change(pool)
-                targets[pool.name] = min(self._most, max(self._least, wanted))
+                targets[pool.name] = self.within(wanted)
         return Decision(targets, state.now_ns + self._every_ns)
 
     def limits_of(self, role: str) -> tuple[float, float]:
@@ -258,7 +254,7 @@ class Thresholds:
         return -1 if n > 1 and has_little and max(loads) * n / (n - 1) < upper else 0
 
 
-class TokenDemand:
+class TokenDemand(_Periodic):
     """Version 2 of llm-d's workload-variant autoscaler: as many workers as the tokens in use and in the queue need.
 
     A worker has 80 % of its tokens to offer. Workers are added until 85 % of what all offer, those that start included,
@@ -267,20 +263,9 @@ class TokenDemand:
 
     OFFERED, UP, DOWN = 0.8, 0.85, 0.7
 
-    def __init__(self, *, every_ns: int, least: int, most: int) -> None:
-        self._every_ns = every_ns
-        self._least = least
-        self._most = most
-
-    def first_ns(self) -> int | None:
-        """Return the first multiple of the interval."""
-        return self._every_ns
-
     def on_tick(self, state: FleetState) -> Decision:
         """Return the target of each pool."""
-        targets = {
-            pool.name: min(self._most, max(self._least, self._needed(pool))) for pool in state.pools if pool.active
-        }
+        targets = {pool.name: self.within(self._needed(pool)) for pool in state.pools if pool.active}
         return Decision(targets, state.now_ns + self._every_ns)
 
     def _needed(self, pool: PoolState) -> int:

@@ -150,7 +150,6 @@ def open_room(
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the free bytes of a device."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)

@@ -414,7 +414,6 @@ class TextOffsets:
 
 
 def _decoders(decoder: Any) -> Sequence[str]:
-    """Return the types of a decoder and of the decoders in it."""
     if not isinstance(decoder, dict):
         return []
     parts = [kind for part in decoder.get("decoders", ()) for kind in _decoders(part)]

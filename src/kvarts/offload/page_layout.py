@@ -93,7 +93,6 @@ class Marks:
         return len(resident) < len(nodes)
 
     def _mark_match(self, match: Match, start: int, below: Below) -> None:
-        """Mark the pages of `match` from `start` on."""
         assert self._order is not None
         tree = self._cache.tree
         self._order.mark(tree.isolate(tree.cut(match), start, match.num_pages), below)

@@ -32,7 +32,7 @@ __all__ = ["PEERS", "PeerMemory", "PeerView", "Peers"]
 PEERS = "peers"
 
 
-class Reads:
+class PeerReads:
     """What engine `worker` reads from the memory of others.
 
     `asked`: the engine that has the most of the last lookup; -1 without one. `loaded_from`: what was loaded, by the
@@ -70,7 +70,7 @@ class Peers(Generic[HostT, ViewT]):
         self._bytes_per_s = bytes_per_s
         self.tiers: dict[int, HostT] = {}
         """The host memory of each engine that has any."""
-        self.reads: dict[int, Reads] = {}
+        self.reads: dict[int, PeerReads] = {}
         """The reads of each engine."""
         self.before_change: Callable[[int], object] | None = None
 
@@ -79,9 +79,9 @@ class Peers(Generic[HostT, ViewT]):
         if self.before_change is not None:
             self.before_change(source)
 
-    def reads_of(self, worker: int) -> Reads:
+    def reads_of(self, worker: int) -> PeerReads:
         """Return the reads of `worker`, which may be new."""
-        return self.reads.setdefault(worker, Reads(worker))
+        return self.reads.setdefault(worker, PeerReads(worker))
 
     def open_view(self, worker: int, memory: GroupMemory | None, page_size: int) -> ViewT:
         """Return the memory of the others as a tier of `worker`. `memory`: the KV groups of its device."""
@@ -248,7 +248,7 @@ class PeerChannel(SharedChannel):
 
     __slots__ = ("_links", "_reads")
 
-    def __init__(self, name: str, links: PeerLinks, unit_bytes: int, reads: Reads) -> None:
+    def __init__(self, name: str, links: PeerLinks, unit_bytes: int, reads: PeerReads) -> None:
         super().__init__(name, unit_bytes)
         self._links = links
         self._reads = reads

@@ -870,7 +870,6 @@ class _Stream:
         return True
 
     def _parts(self, pieces: Sequence[Piece]) -> list[bytes]:
-        """Return the chunks of pieces."""
         parts: list[bytes] = []
         for piece in pieces:
             self._put(piece, parts)

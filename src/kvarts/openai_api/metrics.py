@@ -145,7 +145,6 @@ class MeterMetrics:
         )
 
     def _of_drafts(self) -> Iterator[Metric]:
-        """Return the counters of drafts."""
         yield from ()
 
     def _of_requests(self) -> Iterator[Metric]:

@@ -269,7 +269,6 @@ def open_mock(
     speedup: float = 1.0,
     token_bytes: int = 0,
     readers: Sequence[EventReader] = (),
-    clock: Clock | None = None,
     watcher: Watcher | None = None,
 ) -> Opened:
     """Return a mock of the engine that `config` describes. `readers` receive all of its events.
@@ -288,7 +287,6 @@ def open_mock(
         max_positions=limits.max_model_len,
         readers=(*readers, *meter.readers),
         audit=config.audit,
-        clock=clock,
         groups=None if config.kv_groups == "off" else config.memory,
         make_order=config.eviction,
     )

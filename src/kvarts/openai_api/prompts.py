@@ -14,14 +14,14 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import msgspec
 
 from kvarts.limits import MOST_COUNT
 from kvarts.llm.text import TextOffsets, TokenBytes
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.tool_calls import FORMATS, CallFormat, call_text, format_named
+from kvarts.openai_api.tool_calls import FORMATS, call_text, format_named
 from kvarts.openai_api.words import MAX_CHARS_PER_WORD, WordTokenizer
 
 __all__ = [
@@ -114,45 +114,6 @@ def spoken(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] |
     ]
 
 
-class TextModel(Protocol):
-    """Text to tokens and back, for one model. Promises that its results depend only on its arguments."""
-
-    @property
-    def generation_tokenizer(self) -> Any:
-        """The tokenizer with which a Generation makes text; None if no text can be made."""
-
-    @property
-    def call_format(self) -> CallFormat:
-        """The model's format of tool calls."""
-
-    @property
-    def max_chars_per_token(self) -> int:
-        """The most characters of a text that one token represents."""
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens with which the model may end its answer."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True, most: int) -> Sequence[int]:
-        """Return the tokens of `text`, or of a prefix of it that has more than `most`."""
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`."""
-
-    def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of one token, which may be a part of a character."""
-
-    def offsets(self, *, start: int, skip_special_tokens: bool) -> TextOffsets:
-        """Return an object that finds the positions of tokens in their text, which begins at `start`."""
-
-    def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        """Return the prompt of a conversation.
-
-        `options`, all optional: chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message,
-        tools. Raise ApiError for messages that the template rejects.
-        """
-
-
 class WordText:
     """The text of a mock: each word is a token, and conversations are written as ChatML."""
 
@@ -171,7 +132,7 @@ class WordText:
         return TextOffsets(self.bytes_of, start=start)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int) -> Sequence[int]:
-        """Return at most `most` + 1 tokens of `text`; a mock does not add special tokens."""
+        """Return the tokens of `text`, at most `most` + 1; a mock does not add special tokens."""
         if len(text) <= most:  # a token has at least one character
             return array("Q", self._words.encode(text))
         return array("Q", islice(self._words.tokens(text), most + 1))
@@ -268,6 +229,10 @@ class HubText:
         if self._tokenizer is None:
             raise ApiError(400, "the model came without a tokenizer: give token ids", param="prompt")
         return self._tokenizer
+
+
+TextModel: TypeAlias = WordText | HubText
+"""Text to tokens and back, for one model. Promises that its results depend only on its arguments."""
 
 
 def _with_arguments(message: Message) -> Message:

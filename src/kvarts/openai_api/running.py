@@ -279,7 +279,6 @@ class RunningServer:
 
 
 def _door_of(options: MockOptions) -> Door:
-    """Return the door of a server with `options`."""
     recorded = None
     if options.recordings is not None or options.record_from is not None:
         from kvarts.openai_api.recordings import open_recordings
@@ -335,8 +334,6 @@ def _keys(api_key: str | Sequence[str] | Mapping[str, Owner] | None, admin_key: 
 
 
 class _Steps:
-    """An EventReader of steps."""
-
     wants_details = False
 
     def __init__(self) -> None:

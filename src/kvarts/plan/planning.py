@@ -323,5 +323,4 @@ def _replayed(
 
 
 def _pages_of(tiers: Sequence[PricedTier], name: str, replicas: int) -> int:
-    """Return the pages of a replica in the tier of a name."""
     return sum(tier.pages for tier in tiers if tier.name == name) // replicas

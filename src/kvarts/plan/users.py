@@ -145,7 +145,6 @@ class UsersPlan:
 
     @property
     def _num_devices(self) -> int:
-        """The devices of all replicas."""
         cost = self._config.cost
         each = getattr(cost, "tensor_parallel", 1) * getattr(cost, "pipeline_parallel", 1)
         return int(each) * self._config.replicas

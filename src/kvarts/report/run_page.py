@@ -42,6 +42,8 @@ __all__ = [
 MAX_POINTS = 1000
 MOST_ROWS = 200_000
 """Rows of all timelines of a page together; each takes three or four bytes of the page."""
+TEXT_WIDTH = 60
+"""Characters of a sparkline."""
 NUM_STRETCHES = 200
 """Number of equal stretches of a run, for charts over time of values that are not known per step."""
 MARKS = ("p50", "p90", "p99")
@@ -337,21 +339,21 @@ def render_html(run: RunDirectory, overviews: Mapping[Path, ShownOverview | None
     return fill_page(template, {"report.js": script}, page_data(run, overviews or {}))
 
 
-def render_text(run: RunDirectory, *, width: int = 60) -> str:
+def render_text(run: RunDirectory) -> str:
     """Return, for each model, a sparkline of KV use of each replica and a short table, ending in a line end."""
     runs = run.runs()
-    texts = [_run_text(each, width=width, title=None if each is run else each.path.name) for each in runs]
+    texts = [_run_text(each, title=None if each is run else each.path.name) for each in runs]
     return "\n".join(texts)
 
 
-def _run_text(run: RunDirectory, *, width: int, title: str | None) -> str:
+def _run_text(run: RunDirectory, *, title: str | None) -> str:
     trace = run.summary.trace or run.path.name
     lines = [trace if title is None else f"{title}: {trace}"]
     timelines = run.timelines()
     for number, path in timelines:
         columns = columns_of(path)
         name = f"KV use r{number}" if len(timelines) > 1 else "KV use"
-        lines.append(f"{name:<14}{sparkline(columns['t_ms'], columns['used_pct'], width)}")
+        lines.append(f"{name:<14}{sparkline(columns['t_ms'], columns['used_pct'], TEXT_WIDTH)}")
     for name, value in facts(run.summary):
         lines += wrapped(value, f"{name:<14}", " " * 14)
     return "\n".join(lines) + "\n"

@@ -367,6 +367,5 @@ def _put(stream: UpdateStream, *items: Update | BaseException) -> None:
 
 
 def _end(loop: EngineLoop, session: Session, request: Request | None) -> None:
-    """End `request` if it is the current one of `session`."""
     if request is not None and session.request == request.index:
         loop.end(request.index)

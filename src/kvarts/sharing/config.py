@@ -433,7 +433,6 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def _page_bytes_of(groups: Sequence[PartGroup]) -> int:
-    """Return the bytes of a page with its parts in every group."""
     return sum(group.part_bytes for group in groups if not group.is_state)
 
 

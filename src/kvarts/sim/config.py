@@ -16,8 +16,6 @@ from kvarts.settings import Given, Section, SettingError, given_by_keywords, giv
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvarts.build import TierSettings as TiersBelow
     from kvarts.executor.base import CostModel
     from kvarts.kv.eviction import EvictionOrder
@@ -736,10 +734,9 @@ def _own_router(given: Given) -> RouterMaker:
 
 def make_config(
     values: Mapping[str, Any],
-    path: Path | None = None,
     *,
     sections: Sequence[Section] = SECTIONS,
     counts_groups: bool = True,
 ) -> ReplayConfig:
-    """Build a ReplayConfig from values by the keys of a file. Raises ConfigError that names the key, and `path`."""
-    return resolve_replay(given_in(values, sections, path), sections, counts_groups=counts_groups)
+    """Build a ReplayConfig from values by the keys of a file. Raises ConfigError that names the key."""
+    return resolve_replay(given_in(values, sections), sections, counts_groups=counts_groups)

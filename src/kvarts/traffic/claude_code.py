@@ -189,7 +189,6 @@ def _read(file: TraceFile, calls: dict[str, _Call], left_out: Counter[str], *, s
 def _decoded(
     decoder: msgspec.json.Decoder[_Line], of_message: msgspec.json.Decoder[_Message], data: bytes
 ) -> tuple[_Line, _Message | None]:
-    """Return a line, and its message if it is an answer."""
     try:
         line = decoder.decode(data)
         if line.type != "assistant":

@@ -184,7 +184,6 @@ def _common(prompts: list[bytes]) -> list[int]:
 
 
 def _common_of_many(prompts: list[bytes]) -> list[int]:
-    """Vectorised `_common`."""
     import numpy as np
 
     units = np.frombuffer(b"".join(prompts), np.uint64)

@@ -121,7 +121,6 @@ class RequestColumns(Sequence[TraceRequest]):
 
 
 def _in_8_bytes(ids: array[int]) -> bytes:
-    """Return ids in 8 bytes each."""
     if ids.itemsize == UNIT_BYTES:
         return ids.tobytes()
     halves = array("I", bytes(UNIT_BYTES * len(ids)))

@@ -154,7 +154,6 @@ def _requests(line: _Line, calls: list[_Call], name: str | None, first: int) -> 
 
 
 def _own_tokens(row: int, num_tokens: int) -> tuple[range, ...]:
-    """Return tokens that are unique to a row."""
     first = (1 << 62) + (row << 31)
     return (range(first, first + num_tokens),)
 

@@ -76,7 +76,6 @@ def _dtype(settings: Any) -> str | None:
 
 
 def _config(settings: Any) -> DecoderConfig | None:
-    """Return the config of a standard decoder, or None."""
     kind = settings.get("model_type")
     if kind not in ARCHITECTURES or settings.get("architectures") != [ARCHITECTURES[kind]]:
         return None

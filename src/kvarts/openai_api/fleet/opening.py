@@ -322,7 +322,6 @@ class OpenedFleet:
         return (of_model.model or self._unnamed[0],)
 
     def _model_of(self, pool: PoolConfig) -> ModelPools:
-        """Return the model of a pool."""
         return next(each for each in self._models if pool.name in [one.name for one in each.pools])
 
     def _all_readers_of(self, worker: FleetWorker) -> list[EventReader]:
@@ -358,7 +357,6 @@ class OpenedFleet:
         self.on_scaled([worker for worker in opened if worker not in left], left)
 
     def _open(self, worker: Worker) -> OpenedWorker:
-        """Return the server of a worker."""
         config, door, speedup = self.config, self._door, self._speedup
         described = self._described[worker.index]
         each = described.pool.each

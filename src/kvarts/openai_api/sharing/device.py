@@ -258,16 +258,13 @@ def open_several(
     *,
     speedup: float = 1.0,
     readers_of: ObserversOf = lambda _: (),
-    clock: Clock | None = None,
     watcher: Watcher | None = None,
 ) -> Opened:
     """Return mocks of all models of `config`, served under their names in it.
 
     `readers_of` returns the readers of all events of a model, by its name.
     """
-    paced_clock = PacedClock(speedup=speedup)
-    if clock is None:
-        clock = paced_clock
+    clock = PacedClock(speedup=speedup)
     device = SharedDevice(
         config.kv_bytes,
         is_static=config.static_split,
@@ -293,7 +290,7 @@ def open_several(
     )
     models = Assignments()
     paced = PacedDevice(device, turns, {tenant.name: tenant for tenant in tenants}, models, clock)
-    paced_clock.is_at_rest = lambda: not paced.has_requests
+    clock.is_at_rest = lambda: not paced.has_requests
     sampling = SamplingOfModels(
         {name: engine.parts.executor for name, engine in engines.items()},
         {name: engine.parts.detokenizing for name, engine in engines.items()},
