@@ -42,6 +42,9 @@ class AdmissionPolicy(Protocol):
         """Iterate over all waiting requests, in a fixed order."""
 
 
+PREEMPTED: Final = RequestState.PREEMPTED
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PriorityPolicy:
     """Larger priorities first; within a priority former heads, the last returned first; then in order of arrival.
@@ -53,15 +56,18 @@ class PriorityPolicy:
 
     def __init__(self) -> None:
         self._by_priority: dict[int, deque[Request]] = {}
+        """No queue is empty, unless it is the only one: requests of one priority may come and go one by one."""
         self._top: deque[Request] | None = None
 
     def push(self, request: Request) -> None:
         """Add `request` after those of its priority; a former head before them."""
         queue = self._by_priority.get(request.priority)
         if queue is None:
+            if not self._top:
+                self._by_priority.clear()
             queue = self._by_priority[request.priority] = deque()
             self._top = self._by_priority[max(self._by_priority)]
-        if request.goes_first or request.state is RequestState.PREEMPTED:
+        if request.goes_first or request.state is PREEMPTED:
             queue.appendleft(request)
         else:
             queue.append(request)
@@ -73,9 +79,9 @@ class PriorityPolicy:
             queue.popleft()
         else:
             queue.remove(request)
-        if not queue:
+        if not queue and len(self._by_priority) > 1:
             del self._by_priority[request.priority]
-            self._top = self._by_priority[max(self._by_priority)] if self._by_priority else None
+            self._top = self._by_priority[max(self._by_priority)]
 
     def head(self, now_ns: int) -> Request:
         """Return the first request of the highest priority."""

@@ -194,6 +194,8 @@ class Scheduler:
         self._pool_tokens = config.pool_tokens
         self._admits_rest = bool(self._watermark or self._defers or loads is not None or self._aligned or itl)
         """Whether more than a place, tokens and pages decides on an admission."""
+        self._needs_budget = loads is None and handoffs is None
+        """Whether none is admitted to a step without tokens to compute."""
         self._settle_places = settle_places
         self._tell = tell
         self._told_blocked: tuple[int, Blocked] | None = None
@@ -677,14 +679,13 @@ class Scheduler:
 
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
         """Admit loaded requests, then the head of the waiting queue while `max_num_seqs`, budget and pages allow."""
-        waiting, running, loads, handoffs, tell = self.waiting, self.running, self.loads, self.handoffs, self._tell
-        if budget <= 0 and loads is None and handoffs is None:  # what the loop would find
-            request = waiting.head(now_ns)
-            self.blocked = FOR_BUDGET if running.num_running < self._max_num_seqs else FOR_SEQS
-            self.blocked_head = request
-            if tell is not None:
-                self._tell_blocked(tell, request)
+        if budget <= 0 and self._needs_budget:  # what the loop would find
+            request = self.blocked_head = self.waiting.head(now_ns)
+            self.blocked = FOR_BUDGET if self.running.num_running < self._max_num_seqs else FOR_SEQS
+            if self._tell is not None:
+                self._tell_blocked(self._tell, request)
             return ()
+        waiting, running, loads, handoffs, tell = self.waiting, self.running, self.loads, self.handoffs, self._tell
         cache, pages, page_size, max_num_seqs = self.cache, self.pages, self._page_size, self._max_num_seqs
         admits_rest = self._admits_rest
         loads_take_places = False

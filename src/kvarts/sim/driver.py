@@ -354,18 +354,21 @@ class Driver:
 
     def _enter(self, of_model: Arrivals, request: Request, row: TraceRequest, engine: int, now_ns: int) -> None:
         index = engine // self._num_ranks
-        if not self._is_reactive:
+        if self._is_reactive:
+            self._rouse(index, now_ns)
+        else:
             self._run_alone(index, now_ns)
             if self._is_told:
                 self._look_again(index, now_ns)
-        self._rouse(index, now_ns)
+            self._runners[index].wake(now_ns)
         reason = of_model.submit(request, row, engine, now_ns)
         if reason is None:
             self._in_engines[request] = of_model, row, engine
             if of_model.has_timeout or row.cancel_after_ns is not None:
                 self._expect(of_model, request, row, now_ns)
-            # It may be admitted in the next step of this engine, and end before all others.
-            self._quiet_ns[index] = self._ends_ns[index]
+            if self._is_reactive:
+                # It may be admitted in the next step of this engine, and end before all others.
+                self._quiet_ns[index] = self._ends_ns[index]
         else:
             of_model.reject(request, row, engine, reason, now_ns)
             self._num_refused += 1

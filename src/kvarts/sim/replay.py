@@ -46,7 +46,7 @@ __all__ = [
     "trace_of",
 ]
 
-MANY_EVENTS = 16
+MANY_EVENTS = 32
 """The number of events buffered in virtual time before readers get them, as none of them is urgent there. A larger
 buffer would only evict the engine's data from the processor's cache."""
 MANY_REQUESTS = 20_000
