@@ -221,6 +221,7 @@ class StoreView(MemoryTier):
         self.worker = worker
         self.index = store.index
         self.find = self.index.find
+        self.find_whole = self.index.find_whole
         self.lose = _keep
         self.num_loaded_from: dict[int, int] = {}
         """Pages that were loaded, by the engine that had stored them."""
