@@ -38,6 +38,9 @@ __all__ = ["ALL", "NodeState", "Placement", "Segment", "TierIndex", "TierRun", "
 
 ALL = 1 << 62
 
+MOST_RECENT = 64
+"""How many contents the index remembers the place of."""
+
 
 class NodeState(IntEnum):
     """The state of the pages of a run."""
@@ -129,6 +132,8 @@ class TierIndex:
         self.on_stored = on_stored
         self.on_removed = on_removed
         self._roots: dict[str | None, TierRun] = {}
+        self._recent: dict[int, tuple[Content, TierRun, int]] = {}
+        """By owner, how far the last walk of a content came: its run, and the page after the last in common."""
         # A sentinel closes the order of recency to a ring: its `newer` is the oldest run.
         self._ring = _root()
         self._ring.older = self._ring.newer = self._ring
@@ -150,15 +155,17 @@ class TierIndex:
         _, position, _ = self._stored_from(content, start, limit)
         return position - start if position > start else 0
 
-    def has_all_up_to(self, run: TierRun) -> bool:
-        """Return whether `run`, which is in the tree, and all runs before it are stored."""
+    def find_whole(self, content: Content, start: int, limit: int) -> tuple[int, bool]:
+        """Return what `find` does, and whether the pages before `start` are stored as well."""
+        node, position, _ = self._stored_from(content, start, limit)
+        if node is None or position <= start:
+            return 0, False
         stored = STORED
-        node = run
         while (parent := node.parent) is not None:
             if node.state is not stored:
-                return False
+                return position - start, False
             node = parent
-        return True
+        return position - start, True
 
     def stored(self, content: Content, end: int) -> list[tuple[int, int]]:
         """Return the longest stretches of the first `end` pages that are stored."""
@@ -213,25 +220,11 @@ class TierIndex:
         self._pin(node)
         return node
 
-    def unpin_from(self, run: TierRun, end: int) -> TierRun:
-        """End one pin of `run` for the pages from `end` on, and keep it for earlier ones; return their deepest run."""
-        node = run
-        while node.start >= end:
-            assert node.parent is not None
-            node = node.parent
-        if node.end > end:
-            node = self._split(node, end)
-        self.unpin(run, node)
-        return node
-
-    def unpin(self, run: TierRun, stop: TierRun | None = None) -> None:
-        """End one pin. `run` is the result of `pin`, and may have been removed from the tree.
-
-        `stop`: the run that stays pinned, with all runs before it.
-        """
+    def unpin(self, run: TierRun) -> None:
+        """End one pin. `run` is the result of `pin`, and may have been removed from the tree."""
         stored = STORED
         node = run
-        while node is not stop and (parent := node.parent) is not None:
+        while (parent := node.parent) is not None:
             pins = node.pins = node.pins - 1
             if pins <= 0:
                 assert pins == 0, f"{node} was unpinned more often than it was pinned"
@@ -354,6 +347,7 @@ class TierIndex:
             deepest.children[run.key] = run
             segment = Segment(position, last, None if slots is None else tuple(slots))
             placement = run.placement = Placement(run, (segment,), num_missing)
+            self._note_recent(content, run, last)
             return placement
         placement = Placement(deepest, (), num_missing)
         segments = []
@@ -467,12 +461,38 @@ class TierIndex:
             node.pins = pins + 1
             node = parent
 
+    def _near(self, content: Content, page: int) -> TierRun | None:
+        """Return a run with pages of `content` that begins at `page` or before; None if none is remembered."""
+        recent = self._recent.get(content.owner)
+        if recent is None or recent[0] is not content:
+            return None
+        _, run, end = recent
+        if run.newer is None and run.state is not COMING:
+            return None  # it has left the tree
+        # A part that was split off it comes before it.
+        while run.start > page or run.start >= end:
+            assert run.parent is not None
+            run = run.parent
+        return run
+
+    def _note_recent(self, content: Content, run: TierRun, end: int) -> None:
+        """Remember that the first `end` pages of `content` are in the tree, up to `run`."""
+        recent = self._recent
+        if len(recent) >= MOST_RECENT:
+            recent.clear()
+        recent[content.owner] = content, run, end
+
     def _walk(self, content: Content, end: int) -> tuple[TierRun, int, TierRun | None]:
         """Return the deepest run wholly within `end` pages, the number of known pages, and a run cut by the end."""
-        node = self._roots.get(content.salt)
-        if node is None:
-            node = self._roots[content.salt] = _root()
+        near = self._near(content, end - 1 if end else 0)
         position = 0
+        if near is not None:
+            assert near.parent is not None
+            node, position = near.parent, near.start
+        elif (root := self._roots.get(content.salt)) is not None:
+            node = root
+        else:
+            node = self._roots[content.salt] = _root()
         while position < end and node.children:
             child = node.children.get(content.key(position))
             if child is None:
@@ -489,8 +509,8 @@ class TierIndex:
     def _stored_from(self, content: Content, start: int, limit: int) -> tuple[TierRun | None, int, TierRun | None]:
         """Do the same as `_walk`, but stop before the first run that has pages from `start` on and is not stored."""
         stored = STORED
-        node = self._roots.get(content.salt)
-        position = 0
+        near = self._near(content, start)
+        node, position = (self._roots.get(content.salt), 0) if near is None else (near.parent, near.start)
         while node is not None and position < limit and node.children:
             child = node.children.get(content.key(position))
             if child is None:
@@ -503,8 +523,12 @@ class TierIndex:
                 break
             position = common
             if common < last:
+                if common > start:
+                    self._note_recent(content, child, common)
                 return node, position, child
             node = child
+        if node is not None and position > start:
+            self._note_recent(content, node, position)
         return node, position, None
 
     def _descend(self, content: Content, end: int) -> tuple[TierRun, int]:
@@ -585,6 +609,7 @@ class TierIndex:
             assert tail.slots is not None
             head.slots += tail.slots
             tail.slots = head.slots
+        head.newer = None  # type: ignore[assignment]
         tail.start = head.start
         tail.key = head.key
         tail.parent = parent

@@ -188,11 +188,12 @@ class Offloader(Transfers, Generic[LayoutT]):
         num_bytes = copies.num_blocks * self.block_bytes
         under_way = UnderWay(direction, copies.num_blocks, self._workers(), copies)
         under_way.lanes = ((write, num_bytes),)
-        self._submit(under_way, write.submit(self._now_ns, num_bytes), moves, self._dropped())
+        dropped = self._dropped() if self._with_page_ids else ()
+        self._submit(under_way, write.submit(self._now_ns, num_bytes), moves, dropped)
 
     def _dropped(self) -> tuple[bytes, ...]:
         """Return the keys of files to delete."""
-        return tuple(key for tier in self.tiers for key in tier.take_dropped()) if self._with_page_ids else ()
+        return tuple(key for tier in self.tiers for key in tier.take_dropped())
 
     def _num_idle_of(self, under_way: UnderWay) -> int:
         return self.layout.num_idle(under_way.copies)
@@ -256,7 +257,8 @@ class Offloader(Transfers, Generic[LayoutT]):
         under_way = UnderWay(Direction.LOAD, loading.num_blocks, self._workers(), loading)
         under_way.least_ns, under_way.lane, under_way.since_ns, under_way.lanes = least_ns, lane, [now_ns], tuple(lanes)
         early_ns = NEVER_NS if wait_ns is None else now_ns + wait_ns
-        self._submit(under_way, end_ns, moves, self._dropped(), early_ns, now_ns + expected_ns)
+        dropped = self._dropped() if self._with_page_ids else ()
+        self._submit(under_way, end_ns, moves, dropped, early_ns, now_ns + expected_ns)
         return end_ns if self._bus is None else now_ns + expected_ns
 
     def use_early(self, transfer: int) -> None:

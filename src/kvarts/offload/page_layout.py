@@ -318,28 +318,24 @@ class PageLayout(Layout[PageTier]):
         room = self._room(place + 1, now_ns)
         while wanted and room:
             content, _, start, end = wanted.popleft()
-            source = upper.read(content, start, end)
-            if source is None:
+            num_pages, is_reached = upper.find_whole(content, start, end)
+            if not num_pages:
                 continue
-            is_reached = upper.has_all_before(source)
             if not is_reached:
                 num_above = self._num_above(place + 1, content, start)
                 is_reached = num_above + lower.find(content, num_above, start) >= start
             if not is_reached:
                 # The device has evicted the pages before it, and their store in the tier above has not ended.
-                upper.end_read(source)
                 early.append((content, 0, start, end))
                 continue
             num_refused = lower.num_refused
-            source_end = source.segments[0].end
-            store = lower.prepare_store(content, start, source_end, limit=room)
+            store = lower.prepare_store(content, start, start + num_pages, limit=room)
             self.num_refused += lower.num_refused - num_refused
             if store is None:
-                upper.end_read(source)
                 continue
             position = store.segments[-1].end
-            if position < source_end:
-                upper.end_read_from(source, position)
+            source = upper.read(content, start, position)
+            assert source is not None
             self._add(copies, lower, store)
             copies.sources.append(source)
             room -= store.num_pages

@@ -201,6 +201,7 @@ class StoreView(MemoryTier):
         self.worker = worker
         self.index = store.index
         self.find = self.index.find
+        self.find_whole = self.index.find_whole
         self.lose = _keep
         self._loaded_from = store.loaded_from.setdefault(worker, {})
         self._store = store

@@ -59,7 +59,8 @@ class Backlog:
 
     def go_on(self) -> None:
         """Note that a transfer has ended: all ways may carry something again."""
-        self.is_behind = [False] * len(self.is_behind)
+        if True in self.is_behind:
+            self.is_behind = [False] * len(self.is_behind)
 
     def clear(self) -> None:
         """Spill no run that has arrived so far; the first tier may have room again."""

@@ -71,6 +71,9 @@ class PageTier(Tier, Protocol):
     def find(self, content: Content, start: int, limit: int) -> int:
         """Return how many consecutive pages of `content` in [start, limit) are stored, from `start` on."""
 
+    def find_whole(self, content: Content, start: int, limit: int) -> tuple[int, bool]:
+        """Return what `find` does, and, if there are any, whether the pages before `start` are stored as well."""
+
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
         """Return the stretches of pages [start, end) that are here, whether or not earlier pages are."""
 
@@ -131,12 +134,6 @@ class PageTier(Tier, Protocol):
         They are not pinned for a holder. `end_read` must follow.
         """
 
-    def has_all_before(self, load: TierLoad) -> bool:
-        """Return whether all pages before those of a read are stored here as well."""
-
-    def end_read_from(self, load: TierLoad, end: int) -> None:
-        """End the read for the pages from `end` on; at least one earlier page must remain."""
-
     def end_read(self, load: TierLoad) -> None:
         """End a read. It does not count as a use of the pages, so their recency is unchanged."""
 
@@ -182,6 +179,7 @@ class MemoryTier:
         self.index = TierIndex(num_pages, with_slots=with_slots)
         self.listen(on_stored, on_removed)
         self.find = self.index.find
+        self.find_whole = self.index.find_whole
         self.lose = self.index.lose
         self.vacate = self.index.vacate
         self._pins: dict[int, Pin] = {}
@@ -259,23 +257,6 @@ class MemoryTier:
             end - start,
             Pin(content, start, end, run, self.index),
         )
-
-    def has_all_before(self, load: TierLoad) -> bool:
-        """Return whether all pages before those of a read are stored here as well."""
-        assert isinstance(load.ticket, Pin)
-        return load.ticket.index.has_all_up_to(load.ticket.run)
-
-    def end_read_from(self, load: TierLoad, end: int) -> None:
-        """End the read for the pages from `end` on."""
-        (segment,) = load.segments
-        pin = load.ticket
-        assert isinstance(pin, Pin) and segment.start < end
-        if end < segment.end:
-            pin.run = self.index.unpin_from(pin.run, end)
-            pin.end = end
-            num_pages = load.num_pages = end - segment.start
-            slots = None if segment.slots is None else segment.slots[:num_pages]
-            load.segments = (Segment(segment.start, end, slots),)
 
     def end_read(self, load: TierLoad) -> None:
         """End a read, without making the pages more recent."""

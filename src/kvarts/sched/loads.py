@@ -274,6 +274,8 @@ class Loads:
     @property
     def num_requests(self) -> int:
         """The number of requests that wait for their load, or whose load ended since the last step."""
+        if not self._loading:
+            return len(self.loaded)
         return len(self._loading) - self._num_abandoned + len(self.loaded)
 
     @property
