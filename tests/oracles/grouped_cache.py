@@ -196,7 +196,7 @@ class GroupedCache(PartPool):
         """
         page_end = num_tokens - num_tokens % self.page_size
         if any(group.is_state for group in self.groups):
-            self._take_for(holding, num_tokens)  # all at once: it does not evict the snapshots that it makes
+            self._take_for(holding, num_tokens)  # all its pages first: they evict no snapshot of its own
         if is_end and page_end != num_tokens and page_end > holding.num_tokens:
             self._grow(holding, page_end - holding.num_tokens, is_end)
         self._grow(holding, num_tokens - holding.num_tokens, is_end)

@@ -700,7 +700,7 @@ class Auditor:
         if is_front and self._has_groups:
             self._below.begin_front(event.request)
         if self._has_states:
-            self._held.take_pages(known, event.end)  # all at once: a chunk does not evict the snapshots that it makes
+            self._held.take_pages(known, event.end)  # all its pages first: they evict no snapshot of its own
         if known.computed < known.branch <= event.end:
             self._held.grow(known, known.branch, is_end=True)
         if is_end and self._has_states and known.computed < page_end < event.end:

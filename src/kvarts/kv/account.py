@@ -258,31 +258,32 @@ class RunAccount(PartCounts):
     def _evict_counted(self, num_bytes: int) -> None:
         """Do the same without ids, events and an order, in one loop: this runs for every chunk in a full memory."""
         part_bytes, num_cached, num_evicted, evicted = self.part_bytes, self.num_cached, self.num_evicted, self._evicted
-        missing_bytes = num_bytes - self.empty_bytes
-        gone_bytes = 0
+        all_bytes = missing_bytes = num_bytes - self.empty_bytes
         older: Listed = self.ring  # the last entry that stays; those between it and `oldest` are not listed any more
         oldest = older.newer
-        while gone_bytes < missing_bytes:
+        while missing_bytes > 0:
             assert oldest is not None
             if not isinstance(oldest, PartRun):
                 newer = oldest.newer
                 older.newer, oldest.older = oldest, older
-                gone_bytes += oldest.eat(self, missing_bytes - gone_bytes)
+                missing_bytes -= oldest.eat(self, missing_bytes)
                 if oldest.newer is not None:
                     older = oldest
                 oldest = newer
                 continue
             index = oldest.group
             size = part_bytes[index]
-            count = oldest.end - oldest.start
-            num_enough = -((gone_bytes - missing_bytes) // size)
-            if num_enough < count:
-                count = num_enough
-                oldest.end -= count
-            else:
+            end = oldest.end
+            count = end - oldest.start
+            if count * size > missing_bytes:
+                num_enough = -(-missing_bytes // size)
+                if num_enough < count:
+                    count = num_enough
+                    oldest.end = end - count
+            if oldest.end == end:
                 newer = oldest.newer
                 oldest.older = oldest.newer = None
-                oldest.start = oldest.end
+                oldest.start = end
                 span = oldest.span
                 if span is not None:  # `forget`, inlined
                     oldest.span = None
@@ -296,11 +297,12 @@ class RunAccount(PartCounts):
                 oldest = newer
             num_cached[index] -= count
             num_evicted[index] += count
-            gone_bytes += count * size
+            missing_bytes -= count * size
             if evicted is not None:
                 evicted += (index, count)
         assert oldest is not None
         older.newer, oldest.older = oldest, older
+        gone_bytes = all_bytes - missing_bytes
         self.evicted_bytes += gone_bytes  # `note_gone`, inlined
         self.cached_bytes -= gone_bytes
         self.empty_bytes += gone_bytes

@@ -154,7 +154,7 @@ class RunCache(RunAccount):
         """
         is_end = is_end and not holding.has_decoded
         if self._of_states:
-            self.take_for(holding, num_tokens)  # all at once: it does not evict the snapshots that it makes
+            self.take_for(holding, num_tokens)  # all its pages first: they evict no snapshot of its own
             branch = holding.branch
             if holding.num_tokens < branch <= num_tokens:
                 self._grow(holding, branch, is_end=True)

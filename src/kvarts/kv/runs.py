@@ -128,6 +128,7 @@ class PartCounts:
         "evicted_bytes",
         "groups",
         "is_bounded",
+        "num_bounded",
         "num_cached",
         "num_evicted",
         "num_used",
@@ -154,6 +155,7 @@ class PartCounts:
         self.page_bytes = memory.page_bytes
         """The bytes of a page with all its parts."""
         self.is_bounded = [group.is_bounded for group in groups]
+        self.num_bounded = sum(self.is_bounded)
         self._of_tokens = [index for index, group in enumerate(groups) if not group.is_state]
         self.blocks = blocks
         self.block_bytes = memory.block_bytes
@@ -784,20 +786,26 @@ class Turns(Listed):
             index = streams[at].group
             part_bytes = account.part_bytes[index]
             count, num_enough = 0, -((gone_bytes - missing_bytes) // part_bytes)
-            # A few at a time: the next ones may be of another group.
-            while count < num_enough and at < end and streams[at].group == index:
-                start = at
-                for stream in streams[at : at + min(num_enough - count, MOST_ALIKE)]:
-                    if stream.group != index:
+            while count < num_enough and at < end:
+                # A few at a time: the next ones may be of another group.
+                alike = streams[at : at + min(num_enough - count, MOST_ALIKE)]
+                if account.num_bounded > 1:
+                    for place, stream in enumerate(alike):
+                        if stream.group != index:
+                            del alike[place:]
+                            break
+                    if not alike:
                         break
-                    at += 1
-                    low = stream.low = stream.low + 1
+                count += len(alike)
+                at += len(alike)
+                for stream in alike:
+                    low = stream.low + 1
+                    stream.low = low
                     if low >= stream.watch:
                         if stream.holes and stream.is_hole(low - 1):
                             count -= 1
                         if low >= stream.gate:
                             stream.set_gate()
-                count += at - start
             gone_bytes += count * part_bytes
             account.note_evicted(index, count)
         if at == end:

@@ -38,6 +38,7 @@ class SpanTree:
         """The roots of the tenants' trees; a root precedes the first page."""
         self._look = look
         self._whole = [index for index, group in enumerate(groups) if group.layer.kind in ("full", "latent")]
+        self._keeps_all = [group.layer.kind in ("full", "latent") for group in groups]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
         self._is_state = [group.is_state for group in groups]
         self._states = [index for index, group in enumerate(groups) if group.is_state]
@@ -299,7 +300,7 @@ class SpanTree:
     def _pieces(self, spans: list[Span], length: int) -> list[list[tuple[PartRun, int, int]]]:
         pieces: list[list[tuple[PartRun, int, int]]] = []
         for index in range(self.num_groups):
-            sink, first = self.needed(index, length * self.page_size)
+            sink, first = (0, 0) if self._keeps_all[index] else self.needed(index, length * self.page_size)
             found: list[tuple[PartRun, int, int]] = []
             for span in spans:
                 start, end = span.start, span.end
