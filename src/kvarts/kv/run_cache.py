@@ -68,7 +68,7 @@ class RunCache(RunAccount):
         """The number of times that parts of known tokens, findable by others, were published since the beginning."""
         self.decodes = Decodes(memory, page_size, self)
         self._lists_plainly = blocks is None and events is None and eviction_order is None
-        """Whether a released run is only listed as the youngest: nobody is told."""
+        """Whether a released run only becomes the youngest of its list, since no order or reader has to know."""
         self._keeps_all = memory.keeps == "all"
         self._is_state = [group.is_state for group in groups]
         self._kept = [self._keeps_all or not group.is_bounded for group in groups]

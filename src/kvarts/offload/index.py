@@ -467,7 +467,8 @@ class TierIndex:
         if recent is None or recent[0] is not content:
             return None
         _, run, end = recent
-        if run.newer is None and run.state is not COMING:
+        is_listed = run.newer is not None
+        if not is_listed and run.state is not COMING:
             return None  # it has left the tree
         # A part that was split off it comes before it.
         while run.start > page or run.start >= end:

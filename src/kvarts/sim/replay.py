@@ -15,7 +15,6 @@ from kvarts.event_log import EventReader
 from kvarts.executor.base import VirtualExecutor
 from kvarts.executor.cost import PrefillCost
 from kvarts.executor.simulated import SimExecutor
-from kvarts.kv.transfer import PrefillNs
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog, Taken
 from kvarts.report.steps import StepLog
@@ -30,7 +29,7 @@ from kvarts.traffic.trace import Trace
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvarts.kv.transfer import PeersGain, TransferTotals
+    from kvarts.kv.transfer import PeersGain, PrefillNs, TransferTotals
     from kvarts.report.advice import Trials
     from kvarts.sim.lockstep import LockstepCost, Ranks
     from kvarts.traffic.workload import Workload
