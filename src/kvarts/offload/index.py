@@ -467,9 +467,9 @@ class TierIndex:
         if recent is None or recent[0] is not content:
             return None
         _, run, end = recent
-        is_listed = run.newer is not None
-        if not is_listed and run.state is not COMING:
-            return None  # it has left the tree
+        is_in_tree = run.state is COMING or run.newer is not None
+        if not is_in_tree:
+            return None
         # A part that was split off it comes before it.
         while run.start > page or run.start >= end:
             assert run.parent is not None
