@@ -25,16 +25,5 @@ class Renamed:
     side: Literal["before", "after"] = "before"
 
 
-RENAMED: list[Renamed] = [
-    *(
-        Renamed(artefact, re.compile(pattern, re.MULTILINE), b"", "reports say how a trace was read", side="after")
-        for artefact, pattern in (
-            ("*stdout", rb"^warning  +\S.*\n(?: {14}\S.*\n)*"),
-            ("*", rb'^ +"warnings": \[\n(?: +".*\n)+ +\],\n'),
-            ("*", rb'^ +"left_out": \{\n(?: +".*\n)+ +\},\n'),
-            ("*", rb'^ +"prefix_hit_ratio_is_lower_bound": (?:true|false),\n'),
-            ("*stdout", rb"(?<=^prefix hits   )at least "),
-        )
-    ),
-]
+RENAMED: list[Renamed] = []
 """Intended differences since the version that a rebuild is compared with; emptied when that version changes."""
