@@ -34,6 +34,7 @@ class Account:
     """Counts evicted parts, of one byte each."""
 
     part_bytes = (1,)
+    num_bounded = 1
 
     def __init__(self) -> None:
         self.num_evicted = 0

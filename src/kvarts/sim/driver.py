@@ -361,6 +361,7 @@ class Driver:
             if self._is_told:
                 self._look_again(index, now_ns)
             self._runners[index].wake(now_ns)
+            self._still_ns[index] = 0
         reason = of_model.submit(request, row, engine, now_ns)
         if reason is None:
             self._in_engines[request] = of_model, row, engine
