@@ -12,7 +12,7 @@ from kvarts.few import Column, arrays_pay, narrowed
 __all__ = ["Column", "Rows", "append_packed", "to_frame"]
 
 PACK_AT: Final = 1 << 15
-"""Integers that are kept as they were added before packing: they fit in a core's private cache."""
+"""The number of integers that are kept as they were added before they are packed."""
 
 MANY: Final = 1 << 16
 """Integers that are packed from which on NumPy is loaded, which a summary of so many needs."""
@@ -85,7 +85,7 @@ class Rows:
         if not recent:
             return
         self._recent = []
-        if arrays_pay(0) or self._num_packed * width > MANY:
+        if self._sizes or arrays_pay(0) or self._num_packed * width > MANY:
             import numpy as np
 
             rows = np.frombuffer(struct.pack(f"{len(recent)}q", *recent), np.int64).reshape(-1, width)

@@ -57,8 +57,8 @@ class Engine:
         """The plan of the last scheduled step, if the executor needs plans."""
         self._batch_ns: Callable[[Batch], int] | None = getattr(executor, "batch_ns", None)
         """How long a batch takes, if the executor does nothing else."""
-        self._num_reserved = 0
-        """The reserved pages that the last event of a step told."""
+        self.num_reserved_told = 0
+        """The number of reserved pages in the last event of a step or leap."""
         self._result: StepResult | None = None
         self._num_withheld = 0
         self._audit = audit
@@ -189,7 +189,7 @@ class Engine:
             if scheduler.loads is not None:
                 num_loading = scheduler.loads.num_waiting
                 num_waiting += num_loading
-        is_as_before = num_reserved == self._num_reserved and not scheduler.preempted
+        is_as_before = num_reserved == self.num_reserved_told and not scheduler.preempted
         if tell_row is not None and self._result is None and is_as_before:
             row = (
                 duration_ns,
@@ -207,7 +207,7 @@ class Engine:
             )
             tell_row((*row, *sides) if sides else row)
             return
-        self._num_reserved = num_reserved
+        self.num_reserved_told = num_reserved
         done = StepDone(
             scheduler.wheel.step,
             now_ns,

@@ -25,7 +25,7 @@ Numbers = Any
 """A column: a NumPy array, or Few."""
 
 BITS = (("b", 7), ("h", 15), ("i", 31), ("q", 63))
-"""Type codes of integers of 1, 2, 4 and 8 bytes, and their bits beside the sign."""
+"""Type codes of integers of 1, 2, 4 and 8 bytes, and their bits without the sign."""
 
 PAYS = 1 << 16
 """Processing this many numbers in Python takes about as long as loading NumPy."""

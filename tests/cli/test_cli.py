@@ -293,3 +293,18 @@ def test_an_error_is_one_printable_line_whatever_a_file_is_named_or_has(kvarts: 
     told, end = ran.err[:-1], ran.err[-1]
     assert ran.code == 4 and told.isprintable() and end == "\n"
     assert "a\\n\\x1b[31mred" in told and "\\x00" in told
+
+
+def test_a_thread_may_run_a_command(trace: Path) -> None:
+    script = (
+        "import threading\n"
+        "from kvarts.cli.main import main\n"
+        "codes = []\n"
+        "thread = threading.Thread(target=lambda: codes.append(main()))\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "assert codes == [0], codes\n"
+    )
+    command = [sys.executable, "-c", script, "replay", str(trace), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout)["num_requests"]

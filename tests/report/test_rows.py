@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -137,3 +140,20 @@ def test_narrow_columns_keep_their_numbers(numbers: list[int]) -> None:
     assert narrowed(column).tolist() == numbers
     widest = max([-number - 1 if number < 0 else number for number in numbers], default=0)
     assert narrowed(column).dtype.itemsize == next(size for size in (1, 2, 4, 8) if widest < 1 << (8 * size - 1))
+
+
+def test_packed_rows_are_read_where_numpy_is_not_loaded(tmp_path: Path) -> None:
+    rows = Rows(2)
+    for number in range(PACK_AT):
+        rows.add((number, 1))
+    path = tmp_path / "rows"
+    path.write_bytes(pickle.dumps(rows))
+    script = (
+        "import pickle, sys\n"
+        "rows = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "assert 'numpy' not in sys.modules\n"
+        "assert rows.to_lists() == [list(range(len(rows))), [1] * len(rows)]\n"
+        "print(len(rows))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True, timeout=60)
+    assert int(done.stdout) == PACK_AT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -250,3 +251,22 @@ def _sections() -> Any:
     from kvarts.cli.replaying import all_sections
 
     return all_sections()
+
+
+def test_reserved_pages_are_those_of_each_step_also_after_a_leap(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 400, "hash_ids": [0, 1], "session_id": "b"},
+        {"timestamp": 1, "input_length": 1024, "output_length": 50, "hash_ids": [2, 3], "session_id": "a"},
+        {"timestamp": 2000, "input_length": 1024, "output_length": 50, "hash_ids": [4, 5], "session_id": "c"},
+    ]
+    path = tmp_path / "sessions.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = []
+    for step_by_step in (False, True):
+        sessions = SessionReplay(window=512)
+        config = ReplayConfig(num_pages=4000, page_size=16, sessions=sessions, step_by_step=step_by_step)
+        reserved = replay(path, config).step_logs[0].reserved()
+        assert reserved is not None
+        told.append(reserved.tolist())
+    assert len(set(told[1])) > 1
+    assert told[0] == told[1]

@@ -188,6 +188,13 @@ def test_ids_of_two_files_are_the_same_only_if_their_scope_says_so(tmp_path: Pat
     assert first.common_pages(second, 0, 99) == (8 if is_shared else 0)
 
 
+def test_a_line_of_other_blanks_is_blank(tmp_path: Path) -> None:
+    one, two = (json.dumps({**GOOD, "id": name}).encode() for name in ("one", "two"))
+    path = tmp_path / "two.jsonl"
+    path.write_bytes(one + b"\n\xc2\xa0\n\x1c\n" + two + b"\n \xc2\xa0\n")
+    assert len(by_session(path)) == 2 * len(by_session(write(tmp_path / "one.json", GOOD)))
+
+
 def test_packed_and_other_files_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(json.dumps({**GOOD, "id": "two"}).encode()))
     write(tmp_path / "a.json", GOOD)

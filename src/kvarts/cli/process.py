@@ -193,8 +193,11 @@ def hold_signals_back() -> Iterator[None]:
     came: list[int] = []
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
-    for number in handlers:
-        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, _: came.append(number))
+    except ValueError:  # another thread, which no signal interrupts
+        handlers = {}
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ StepRow = tuple[int, ...]
 `blocked` times BLOCKED, `start_ns`, `num_used`, `num_cached`, `num_released`, `num_running`, `num_waiting`,
 `num_loading` and `num_admitted`, then `tiers`."""
 BLOCKED: Final = 8
-"""The reasons of a row are multiples of this; what is less are flags of the log."""
+"""A row contains its reason times this number; the smaller numbers are flags of the log."""
 
 
 class StepDone(Value):

@@ -338,7 +338,7 @@ class TierIndex:
         if num_missing > num_empty:
             self._evict(num_missing - num_empty)
         if not holes and position >= start:
-            # Usually, what follows `deepest` is missing, and nothing else.
+            # Usually, only the pages after `deepest` are missing.
             last = position + num_missing
             slots = pool.take(num_missing)
             run = TierRun(content, content.key(position), position, last, deepest, COMING, 1, None, slots, self.writer)

@@ -33,10 +33,10 @@ PEERS = "peers"
 
 
 class PeerReads:
-    """What engine `worker` reads from the memory of others.
+    """The reads of engine `worker` from the memory of others.
 
-    `asked`: the engine that has the most of the last lookup; -1 without one. `loaded_from`: what was loaded, by the
-    engine that had it. `unsent`: the sources of loads that no transfer carries yet.
+    `asked`: the engine that has the most of the last lookup; -1 without one. `loaded_from`: the number of loaded units,
+    by the engine that had them. `unsent`: the sources of loads that no transfer carries yet.
     """
 
     __slots__ = ("asked", "loaded_from", "unsent", "worker")

@@ -440,6 +440,7 @@ class Replica:
                     parts=done.parts,
                 )
             )
+            self.engine.num_reserved_told = cache.num_reserved
         self._num_leapt = num_steps
         self.engine.now_ns = end_ns
         return end_ns

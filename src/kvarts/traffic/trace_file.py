@@ -141,7 +141,7 @@ class TraceFile:
         """
         if self.is_json_lines:
             for line, row in enumerate(self._lines(), 1):
-                if row.strip():
+                if row.strip() and (row[0] in b'{["' or not row.decode(errors="replace").isspace()):
                     yield line, row.rstrip(b"\n")
             return
         data = self.read().strip()

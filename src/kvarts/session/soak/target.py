@@ -26,7 +26,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionsTarget:
-    """What a soak drives: any object with the methods of SessionRuntime without an owner, such as a client.
+    """The target of a soak: any object with the methods of SessionRuntime without an owner, such as a client.
 
     `now_s` and `sleep_s`: a monotonic clock in seconds. `rss_bytes`: returns the resident memory of the server; None if
     it is unknown. For one event loop; raises KvartsError.
