@@ -87,6 +87,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: item.path.parts)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Let the process that hands out the tests collect garbage: it collects no tests."""
+    if session.config.pluginmanager.hasplugin("dsession"):
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Exempt test modules and items, which live until the end, from garbage collections, and collect less often."""
     gc.collect()

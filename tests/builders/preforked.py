@@ -219,6 +219,7 @@ def _keep(control: socket.socket, numbers: Sequence[int], arguments: list[str], 
         control.close()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
+        _kill_if_nobody_waits(command, status)
         _, ended = os.waitpid(command, 0)
         os.write(status, STATUS.pack(os.waitstatus_to_exitcode(ended)))
         os._exit(0)
@@ -237,6 +238,17 @@ def _keep(control: socket.socket, numbers: Sequence[int], arguments: list[str], 
     sys.argv = [str(sys.modules["__main__"].__file__), *arguments]
 
 
+def _kill_if_nobody_waits(command: int, status: int) -> None:
+    """Return when `command` has ended; kill it if the test process ends first, even by SIGKILL: no server is left."""
+    if hasattr(os, "pidfd_open"):
+        either = select.poll()
+        either.register(pidfd := os.pidfd_open(command), select.POLLIN)
+        either.register(status, 0)  # an error is told: nobody has the other end
+        if pidfd not in dict(either.poll()):
+            os.kill(command, signal.SIGKILL)
+            os._exit(1)
+
+
 def _import_what_there_is() -> None:
     for name in IMPORTED:
         with suppress(ImportError):
@@ -249,6 +261,7 @@ def main() -> None:
     """Be a stem, and in each process that it forks a command."""
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tests, and they end this
     _import_what_there_is()
     _grow(control)
     from kvarts.__main__ import run as run_command

@@ -46,49 +46,29 @@ NEEDS = {
 }
 """What the examples of a page need, by its name."""
 
-SLOW = {
+LONG = {
     "README.md-1",
-    "README.md-2",
-    "guide-agents.md-0",
-    "guide-agents.md-1",
     "guide-agents.md-2",
     "guide-agents.md-4",
-    "guide-fleet.md-1",
-    "guide-fleet.md-2",
-    "guide-fleet.md-3",
-    "guide-fleet.md-4",
-    "guide-fleet.md-5",
-    "guide-fleet.md-6",
-    "guide-fleet.md-8",
-    "guide-fleet.md-9",
     "guide-fleet.md-11",
     "guide-fleet.md-12",
     "guide-fleet.md-13",
     "guide-fleet.md-14",
     "guide-fleet.md-15",
     "guide-fleet.md-16",
-    "guide-fleet.md-17",
-    "guide-fleet.md-18",
-    "guide-fleet.md-19",
-    "guide-fleet.md-20",
-    "guide-fleet.md-21",
-    "guide-fleet.md-22",
+    "guide-fleet.md-8",
+    "guide-fleet.md-9",
     "guide-kv-events.md-3",
     "guide-models.md-11",
     "guide-models.md-13",
     "guide-models.md-16",
-    "guide-notebook.md-4",
     "guide-notebook.md-6",
     "guide-offload.md-1",
-    "guide-offload.md-3",
-    "guide-offload.md-4",
+    "guide-plan.md-12",
     "guide-plan.md-3",
     "guide-plan.md-7",
     "guide-plan.md-8",
-    "guide-plan.md-12",
     "guide-policies.md-2",
-    "guide-policies.md-4",
-    "guide-replay.md-2",
     "guide-replay.md-4",
     "guide-replay.md-9",
     "guide-routers.md-0",
@@ -97,25 +77,49 @@ SLOW = {
     "guide-routers.md-3",
     "guide-sessions.md-5",
     "guide-sessions.md-7",
-    "guide-sharing.md-0",
-    "guide-sharing.md-1",
     "guide-sharing.md-2",
     "guide-sharing.md-3",
+    "guide-timelines.md-8",
+    "how-hit-ratio.md-0",
+    "how-much-memory.md-0",
+    "start.md-1",
+    "start.md-2",
+}
+"""Examples that take seconds, by their page and their place in it."""
+
+SLOW = {
+    "README.md-2",
+    "guide-agents.md-0",
+    "guide-agents.md-1",
+    "guide-fleet.md-1",
+    "guide-fleet.md-17",
+    "guide-fleet.md-18",
+    "guide-fleet.md-19",
+    "guide-fleet.md-2",
+    "guide-fleet.md-20",
+    "guide-fleet.md-21",
+    "guide-fleet.md-22",
+    "guide-fleet.md-3",
+    "guide-fleet.md-4",
+    "guide-fleet.md-5",
+    "guide-fleet.md-6",
+    "guide-notebook.md-4",
+    "guide-offload.md-3",
+    "guide-offload.md-4",
+    "guide-policies.md-4",
+    "guide-replay.md-2",
+    "guide-sharing.md-0",
+    "guide-sharing.md-1",
     "guide-sharing.md-4",
     "guide-sharing.md-5",
     "guide-sharing.md-7",
     "guide-timelines.md-6",
     "guide-timelines.md-7",
-    "guide-timelines.md-8",
-    "how-hit-ratio.md-0",
-    "how-much-memory.md-0",
     "how-own-policy.md-0",
     "how-prefill-decode.md-0",
     "how-prefill-decode.md-1",
-    "start.md-1",
-    "start.md-2",
 }
-"""Examples that take a third of a second or more, by their page and their place in it: they are marked `long`."""
+"""Examples that take a third of a second or more."""
 
 
 def defines_only(code: str) -> bool:
@@ -138,8 +142,8 @@ def blocks(kind: str) -> list[Any]:
                 missing = missing_room(text)
                 if missing is not None:
                     marks.append(pytest.mark.skip(f"needs kvarts.{missing}"))
-                if f"{page.name}-{index}" in SLOW:
-                    marks.append(pytest.mark.long)
+                place = f"{page.name}-{index}"
+                marks += [pytest.mark.long] * (place in LONG) + [pytest.mark.slow] * (place in SLOW)
                 found.append(pytest.param(defined + text, output, id=f"{page.relative_to(ROOT)}-{index}", marks=marks))
                 if kind == "python" and defines_only(text):
                     defined += text
@@ -168,7 +172,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clau
 
 def test_slow_examples_are_there() -> None:
     found = {f"{page.name}-{index}" for page in PAGES for index, _ in enumerate(BLOCK.findall(page.read_text()))}
-    assert found >= SLOW
+    assert found >= LONG | SLOW
 
 
 @pytest.mark.parametrize(("text", "output"), blocks("python"))
@@ -229,7 +233,7 @@ def test_the_readme_has_two_complete_commands() -> None:
     assert all(command.startswith("python3.11 -m venv .venv && .venv/bin/pip install") for command in commands)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_for_several_models_among_the_features_runs(
     capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

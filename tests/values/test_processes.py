@@ -228,7 +228,7 @@ def test_errors_of_cases_that_are_never_asked_for_have_no_effect(three: Processe
 # The end --------------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
 from kvarts.processes import Processes
 
 def sleep(begun, number):
@@ -237,6 +237,7 @@ def sleep(begun, number):
     time.sleep(60)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what is in the background ignore it
     with Processes(2, sys.argv[1]) as processes:
         processes.all(sleep, [1, 2, 3])
 """
