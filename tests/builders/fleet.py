@@ -9,7 +9,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvarts.events import AtRest, LeapDone, StepDone, StepEnded, StepStarted
+from kvarts.events import Arrived, AtRest, LeapDone, PagesRemoved, PagesStored, StepDone, StepEnded, StepStarted
 from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault, Kind
 from kvarts.fleet.report import FleetReport
@@ -284,3 +284,19 @@ def assert_same_however_replayed(case: Case, config: FleetConfig) -> None:
     summary = fast.summary
     ends = sum(summary.get(f"num_{end}", 0) for end in ("completed", "rejected", "failed", "cancelled"))
     assert ends == summary["num_requests"]
+
+
+def assert_of_own_requests(case: Case, config: FleetConfig) -> int:
+    """What a worker tells of a store that workers share is about requests that it has got; return how much it tells."""
+    told: dict[int, Told] = {}
+    replay(case.trace(), config, observers_of=partial(told_to, told))
+    num_told = 0
+    for each in told.values():
+        arrived: set[int] = set()
+        for event in each.events:
+            if isinstance(event, Arrived):
+                arrived.add(event.request)
+            elif isinstance(event, PagesStored | PagesRemoved) and event.medium == "store":
+                assert event.content.owner in arrived
+                num_told += 1
+    return num_told

@@ -27,6 +27,27 @@ def test_each_replica_tells_its_own(kvarts: Kvarts, tmp_path: Path) -> None:
     assert code == 4 and "no request 'no one'" in err
 
 
+def test_a_request_that_was_given_up_in_the_router_has_no_replica(kvarts: Kvarts, tmp_path: Path) -> None:
+    trace, run = tmp_path / "trace.jsonl", tmp_path / "run"
+    row = {"input_length": 4096, "output_length": 9, "hash_ids": list(range(8))}
+    waits = {"timestamp": 10, "cancel_after_ms": 40}
+    trace.write_text(
+        "".join(json.dumps({**row, **more}) + "\n" for more in ({"timestamp": 0}, {"timestamp": 0}, waits))
+    )
+    queue = ("--replicas", 2, "--router", "least-loaded", "--router-queue-threshold", 0.1)
+    assert kvarts("replay", trace, *queue, "--run-dir", run, "--html", tmp_path / "page.html")[0] == 0
+    rows = [json.loads(line) for line in (run / "requests.jsonl").read_text().splitlines()]
+    assert [(row["replica"], row["status"]) for row in rows[2:]] == [(-1, "cancelled")]
+    assert kvarts("report", run, "--html", tmp_path / "again.html")[0] == 0
+    assert (tmp_path / "again.html").read_bytes() == (tmp_path / "page.html").read_bytes()
+    assert kvarts("verify", run)[0] == 0
+    code, out, _ = kvarts("story", run)
+    assert code == 0 and out.startswith("the slowest 2 of 3 requests")
+    code, out, _ = kvarts("story", run, "--request", "2")
+    assert (code, out) == (0, "0.010 s  arrived at the router, and was given up there: no replica got it\n")
+    assert kvarts("story", run, "--request", "3")[0] == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "what"),
     [

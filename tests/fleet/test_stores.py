@@ -18,6 +18,7 @@ from kvarts.settings import SettingError
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
+from builders.fleet import assert_of_own_requests
 from builders.laws import assert_steps_as_in_naive
 from builders.tiered import BYTES_PER_TOKEN, Tiered, naive_settings, tiered
 from oracles.naive import Batch, NaiveEngine
@@ -169,6 +170,20 @@ def with_one_text(tiers: Tiered) -> Tiered:
         row.units, row.tenant, row.priority = longest[: len(row.units)], None, 0
     case.num_pages += 20
     return tiers
+
+
+@pytest.mark.laws
+@given(
+    tiered(max_requests=14, with_bus=False).map(with_one_text) | tiered(max_requests=14, with_bus=False),
+    st.sampled_from([1, 4, 20]),
+    RATES,
+)
+def test_a_worker_tells_of_its_own_requests(tiers: Tiered, num_pages: int, rate: int) -> None:
+    """Also of pages that another worker's requests have as well, and that are in the store again."""
+    tiers.case.profile, tiers.case.replicas = "default", 2
+    each = tiers.case.config(cost=A_TOKEN_A_MS)
+    store = StoreSettings(pages=num_pages, rate=f"{rate}B/s", worker_rate=f"{rate}B/s", latency_us=0)
+    assert_of_own_requests(tiers.case, FleetConfig(pools=(PoolConfig(role="mixed", each=each),), store=store))
 
 
 @pytest.mark.laws

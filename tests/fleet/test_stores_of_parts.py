@@ -20,7 +20,7 @@ from kvarts.settings import SettingError
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
-from builders.fleet import FleetCase, assert_same_however_replayed, fleets
+from builders.fleet import FleetCase, assert_of_own_requests, assert_same_however_replayed, fleets
 from builders.group_tiers import COST, returning
 from builders.grouped import FULL, part_groups
 from builders.tiered import tiers_below
@@ -74,6 +74,23 @@ def pools(draw: st.DrawFn) -> tuple[Case, FleetConfig]:
 def test_leaps_laws_and_readers_of_every_event_change_nothing(drawn: tuple[Case, FleetConfig]) -> None:
     """L1, L2, L5, L8: in leaps, step by step, and with the laws of each worker and of the store asserted."""
     assert_same_however_replayed(*drawn)
+
+
+@given(pools())
+def test_a_worker_tells_of_its_own_requests(drawn: tuple[Case, FleetConfig]) -> None:
+    """Also of pages that another worker's requests have as well."""
+    assert_of_own_requests(*drawn)
+
+
+def test_a_worker_tells_of_its_own_requests_though_another_had_the_same_prompt() -> None:
+    """The store has room for little of the prompt, so each worker stores parts that the other one's are gone from."""
+    rows = [Row(at_ms, [1] * 401, 401, 2, None, 0, None) for at_ms in (0, 100, 5000, 5100)]
+    case = Case(rows, 1, 10, 2000, 100, 8, "default", 2)
+    cost = LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)
+    each = case.config(cost=cost, audit=True, kv_groups="tails", groups=FULL_AND_WINDOW)
+    store = structs.replace(A_BLOCK_IN_A_MS, pages=5)
+    num_told = assert_of_own_requests(case, FleetConfig(pools=(PoolConfig(role="mixed", each=each),), store=store))
+    assert num_told > 4
 
 
 @given(returning(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]), st.integers(1, 3))

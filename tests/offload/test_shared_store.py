@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -45,6 +46,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.shared = SharedStore(num_pages, 1, StoreLinks(1e9, 1e9, 0))
         self.model = NaiveStore(num_pages)
         self.told: list[set[Name]] = [set() for _ in range(3)]
+        self.owners: list[set[int]] = [set() for _ in range(3)]
+        """The requests with whose pages each engine stores."""
         for worker in range(3):
             self.shared.views[worker] = self.shared.open_view(worker, None, None)
             self.shared.views[worker].listen(self.hears_of(worker, is_stored=True), self.hears_of(worker))
@@ -56,6 +59,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def hears_of(self, worker: int, *, is_stored: bool = False):  # type: ignore[no-untyped-def]
         def hear(content: Content, start: int, end: int, _: object = None) -> None:
+            assert content.owner in self.owners[worker]
             names = set(self.names(content, end)[start:])
             assert not (names & self.told[worker] if is_stored else names - self.told[worker])
             self.told[worker] ^= names
@@ -78,6 +82,7 @@ class StoreMachine(RuleBasedStateMachine):
         if start >= end:
             return
         names = self.names(content, end)
+        self.owners[worker].add(content.owner)
         store = self.shared.views[worker].prepare_store(content, start, end)
         expected = self.model.store(worker, names, start)
         assert (store is None) == (expected is None)
@@ -159,3 +164,23 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(stateful_step_count=40)
+
+
+def test_an_engine_that_stores_what_precedes_the_pages_of_another_tells_of_its_own_request() -> None:
+    shared = SharedStore(8, 1, StoreLinks(1e9, 1e9, 0))
+    told: list[list[tuple[int, int, int]]] = [[], []]
+
+    def hears_of(worker: int) -> Callable[..., None]:
+        return lambda content, start, end, _=None: told[worker].append((content.owner, start, end))
+
+    for worker in range(2):
+        view = shared.views[worker] = shared.open_view(worker, None, None)
+        view.listen(hears_of(worker), hears_of(worker))
+    for worker, start in ((1, 2), (0, 0)):
+        content = Content.from_tokens(range(4), page_size=1, owner=10 + worker)
+        store = shared.views[worker].prepare_store(content, start, 4)
+        assert store is not None
+        shared.views[worker].complete_store(store)
+    assert told == [[(10, 0, 2)], [(11, 2, 4)]]
+    assert shared.views[0].prepare_store(Content.from_tokens(range(9, 17), page_size=1, owner=12), 0, 8) is not None
+    assert told == [[(10, 0, 2)] * 2, [(11, 2, 4)] * 2]

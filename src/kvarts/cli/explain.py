@@ -63,7 +63,7 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
     if not asked:
         click.echo("\n".join(_slowest_of(runs, paths, file)))
         return
-    rows = _rows_of(runs)
+    rows, in_router = _rows_of(runs)
     for path in paths:
         journal = _load(path)
         try:
@@ -81,7 +81,11 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
             click.echo(f"{path.relative_to(file)}:")
         click.echo("\n".join(lines if journal.note is None else [*lines, f"note: {journal.note}"]))
         told = True
-    if not told and failure is not None:
+    given_up = next((each for each in in_router if each.name == request_name), None)
+    if not told and given_up is not None:
+        arrived = f"{given_up.arrival_ms / 1e3:,.3f} s"
+        click.echo(f"{arrived}  arrived at the router, and was given up there: no replica got it")
+    elif not told and failure is not None:
         raise failure
 
 
@@ -105,30 +109,36 @@ def _load(path: Path) -> Journal:
         return load_journal(path, on_progress=progress.update)
 
 
-def _rows_of(runs: Sequence[RunDirectory]) -> dict[Path, list[RequestTimes]]:
-    """Return the requests of each journal, by its path. Runs whose requests lack ids are left out."""
+def _rows_of(runs: Sequence[RunDirectory]) -> tuple[dict[Path, list[RequestTimes]], list[RequestTimes]]:
+    """Return the requests of each journal, by its path, and those that no replica got: they were given up in a router.
+
+    Runs whose requests lack ids are left out.
+    """
     from kvarts.explain.sums import RequestTimes
 
     found: dict[Path, list[RequestTimes]] = {}
+    in_router: list[RequestTimes] = []
     for run in runs:
         rows = run.requests()
         if not any(row.request_id for row in rows):
             continue
+        of_replica: dict[int, list[RequestTimes]] = {-1: in_router}
         for replica, path in run.journals():
-            found[path] = [
-                RequestTimes(
-                    name=row.request_id,
-                    arrival_ms=row.arrival_ms,
-                    first_admitted_ms=row.first_admitted_ms,
-                    first_token_ms=row.first_token_ms,
-                    last_token_ms=row.last_token_ms,
-                    num_output_tokens=row.output_tokens,
-                    num_preemptions=row.preemptions,
+            found[path] = of_replica.setdefault(replica, [])
+        for row in rows:
+            if row.replica in of_replica:
+                of_replica[row.replica].append(
+                    RequestTimes(
+                        name=row.request_id,
+                        arrival_ms=row.arrival_ms,
+                        first_admitted_ms=row.first_admitted_ms,
+                        first_token_ms=row.first_token_ms,
+                        last_token_ms=row.last_token_ms,
+                        num_output_tokens=row.output_tokens,
+                        num_preemptions=row.preemptions,
+                    )
                 )
-                for row in rows
-                if row.replica == replica
-            ]
-    return found
+    return found, in_router
 
 
 def _sum_of(name: str, journal: Journal, rows: Sequence[RequestTimes] | None) -> list[str]:
@@ -143,9 +153,9 @@ def _slowest_of(runs: Sequence[RunDirectory], paths: Sequence[Path], file: Path)
     """Return the slowest requests of all journals, one line each."""
     from kvarts.explain.sums import Sums, slowest, times_in
 
-    rows = _rows_of(runs)
+    rows, in_router = _rows_of(runs)
     found: list[tuple[RequestTimes, str]] = []
-    num_requests = 0
+    num_requests = len(in_router)
     has_first_tokens = True
     for path in paths:
         journal = _load(path)

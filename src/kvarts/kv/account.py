@@ -534,13 +534,13 @@ class RunEvents:
                 cuts = cuts or {start, end}
                 cuts.update((max(start, other.start), min(end, other.end)))
         if cuts is None:
-            self._gone(span, group, start, end, None, is_dropped=is_dropped)
+            self._gone(run, span, start, end, None, is_dropped=is_dropped)
             return
         stops = sorted(cuts, reverse=True)
         for stop, first in pairwise(stops):
             copies = [other for other in siblings if other.start <= first and stop <= other.end]
             copy = None if len(copies) == 1 else copies.index(run)
-            self._gone(span, group, first, stop, copy, is_dropped=is_dropped)
+            self._gone(run, span, first, stop, copy, is_dropped=is_dropped)
 
     def given_back(self, content: Content, group: int, start: int, end: int) -> None:
         """Emit the release of pages [start, end) by a running request."""
@@ -558,15 +558,15 @@ class RunEvents:
                 self._tell(PagesStored(by, start, end, before, self._medium, group))
             runs.clear()
 
-    def _gone(self, span: Span, group: int, start: int, end: int, copy: int | None, *, is_dropped: bool) -> None:
-        last = self._span
+    def _gone(self, run: PartRun, span: Span, start: int, end: int, copy: int | None, *, is_dropped: bool) -> None:
+        last, group = self._span, run.group
         follows = (
             last is not None and self._start == end and (last is span or (last.parent is span and last.start == end))
         )
         if not follows or (group, copy, is_dropped) != (self._group, self._copy, self._is_dropped):
             if last is not None:
                 self._tell_gone()
-            self._content, self._end = span.content, end
+            self._content, self._end = run.content, end
             self._group, self._copy, self._is_dropped = group, copy, is_dropped
         self._span, self._start = span, start
 

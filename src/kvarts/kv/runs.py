@@ -241,7 +241,8 @@ class PartRun(Listed):
     tier below. `is_wanted`: it must be stored below before it is evicted. `is_passed`: the window of the last
     sequence that released it has passed it, and that sequence went on. `spot`: its place in the list, while only stores
     hold it. `listed_by`: the eviction order that lists it, unless the account's list does; `place`: that order's state
-    of it (Run). `writer`: in a tier that engines share, the engine that stored it.
+    of it (Run). `writer`: in a tier that engines share, the engine that stored it; `written`: that engine's content of
+    its pages, since its span may be of another engine's.
     """
 
     __slots__ = (
@@ -261,6 +262,7 @@ class PartRun(Listed):
         "start",
         "stream",
         "writer",
+        "written",
     )
 
     def __init__(
@@ -293,12 +295,15 @@ class PartRun(Listed):
         self.place: Any = None
         self.spot: Spot | None = None
         self.writer = -1
+        self.written: Content | None = None
 
     # The interface of eviction orders: Run.
 
     @property
     def content(self) -> Content:
-        """A content that has its pages, which can be found."""
+        """A content that has its pages, which can be found; in a tier that engines share, of the one that stored it."""
+        if self.written is not None:
+            return self.written
         assert self.span is not None
         return self.span.content
 
@@ -481,7 +486,7 @@ class PartRun(Listed):
             index, span, self.start, page, self.holders.copy(), is_kept=self.is_kept, list_index=self.list_index
         )
         head.is_wanted, head.keeps, head.place = self.is_wanted, self.keeps, self.place
-        head.is_passed, head.writer = self.is_passed, self.writer
+        head.is_passed, head.writer, head.written = self.is_passed, self.writer, self.written
         if self.ids:
             at = len(self.ids) // (self.end - self.start) * (page - self.start)
             head.ids = self.ids[:at]

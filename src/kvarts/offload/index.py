@@ -360,7 +360,7 @@ class TierIndex:
                 self._split(run, start)
             if run.end - run.start > num_left:
                 run = self._split(run, run.start + num_left)
-            segments.append(self._fill(run, placement))
+            segments.append(self._fill(run, placement, content))
             num_left -= run.num_pages
             placement.run = run
         if num_left:
@@ -370,7 +370,7 @@ class TierIndex:
                 run = self._add(run, content, position, start)
                 position = start
             run = self._add(run, content, position, position + num_left)
-            segments.append(self._fill(run, placement))
+            segments.append(self._fill(run, placement, content))
             placement.run = run
         elif placement.run is not deepest:
             self._pin(placement.run)
@@ -563,10 +563,13 @@ class TierIndex:
         holes.reverse()
         return holes
 
-    def _fill(self, run: TierRun, placement: Placement) -> Segment:
+    def _fill(self, run: TierRun, placement: Placement, content: Content) -> Segment:
+        """Begin to store the pages of a hole. `content` has them as well, and is of the engine that stores."""
         self.num_holes -= 1
         run.state = NodeState.COMING
-        run.writer = self.writer
+        if run.writer != self.writer:
+            run.writer = self.writer
+            run.content = content
         run.placement = placement
         run.slots = self.pool.take(run.num_pages)
         return Segment(run.start, run.end, None if run.slots is None else tuple(run.slots))
@@ -574,7 +577,7 @@ class TierIndex:
     def _add(self, parent: TierRun, content: Content, start: int, end: int) -> TierRun:
         """Add a hole, pinned once, and return it."""
         key = content.key(start)
-        run = TierRun(content, key, start, end, parent, NodeState.HOLE, 1)
+        run = TierRun(content, key, start, end, parent, NodeState.HOLE, 1, writer=self.writer)
         self.num_holes += 1
         if parent.children is None:
             parent.children = {}

@@ -145,7 +145,7 @@ class PartTier(RunAccount):
                 span.parts[run.list_index].remove(run)
                 if is_stored:
                     if self.events is not None:
-                        self.events.came(span.content, index, span, run.start, run.end)
+                        self.events.came(run.content, index, span, run.start, run.end)
                         self.events.told()
                     run.list_index = self._here + index
                     span.parts[run.list_index].append(run)

@@ -173,7 +173,7 @@ class PartsView(PartTier):
             for each, first, last in spans:
                 if last > start:
                     run = parts.place(each, index, max(first, start), last, pin)
-                    run.writer = self.worker
+                    run.writer, run.written = self.worker, span.content
         self.evicted_bytes += (parts.evicted_bytes - evicted_bytes) // parts.block_bytes * self.block_bytes
         for group, before in enumerate(evicted):
             self.num_evicted[group] += parts.num_evicted[group] - before

@@ -201,7 +201,8 @@ class RequestRow(msgspec.Struct, frozen=True, gc=False):
     output_tokens: Count = 0
     cached_tokens: Count = 0
     request_id: str = ""
-    replica: Count = 0
+    replica: Annotated[int, msgspec.Meta(ge=-1, le=1 << 60)] = 0
+    """-1: its client gave it up while it waited in the router."""
     preemptions: Count = 0
 
 
