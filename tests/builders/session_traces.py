@@ -25,8 +25,12 @@ class Talk:
         return Trace(list(self.rows), unit_tokens=self.unit_tokens)
 
 
+cancelled_ns = st.sampled_from([None, None, 1, 20, 90]).map(lambda ms: None if ms is None else ms * NS_PER_MS)
+
+
 @st.composite
-def session_traces(draw: st.DrawFn, *, max_sessions: int = 5, max_plain: int = 4) -> Talk:
+def session_traces(draw: st.DrawFn, *, max_sessions: int = 5, max_plain: int = 4, cancels: bool = False) -> Talk:
+    """`cancels`: the clients of some requests give them up."""
     unit_tokens = draw(st.sampled_from([1, 2, 4]))
     small = st.integers(0, 2)
     timed: list[tuple[int, str | None, list[int], int, int, int | None]] = []
@@ -57,6 +61,7 @@ def session_traces(draw: st.DrawFn, *, max_sessions: int = 5, max_plain: int = 4
             num_output,
             session_id=session,
             delay_ns=None if delay_ms is None else delay_ms * NS_PER_MS,
+            cancel_after_ns=draw(cancelled_ns) if cancels else None,
         )
         for place, (arrival_ms, session, units, cut, num_output, delay_ms) in enumerate(timed)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,17 @@ from hypothesis import strategies as st
 
 import kvarts
 from kvarts.errors import ConfigError
+from kvarts.report.requests import RequestLog
+from kvarts.request import Request
+from kvarts.session.pages import SessionPages
 from kvarts.session.replay_settings import SessionReplay
+from kvarts.session.replayed import ReplayedSessions, open_replayed_sessions
+from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig, make_config
-from kvarts.sim.replay import replay
+from kvarts.sim.driver import Driver
+from kvarts.sim.replay import open_replica, replay
+from kvarts.sim.replica import Replica
+from kvarts.sim.router import RoundRobin
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, ROUTERS, timelines_json
@@ -97,6 +105,161 @@ def test_a_bounded_turn_computes_what_is_new(talk: Talk, settings: dict[str, Any
     assert totals["num_turns_of_changed_history"] == num_changed
     assert (totals["num_history_tokens"], totals["num_history_tokens_computed"]) == (num_history, num_again)
     assert report.summary["num_preemptions"] == 0
+
+
+# Turns that are given up -------------------------------------------------------------------------------------
+
+given_up = st.fixed_dictionaries(
+    {
+        "client_timeout_s": st.sampled_from([None, 0.001, 0.02, 0.1, 0.3]),
+        "retries": st.integers(0, 2),
+        "retry_after_s": st.sampled_from([0.0, 0.005]),
+        "async_scheduling": st.booleans(),
+        "frontend_ms": st.sampled_from([0.0, 3.0]),
+        "is_slow": st.booleans(),
+    }
+)
+
+
+def config_of(settings: dict[str, Any], patience: dict[str, Any], **more: Any) -> ReplayConfig:
+    """A configuration with clients that give up; those without a timeout do not retry."""
+    values = {**settings, **patience, "audit": HAS_AUDIT, **more}
+    values["max_num_seqs"] = min(values["max_num_seqs"], values["max_num_batched_tokens"])
+    if values.pop("is_slow"):
+        values["cost"] = lambda batch: 2.0 + 0.3 * sum(chunk.num_tokens for chunk in batch.chunks)
+    if values["client_timeout_s"] is None:
+        del values["retries"], values["retry_after_s"]
+    if values["sessions"].retention == "host":
+        # A name that may be missing.
+        values["offload"] = getattr(kvarts, "OffloadConfig")(host_pages=100, kv_bytes_per_token=1000)  # noqa: B009
+    return ReplayConfig(**values)
+
+
+class Watched:
+    """The sessions of a replay, and per session the last turn that began, with the tokens computed when it ended.
+
+    Whenever a turn begins, its session has dropped no page that its first token sees.
+    """
+
+    def __init__(self, sessions: ReplayedSessions, unit_tokens: int) -> None:
+        self.starts: list[tuple[int, int]] = []
+        """Of each turn that began: where it starts, and where it has to if its session had memory for ever."""
+        self._sessions = sessions
+        self._unit_tokens = unit_tokens
+        self._left: dict[str | None, tuple[TraceRequest, int]] = {}
+
+    @property
+    def totals(self) -> Mapping[str, int]:
+        return self._sessions.totals
+
+    def replica_of(self, row: TraceRequest, now_ns: int) -> int | None:
+        return self._sessions.replica_of(row, now_ns)
+
+    def begin(self, request: Request, row: TraceRequest, replica: int) -> str | None:
+        reason = self._sessions.begin(request, row, replica)
+        if reason is None and request.own is not None:
+            last, num_computed = self._left.get(row.session_id, (row, 0))
+            whole = last.num_prompt_tokens // self._unit_tokens * 8
+            is_longer = row.num_prompt_tokens > last.num_prompt_tokens + last.num_output_tokens
+            goes_on = is_longer and row.units[:whole] == last.units[:whole]
+            self.starts.append((request.start, num_computed if goes_on else 0))
+            self._left[row.session_id] = row, num_computed if request.start else 0
+            assert isinstance(request.own, SessionPages)
+            assert request.own.can_shorten(request.start + 1)
+        return reason
+
+    def end(self, request: Request, row: TraceRequest, now_ns: int, *, is_refused: bool) -> None:
+        if request.own is not None:
+            _, before = self._left[row.session_id]
+            self._left[row.session_id] = row, max(before, request.num_computed)
+        self._sessions.end(request, row, now_ns, is_refused=is_refused)
+
+
+def run(talk: Talk, config: ReplayConfig) -> tuple[Watched, list[Replica]]:
+    """The replay of `talk`, round robin: its sessions, and its engines when all has ended."""
+    trace = talk.trace()
+    source = config.source(trace)
+    engines = [open_replica(config, []) for _ in range(config.replicas)]
+    assert isinstance(config.sessions, SessionReplay)
+    sessions = open_replayed_sessions(config.sessions, config, trace, source, engines)
+    watched = Watched(sessions, talk.unit_tokens)
+    arrivals = Arrivals(
+        trace,
+        source,
+        RoundRobin(len(engines)),
+        engines,
+        RequestLog(largest_hit_counts=False, tiers=config.tiers),
+        sessions=watched,
+        delay_ns=config.frontend_ns,
+        timeout_ns=config.client_timeout_ns,
+    )
+    Driver([arrivals], engines).run()
+    return watched, engines
+
+
+kept_somewhere = st.sampled_from([*KEPT, {"retention": "host"}] if HAS_OFFLOAD else KEPT).map(
+    lambda settings: SessionReplay(chunk_tokens=16, **settings)
+)
+
+
+@given(session_traces(cancels=True), configs, given_up, kept_somewhere)
+def test_with_turns_given_up_fast_forward_equals_step_by_step(
+    talk: Talk, settings: dict[str, Any], patience: dict[str, Any], sessions: SessionReplay
+) -> None:
+    """L5, with the audit."""
+    fast, slow = (
+        replay(talk.trace(), config_of(settings, patience, sessions=sessions, step_by_step=slowly))
+        for slowly in (False, True)
+    )
+    assert fast.to_json() == slow.to_json()
+    assert fast.requests_jsonl() == slow.requests_jsonl()
+    assert timelines_json(fast) == timelines_json(slow)
+
+
+@given(session_traces(cancels=True), configs, given_up, kept_somewhere)
+def test_sessions_with_turns_given_up_leave_no_page_in_use(
+    talk: Talk, settings: dict[str, Any], patience: dict[str, Any], sessions: SessionReplay
+) -> None:
+    """L2: at the end nothing is reserved, pinned or in use."""
+    _, engines = run(talk, config_of(settings, patience, sessions=sessions))
+    for engine in engines:
+        scheduler = engine.scheduler
+        assert not engine.has_work
+        assert scheduler.own_pages.reserve.num_pages == scheduler.own_pages.reserve.num_taken == 0
+        assert scheduler.cache.num_reserved == scheduler.cache.num_used == 0
+        assert scheduler.pins is None or not scheduler.pins.num_pins
+
+
+@given(session_traces(max_plain=0, cancels=True), configs, given_up)
+def test_a_bounded_turn_goes_on_where_the_one_that_was_given_up_stopped(
+    talk: Talk, settings: dict[str, Any], patience: dict[str, Any]
+) -> None:
+    """Against a walk over the turns, as above. A turn that is sent again is not longer, and starts again."""
+    settings |= {"num_pages": 2000, "sessions": SessionReplay(window=5, sink=2, chunk_tokens=16)}
+    watched, _ = run(talk, config_of(settings, patience))
+    for start, expected in watched.starts:
+        assert start == expected
+
+
+def test_a_turn_after_one_that_was_given_up_computes_only_the_rest() -> None:
+    """The first turn is given up after most of its prompt, when its window has left pages behind."""
+    first, second = talk_of(("a", 64, 50, 0), ("a", 200, 5, 0))
+    rows = [msgspec.structs.replace(first, cancel_after_ns=12_500_000), second]
+    config = ReplayConfig(
+        page_size=4,
+        num_pages=40,
+        max_num_batched_tokens=8,
+        max_num_seqs=2,
+        cost=lambda batch: 2.0,
+        audit=HAS_AUDIT,
+        sessions=SessionReplay(window=16, sink=4, chunk_tokens=8),
+    )
+    report = replay(Trace(rows), config)
+    assert report.requests["status"] == ["cancelled", "completed"]
+    assert list(report.requests["cached_tokens"]) == [0, 56], "seven steps of 8 tokens, the last of them under way"
+
+
+# Values --------------------------------------------------------------------------------------------------------
 
 
 def talk_of(*turns: tuple[str, int, int, int], gap_ms: int = 10_000) -> Trace:

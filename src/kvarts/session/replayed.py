@@ -136,13 +136,13 @@ class ReplayedSessions:
         if session is None:
             return
         session.idle_since_ns = now_ns
+        # A turn that was given up leaves the pages that it has filled; one that never ran has computed nothing.
+        session.num_computed = max(session.num_computed, request.num_computed)
         if is_last:
             del self._sessions[session_id]
             self._remove(session)
-        elif not is_refused:
-            session.num_computed = request.num_computed
-            if self._config.retention == "pin":
-                self._pin(session, request)
+        elif not is_refused and self._config.retention == "pin":
+            self._pin(session, request)
 
     # Inside -----------------------------------------------------------------------------------------------
 
