@@ -1,6 +1,6 @@
 """Show that the compiled build is kvarts as well: build it, run the laws on it, and compare its bytes.
 
-    python scripts/compiled_build.py [--keep DIR] [--no-tests] [--no-bytes] [TEST ...]
+    python scripts/compiled_build.py [--keep DIR | --built DIR] [--no-tests] [--no-bytes] [TEST ...]
 
 The wheel is built from this checkout with KVARTS_COMPILE=1, and unpacked to a temporary folder, which then stands in
 for the sources. Tests (TESTS unless given) import kvarts from there: it is checked that every module on the list in
@@ -88,23 +88,30 @@ def compare_bytes(build: Path) -> bool:
     return subprocess.run(command, check=False).returncode == 0
 
 
+def build_both(folder: Path, build: Path) -> None:
+    """Build both wheels into `folder`, and unpack the compiled one to `build`, if there is a C compiler."""
+    build_wheel(folder / "interpreted", compiles=False)
+    wheel = build_wheel(folder / "compiled", compiles=True)
+    if not wheel.name.endswith("-none-any.whl"):
+        zipfile.ZipFile(wheel).extractall(build / "src")
+
+
 def main() -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="build into DIR, a new directory, and leave it there")
+    parser.add_argument("--built", type=Path, metavar="DIR", help="use what --keep left in DIR")
     parser.add_argument("--no-tests", action="store_true", help="run no tests")
     parser.add_argument("--no-bytes", action="store_true", help="compare no bytes")
     parser.add_argument("tests", nargs="*", metavar="TEST", help=f"default: {' '.join(TESTS)}")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        build_wheel(folder / "interpreted", compiles=False)
-        wheel = build_wheel(folder / "compiled", compiles=True)
-        if wheel.name.endswith("-none-any.whl"):
+        build: Path = args.built or args.keep or Path(temporary) / "build"
+        if args.built is None:
+            build_both(Path(temporary), build)
+        if not (build / "src").exists():
             print("skipped: there is no C compiler, so there is no compiled build")
             return 0
-        build: Path = args.keep or folder / "build"
-        zipfile.ZipFile(wheel).extractall(build / "src")
         good = args.no_tests or run_tests(build / "src", args.tests or list(TESTS))
         return 0 if (args.no_bytes or compare_bytes(build)) and good else 1
 
