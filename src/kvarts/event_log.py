@@ -69,13 +69,13 @@ class EventLog:
 
     def take_from(self, mark: int) -> list[Event]:
         """Remove and return the events added since `mark`, so that the caller can add them again in another order."""
-        events = cast("list[Event]", self.waiting[mark:])  # rows are told only without details
+        events = cast("list[Event]", self.waiting[mark:])  # a log with details has no rows
         del self.waiting[mark:]
         return events
 
     def flush(self) -> None:
         """Pass all waiting events to the readers. Their exceptions, such as AuditError, propagate."""
-        events = cast("list[Event]", self.waiting)  # rows, if all readers take them
+        events = cast("list[Event]", self.waiting)  # rows are among them only if all readers take rows
         if not events:
             return
         for reader in self._readers:

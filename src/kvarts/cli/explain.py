@@ -115,6 +115,7 @@ def _rows_of(runs: Sequence[RunDirectory]) -> tuple[dict[Path, list[RequestTimes
     Runs whose requests lack ids are left out.
     """
     from kvarts.explain.sums import RequestTimes
+    from kvarts.report.requests import NO_REPLICA
 
     found: dict[Path, list[RequestTimes]] = {}
     in_router: list[RequestTimes] = []
@@ -122,7 +123,7 @@ def _rows_of(runs: Sequence[RunDirectory]) -> tuple[dict[Path, list[RequestTimes
         rows = run.requests()
         if not any(row.request_id for row in rows):
             continue
-        of_replica: dict[int, list[RequestTimes]] = {-1: in_router}
+        of_replica: dict[int, list[RequestTimes]] = {NO_REPLICA: in_router}
         for replica, path in run.journals():
             found[path] = of_replica.setdefault(replica, [])
         for row in rows:

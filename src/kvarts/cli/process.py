@@ -210,8 +210,8 @@ def hold_signals_back() -> Iterator[None]:
 def load_msgspec() -> None:
     """Import msgspec, uninterrupted and without `typing_extensions`.
 
-    While it is imported, msgspec ignores an error of the import of `datetime`, KeyboardInterrupt included, and later
-    dereferences what it did not get, in its first conversion.
+    While it is imported, msgspec ignores an error of its own import of `datetime`, also a KeyboardInterrupt; its first
+    conversion then dereferences a null pointer.
 
     If `typing_extensions` is installed, msgspec takes `get_type_hints` and two names from there instead of from
     `typing`; they are equal, but the import, with that of `inspect`, would take a seventh of a short replay's time.

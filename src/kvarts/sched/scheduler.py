@@ -494,9 +494,7 @@ class Scheduler:
             self._order_turns(now_ns)
 
     def _take_turns(self, now_ns: int) -> bool:
-        """Take the pages of decodes where drafts, or what others release, decide on them; return whether more is
-        planned.
-        """
+        """Take pages for decodes in the order of drafts or postponed releases; return whether the plan goes on."""
         preemptor = self.preemptor
         if self._drafts_first is not None:
             return self._drafts_first.take_turns(self.running, preemptor, self._pool_tokens, now_ns)

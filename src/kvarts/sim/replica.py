@@ -413,13 +413,9 @@ class Replica:
         self._last_decode_ns = times.last_ns or 1
         durations_ns = times.for_event
         if log.tell_details is not None:
+            last_ns = end_ns - times.last_ns
             happened = log.take_from(mark)
-            num_taken = pages_taken.total if isinstance(pages_taken, PagesDue) else sum(pages_taken)
-            if num_taken > num_empty or any(isinstance(event, PagesRemoved | CopiesRemoved) for event in happened):
-                happened = tell_by_step(happened, wheel.step, now_ns, durations_ns, pages_taken, num_empty)
-            else:
-                happened.insert(0, StepStarted(wheel.step + num_steps - 1, end_ns - times.last_ns))
-            for event in happened:
+            for event in tell_by_step(happened, wheel.step, now_ns, last_ns, durations_ns, pages_taken, num_empty):
                 log.tell_details(event)
         if log.tell is not None:
             log.tell(
@@ -450,11 +446,12 @@ def tell_by_step(
     happened: list[Event],
     step: int,
     start_ns: int,
+    last_ns: int,
     durations_ns: PerStep,
     pages_taken: PerStep,
     num_empty: int,
 ) -> list[Event]:
-    """Return the events of a leap in the order of its steps.
+    """Return the events of a leap in the order of its steps. `start_ns`, `last_ns`: the starts of the first and last.
 
     A leap evicts only the pages that it needs beyond the empty ones, and makes pages findable only in its last step.
     """
@@ -465,9 +462,12 @@ def tell_by_step(
             evicted.append(event)
         else:
             rest.append(event)
+    last = len(durations_ns) - 1
+    num_pages = pages_taken.total if isinstance(pages_taken, PagesDue) else sum(pages_taken)
+    if not evicted and num_pages <= num_empty:  # its steps are not listed
+        return [StepStarted(step + last, last_ns), *rest]
     told: list[Event] = []
     evicted.reverse()
-    last = len(durations_ns) - 1
     for index, (duration_ns, num_taken) in enumerate(zip(durations_ns, pages_taken, strict=True)):
         num_empty -= num_taken
         if num_empty < 0 or index == last:
