@@ -147,6 +147,10 @@ class Watched:
         self._sessions = sessions
         self._unit_tokens = unit_tokens
         self._left: dict[str | None, tuple[TraceRequest, int]] = {}
+        self._given_up: set[str | None] = set()
+        """Sessions whose last turn was given up."""
+        self._own: dict[str | None, SessionPages] = {}
+        """The pages of each session after its last turn."""
 
     @property
     def totals(self) -> Mapping[str, int]:
@@ -156,23 +160,33 @@ class Watched:
         return self._sessions.replica_of(row, now_ns)
 
     def begin(self, request: Request, row: TraceRequest, replica: int) -> str | None:
+        last, num_computed = self._left.get(row.session_id, (row, 0))
+        own = self._own.get(row.session_id)
+        can_go_back = own is not None and own.can_shorten(row.num_prompt_tokens)
         reason = self._sessions.begin(request, row, replica)
         if reason is None and request.own is not None:
-            last, num_computed = self._left.get(row.session_id, (row, 0))
             whole = last.num_prompt_tokens // self._unit_tokens * 8
-            is_longer = row.num_prompt_tokens > last.num_prompt_tokens + last.num_output_tokens
-            goes_on = is_longer and row.units[:whole] == last.units[:whole]
-            self.starts.append((request.start, num_computed if goes_on else 0))
-            self._left[row.session_id] = row, num_computed if request.start else 0
+            goes_on = row.units[:whole] == last.units[:whole]
+            if row.num_prompt_tokens <= last.num_prompt_tokens + last.num_output_tokens:
+                goes_on &= row.session_id in self._given_up and row.num_prompt_tokens >= last.num_prompt_tokens
+                if num_computed >= row.num_prompt_tokens:
+                    goes_on &= can_go_back
+            self.starts.append((request.start, min(num_computed, row.num_prompt_tokens - 1) if goes_on else 0))
+            self._left[row.session_id] = row, request.start
             assert isinstance(request.own, SessionPages)
             assert request.own.can_shorten(request.start + 1)
         return reason
 
-    def end(self, request: Request, row: TraceRequest, now_ns: int, *, is_refused: bool) -> None:
+    def end(
+        self, request: Request, row: TraceRequest, now_ns: int, *, is_refused: bool, is_sent_again: bool = False
+    ) -> None:
         if request.own is not None:
             _, before = self._left[row.session_id]
             self._left[row.session_id] = row, max(before, request.num_computed)
-        self._sessions.end(request, row, now_ns, is_refused=is_refused)
+            assert isinstance(request.own, SessionPages)
+            self._own[row.session_id] = request.own
+            (self._given_up.add if is_refused else self._given_up.discard)(row.session_id)
+        self._sessions.end(request, row, now_ns, is_refused=is_refused, is_sent_again=is_sent_again)
 
 
 def run(talk: Talk, config: ReplayConfig) -> tuple[Watched, list[Replica]]:
@@ -234,11 +248,12 @@ def test_sessions_with_turns_given_up_leave_no_page_in_use(
 def test_a_bounded_turn_goes_on_where_the_one_that_was_given_up_stopped(
     talk: Talk, settings: dict[str, Any], patience: dict[str, Any]
 ) -> None:
-    """Against a walk over the turns, as above. A turn that is sent again is not longer, and starts again."""
+    """Against a walk over the turns, as above. A turn that is sent again goes on as well, or goes back to its prompt's
+    end if its window still sees all that this needs."""
     settings |= {"num_pages": 2000, "sessions": SessionReplay(window=5, sink=2, chunk_tokens=16)}
     watched, _ = run(talk, config_of(settings, patience))
     for start, expected in watched.starts:
-        assert start == expected
+        assert start == expected, watched.starts
 
 
 def test_a_turn_after_one_that_was_given_up_computes_only_the_rest() -> None:
@@ -257,6 +272,28 @@ def test_a_turn_after_one_that_was_given_up_computes_only_the_rest() -> None:
     report = replay(Trace(rows), config)
     assert report.requests["status"] == ["cancelled", "completed"]
     assert list(report.requests["cached_tokens"]) == [0, 56], "seven steps of 8 tokens, the last of them under way"
+
+
+@pytest.mark.parametrize("sessions", [{"window": 16, "sink": 4}, {}])
+def test_a_turn_that_is_sent_again_has_not_changed_the_history(sessions: dict[str, Any]) -> None:
+    """It is given up after three steps of 8 tokens, and goes on with the fourth."""
+    config = ReplayConfig(
+        page_size=4,
+        num_pages=40,
+        max_num_batched_tokens=8,
+        max_num_seqs=2,
+        cost=lambda batch: 2.0,
+        audit=HAS_AUDIT,
+        client_timeout_s=0.005,
+        retries=1,
+        retry_after_s=0.01,
+        sessions=SessionReplay(chunk_tokens=8, **sessions),
+    )
+    report = replay(talk_of(("a", 48, 5, 0)), config)
+    assert report.requests["status"] == ["cancelled", "cancelled"]
+    totals = report.summary["sessions"]
+    assert (totals["num_turns"], totals["num_sessions"], totals["num_turns_of_changed_history"]) == (2, 1, 0)
+    assert list(report.requests["cached_tokens"]) == [0, 24]
 
 
 # Values --------------------------------------------------------------------------------------------------------

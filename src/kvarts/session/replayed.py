@@ -24,7 +24,10 @@ UNIT_BYTES = 8
 
 @dataclass(eq=False)
 class _Session:
-    """A session between its first turn and its end. `row`: its last turn; `num_computed`: tokens computed so far."""
+    """A session between its first turn and its end.
+
+    `row`: its last turn; `num_computed`: tokens computed so far; `is_given_up`: whether its last turn ended early.
+    """
 
     replica: int
     row: TraceRequest
@@ -32,6 +35,7 @@ class _Session:
     pin: int | None = None
     num_computed: int = 0
     idle_since_ns: int | None = None
+    is_given_up: bool = False
 
 
 class _Replica:
@@ -47,7 +51,9 @@ class ReplayedSessions:
     """The sessions of one model's traffic. `memory`: their memory needs on an engine.
 
     A turn continues its session if its prompt begins with the previous prompt, as far as the units of the trace show,
-    and is longer than that and its answer. Otherwise the client has changed the history, and the session starts again.
+    and is longer than that and its answer. After a turn that was given up it may also be as long, since that turn is
+    sent again, or continue what there is of the answer. Otherwise the client has changed the history, and the session
+    starts again.
     Expired sessions are looked for when a request arrives.
     """
 
@@ -99,7 +105,7 @@ class ReplayedSessions:
             return None
         totals["num_turns"] += 1
         session = self._sessions.pop(session_id, None)
-        if session is not None and not self._continues(row, session.row):
+        if session is not None and not self._continues(row, session):
             totals["num_turns_of_changed_history"] += 1
             if session.pages is not None:
                 self._remove(session)
@@ -115,17 +121,25 @@ class ReplayedSessions:
         session.idle_since_ns = None
         self._sessions[session_id] = session
         if session.pages is not None:
+            if session.num_computed >= row.num_prompt_tokens:  # an answer that was given up, and is computed again
+                session.pages.shorten(row.num_prompt_tokens)
+                session.num_computed = row.num_prompt_tokens - 1
             request.own = session.pages
             # The last token is always computed, for its logits.
             request.start = min(session.num_computed, row.num_prompt_tokens - 1)
         return None
 
-    def end(self, request: Request, row: TraceRequest, now_ns: int, *, is_refused: bool) -> None:
-        """Record that a turn has ended or was refused. Called before the source is notified."""
+    def end(
+        self, request: Request, row: TraceRequest, now_ns: int, *, is_refused: bool, is_sent_again: bool = False
+    ) -> None:
+        """Record that a turn has ended or was refused, before the turns that wait for it may come.
+
+        `is_sent_again`: its client gave it up, and will send it again.
+        """
         session_id = row.session_id
         if session_id is None:
             return
-        is_last = not self._source.has_turns_after(row)
+        is_last = not is_sent_again and not self._source.has_turns_after(row)
         if not is_refused:
             had = min(self._computed.pop(session_id, 0), row.num_prompt_tokens)
             self._totals["num_history_tokens"] += had
@@ -136,6 +150,7 @@ class ReplayedSessions:
         if session is None:
             return
         session.idle_since_ns = now_ns
+        session.is_given_up = is_refused
         # A turn that was given up leaves the pages that it has filled; one that never ran has computed nothing.
         session.num_computed = max(session.num_computed, request.num_computed)
         if is_last:
@@ -146,13 +161,27 @@ class ReplayedSessions:
 
     # Inside -----------------------------------------------------------------------------------------------
 
-    def _continues(self, row: TraceRequest, before: TraceRequest) -> bool:
-        """Return whether the prompt of `row` consists of that of `before`, its answer, and more."""
-        if row.num_prompt_tokens <= before.num_prompt_tokens + before.num_output_tokens or row.tenant != before.tenant:
+    def _continues(self, row: TraceRequest, session: _Session) -> bool:
+        """Return whether the prompt of `row` consists of that of the last turn, its answer, and more.
+
+        After a turn that was given up: of that prompt, and what there is of its answer may have to go.
+        """
+        before = session.row
+        num_answered = before.num_output_tokens
+        if row.tenant != before.tenant:
             return False
+        if row.num_prompt_tokens <= before.num_prompt_tokens + num_answered:
+            if not session.is_given_up or row.num_prompt_tokens < before.num_prompt_tokens:
+                return False
+            if row.num_prompt_tokens > session.num_computed:
+                num_answered = max(0, session.num_computed - before.num_prompt_tokens)
+            elif session.pages is None or session.pages.can_shorten(row.num_prompt_tokens):
+                num_answered = row.num_prompt_tokens - before.num_prompt_tokens
+            else:
+                return False
         known = spell(before.units)[: before.num_prompt_tokens // self._unit_tokens * UNIT_BYTES]
         if self._knows_output and before.output_units is not None:
-            known += spell(before.output_units)
+            known += spell(before.output_units)[: num_answered * UNIT_BYTES]
         return spell(row.units).startswith(known)
 
     def _expire(self, now_ns: int) -> None:

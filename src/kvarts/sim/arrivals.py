@@ -30,8 +30,13 @@ class SessionsKept(Protocol):
     def begin(self, request: Request, row: TraceRequest, replica: int) -> str | None:
         """Make `request` the next turn of its session; return the reason if it cannot be, else None."""
 
-    def end(self, request: Request, row: TraceRequest, now_ns: int, *, is_refused: bool) -> None:
-        """Record that a turn has ended, or was refused, before its source is notified."""
+    def end(
+        self, request: Request, row: TraceRequest, now_ns: int, *, is_refused: bool, is_sent_again: bool = False
+    ) -> None:
+        """Record that a turn has ended, or was refused, before the turns that wait for it may come.
+
+        `is_sent_again`: its client gave it up, and will send it again.
+        """
 
 
 class Arrivals(Informed):
@@ -162,11 +167,12 @@ class Arrivals(Informed):
         """Log the dropped `request`, and let its client send it again. `more`: as in RequestLog."""
         end_ns = request.last_token_ns if request.cancelled_ns < 0 else request.cancelled_ns
         self.log.cancel(request, row, index, end_ns, more)
-        if self._sessions is not None:
-            self._sessions.end(request, row, end_ns, is_refused=True)
         timeout_ns = self._timeout_ns
         is_late = timeout_ns is not None and (row.cancel_after_ns is None or timeout_ns < row.cancel_after_ns)
-        if not (is_late and self.source.again(row, end_ns)):
+        is_sent_again = is_late and self.source.again(row, end_ns)
+        if self._sessions is not None:
+            self._sessions.end(request, row, end_ns, is_refused=True, is_sent_again=is_sent_again)
+        if not is_sent_again:
             self.source.done(row, end_ns)
 
     def reject(self, request: Request, row: TraceRequest, index: int, reason: str, now_ns: int) -> None:
