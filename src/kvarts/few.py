@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import compress, repeat
-from operator import add, and_, eq, floordiv, gt, le, lt, mod, mul, sub
+from operator import add, and_, eq, floordiv, gt, le, lt, mod, mul, sub, truediv
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,8 +27,11 @@ Numbers = Any
 BITS = (("b", 7), ("h", 15), ("i", 31), ("q", 63))
 """Type codes of integers of 1, 2, 4 and 8 bytes, and their bits without the sign."""
 
-PAYS = 1 << 16
+PAYS = 1 << 21
 """Processing this many numbers in Python takes about as long as loading NumPy."""
+
+MOST_EXACT = 1 << 53
+"""Smaller integers are floats without rounding."""
 
 _num_asked = [0]
 """Count of numbers processed without NumPy so far in this process."""
@@ -81,8 +84,10 @@ class Few:
     def __mod__(self, other: Any) -> Few:
         return self._with(mod, other)
 
-    def __truediv__(self, other: Any) -> Few:
-        return self._with(_divided, other)
+    def __truediv__(self, other: Few) -> Few:
+        # NumPy rounds both numbers to floats first, which makes no difference if they are exact as floats.
+        is_exact = self.max() < MOST_EXACT and other.max() < MOST_EXACT
+        return self._with(truediv if is_exact else _divided, other)
 
     def __and__(self, other: Any) -> Few:
         return self._with(and_, other)
@@ -111,13 +116,15 @@ class Few:
 
     def max(self, initial: int = 0) -> Any:
         """Return the largest value, including `initial`."""
-        return max(initial, *self._values) if self._values else initial
+        return max(initial, max(self._values, default=initial))
 
     @staticmethod
     def where(is_first: Few, first: Few, second: Few) -> Few:
         """Return the numbers of one column where `is_first` is not 0, and those of another elsewhere."""
-        chosen = zip(is_first._values, first._values, second._values, strict=True)
-        return Few(one if is_one else other for is_one, one, other in chosen)
+        chosen = second.copy()
+        for place in compress(range(len(chosen)), is_first):
+            chosen._values[place] = first._values[place]
+        return chosen
 
     def clip(self, least: int) -> Few:
         """Return the numbers, raised to at least `least`."""

@@ -273,8 +273,8 @@ class Report:
             "working_set_pages": working_set,
             "working_set_to_pool": None if working_set is None else working_set / (config.num_pages * config.replicas),
             **self._memory(),
-            "limited_by": self._limits(latencies),
-            **self._longest_rejected(),
+            "limited_by": self._limits(latencies, raw),
+            **self._longest_rejected(raw),
             "replicas": self._replicas(raw, done),
         }
 
@@ -391,7 +391,7 @@ class Report:
             log.forget()
         return found
 
-    def _limits(self, latencies: Latencies) -> dict[str, Any]:
+    def _limits(self, latencies: Latencies, raw: Mapping[str, Numbers]) -> dict[str, Any]:
         """Return the causes of waiting, weighted by time.
 
         Requests that wait for a load wait for transfers. If others wait for pages or for a place, running and loading
@@ -409,7 +409,7 @@ class Report:
             lane = {"lane": max(waited_by_lane, key=lambda name: waited_by_lane[name])}
         total = sum(waited.values())
         cause = max(waited, key=lambda name: waited[name]) if total else "nothing"
-        if not latencies.num_requests and int((self._request_log.numbers()["status"] == REJECTED).sum()):
+        if not latencies.num_requests and int((raw["status"] == REJECTED).sum()):
             cause = "kv_pages"  # no request fits, so none waited
         elif latencies.queue_ns * 100 < latencies.e2e_ns:
             cause = "nothing"
@@ -458,11 +458,11 @@ class Report:
             },
         }
 
-    def _longest_rejected(self) -> dict[str, Any]:
+    def _longest_rejected(self, raw: Mapping[str, Numbers]) -> dict[str, Any]:
         """Return the tokens of the longest rejected request; empty without any."""
-        raw = self._request_log.numbers()
         if not int((raw["status"] == REJECTED).sum()):
             return {}
+        raw = self._request_log.numbers()  # of several that are equally long, the first that arrived counts
         sizes = zip(raw["status"].tolist(), raw["input_tokens"].tolist(), raw["output_tokens"].tolist(), strict=True)
         refused = [(num_input, num_output) for status, num_input, num_output in sizes if status == REJECTED]
         num_input, num_output = max(refused, key=sum)
@@ -494,7 +494,7 @@ class Report:
         out = []
         replicas, input_of, cached_of = raw["replica"], raw["input_tokens"], raw["cached_tokens"]
         for replica, (log, totals) in enumerate(zip(self.step_logs, self._step_totals, strict=True)):
-            mine = done & (replicas == replica)
+            mine = done & (replicas == replica) if len(self.step_logs) > 1 else done
             input_tokens = int(input_of[mine].sum())
             out.append(
                 {
@@ -591,15 +591,19 @@ def totals_of(log: StepLog) -> StepTotals:
         peak_used = max(peak_used, int(used.max()))
     spans = log.numbers
     lasts_ns, blocked, running = spans["duration_ns"], spans["blocked"], spans["running"]
-    num_loading, peak_waiting = spans["loading"], int(spans["waiting"].max(initial=0))
-    num_waiting = spans["waiting"] - num_loading
-    held = num_waiting * num_loading // (num_loading + running).clip(1)
+    num_loading, num_waiting = spans["loading"], spans["waiting"]
+    peak_waiting = int(num_waiting.max(initial=0))
+    held = None
+    if int(num_loading.max(initial=0)):
+        num_waiting = num_waiting - num_loading
+        held = num_waiting * num_loading // (num_loading + running).clip(1)
     waited_ns = {}
     for reason, name in LIMITS.items():
         is_reason = blocked == reason
-        waited_ns[name] = dot(num_waiting * is_reason, lasts_ns)
-        if reason != Blocked.BUDGET:
-            num_ns = dot(held * is_reason, lasts_ns)
+        of_reason_ns = lasts_ns[is_reason]
+        waited_ns[name] = dot(num_waiting[is_reason], of_reason_ns)
+        if held is not None and reason != Blocked.BUDGET:
+            num_ns = dot(held[is_reason], of_reason_ns)
             waited_ns[name] -= num_ns
             held_ns += num_ns
     return StepTotals(

@@ -19,7 +19,7 @@ from kvarts.few import Numbers
 from kvarts.report.packed import PackedColumn
 from kvarts.sched.wheel import PagesDue
 
-__all__ = ["HOW_FIELDS", "LISTED_PAGES", "LISTED_TIMES", "SPAN_FIELDS", "StepSpans", "field_of"]
+__all__ = ["HOW_FIELDS", "LEAP", "LISTED_PAGES", "LISTED_TIMES", "SPAN_FIELDS", "StepSpans", "field_of"]
 
 SPAN_FIELDS = (
     "num_steps",
@@ -91,9 +91,9 @@ def field_of(
         return flags % LEAP
     if name == "blocked":
         return flags // BLOCKED
-    is_leap = flags % BLOCKED // LEAP
     if name == "is_leap":
-        return is_leap
+        return flags % BLOCKED // LEAP
+    is_leap = flags & LEAP
     nothing = is_leap - is_leap
     if name == "known_tokens":
         return where(is_leap, read("first"), nothing)
