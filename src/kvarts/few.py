@@ -28,7 +28,7 @@ BITS = (("b", 7), ("h", 15), ("i", 31), ("q", 63))
 """Type codes of integers of 1, 2, 4 and 8 bytes, and their bits without the sign."""
 
 PAYS = 1 << 21
-"""Processing this many numbers in Python takes about as long as loading NumPy."""
+"""Processing this many numbers in Python takes about as long as loading NumPy and processing them as arrays."""
 
 MOST_EXACT = 1 << 53
 """Smaller integers are floats without rounding."""
@@ -43,6 +43,12 @@ def arrays_pay(num_values: int) -> bool:
         return True
     _num_asked[0] += num_values
     return _num_asked[0] > PAYS
+
+
+def load_if_arrays_pay(num_values: int) -> None:
+    """Load NumPy if `num_values` numbers, which will be asked for in parts, are too many: before some were in vain."""
+    if _num_asked[0] + num_values > PAYS:
+        import numpy as np  # noqa: F401
 
 
 class Few:
@@ -69,6 +75,17 @@ class Few:
     def _with(self, operation: Callable[[Any, Any], Any], other: Any) -> Few:
         return Few(map(operation, self._values, other if isinstance(other, Few) else repeat(other)))
 
+    def _with_table(self, operation: Callable[[Any, Any], Any], other: Any) -> Few:
+        """Return the same; small numbers are looked up among the results for all bytes. True is 1, and False 0."""
+        if len(self._values) > 256 and not isinstance(other, Few):
+            try:
+                small, results = bytes(self._values), bytes(map(operation, range(256), repeat(other)))
+            except (TypeError, ValueError):
+                pass  # not whole numbers, or not all of them of a byte
+            else:
+                return Few(small.translate(results))
+        return self._with(operation, other)
+
     def __add__(self, other: Any) -> Few:
         return self._with(add, other)
 
@@ -79,10 +96,10 @@ class Few:
         return self._with(mul, other)
 
     def __floordiv__(self, other: Any) -> Few:
-        return self._with(floordiv, other)
+        return self._with_table(floordiv, other)
 
     def __mod__(self, other: Any) -> Few:
-        return self._with(mod, other)
+        return self._with_table(mod, other)
 
     def __truediv__(self, other: Few) -> Few:
         # NumPy rounds both numbers to floats first, which makes no difference if they are exact as floats.
@@ -90,19 +107,19 @@ class Few:
         return self._with(truediv if is_exact else _divided, other)
 
     def __and__(self, other: Any) -> Few:
-        return self._with(and_, other)
+        return self._with_table(and_, other)
 
     def __gt__(self, other: Any) -> Few:
-        return self._with(gt, other)
+        return self._with_table(gt, other)
 
     def __lt__(self, other: Any) -> Few:
-        return self._with(lt, other)
+        return self._with_table(lt, other)
 
     def __le__(self, other: Any) -> Few:
-        return self._with(le, other)
+        return self._with_table(le, other)
 
     def __eq__(self, other: object) -> Few:  # type: ignore[override]
-        return self._with(eq, other)
+        return self._with_table(eq, other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -139,7 +156,9 @@ class Few:
         return Few(self._values)
 
     def sort(self) -> None:
-        """Sort in place."""
+        """Sort in place: as floats if they are exact, which are compared faster."""
+        if min(self._values, default=0) > -MOST_EXACT and self.max() < MOST_EXACT:
+            self._values = list(map(float, self._values))
         self._values.sort()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:

@@ -16,7 +16,7 @@ import msgspec
 from kvarts.columns import Column, to_frame
 from kvarts.errors import ConfigError
 from kvarts.events import Blocked
-from kvarts.few import Few, Numbers, arrays_pay
+from kvarts.few import Few, Numbers, arrays_pay, load_if_arrays_pay
 from kvarts.report.advice import Trials, advice
 from kvarts.report.distributions import (
     NS_PER_MS,
@@ -31,7 +31,7 @@ from kvarts.report.distributions import (
 from kvarts.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.report.words import facts, plus_minus
-from kvarts.traffic.info import working_set_pages
+from kvarts.traffic.info import num_compared, working_set_pages
 from kvarts.traffic.trace import Trace
 from kvarts.units import as_percent
 
@@ -201,6 +201,8 @@ class Report:
     def summary(self) -> dict[str, Any]:
         """All results in one JSON-able value."""
         config = self.config
+        num_steps = sum(map(len, self.step_logs))
+        load_if_arrays_pay(self._request_log.num_numbers + 2 * num_steps + num_compared(self._trace))
         raw = self._request_log.numbers(in_order=False)
         done = raw["status"] == COMPLETED
         are_all_done = done.all()
@@ -262,7 +264,7 @@ class Report:
             "num_recomputed_tokens": int(completed("recomputed_tokens").sum()),
             "num_preemptions": sum(each.num_preemptions for each in totals),
             "num_tokens_lost_to_preemption": sum(log.tokens_lost for log in logs),
-            "num_steps": sum(map(len, logs)),
+            "num_steps": num_steps,
             "num_evicted_pages": self._num_evicted_pages,
             "peak_used_pages": peak_used,
             "peak_used_pct": max(peak / log.num_pages for peak, log in zip(peaks, logs, strict=True)),

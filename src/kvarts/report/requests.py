@@ -161,9 +161,14 @@ class RequestLog:
             self._order = narrowed(np.argsort(self._rows.column(0)))
         return self._rows.column(self._place[name])[self._order]
 
+    @property
+    def num_numbers(self) -> int:
+        """The numbers in all columns."""
+        return len(self._rows) * len(self._fields)
+
     def numbers(self, *, in_order: bool = True) -> Mapping[str, Numbers]:
         """Return `columns`, as Few if there are too few rows for arrays. Without `in_order` they need not be sorted."""
-        if arrays_pay(len(self._rows) * len(self._fields)):
+        if arrays_pay(self.num_numbers):
             return self.columns if in_order else ReadColumns(self._fields, self._as_ended)
         return ReadColumns(self._fields, self._few_in_order if in_order else self._few_as_ended)
 

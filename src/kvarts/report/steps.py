@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import accumulate, compress, islice, repeat
-from operator import and_
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -122,50 +120,8 @@ class StepLog(StepSpans):
 
     @cached_property
     def _few_steps(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """The duration, the pages used and the decodes of each step, if there are too few for arrays; and the duration
-        of each span."""
-        names = ("took_ns", "first", "second", "flags", "used", "running")
-        took_ns, firsts, seconds, flags, used_before, running = (self._few_stored(name).tolist() for name in names)
-        durations_ns: list[int] = []
-        used: list[int] = []
-        decodes: list[int] = []
-        lasts_ns = took_ns.copy()
-        listed_ns, listed_pages = iter(self._durations_ns.to_list()), iter(self._pages_taken.to_list())
-        due_spans, due_steps, due_pages = self._pages_due.to_lists()
-        due_spans.append(-1)
-        due = 0
-        begin = 0
-        for span in compress(range(len(flags)), map(and_, flags, repeat(LEAP))):
-            if begin < span:  # spans of one step
-                durations_ns += took_ns[begin:span]
-                used += used_before[begin:span]
-                decodes += firsts[begin:span]
-            begin = span + 1
-            how, num_steps, num_decodes = flags[span], seconds[span], running[span]
-            if how & LISTED_TIMES:
-                each_ns = list(islice(listed_ns, num_steps))
-                durations_ns += each_ns
-                lasts_ns[span] = sum(each_ns)
-            elif num_steps == 1:
-                durations_ns.append(took_ns[span])
-            else:
-                assert self._rule is not None
-                durations_ns += self._rule.listed_ns(num_decodes, firsts[span], num_steps)
-            decodes += [num_decodes] * num_steps
-            if how & LISTED_PAGES or due_spans[due] == span:
-                taken = list(islice(listed_pages, num_steps)) if how & LISTED_PAGES else [0] * num_steps
-                while due_spans[due] == span:
-                    for step in range(due_steps[due], num_steps, self._period):
-                        taken[step] = due_pages[due]
-                    due += 1
-                taken[0] += used_before[span]
-                used += accumulate(taken)
-            else:
-                used += [used_before[span]] * num_steps
-        durations_ns += took_ns[begin:]
-        used += used_before[begin:]
-        decodes += firsts[begin:]
-        return durations_ns, used, decodes, lasts_ns
+        """`expanded`, if there are too few steps for arrays."""
+        return self.expanded((self._few_stored("flags") & LEAP).tolist())
 
     def used_over_time(self) -> Iterator[tuple[Numbers, Numbers]]:
         """Return the pages used in each step, and its duration, in blocks of steps."""

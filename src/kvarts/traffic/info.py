@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvarts.traffic.workload import Workload
 
-__all__ = ["TraceInfo", "trace_info", "working_set_pages"]
+__all__ = ["TraceInfo", "num_compared", "trace_info", "working_set_pages"]
 
 PAGE_SIZE = 16
 SLAB = 20_000
@@ -49,7 +49,7 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     requests = trace.requests
     if not requests:
         return None
-    are_many = arrays_pay(len(requests.ids if isinstance(requests, RequestColumns) else requests))
+    are_many = arrays_pay(num_compared(trace))
     if are_many:
         num_pages = _pages_by_id(requests, trace.unit_tokens, page_size)
         if num_pages is not None:
@@ -67,6 +67,12 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
         are_many = arrays_pay(sum(map(len, units)) // UNIT_BYTES)
         num_pages -= _num_shared(units, lengths, UNIT_BYTES, trace.unit_tokens, page_size, are_many=are_many)
     return num_pages
+
+
+def num_compared(trace: Trace) -> int:
+    """Return how many numbers the working set of `trace` is counted from, or with units that are not listed, fewer."""
+    requests = trace.requests or ()
+    return len(requests.ids if isinstance(requests, RequestColumns) else requests)
 
 
 def _num_shared(
