@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:  # not in compiled modules, where mypyc treats this branch as unreachable
     Column = Any
 
-__all__ = ["Column", "Few", "Numbers", "ReadColumns", "arrays_pay", "narrowed"]
+__all__ = ["NEEDS_ARRAYS", "Column", "Few", "Numbers", "ReadColumns", "arrays_pay", "load_if_arrays_pay", "narrowed"]
 
 Numbers = Any
 """A column: a NumPy array, or Few."""
@@ -27,8 +27,15 @@ Numbers = Any
 BITS = (("b", 7), ("h", 15), ("i", 31), ("q", 63))
 """Type codes of integers of 1, 2, 4 and 8 bytes, and their bits without the sign."""
 
-PAYS = 1 << 21
-"""Processing this many numbers in Python takes about as long as loading NumPy and processing them as arrays."""
+PAYS = 3 << 19
+"""Processing this many numbers in Python takes about as long as loading NumPy and processing them as arrays.
+
+Measured with Mooncake's conversation trace: the summary of 12,031 requests counts 940,000 numbers, and takes 58 ms more
+than with arrays where loading NumPy takes 95 ms.
+"""
+
+NEEDS_ARRAYS = PAYS + 1
+"""So many numbers are processed as arrays in any case."""
 
 MOST_EXACT = 1 << 53
 """Smaller integers are floats without rounding."""
@@ -176,14 +183,14 @@ def _divided(number: float, by: float) -> float:
     return float(number) / float(by)
 
 
-class ReadColumns(Mapping[str, Column]):
-    """Columns of integers that are made each time that they are read, in 8 bytes per integer, by `read`."""
+class ReadColumns(Mapping[str, Numbers]):
+    """Columns of integers that are made each time that they are read by `read`."""
 
-    def __init__(self, names: Iterable[str], read: Callable[[str], Column]) -> None:
+    def __init__(self, names: Iterable[str], read: Callable[[str], Numbers]) -> None:
         self._names = tuple(names)
         self._read = read
 
-    def __getitem__(self, name: str) -> Column:
+    def __getitem__(self, name: str) -> Numbers:
         if name not in self._names:
             raise KeyError(name)
         return self._read(name)

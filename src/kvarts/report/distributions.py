@@ -17,6 +17,7 @@ from kvarts.columns import Column
 from kvarts.few import Few, Numbers, arrays_pay
 
 __all__ = [
+    "MOST_SORTED",
     "NOTHING",
     "NS_PER_MS",
     "Distribution",

@@ -16,9 +16,10 @@ import msgspec
 from kvarts.columns import Column, to_frame
 from kvarts.errors import ConfigError
 from kvarts.events import Blocked
-from kvarts.few import Few, Numbers, arrays_pay, load_if_arrays_pay
+from kvarts.few import NEEDS_ARRAYS, Few, Numbers, arrays_pay, load_if_arrays_pay
 from kvarts.report.advice import Trials, advice
 from kvarts.report.distributions import (
+    MOST_SORTED,
     NS_PER_MS,
     Distribution,
     Extent,
@@ -202,7 +203,8 @@ class Report:
         """All results in one JSON-able value."""
         config = self.config
         num_steps = sum(map(len, self.step_logs))
-        load_if_arrays_pay(self._request_log.num_numbers + 2 * num_steps + num_compared(self._trace))
+        num_numbers = self._request_log.num_numbers + 2 * num_steps + num_compared(self._trace)
+        load_if_arrays_pay(num_numbers if num_steps <= MOST_SORTED else NEEDS_ARRAYS)
         raw = self._request_log.numbers(in_order=False)
         done = raw["status"] == COMPLETED
         are_all_done = done.all()

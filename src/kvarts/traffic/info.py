@@ -9,7 +9,7 @@ import os
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import compress, groupby, islice, repeat
-from operator import add, and_, floordiv, mul, neg, not_, xor
+from operator import and_, floordiv, mul, neg, not_, xor
 from sys import byteorder
 from typing import TYPE_CHECKING, Any
 
@@ -56,16 +56,17 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
             return num_pages
     # A sequence's last token is never computed.
     if isinstance(requests, RequestColumns):
-        num_pages = sum((end - 1) // page_size for end in map(add, requests.prompts, requests.outputs))
-        units, lengths, unit_bytes = requests.packed_ids(), requests.prompts.tolist(), requests.ids.itemsize
-        return num_pages - _num_shared(units, lengths, unit_bytes, trace.unit_tokens, page_size, are_many=are_many)
+        lengths = zip(requests.prompts, requests.outputs, strict=True)
+        num_pages = sum((prompt + output - 1) // page_size for prompt, output in lengths)
+        units, prompts, unit_bytes = requests.packed_ids(), requests.prompts.tolist(), requests.ids.itemsize
+        return num_pages - _num_shared(units, prompts, unit_bytes, trace.unit_tokens, page_size, are_many=are_many)
     num_pages = sum((request.num_prompt_tokens + request.num_output_tokens - 1) // page_size for request in requests)
     firsts = array("Q", (_first_unit(request.units) for request in requests))
     for members in _alike(firsts, [request.tenant for request in requests]):
-        prompts = [requests[index] for index in members]
-        units, lengths = [spell(request.units) for request in prompts], [each.num_prompt_tokens for each in prompts]
+        units = [spell(requests[index].units) for index in members]
+        prompts = [requests[index].num_prompt_tokens for index in members]
         are_many = arrays_pay(sum(map(len, units)) // UNIT_BYTES)
-        num_pages -= _num_shared(units, lengths, UNIT_BYTES, trace.unit_tokens, page_size, are_many=are_many)
+        num_pages -= _num_shared(units, prompts, UNIT_BYTES, trace.unit_tokens, page_size, are_many=are_many)
     return num_pages
 
 
