@@ -12,18 +12,12 @@ from kvarts.few import Column, arrays_pay, narrowed
 __all__ = ["Column", "Rows", "append_packed", "to_frame"]
 
 PACK_AT: Final = 1 << 15
-"""The number of integers that are kept as they were added before they are packed."""
-
-MANY: Final = 1 << 16
-"""Integers that are packed from which on NumPy is loaded, which a summary of so many needs."""
+"""The number of integers that are kept as they were added before they are packed, once NumPy pays."""
 
 UNITS_FROM: Final = 1 << 16
 """A common divisor of integers is searched if they are at least this far apart, as times in whole milliseconds are."""
 FEW: Final = 16
 """If so many of them have no common divisor, the others are not read."""
-
-WIDER = {"b": "h", "h": "i", "i": "q"}
-"""Type codes, in `array` and NumPy, of integers of 1, 2, 4 and 8 bytes: the next after each."""
 
 
 def append_packed(packed: array[int], numbers: list[int]) -> None:
@@ -39,39 +33,42 @@ in this many bytes each."""
 class Rows:
     """Rows of `width` integers, at most 8 bytes each. They are appended one by one, and packed by column when many.
 
+    While NumPy does not pay, they stay as they were added: a summary of so few reads them faster than packed ones.
+
     In each block of rows, a column has as few bytes per integer as the distance between its least and its largest
     needs. `near`: by column, another one whose integers are close to its own, from which it is then stored as the
     difference.
     """
 
-    __slots__ = ("_blocks", "_first", "_near", "_num_packed", "_recent", "_sizes", "_width")
+    __slots__ = ("_blocks", "_near", "_num_packed", "_pack_at", "_recent", "_sizes", "_width")
 
     def __init__(self, width: int, near: Mapping[int, int] | None = None) -> None:
         self._width = width
         self._near = {} if near is None else dict(near)
-        self._first = [array("b") for _ in range(width)]
-        """Columns of the rows that were packed before NumPy was loaded."""
         self._blocks: list[list[Packed]] = [[] for _ in range(width)]
         """By column, in blocks of `_sizes` rows."""
         self._sizes: list[int] = []
         self._num_packed = 0
         self._recent: list[int] = []
+        self._pack_at = PACK_AT
+        """The number of recent integers at which it is asked again whether NumPy pays."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how another process makes the rows: `pickle` does not find the state of native objects."""
-        return _made_again, (self._width, self._near, self._first, self._blocks, self._sizes, self._recent)
+        recent = struct.pack(f"{len(self._recent)}q", *self._recent)
+        return _made_again, (self._width, self._near, self._blocks, self._sizes, recent)
 
-    def restore(self, first: list[array[int]], blocks: list[list[Packed]], sizes: list[int], recent: list[int]) -> None:
+    def restore(self, blocks: list[list[Packed]], sizes: list[int], recent: bytes) -> None:
         """Become rows that were packed, followed by others, in another process."""
-        self._first, self._blocks, self._sizes = first, blocks, sizes
-        self._num_packed = len(first[0]) + sum(sizes)
-        self._recent = recent
+        self._blocks, self._sizes = blocks, sizes
+        self._num_packed = sum(sizes)
+        self._recent = list(struct.unpack(f"{len(recent) >> 3}q", recent))
 
     def add(self, rows: Sequence[int]) -> None:
         """Append one row, or several concatenated ones."""
         self._recent += rows
-        if len(self._recent) > PACK_AT:
-            self._pack()
+        if len(self._recent) > self._pack_at:
+            self._pack_if_many()
 
     def add_columns(self, columns: Sequence[Column]) -> None:
         """Append rows, which are given as columns of 8 bytes per integer."""
@@ -80,21 +77,22 @@ class Rows:
         for start in range(0, len(columns[0]), size):
             self._add_block([column[start : start + size] for column in columns])
 
+    def _pack_if_many(self) -> None:
+        if arrays_pay(PACK_AT):
+            self._pack()
+            self._pack_at = PACK_AT
+        else:
+            self._pack_at += PACK_AT
+
     def _pack(self) -> None:
-        width, recent = self._width, self._recent
+        recent = self._recent
         if not recent:
             return
-        self._recent = []
-        if self._sizes or arrays_pay(0) or self._num_packed * width > MANY:
-            import numpy as np
+        import numpy as np
 
-            rows = np.frombuffer(struct.pack(f"{len(recent)}q", *recent), np.int64).reshape(-1, width)
-            self._add_block([rows[:, field] for field in range(width)])
-            return
-        for field in range(width):
-            numbers = recent[field::width]
-            append_packed(self._with_room(field, min(numbers), max(numbers)), numbers)
-        self._num_packed = len(self._first[0])
+        self._recent = []
+        rows = np.frombuffer(struct.pack(f"{len(recent)}q", *recent), np.int64).reshape(-1, self._width)
+        self._add_block([rows[:, field] for field in range(self._width)])
 
     def _add_block(self, columns: Sequence[Column]) -> None:
         for field in range(self._width):
@@ -103,22 +101,13 @@ class Rows:
         self._sizes.append(len(columns[0]))
         self._num_packed += len(columns[0])
 
-    def _with_room(self, field: int, low: int, high: int) -> array[int]:
-        """Return a packed column with a type for integers from `low` to `high`."""
-        packed = self._first[field]
-        while not -1 << 8 * packed.itemsize - 1 <= low <= high < 1 << 8 * packed.itemsize - 1:
-            packed = self._first[field] = array(WIDER[packed.typecode], packed)
-        return packed
-
     def column(self, field: int) -> Column:
         """Return a column in 8 bytes per integer; the rows are kept."""
         import numpy as np
 
         self._pack()
-        first = self._first[field]
         column: Column = np.empty(self._num_packed, np.int64)
-        end = len(first)
-        column[:end] = first
+        end = 0
         for block, size in enumerate(self._sizes):
             column[end : end + size] = self._of_block(field, block)
             end += size
@@ -143,32 +132,28 @@ class Rows:
         return columns
 
     def _clear(self) -> None:
-        self._first = [array("b") for _ in range(self._width)]
         self._blocks = [[] for _ in range(self._width)]
         self._sizes = []
         self._num_packed = 0
 
+    def numbers(self, field: int) -> list[int]:
+        """Return a column, without NumPy if the rows were added without it; the rows are kept."""
+        if not self._sizes:
+            return self._recent[field :: self._width]
+        column: list[int] = self.column(field).tolist()
+        return column
+
     def to_lists(self) -> list[list[int]]:
-        """Return the rows as columns, for small numbers of rows; the rows are kept."""
-        self._pack()
-        if self._sizes:
-            return [self.column(field).tolist() for field in range(self._width)]
-        return [column.tolist() for column in self._first]
+        """Return all columns, as `numbers` does."""
+        return [self.numbers(field) for field in range(self._width)]
 
     def __len__(self) -> int:
         return self._num_packed + len(self._recent) // self._width
 
 
-def _made_again(
-    width: int,
-    near: dict[int, int],
-    first: list[array[int]],
-    blocks: list[list[Packed]],
-    sizes: list[int],
-    recent: list[int],
-) -> Rows:
+def _made_again(width: int, near: dict[int, int], blocks: list[list[Packed]], sizes: list[int], recent: bytes) -> Rows:
     rows = Rows(width, near)
-    rows.restore(first, blocks, sizes, recent)
+    rows.restore(blocks, sizes, recent)
     return rows
 
 

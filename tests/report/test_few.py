@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import subprocess
 import sys
 from importlib import import_module
+from itertools import cycle, islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts import OffloadConfig, Slo, replay
-from kvarts.few import Few
+from kvarts.few import PAYS, Few
 
 from builders.case import Case, cases
 from builders.rooms import HAS_OFFLOAD, ROUTERS
 
 ASKING = (
+    "columns",
     "executor.base",
     "report.distributions",
     "report.report",
@@ -61,18 +65,55 @@ def test_with_tiers(case: Case) -> None:
     assert without_arrays(case, offload=offload) == summary(case, offload=offload)
 
 
+SIZES = st.sampled_from([1, 5, 257, 300])
+NUMBERS = st.one_of(st.integers(0, 3), st.integers(0, 255), st.integers(-3, 300), st.integers(0, 1 << 40))
+
+
+@pytest.mark.laws
+@given(st.lists(NUMBERS, min_size=1, max_size=7), st.lists(NUMBERS, min_size=1, max_size=5), SIZES, st.data())
+def test_few_numbers_do_what_arrays_do(some: list[int], others: list[int], size: int, data: st.DataObject) -> None:
+    """Small numbers and others, few of them and so many that results are looked up."""
+    first, second = (list(islice(cycle(numbers), size)) for numbers in (some, others))
+    few, array, others_few, other_array = Few(first), np.array(first), Few(second), np.array(second)
+    for operation in (operator.add, operator.sub, operator.mul, operator.gt, operator.lt, operator.le, operator.eq):
+        other = data.draw(NUMBERS, label="other")
+        assert operation(few, other).tolist() == operation(array, other).tolist()
+        assert operation(few, others_few).tolist() == operation(array, other_array).tolist()
+    for operation in (operator.floordiv, operator.mod, operator.and_):
+        other = data.draw(st.one_of(st.integers(1, 9), st.integers(1, 1 << 40)), label="other")
+        assert operation(few, other).tolist() == operation(array, other).tolist()
+    assert few.dot(others_few) == sum(one * other for one, other in zip(first, second, strict=True))
+    assert (few / (others_few.clip(1))).tolist() == (array / other_array.clip(1)).tolist()
+    mask, mask_array = few > others_few, array > other_array
+    assert few[mask].tolist() == array[mask_array].tolist()
+    assert Few.where(mask, few, others_few).tolist() == np.where(mask_array, array, other_array).tolist()
+    assert (few.sum(), few.max(), few.all()) == (array.sum(), array.max(initial=0), bool(array.all()))
+    few.sort()
+    assert few.tolist() == sorted(first)
+
+
+@given(st.lists(st.integers((1 << 53) - 2, (1 << 62) + 3), min_size=1))
+def test_numbers_that_no_float_has(numbers: list[int]) -> None:
+    assert (Few(numbers) / Few(numbers[::-1])).tolist() == (np.array(numbers) / np.array(numbers[::-1])).tolist()
+    few = Few(numbers)
+    few.sort()
+    assert few.tolist() == sorted(numbers)
+
+
 RUN = """
 import sys
 if {loads}:
     import numpy
+import kvarts.few
+kvarts.few.PAYS = {pays}
 from kvarts.__main__ import run
 sys.argv = ["kvarts", *{arguments!r}]
 run()
 """
 
 
-def output(arguments: list[str], *, loads: bool) -> tuple[int, bytes, bytes]:
-    code = RUN.format(loads=loads, arguments=arguments)
+def output(arguments: list[str], *, loads: bool = False, pays: int = PAYS) -> tuple[int, bytes, bytes]:
+    code = RUN.format(loads=loads, pays=pays, arguments=arguments)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, env=os.environ)
     return done.returncode, done.stdout, done.stderr
 
@@ -109,3 +150,19 @@ def test_a_process_that_has_not_loaded_numpy_writes_the_same(
         if Path("run").is_dir():
             Path("run").rmdir()
     assert written[0] == written[1]
+
+
+def test_it_makes_no_difference_where_numpy_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first leap, in a summary of requests that some numbers were too many for, and never."""
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        f'{{"timestamp": {row * 40}, "input_length": {900 + row % 100}, "output_length": {row % 90 + 1}, '
+        f'"hash_ids": [{row % 5}, {1000 + row % 11}]}}\n'
+        for row in range(3000)
+    ]
+    Path("t.jsonl").write_text("".join(lines))
+    replay_it = ["replay", "t.jsonl", "--pages", "900", "--profile", "mocker", "--json", "--slo-tpot-ms", "20"]
+    code, written, _ = output(replay_it, pays=1 << 40)
+    assert code == 0 and b'"num_completed": 3000' in written
+    for pays in (0, 1000, 1 << 15, 100_000, 1 << 17, 180_000, 250_000, 300_000):
+        assert output(replay_it, pays=pays)[:2] == (code, written), pays

@@ -88,6 +88,12 @@ def test_a_short_replay_loads_neither_numpy_nor_what_it_does_not_use(folder: Pat
     assert num_own <= (90 if "--model" in options else 78)
 
 
+def test_a_replay_of_thousands_of_requests_loads_no_numpy(folder: Path) -> None:
+    row = '{"timestamp": 0, "input_length": 1000, "output_length": 20, "hash_ids": [1, 2]}\n'
+    (folder / "many.jsonl").write_text(row * 4000)
+    assert "numpy" not in others(imported("replay", "many.jsonl", "--profile", "mocker", folder=folder))
+
+
 def test_what_needs_arrays_loads_numpy(folder: Path) -> None:
     """The budget is able to notice."""
     assert "numpy" in others(imported("replay", "one.jsonl", "--run-dir", "run", folder=folder))

@@ -17,6 +17,9 @@ __all__ = ["CostModel", "Executor", "VirtualExecutor", "are_many", "no_rotation"
 FEW_STEPS = 30
 """Below this many steps a Python loop is faster than NumPy's calls."""
 
+STEP_NUMBERS = 8
+"""What a step takes without NumPy, in numbers of a summary."""
+
 
 class Executor(Protocol):
     """Carries out plans in the order given; reads nothing but the plan and allocates no pages.
@@ -58,7 +61,7 @@ class CostModel(Protocol):
 
 def are_many(num_steps: int) -> bool:
     """Return whether NumPy is faster than a loop for `num_steps` steps."""
-    return num_steps >= FEW_STEPS and arrays_pay(num_steps)
+    return num_steps >= FEW_STEPS and arrays_pay(num_steps * STEP_NUMBERS)
 
 
 def whole_ns(ns: npt.NDArray[np.floating]) -> list[int]:

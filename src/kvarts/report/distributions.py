@@ -9,13 +9,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, compress
 from math import fsum
+from operator import mul
 
 from kvarts.columns import Column
 from kvarts.few import Few, Numbers, arrays_pay
 
 __all__ = [
+    "MOST_SORTED",
     "NOTHING",
     "NS_PER_MS",
     "Distribution",
@@ -113,7 +115,7 @@ def _arrays(parts: Callable[..., Parts], *ranges: Ranges) -> Parts:
 
 def dot(counts: Numbers, times_ns: Numbers) -> int:
     """Return the exact sum of products; a sum that might exceed 64 bits is computed in two parts."""
-    if int(counts.max(initial=0)) * int(times_ns.sum()) < 1 << 62:
+    if isinstance(counts, Few) or int(counts.max(initial=0)) * int(times_ns.sum()) < 1 << 62:
         return int(counts.dot(times_ns))
     high, low = times_ns // (1 << 20), times_ns % (1 << 20)
     return (int(counts.dot(high)) << 20) + int(counts.dot(low))
@@ -131,17 +133,20 @@ def _named(mean_ns: float, found_ns: list[int]) -> Distribution:
 
 def _sorted_few(parts: list[tuple[Numbers, Numbers]]) -> Distribution:
     """Return the distribution of a few weighted values."""
-    pairs = sorted(
-        (value_ns, weight)
-        for values_ns, weights in parts
-        for value_ns, weight in zip(values_ns.tolist(), weights.tolist(), strict=True)
-        if weight > 0
-    )
-    if not pairs:
+    values_ns: list[int] = []
+    weights: list[int] = []
+    for of_part, weights_of_part in parts:
+        values_ns += of_part.tolist()
+        weights += weights_of_part.tolist()
+    if not all(weights):
+        values_ns, weights = list(compress(values_ns, weights)), list(filter(None, weights))
+    if not values_ns:
         return _NOTHING.copy()
-    total_ns = sum(value_ns * weight for value_ns, weight in pairs)
-    ends = list(accumulate(weight for _, weight in pairs))
-    return _named(total_ns / ends[-1], [pairs[bisect_right(ends, rank)][0] for rank in _ranks(ends[-1])])
+    total_ns = sum(map(mul, values_ns, weights))
+    order = sorted(range(len(values_ns)), key=values_ns.__getitem__)
+    ends = list(accumulate(map(weights.__getitem__, order)))
+    found = [values_ns[order[bisect_right(ends, rank)]] for rank in _ranks(ends[-1])]
+    return _named(total_ns / ends[-1], found)
 
 
 def _sorted(parts: list[tuple[Column, Column]]) -> Distribution:

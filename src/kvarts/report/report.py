@@ -16,9 +16,10 @@ import msgspec
 from kvarts.columns import Column, to_frame
 from kvarts.errors import ConfigError
 from kvarts.events import Blocked
-from kvarts.few import Few, Numbers, arrays_pay
+from kvarts.few import NEEDS_ARRAYS, Few, Numbers, arrays_pay, load_if_arrays_pay
 from kvarts.report.advice import Trials, advice
 from kvarts.report.distributions import (
+    MOST_SORTED,
     NS_PER_MS,
     Distribution,
     Extent,
@@ -31,7 +32,7 @@ from kvarts.report.distributions import (
 from kvarts.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.report.words import facts, plus_minus
-from kvarts.traffic.info import working_set_pages
+from kvarts.traffic.info import num_compared, working_set_pages
 from kvarts.traffic.trace import Trace
 from kvarts.units import as_percent
 
@@ -201,6 +202,9 @@ class Report:
     def summary(self) -> dict[str, Any]:
         """All results in one JSON-able value."""
         config = self.config
+        num_steps = sum(map(len, self.step_logs))
+        num_numbers = self._request_log.num_numbers + 2 * num_steps + num_compared(self._trace)
+        load_if_arrays_pay(num_numbers if num_steps <= MOST_SORTED else NEEDS_ARRAYS)
         raw = self._request_log.numbers(in_order=False)
         done = raw["status"] == COMPLETED
         are_all_done = done.all()
@@ -262,7 +266,7 @@ class Report:
             "num_recomputed_tokens": int(completed("recomputed_tokens").sum()),
             "num_preemptions": sum(each.num_preemptions for each in totals),
             "num_tokens_lost_to_preemption": sum(log.tokens_lost for log in logs),
-            "num_steps": sum(map(len, logs)),
+            "num_steps": num_steps,
             "num_evicted_pages": self._num_evicted_pages,
             "peak_used_pages": peak_used,
             "peak_used_pct": max(peak / log.num_pages for peak, log in zip(peaks, logs, strict=True)),
@@ -273,8 +277,8 @@ class Report:
             "working_set_pages": working_set,
             "working_set_to_pool": None if working_set is None else working_set / (config.num_pages * config.replicas),
             **self._memory(),
-            "limited_by": self._limits(latencies),
-            **self._longest_rejected(),
+            "limited_by": self._limits(latencies, raw),
+            **self._longest_rejected(raw),
             "replicas": self._replicas(raw, done),
         }
 
@@ -391,7 +395,7 @@ class Report:
             log.forget()
         return found
 
-    def _limits(self, latencies: Latencies) -> dict[str, Any]:
+    def _limits(self, latencies: Latencies, raw: Mapping[str, Numbers]) -> dict[str, Any]:
         """Return the causes of waiting, weighted by time.
 
         Requests that wait for a load wait for transfers. If others wait for pages or for a place, running and loading
@@ -409,7 +413,7 @@ class Report:
             lane = {"lane": max(waited_by_lane, key=lambda name: waited_by_lane[name])}
         total = sum(waited.values())
         cause = max(waited, key=lambda name: waited[name]) if total else "nothing"
-        if not latencies.num_requests and int((self._request_log.numbers()["status"] == REJECTED).sum()):
+        if not latencies.num_requests and int((raw["status"] == REJECTED).sum()):
             cause = "kv_pages"  # no request fits, so none waited
         elif latencies.queue_ns * 100 < latencies.e2e_ns:
             cause = "nothing"
@@ -458,11 +462,11 @@ class Report:
             },
         }
 
-    def _longest_rejected(self) -> dict[str, Any]:
+    def _longest_rejected(self, raw: Mapping[str, Numbers]) -> dict[str, Any]:
         """Return the tokens of the longest rejected request; empty without any."""
-        raw = self._request_log.numbers()
         if not int((raw["status"] == REJECTED).sum()):
             return {}
+        raw = self._request_log.numbers()  # of several that are equally long, the first that arrived counts
         sizes = zip(raw["status"].tolist(), raw["input_tokens"].tolist(), raw["output_tokens"].tolist(), strict=True)
         refused = [(num_input, num_output) for status, num_input, num_output in sizes if status == REJECTED]
         num_input, num_output = max(refused, key=sum)
@@ -494,7 +498,7 @@ class Report:
         out = []
         replicas, input_of, cached_of = raw["replica"], raw["input_tokens"], raw["cached_tokens"]
         for replica, (log, totals) in enumerate(zip(self.step_logs, self._step_totals, strict=True)):
-            mine = done & (replicas == replica)
+            mine = done & (replicas == replica) if len(self.step_logs) > 1 else done
             input_tokens = int(input_of[mine].sum())
             out.append(
                 {
@@ -591,15 +595,19 @@ def totals_of(log: StepLog) -> StepTotals:
         peak_used = max(peak_used, int(used.max()))
     spans = log.numbers
     lasts_ns, blocked, running = spans["duration_ns"], spans["blocked"], spans["running"]
-    num_loading, peak_waiting = spans["loading"], int(spans["waiting"].max(initial=0))
-    num_waiting = spans["waiting"] - num_loading
-    held = num_waiting * num_loading // (num_loading + running).clip(1)
+    num_loading, num_waiting = spans["loading"], spans["waiting"]
+    peak_waiting = int(num_waiting.max(initial=0))
+    held = None
+    if int(num_loading.max(initial=0)):
+        num_waiting = num_waiting - num_loading
+        held = num_waiting * num_loading // (num_loading + running).clip(1)
     waited_ns = {}
     for reason, name in LIMITS.items():
         is_reason = blocked == reason
-        waited_ns[name] = dot(num_waiting * is_reason, lasts_ns)
-        if reason != Blocked.BUDGET:
-            num_ns = dot(held * is_reason, lasts_ns)
+        of_reason_ns = lasts_ns[is_reason]
+        waited_ns[name] = dot(num_waiting[is_reason], of_reason_ns)
+        if held is not None and reason != Blocked.BUDGET:
+            num_ns = dot(held[is_reason], of_reason_ns)
             waited_ns[name] -= num_ns
             held_ns += num_ns
     return StepTotals(

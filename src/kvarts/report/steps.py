@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,7 +13,7 @@ from kvarts.executor.mocker_formula import MockerTimes
 from kvarts.few import Few, Numbers, ReadColumns, arrays_pay, narrowed
 from kvarts.report import packed
 from kvarts.report.distributions import NOTHING, Extent, Ranges, dot
-from kvarts.report.step_spans import HOW_FIELDS, LISTED_PAGES, LISTED_TIMES, StepSpans, field_of
+from kvarts.report.step_spans import HOW_FIELDS, LEAP, LISTED_PAGES, LISTED_TIMES, StepSpans, field_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,12 +84,15 @@ class StepLog(StepSpans):
         for name in ("_lasts_ns", "_narrow", "_span_gaps", "_due_columns"):
             self.__dict__.pop(name, None)
 
-    @cached_property
-    def _few(self) -> dict[str, Few]:
-        """All columns of the spans, if there are too few steps for arrays."""
-        stored = dict(zip(self._stored_fields, map(Few, self._spans.to_lists()), strict=True))
-        names = dict.fromkeys((*self._span_fields, *HOW_FIELDS))
-        return {name: field_of(name, stored.__getitem__, Few.where) for name in names}
+    def _few_of(self, name: str) -> Few:
+        """Return a column of the spans, if there are too few steps for arrays."""
+        if name == "duration_ns":
+            return Few(self._few_steps[3])
+        column: Few = field_of(name, self._few_stored, Few.where)
+        return column
+
+    def _few_stored(self, name: str) -> Few:
+        return Few(self._spans.numbers(self._stored_fields.index(name)))
 
     @cached_property
     def _due_columns(self) -> list[Column]:
@@ -114,53 +116,19 @@ class StepLog(StepSpans):
     @cached_property
     def numbers(self) -> Mapping[str, Numbers]:
         """`spans`, as Few if there are too few steps for arrays."""
-        if not self._is_short:
-            return self.spans
-        spans: dict[str, Numbers] = {name: self._few[name] for name in self._span_fields}
-        durations_ns, first = self._few_steps[0], 0
-        lasts_ns = []
-        for num_steps in spans["num_steps"]:
-            lasts_ns.append(sum(durations_ns[first : first + num_steps]))
-            first += num_steps
-        spans["duration_ns"] = Few(lasts_ns)
-        return spans
+        return ReadColumns((*self._span_fields, "duration_ns"), self._few_of) if self._is_short else self.spans
 
     @cached_property
-    def _few_steps(self) -> tuple[list[int], list[int]]:
-        """The duration and the pages taken of each step, if there are too few for arrays."""
-        durations_ns: list[int] = []
-        taken = [0] * len(self)
-        listed_ns, listed_pages = iter(self._durations_ns.to_list()), iter(self._pages_taken.to_list())
-        due = list(zip(*self._pages_due.to_lists(), strict=True))
-        due.reverse()
-        names = ("num_steps", "took_ns", "known_tokens", "how", "decodes")
-        for span, row in enumerate(zip(*(self._few[name] for name in names), strict=True)):
-            num_steps, took_ns, known_tokens, how, num_decodes = row
-            first = len(durations_ns)
-            if how & LISTED_TIMES:
-                durations_ns += islice(listed_ns, num_steps)
-            elif num_steps == 1:
-                durations_ns.append(took_ns)
-            else:
-                assert self._rule is not None
-                durations_ns += self._rule.listed_ns(num_decodes, known_tokens, num_steps)
-            if how & LISTED_PAGES:
-                taken[first : first + num_steps] = islice(listed_pages, num_steps)
-            while due and due[-1][0] == span:
-                _, offset, count = due.pop()
-                for step in range(first + offset, first + num_steps, self._period):
-                    taken[step] = count
-        return durations_ns, taken
+    def _few_steps(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """`expanded`, if there are too few steps for arrays."""
+        return self.expanded((self._few_stored("flags") & LEAP).tolist())
 
     def used_over_time(self) -> Iterator[tuple[Numbers, Numbers]]:
         """Return the pages used in each step, and its duration, in blocks of steps."""
         if not self._is_short:
             yield from ((used, durations_ns) for _, used, durations_ns in self._used_by_part())
         elif len(self):
-            (durations_ns, taken), used, first = self._few_steps, [], 0
-            for num_steps, used_before in zip(self.numbers["num_steps"], self.numbers["used"], strict=True):
-                used += [used_before + more for more in accumulate(taken[first : first + num_steps])]
-                first += num_steps
+            durations_ns, used, _, _ = self._few_steps
             yield Few(used), Few(durations_ns)
 
     def gap_numbers(self) -> Iterator[tuple[Numbers, Numbers]]:
@@ -168,9 +136,8 @@ class StepLog(StepSpans):
         if not self._is_short:
             yield from self.gaps()
         else:
-            spans = zip(self.numbers["decodes"], self.numbers["num_steps"], strict=True)
-            weights = Few(decodes for decodes, num_steps in spans for _ in range(num_steps))
-            yield Few(self._few_steps[0]), weights
+            durations_ns, _, decodes, _ = self._few_steps
+            yield Few(durations_ns), Few(decodes)
 
     def slabs(self) -> Iterator[Slab]:
         """Return all steps in order, in blocks."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import compress, groupby, islice, repeat
+from operator import and_, floordiv, mul, neg, not_, xor
 from sys import byteorder
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvarts.traffic.workload import Workload
 
-__all__ = ["TraceInfo", "trace_info", "working_set_pages"]
+__all__ = ["TraceInfo", "num_compared", "trace_info", "working_set_pages"]
 
 PAGE_SIZE = 16
 SLAB = 20_000
@@ -35,6 +36,8 @@ SLAB = 20_000
 MOST_SPARSE = 4
 """Ids that are this many times as large as there are ids are not used as places of a table."""
 NO_ID, UNSEEN = -1, -2
+HEAD_BYTES = 128
+"""So many bytes of prompts are compared as integers, all at once: the first ids, in which most prompts differ."""
 
 
 def working_set_pages(trace: Trace, page_size: int) -> int | None:
@@ -46,36 +49,49 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     requests = trace.requests
     if not requests:
         return None
-    if arrays_pay(len(requests.ids if isinstance(requests, RequestColumns) else requests)):
+    are_many = arrays_pay(num_compared(trace))
+    if are_many:
         num_pages = _pages_by_id(requests, trace.unit_tokens, page_size)
         if num_pages is not None:
             return num_pages
-    if isinstance(requests, RequestColumns):
-        lengths: Iterable[tuple[int, int]] = zip(requests.prompts, requests.outputs, strict=True)
-        groups = _alike(requests.first_ids(), [None] * len(requests))
-    else:
-        lengths = ((request.num_prompt_tokens, request.num_output_tokens) for request in requests)
-        firsts = array("Q", (_first_unit(request.units) for request in requests))
-        groups = _alike(firsts, [request.tenant for request in requests])
     # A sequence's last token is never computed.
-    num_pages = sum((prompt + output - 1) // page_size for prompt, output in lengths)
-    for members in groups:
-        is_run = members[-1] - members[0] == len(members) - 1
-        prompts = requests[members[0] : members[-1] + 1] if is_run else [requests[index] for index in members]
-        units = [spell(request.units) for request in prompts]
-        # The last unit may be partial, so equal units can be prompts of different lengths. Sorting is stable, so two
-        # sorts suffice, and neither compares contents twice.
-        order = sorted(range(len(prompts)), key=lambda place: prompts[place].num_prompt_tokens)
-        order.sort(key=units.__getitem__)
-        for start in range(1, len(order), SLAB):
-            slab = order[start - 1 : start + SLAB]
-            num_pages -= _shared_pages(
-                [units[place] for place in slab],
-                [prompts[place].num_prompt_tokens // page_size for place in slab],
-                trace.unit_tokens,
-                page_size,
-            )
+    if isinstance(requests, RequestColumns):
+        lengths = zip(requests.prompts, requests.outputs, strict=True)
+        num_pages = sum((prompt + output - 1) // page_size for prompt, output in lengths)
+        units, prompts, unit_bytes = requests.packed_ids(), requests.prompts.tolist(), requests.ids.itemsize
+        return num_pages - _num_shared(units, prompts, unit_bytes, trace.unit_tokens, page_size, are_many=are_many)
+    num_pages = sum((request.num_prompt_tokens + request.num_output_tokens - 1) // page_size for request in requests)
+    firsts = array("Q", (_first_unit(request.units) for request in requests))
+    for members in _alike(firsts, [request.tenant for request in requests]):
+        units = [spell(requests[index].units) for index in members]
+        prompts = [requests[index].num_prompt_tokens for index in members]
+        are_many = arrays_pay(sum(map(len, units)) // UNIT_BYTES)
+        num_pages -= _num_shared(units, prompts, UNIT_BYTES, trace.unit_tokens, page_size, are_many=are_many)
     return num_pages
+
+
+def num_compared(trace: Trace) -> int:
+    """Return how many numbers the working set of `trace` is counted from, or with units that are not listed, fewer."""
+    requests = trace.requests or ()
+    return len(requests.ids if isinstance(requests, RequestColumns) else requests)
+
+
+def _num_shared(
+    units: list[bytes], lengths: list[int], unit_bytes: int, unit_tokens: int, page_size: int, *, are_many: bool
+) -> int:
+    """Return how many pages prompts share with those before them, in order of content and length."""
+    # The last unit may be partial, so equal units can be prompts of different lengths. Sorting is stable, so two sorts
+    # suffice, and neither compares contents twice.
+    order = sorted(range(len(units)), key=lengths.__getitem__)
+    order.sort(key=units.__getitem__)
+    num_shared = 0
+    for start in range(1, len(order), SLAB):
+        slab = order[start - 1 : start + SLAB]
+        prompts, pages = [units[place] for place in slab], [lengths[place] // page_size for place in slab]
+        common = _common_of_many(prompts, unit_bytes) if are_many else _common(prompts, unit_bytes)
+        in_common = map(floordiv, map(mul, common, repeat(unit_tokens)), repeat(page_size))
+        num_shared += sum(map(min, in_common, pages, islice(pages, 1, None)))
+    return num_shared
 
 
 def _pages_by_id(requests: Sequence[TraceRequest], unit_tokens: int, page_size: int) -> int | None:
@@ -158,36 +174,35 @@ def _alike(firsts: array[int], tenants: Sequence[str | None]) -> Iterator[list[i
                 yield alike
 
 
-def _shared_pages(prompts: list[bytes], num_pages: list[int], unit_tokens: int, page_size: int) -> int:
-    """Return the total number of pages that each prompt shares with the one before it."""
-    common = _common_of_many(prompts) if arrays_pay(sum(map(len, prompts)) // UNIT_BYTES) else _common(prompts)
-    return sum(
-        min(num_units * unit_tokens // page_size, before, after)
-        for num_units, (before, after) in zip(common, pairwise(num_pages), strict=True)
-    )
-
-
-def _common(prompts: list[bytes]) -> list[int]:
-    """Return the number of units that each prompt shares with the one before it."""
-    common = []
-    for before, after in pairwise(prompts):
-        low, high = 0, min(len(before), len(after)) // UNIT_BYTES
-        while low < high:  # at least `low` first units are equal, and at most `high`
-            middle = (low + high + 1) // 2
-            part = slice(low * UNIT_BYTES, middle * UNIT_BYTES)
-            if before[part] == after[part]:
-                low = middle
-            else:
-                high = middle - 1
-        common.append(low)
+def _common(prompts: list[bytes], unit_bytes: int) -> list[int]:
+    """Return the number of units that each prompt shares with the one before it, or more if both end there."""
+    # As integers whose lowest bits are the first bytes, two prompts differ in the lowest set bit first.
+    heads = [int.from_bytes(prompt[:HEAD_BYTES], "little") for prompt in prompts]
+    differ = list(map(xor, heads, islice(heads, 1, None)))
+    ends = map(int.bit_length, map(and_, differ, map(neg, differ)))
+    common = [(end - 1 >> 3) // unit_bytes for end in ends]
+    for place in compress(range(len(common)), map(not_, differ)):
+        common[place] = _common_bytes(prompts[place], prompts[place + 1]) // unit_bytes
     return common
 
 
-def _common_of_many(prompts: list[bytes]) -> list[int]:
+def _common_bytes(before: bytes, after: bytes) -> int:
+    """Return the number of bytes that both begin with."""
+    low, high = 0, min(len(before), len(after))
+    while low < high:  # at least `low` first bytes are equal, and at most `high`
+        middle = (low + high + 1) // 2
+        if before[low:middle] == after[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _common_of_many(prompts: list[bytes], unit_bytes: int) -> list[int]:
     import numpy as np
 
-    units = np.frombuffer(b"".join(prompts), np.uint64)
-    num_units = np.fromiter(map(len, prompts), np.int64, len(prompts)) // UNIT_BYTES
+    units = np.frombuffer(b"".join(prompts), f"u{unit_bytes}")
+    num_units = np.fromiter(map(len, prompts), np.int64, len(prompts)) // unit_bytes
     # Align each prompt with the one before it, over their common length, and find the first difference.
     starts = np.cumsum(num_units) - num_units
     compared = np.minimum(num_units[1:], num_units[:-1])

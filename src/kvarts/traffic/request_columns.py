@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from operator import le
 from sys import byteorder
 from typing import overload
@@ -82,10 +82,11 @@ class RequestColumns(Sequence[TraceRequest]):
         self.ends.fromlist(ends)
         return num_added
 
-    def first_ids(self) -> array[int]:
-        """Return the first id of each request."""
-        starts = islice(chain((0,), self.ends), len(self))
-        return array("Q", map(self.ids.__getitem__, starts))
+    def packed_ids(self) -> list[bytes]:
+        """Return the ids of each request, in as many bytes each as an item of `ids` has."""
+        packed, size = self.ids.tobytes(), self.ids.itemsize
+        ends = [end * size for end in self.ends]
+        return [packed[start:end] for start, end in zip(chain((0,), ends), ends, strict=False)]
 
     def _made(self, start: int, end: int) -> list[TraceRequest]:
         first = self.ends[start - 1] if start else 0
