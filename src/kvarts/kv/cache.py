@@ -334,8 +334,12 @@ class Cache:
     def stop_decoding(self, holding: Holding, num_pages: int) -> None:
         """Let a sequence that holds `num_pages` pages compute no token in this step; `extend` continues it."""
 
-    def publish_due(self) -> None:
-        """Publish the pages that decodes fill in this step and that other requests may find."""
+    def publish_due(self, first: int, end: int) -> None:
+        """Publish the pages that decodes fill in this step and that other requests may find, if `first` is below 0.
+
+        If a reader receives events of pages, publish or report all that decodes of admissions from `first` up to `end`
+        fill.
+        """
         raise NotImplementedError
 
     def end_step(self) -> None:

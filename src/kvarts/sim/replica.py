@@ -5,6 +5,7 @@ The events of a leap are the same as if its steps had been done one by one.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Final
 
 import msgspec
@@ -415,8 +416,11 @@ class Replica:
         if log.tell_details is not None:
             last_ns = end_ns - times.last_ns
             happened = log.take_from(mark)
-            for event in tell_by_step(happened, wheel.step, now_ns, last_ns, durations_ns, pages_taken, num_empty):
-                log.tell_details(event)
+            if cache.follows_decodes:
+                told = with_times(happened, wheel.step, now_ns, durations_ns)
+            else:
+                told = tell_by_step(happened, wheel.step, now_ns, last_ns, durations_ns, pages_taken, num_empty)
+            log.put_back(told)
         if log.tell is not None:
             log.tell(
                 LeapDone(
@@ -485,6 +489,17 @@ def tell_by_step(
             num_empty = min(0, num_empty + size)
         start_ns += duration_ns
     return told + evicted + rest
+
+
+def with_times(happened: list[Event], step: int, start_ns: int, durations_ns: PerStep) -> list[Event]:
+    """Return the events of a leap that begins with `step` at `start_ns`, and of which the steps have no times yet."""
+    starts_ns = list(accumulate(durations_ns, initial=start_ns))
+    for place, event in enumerate(happened):
+        if isinstance(event, StepStarted):
+            happened[place] = StepStarted(step + event.step, starts_ns[event.step])
+        elif isinstance(event, StepEnded):
+            happened[place] = StepEnded(step + event.step, starts_ns[event.step + 1])
+    return happened
 
 
 class Joining:
