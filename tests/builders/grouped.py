@@ -114,8 +114,7 @@ class Told:
                 before = fields.pop("parent") is None
                 plain.append((step, time_ns, PagesStored, before, *map(_plain, fields.values())))
             elif not isinstance(event, StepDone | LeapDone):
-                fields = [_plain(getattr(event, name)) for name in fields_of(event)]
-                plain.append((step, time_ns, type(event), *fields))
+                plain.append((step, time_ns, type(event), *[_plain(getattr(event, name)) for name in fields_of(event)]))
         return plain
 
 

@@ -210,16 +210,11 @@ class Decodes:
             if run.end <= sink:
                 continue
             is_later = False if len(run.holders) == 1 else self._is_passed_later(run, holding)
-            is_odd = tells and (is_later is True or not run.is_kept)
-            if (
-                run.start < sink
-                or is_later is None
-                or is_odd
-                or (end and (run.is_kept != keeps or is_later != is_silent))
-            ):
+            is_odd = is_later is None or (tells and (is_later or not run.is_kept))
+            if run.start < sink or is_odd or (end and (run.is_kept != keeps or is_later != is_silent)):
                 is_whole = False
                 break
-            keeps, is_silent, end = run.is_kept, is_later, run.end
+            keeps, is_silent, end = run.is_kept, is_later is True, run.end
             if run.span is not None:
                 run.span.is_moving = True
         if not is_whole and end <= page + 1:
