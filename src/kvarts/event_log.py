@@ -73,10 +73,6 @@ class EventLog:
         del self.waiting[mark:]
         return events
 
-    def put_back(self, events: list[Event]) -> None:
-        """Add `events` that were taken from here."""
-        self.waiting += events
-
     def flush(self) -> None:
         """Pass all waiting events to the readers. Their exceptions, such as AuditError, propagate."""
         events = cast("list[Event]", self.waiting)  # rows are among them only if all readers take rows

@@ -539,6 +539,9 @@ class RunEvents:
         span, group = run.span, run.group
         assert span is not None
         siblings = span.parts[self._offset + group]
+        if len(siblings) == 1:
+            self._gone(run, span, start, end, None, is_dropped=is_dropped)
+            return
         # The pages between two cuts have the same copies.
         cuts: set[int] | None = None
         for other in siblings:

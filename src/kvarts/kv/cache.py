@@ -357,10 +357,11 @@ class Cache:
         """Return whether a decode fills a page in this step that other requests may find."""
         raise NotImplementedError
 
-    def leap(self, most_steps: int, num_wanted: int) -> Leap:
+    def leap(self, most_steps: int, num_wanted: int, first_step: int, starts_ns: Sequence[int]) -> Leap:
         """Do up to `most_steps` steps of all decodes; all but the last have ended when this returns.
 
-        The leap ends earlier if memory is short, or if `num_wanted` blocks are free.
+        The leap ends earlier if memory is short, or if `num_wanted` blocks are free. Its events are of the steps from
+        `first_step` on, which begin at `starts_ns`; that is empty if no reader receives events of pages.
         """
         raise NotImplementedError
 

@@ -105,8 +105,11 @@ class Decodes:
         self.telling: list[list[RunHolding]] = [[] for _ in range(page_size)]
         self._account = account
         self._events = account.events
-        self._told_steps = 0
-        """The number of steps of the leap that precede those that `_do_telling` does."""
+        self._num_told = 0
+        """The number of steps of the leap whose events are emitted."""
+        self._first_step = 0
+        self._starts_ns: Sequence[int] = ()
+        """The number of its first step, and when its steps start."""
         self._of_tokens = [index for index, group in enumerate(groups) if not group.is_state]
         self._last_turns = Turns()
         self.keeps_all = memory.keeps == "all"
@@ -433,16 +436,16 @@ class Decodes:
 
     # Leaps ---------------------------------------------------------------------------------------------------
 
-    def leap(self, most_steps: int, wanted_bytes: int) -> RunLeap:
+    def leap(self, most_steps: int, wanted_bytes: int, first_step: int = 0, starts_ns: Sequence[int] = ()) -> RunLeap:
         """Do up to `most_steps` steps; the first fits. The last is under way, and `end_step` must follow.
 
         It is one after which decodes lack memory before they release any; or, if a request waits for `wanted_bytes`,
         one after which these may be free when decodes have taken their pages, or a page becomes findable that the
-        request may find.
+        request may find. `first_step`, `starts_ns`: the numbers and times of the steps in events, as of Cache.leap.
         """
         account = self._account
         assert account.shared is None, "what other models do between steps is not known"
-        self._told_steps = 0
+        self._num_told, self._first_step, self._starts_ns = 0, first_step, starts_ns
         done = self._do(self.steps_to_odd(most_steps), wanted_bytes)
         while len(done.taken) < most_steps and self.is_odd:
             if account.wants is not None and account.wants.has_work:
@@ -477,7 +480,7 @@ class Decodes:
         account = self._account
         before = [(account.num_used[index], account.num_cached[index]) for index in self.bounded]
         if self._events is not None:
-            self._events.tell(StepEnded(self._told_steps - 1, 0))
+            self._events.tell(StepEnded(self._first_step + self._num_told - 1, self._starts_ns[self._num_told]))
         self.end_step()
         for place, index in enumerate(self.bounded):
             num_used, num_cached = before[place]
@@ -535,18 +538,18 @@ class Decodes:
     def _pass_telling(self, taken: Sequence[int], events: RunEvents) -> list[int]:
         """Let all but the last of steps pass that take so many pages each; return the evictions, as RunLeap has them.
 
-        Events are emitted in the order of steps, between a StepStarted and a StepEnded with the number of the step in
-        the leap in place of its number, and without times. Steps without events may be omitted, except the last.
+        Events are emitted in the order of steps. Steps without events may be omitted, except the last.
         """
         account, page_size, bounded, page_bytes = self._account, self.page_size, self.bounded, self._account.page_bytes
-        tell, listing, telling, offset = events.tell, self.listing, self.telling, self._told_steps
+        tell, listing, telling, offset = events.tell, self.listing, self.telling, self._num_told
+        first_step, starts_ns = self._first_step, self._starts_ns
         last = offset + len(taken) - 1
         evicted: list[int] = []
         account.begin_evictions(evicted)
         for num_due in taken:
             slot = self.step % page_size
             if num_due or offset == last or telling[slot]:
-                tell(StepStarted(offset, 0))
+                tell(StepStarted(first_step + offset, starts_ns[offset]))
                 if num_due * page_bytes <= account.empty_bytes:
                     account.note_pages_taken(num_due)
                 else:
@@ -560,7 +563,7 @@ class Decodes:
                 break
             passed = listing[slot]
             if passed:
-                tell(StepEnded(offset, 0))
+                tell(StepEnded(first_step + offset, starts_ns[offset + 1]))
                 self._tell_passed(passed)
                 self._turns().streams += passed
                 for index in bounded:
@@ -569,7 +572,7 @@ class Decodes:
             self.step += 1
             offset += 1
         account.end_evictions()
-        self._told_steps = last + 1
+        self._num_told = last + 1
         return evicted
 
     def _num_certain(self, slot: int, num_steps: int, wanted_bytes: int) -> int:

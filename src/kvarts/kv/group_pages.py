@@ -94,12 +94,12 @@ class GroupPages(Cache):
 
     `with_ids`: blocks have ids. `tell` receives events of parts. With either, every page of a decode is findable as
     soon as it is full. Otherwise the cache follows decodes itself: it knows the steps in which they take and release
-    pages, and can leap over them. `leaps_told`: it does so with `tell` as well, which receives the events of a leap
-    without its times (Decodes), unless tiers below or states by page need names of pages at once. `num_below`: the
-    number of tiers that have parts as well; `watches_list`: the first examines the parts that are evicted next, so the
-    cache follows no decodes. `eviction_order`: chooses the next run to evict, and is notified of each release, so the
-    cache follows no decodes either; without it, the least recently released run is evicted next. `at_branches`: as of
-    RunCache. `plans_ahead`: decodes release and publish a step later, so it follows none.
+    pages, and can leap over them. `leaps_told`: it does so with `tell` as well, unless tiers below or states by page
+    need names of pages at once. `num_below`: the number of tiers that have parts as well; `watches_list`: the first
+    examines the parts that are evicted next, so the cache follows no decodes. `eviction_order`: chooses the next run to
+    evict, and is notified of each release, so the cache follows no decodes either; without it, the least recently
+    released run is evicted next. `at_branches`: as of RunCache. `plans_ahead`: decodes release and publish a step
+    later, so it follows none.
     """
 
     __slots__ = (
@@ -399,9 +399,9 @@ class GroupPages(Cache):
         """End the step, but postpone the releases of `holdings` until `settle` is called for each."""
         self.parts.decodes.put_off([cast(PartHolding, holding).parts for holding in holdings])
 
-    def leap(self, most_steps: int, num_wanted: int) -> Leap:
+    def leap(self, most_steps: int, num_wanted: int, first_step: int, starts_ns: Sequence[int]) -> Leap:
         """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, by Decodes.leap."""
-        done = self.parts.decodes.leap(most_steps, num_wanted)
+        done = self.parts.decodes.leap(most_steps, num_wanted, first_step, starts_ns)
         self.count()
         return Leap(done.taken, PartsMoved(done.listed, done.emptied, done.evicted))
 

@@ -103,9 +103,10 @@ class RunCache(RunAccount):
 
     def emit_gone(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
         """Emit that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
-        assert self.events is not None
-        if run.span is not None and run.span.is_moving:
-            self.decodes.look(run.span)  # its copies may be out of date
+        span = run.span
+        assert self.events is not None and span is not None
+        if span.is_moving and len(span.parts[run.group]) > 1:
+            self.decodes.look(span)  # its copies may be out of date
         self.events.goes(run, start, end, is_dropped=is_dropped)
 
     def emit_turn(self, stream: Stream) -> None:

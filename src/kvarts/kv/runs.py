@@ -830,18 +830,24 @@ class Turns(Listed):
 
     def _eat_one_by_one(self, account: PartCounts, missing_bytes: int) -> int:
         """Do the same, and emit each page before its stream loses it."""
-        streams, at, gone_bytes = self.streams, self.at, 0
+        streams, at, gone_bytes, count, index = self.streams, self.at, 0, 0, 0
         while gone_bytes < missing_bytes and at < len(streams):
             stream = streams[at]
             at += 1
             page = stream.low
             if not (stream.holes and stream.is_hole(page)):
                 account.emit_turn(stream)
-                account.note_evicted(stream.group, 1)
-                gone_bytes += account.part_bytes[stream.group]
+                if count and stream.group != index:
+                    account.note_evicted(index, count)
+                    count = 0
+                index = stream.group
+                count += 1
+                gone_bytes += account.part_bytes[index]
             stream.low = page + 1
             if page + 1 >= stream.gate:
                 stream.set_gate()
+        if count:
+            account.note_evicted(index, count)
         self._end_at(at)
         return gone_bytes
 

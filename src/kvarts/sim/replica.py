@@ -35,6 +35,8 @@ __all__ = ["NEVER_NS", "Joining", "Replica", "tell_by_step"]
 
 FAR_NS: Final = 1_000_000_000
 """A useful distance to look ahead for ends: requests arrive more often than that."""
+NO_TIMES: Final[list[int]] = []
+"""The starts of steps whose events need none."""
 MOST_STEPS: Final = 1 << 16
 """The most steps of a leap: bounds the memory of its event."""
 
@@ -403,8 +405,12 @@ class Replica:
         num_used, num_cached, num_released = cache.num_used, cache.num_cached, cache.num_released
         side_counts = scheduler.side_counts() if scheduler.has_sides else ()
         num_empty = cache.pool.num_empty
-        mark = 0 if log.tell_details is None else log.mark
-        done = scheduler.advance(times.num_steps)
+        mark, starts_ns = 0, NO_TIMES
+        if log.tell_details is not None:
+            mark = log.mark
+            if cache.follows_decodes:
+                starts_ns = list(accumulate(times.for_event, initial=now_ns))
+        done = scheduler.advance(times.num_steps, starts_ns=starts_ns)
         pages_taken = done.taken
         num_steps = len(pages_taken)
         times.keep(num_steps)
@@ -413,14 +419,11 @@ class Replica:
             raise TooLateError
         self._last_decode_ns = times.last_ns or 1
         durations_ns = times.for_event
-        if log.tell_details is not None:
+        if log.tell_details is not None and not cache.follows_decodes:
             last_ns = end_ns - times.last_ns
             happened = log.take_from(mark)
-            if cache.follows_decodes:
-                told = with_times(happened, wheel.step, now_ns, durations_ns)
-            else:
-                told = tell_by_step(happened, wheel.step, now_ns, last_ns, durations_ns, pages_taken, num_empty)
-            log.put_back(told)
+            for event in tell_by_step(happened, wheel.step, now_ns, last_ns, durations_ns, pages_taken, num_empty):
+                log.tell_details(event)
         if log.tell is not None:
             log.tell(
                 LeapDone(
@@ -489,17 +492,6 @@ def tell_by_step(
             num_empty = min(0, num_empty + size)
         start_ns += duration_ns
     return told + evicted + rest
-
-
-def with_times(happened: list[Event], step: int, start_ns: int, durations_ns: PerStep) -> list[Event]:
-    """Return the events of a leap that begins with `step` at `start_ns`, and of which the steps have no times yet."""
-    starts_ns = list(accumulate(durations_ns, initial=start_ns))
-    for place, event in enumerate(happened):
-        if isinstance(event, StepStarted):
-            happened[place] = StepStarted(step + event.step, starts_ns[event.step])
-        elif isinstance(event, StepEnded):
-            happened[place] = StepEnded(step + event.step, starts_ns[event.step + 1])
-    return happened
 
 
 class Joining:
