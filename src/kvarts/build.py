@@ -153,6 +153,7 @@ def build_engine(
     plans_ahead: bool = False,
     finds_prefixes: bool = True,
     step_ns: Callable[[Batch], int] | None = None,
+    leaps_told: bool = True,
 ) -> Engine:
     """Return an engine around `executor`.
 
@@ -171,7 +172,7 @@ def build_engine(
     compute the prompts of requests or continue them; this excludes the independent ledger. `plans_ahead`: a step is
     planned while the one before it runs, as in Scheduler; not for executors that compute tokens. `finds_prefixes`:
     False for an engine without a prefix cache, whose requests find nothing. `step_ns`: the expected duration of a step,
-    for `max_itl_ms`.
+    for `max_itl_ms`. `leaps_told`: an engine with KV groups and readers of details may leap, see GroupPages.
 
     Raise ConfigError for an audit if the room `audit` is not installed, and for `max_itl_ms` without `step_ns`.
     """
@@ -226,6 +227,7 @@ def build_engine(
                 watches_list=is_lazy,
                 make_order=make_order,
                 plans_ahead=plans_ahead,
+                leaps_told=leaps_told and not hands_over,
             )
     pins = None
     fingerprint = getattr(executor, "fingerprint", None)  # executors without a model lack it
@@ -301,12 +303,13 @@ def open_group_cache(
     watches_list: bool = False,
     make_order: Callable[[], EvictionOrder] = LruOrder,
     plans_ahead: bool = False,
+    leaps_told: bool = False,
 ) -> GroupPages:
     """Return the cache of an engine for a model with the KV groups of `memory`, in `num_blocks` blocks.
 
     `with_ids`: parts have ids, which executors and pages kept in use between requests need. `tell` receives the events
     of parts. `num_below` and `watches_list`: for tiers below, see GroupPages. `make_order`: makes the order in which
-    runs of parts are evicted; LruOrder stands for the cache's own list. `plans_ahead`: see GroupPages.
+    runs of parts are evicted; LruOrder stands for the cache's own list. `plans_ahead`, `leaps_told`: see GroupPages.
 
     Raise ConfigError for an order derived from LruOrder, which links whole pages.
     """
@@ -331,6 +334,7 @@ def open_group_cache(
         eviction_order=order,
         at_branches=config.snapshots == "branches",
         plans_ahead=plans_ahead,
+        leaps_told=leaps_told,
     )
 
 

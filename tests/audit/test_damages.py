@@ -21,11 +21,13 @@ from kvarts.events import (
     CopiesRemoved,
     Event,
     Finished,
+    LeapDone,
     PagesRemoved,
     PagesStored,
     PartsGivenBack,
     Preemption,
     StepDone,
+    StepEnded,
 )
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import GroupMemory, PartGroup
@@ -245,13 +247,18 @@ def last_stored(events: Sequence[Event]) -> int:
     )
 
 
+NOTHING_STORED = StepDone | StepEnded | LeapDone
+
+
 def last_gone_of_a_step(events: Sequence[Event]) -> int:
     """An eviction after which nothing becomes findable in its step."""
     pairs = pairwise(events)
     return next(
         index
         for index, (event, after) in enumerate(pairs)
-        if isinstance(event, PagesRemoved) and not event.is_dropped and isinstance(after, StepDone)
+        if isinstance(event, PagesRemoved)
+        and not event.is_dropped
+        and isinstance(after, StepDone | StepEnded | LeapDone)
     )
 
 

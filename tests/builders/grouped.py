@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from hypothesis import strategies as st
 
 from kvarts.content import Content
-from kvarts.events import Event
+from kvarts.events import Event, LeapDone, PagesStored, StepDone, StepEnded, StepStarted
 from kvarts.hardware.kv_groups import KvKind, KvLayer
 from kvarts.kv.groups import STATE_SPAN, PartGroup
 from kvarts.report.report import Report
@@ -95,6 +96,26 @@ class Told:
     def plain(self) -> list[tuple[Any, ...]]:
         """The events as values that compare: contents by their requests."""
         return [(type(event), *[_plain(getattr(event, name)) for name in fields_of(event)]) for event in self.events]
+
+    def happened(self) -> list[tuple[Any, ...]]:
+        """The events but those of steps, with their steps and times, as values that compare: contents by requests.
+
+        Of a page before a stored one, only whether there is one: several contents may have it.
+        """
+        plain: list[tuple[Any, ...]] = []
+        step, time_ns = -1, 0
+        for event in self.events:
+            if isinstance(event, StepStarted):
+                step, time_ns = event.step, event.start_ns
+            elif isinstance(event, StepEnded):
+                step, time_ns = event.step, event.end_ns
+            elif isinstance(event, PagesStored):
+                fields = msgspec.structs.asdict(event)
+                before = fields.pop("parent") is None
+                plain.append((step, time_ns, PagesStored, before, *map(_plain, fields.values())))
+            elif not isinstance(event, StepDone | LeapDone):
+                plain.append((step, time_ns, type(event), *[_plain(getattr(event, name)) for name in fields_of(event)]))
+        return plain
 
 
 def _plain(value: Any) -> Any:

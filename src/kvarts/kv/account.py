@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
@@ -309,8 +309,16 @@ class RunAccount(PartCounts):
 
     def evict_to(self, num_bytes: int, evicted: list[int]) -> None:
         """Do the same, and append the evictions to `evicted`: a group and its number of parts, repeated."""
-        self._evicted = evicted
+        self.begin_evictions(evicted)
         self.evict(num_bytes)
+        self.end_evictions()
+
+    def begin_evictions(self, evicted: list[int]) -> None:
+        """Append evictions from now on to `evicted`: a group and its number of parts, repeated."""
+        self._evicted = evicted
+
+    def end_evictions(self) -> None:
+        """Append no more evictions."""
         self._evicted = None
 
     def emit_gone(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
@@ -382,6 +390,10 @@ class RunAccount(PartCounts):
 
     def publish_to(self, holding: RunHolding, end: int) -> None:
         """Make parts of full pages up to `end` findable, both held and released ones."""
+        raise NotImplementedError
+
+    def name_told(self, holding: RunHolding) -> None:
+        """Make the pages of `holding` findable of which the events were emitted before."""
         raise NotImplementedError
 
     def disturb(self, run: PartRun) -> None:
@@ -486,7 +498,7 @@ class RunEvents:
     """
 
     def __init__(self, tell: Tell, *, medium: str = "device", offset: int = 0) -> None:
-        self._tell = tell
+        self.tell: Final = tell
         self._medium = medium
         self._offset = offset
         self._came: list[list[tuple[int, int, Content | None]]] = []
@@ -527,6 +539,9 @@ class RunEvents:
         span, group = run.span, run.group
         assert span is not None
         siblings = span.parts[self._offset + group]
+        if len(siblings) == 1:
+            self._gone(run, span, start, end, None, is_dropped=is_dropped)
+            return
         # The pages between two cuts have the same copies.
         cuts: set[int] | None = None
         for other in siblings:
@@ -544,7 +559,13 @@ class RunEvents:
 
     def given_back(self, content: Content, group: int, start: int, end: int) -> None:
         """Emit the release of pages [start, end) by a running request."""
-        self._tell(PartsGivenBack(content, start, end, group))
+        self.tell(PartsGivenBack(content, start, end, group))
+
+    def filled(self, content: Content, groups: Sequence[int], page: int) -> None:
+        """Emit that the parts of `page` of a decode become findable in `groups`; none of them has a copy."""
+        before = content if page else None
+        for group in groups:
+            self.tell(PagesStored(content, page, page + 1, before, self._medium, group))
 
     def told(self) -> None:
         """Emit the events recorded since the last call, before anything else is emitted."""
@@ -555,7 +576,7 @@ class RunEvents:
         by, self._by = self._by, None
         for group, runs in enumerate(self._came):
             for start, end, before in runs:
-                self._tell(PagesStored(by, start, end, before, self._medium, group))
+                self.tell(PagesStored(by, start, end, before, self._medium, group))
             runs.clear()
 
     def _gone(self, run: PartRun, span: Span, start: int, end: int, copy: int | None, *, is_dropped: bool) -> None:
@@ -575,9 +596,9 @@ class RunEvents:
         run = self._content, self._start, self._end
         self._span = None
         if self._copy is None:
-            self._tell(PagesRemoved(*run, self._medium, group=self._group, is_dropped=self._is_dropped))
+            self.tell(PagesRemoved(*run, self._medium, group=self._group, is_dropped=self._is_dropped))
         else:
-            self._tell(CopiesRemoved(*run, self._copy, self._group, self._is_dropped))
+            self.tell(CopiesRemoved(*run, self._copy, self._group, self._is_dropped))
 
 
 def _content_before(span: Span, page: int) -> Content | None:

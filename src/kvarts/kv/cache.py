@@ -334,8 +334,12 @@ class Cache:
     def stop_decoding(self, holding: Holding, num_pages: int) -> None:
         """Let a sequence that holds `num_pages` pages compute no token in this step; `extend` continues it."""
 
-    def publish_due(self) -> None:
-        """Publish the pages that decodes fill in this step and that other requests may find."""
+    def publish_due(self, first: int, end: int) -> None:
+        """Publish the pages that decodes fill in this step and that other requests may find, if `first` is below 0.
+
+        If a reader receives events of pages, publish or report all that decodes of admissions from `first` up to `end`
+        fill.
+        """
         raise NotImplementedError
 
     def end_step(self) -> None:
@@ -353,10 +357,11 @@ class Cache:
         """Return whether a decode fills a page in this step that other requests may find."""
         raise NotImplementedError
 
-    def leap(self, most_steps: int, num_wanted: int) -> Leap:
+    def leap(self, most_steps: int, num_wanted: int, first_step: int, starts_ns: Sequence[int]) -> Leap:
         """Do up to `most_steps` steps of all decodes; all but the last have ended when this returns.
 
-        The leap ends earlier if memory is short, or if `num_wanted` blocks are free.
+        The leap ends earlier if memory is short, or if `num_wanted` blocks are free. Its events are of the steps from
+        `first_step` on, which begin at `starts_ns`; that is empty if no reader receives events of pages.
         """
         raise NotImplementedError
 

@@ -32,6 +32,11 @@ Only the fourth page, in step 12, finds no empty memory: page 0, listed after st
 step by step. No step lacks memory, so the leap is not cut. Had nothing been released, three pages would last
 for 12 steps, and the leap would end there. Only the order of the list says which part is evicted, so it is enough to
 evict the sum at the end.
+
+If a reader receives events of parts, they are emitted step by step: which page is full in a step, and which page a
+window passes after it, follow from the slot. Then only regular releases whose parts are listed are streams; all others
+are odd. The pages of a decode that no other sequence can find are named later, several at once: when parts of them are
+evicted, or released otherwise, or when the decode ends.
 """
 
 from __future__ import annotations
@@ -41,10 +46,11 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import TypeVar
 
-from kvarts.kv.account import RunAccount
+from kvarts.events import PartsGivenBack, StepEnded, StepStarted
+from kvarts.kv.account import RunAccount, RunEvents
 from kvarts.kv.group_needs import FirstSeen
 from kvarts.kv.groups import GroupMemory
-from kvarts.kv.runs import ENDED, PartRun, RunHolding, Span, Stream, Turns
+from kvarts.kv.runs import ENDED, NEVER, PartRun, RunHolding, Span, Stream, Turns
 
 __all__ = ["Decodes", "RunLeap"]
 
@@ -80,8 +86,8 @@ class Decodes:
 
     By slot: `num_due` decodes begin a page; `listing` contains the streams that list a part, in the order of admission;
     `given_bytes` are released by these and by streams whose parts become empty at once; `filling` contains the decodes
-    that fill a page that others may find. By group and slot: `num_listed` and `num_emptied` parts are released by such
-    streams.
+    that fill a page that others may find, and `telling` those that fill any, if there are events. By group and slot:
+    `num_listed` and `num_emptied` parts are released by such streams.
     """
 
     def __init__(self, memory: GroupMemory, page_size: int, account: RunAccount) -> None:
@@ -96,7 +102,15 @@ class Decodes:
         self.num_emptied = [[0] * page_size for _ in groups]
         self.filling: list[list[RunHolding]] = [[] for _ in range(page_size)]
         self.num_filling = 0
+        self.telling: list[list[RunHolding]] = [[] for _ in range(page_size)]
         self._account = account
+        self._events = account.events
+        self._num_told = 0
+        """The number of steps of the leap whose events are emitted."""
+        self._first_step = 0
+        self._starts_ns: Sequence[int] = ()
+        """The number of its first step, and when its steps start."""
+        self._of_tokens = [index for index, group in enumerate(groups) if not group.is_state]
         self._last_turns = Turns()
         self.keeps_all = memory.keeps == "all"
         """Whether all released parts are listed."""
@@ -126,6 +140,9 @@ class Decodes:
         if holding.content.num_known_pages > holding.num_named:
             self.num_filling += 1
             insort(self.filling[(-1 - base) % page_size], holding, key=_admission)
+            holding.fills_known = True
+        if self._events is not None:
+            insort(self.telling[(-1 - base) % page_size], holding, key=_admission)
         if is_settled:
             self.begin(holding)
 
@@ -142,6 +159,9 @@ class Decodes:
         if self.num_filling and holding in filling:
             self.num_filling -= 1
             filling.remove(holding)
+            holding.fills_known = False
+        if self._events is not None:
+            self.telling[(-1 - base) % page_size].remove(holding)
         self.stop_all(holding)
         ended: list[tuple[RunHolding, int]] = []
         if self.num_silent or keeps_parts:
@@ -185,14 +205,19 @@ class Decodes:
             self._expect(holding, index, first_step)
             return
         keeps, is_silent, end, is_whole = self.keeps_all, False, 0, True
+        tells = self._events is not None
+        if tells and not keeps:
+            self._expect(holding, index, first_step)
+            return
         for run in holding.held[index]:
             if run.end <= sink:
                 continue
             is_later = False if len(run.holders) == 1 else self._is_passed_later(run, holding)
-            if run.start < sink or is_later is None or (end and (run.is_kept != keeps or is_later != is_silent)):
+            is_odd = is_later is None or (tells and (is_later or not run.is_kept))
+            if run.start < sink or is_odd or (end and (run.is_kept != keeps or is_later != is_silent)):
                 is_whole = False
                 break
-            keeps, is_silent, end = run.is_kept, is_later, run.end
+            keeps, is_silent, end = run.is_kept, is_later is True, run.end
             if run.span is not None:
                 run.span.is_moving = True
         if not is_whole and end <= page + 1:
@@ -241,6 +266,8 @@ class Decodes:
         if stream is None:
             return
         self.catch_up(stream)
+        if self._events is not None and holding.given:
+            self._account.name_told(holding)
         holding.streams[index] = None
         stream.holding = ENDED
         if stream.is_silent:
@@ -315,10 +342,35 @@ class Decodes:
             found.sort(key=_place)
         return found
 
-    def fill_pages(self) -> None:
-        """Make the pages findable that decodes fill in this step and that others may find."""
-        for holding in self.filling[self.step % self.page_size]:
-            self._account.publish_to(holding, (holding.base + self.step + 1) // self.page_size)
+    def fill_pages(self, first: int = -1, end: int = NEVER) -> None:
+        """Make the pages findable that decodes fill in this step and that others may find.
+
+        With events, emit those of all pages that decodes fill, of the admissions from `first` up to `end`.
+        """
+        events, account, slot = self._events, self._account, self.step % self.page_size
+        if events is None:
+            for holding in self.filling[slot] if first < 0 else ():
+                account.publish_to(holding, (holding.base + self.step + 1) // self.page_size)
+            return
+        for holding in self.telling[slot]:
+            if first <= holding.admission < end:
+                num_full = (holding.base + self.step + 1) // self.page_size
+                if holding.fills_known:
+                    account.publish_to(holding, num_full)
+                else:
+                    events.filled(holding.content, self._of_tokens, num_full - 1)
+                holding.num_told = num_full
+
+    def _tell_passed(self, streams: Sequence[Stream]) -> None:
+        """Emit that the windows of `streams` pass a page at the end of this step."""
+        events = self._events
+        if events is None:
+            return
+        num_done = self.step + 2
+        for stream in streams:
+            holding, index = stream.holding, stream.group
+            page = (holding.base + num_done - self._lengths[index]) // self.page_size - 1
+            events.tell(PartsGivenBack(holding.content, page, page + 1, index))
 
     def end_step(self) -> None:
         """Let decodes release the parts that none of their later tokens attends to, in the order of admission."""
@@ -330,6 +382,7 @@ class Decodes:
         listing = self.listing[slot]
         if not odd:
             if listing:
+                self._tell_passed(listing)
                 self._turns().streams += listing
         else:
             place = 0
@@ -338,9 +391,12 @@ class Decodes:
                 while place < len(listing) and (listing[place].admission, listing[place].group) < (admission, index):
                     place += 1
                 if place > start:
+                    self._tell_passed(listing[start:place])
                     self._turns().streams += listing[start:place]
+                self._account.name_told(holding)
                 self._account.settle_group(holding, index, holding.base + self.step + 1)
             if place < len(listing):
+                self._tell_passed(listing[place:])
                 self._turns().streams += listing[place:]
         if self.given_bytes[slot]:
             for index in self.bounded:
@@ -380,15 +436,16 @@ class Decodes:
 
     # Leaps ---------------------------------------------------------------------------------------------------
 
-    def leap(self, most_steps: int, wanted_bytes: int) -> RunLeap:
+    def leap(self, most_steps: int, wanted_bytes: int, first_step: int = 0, starts_ns: Sequence[int] = ()) -> RunLeap:
         """Do up to `most_steps` steps; the first fits. The last is under way, and `end_step` must follow.
 
         It is one after which decodes lack memory before they release any; or, if a request waits for `wanted_bytes`,
         one after which these may be free when decodes have taken their pages, or a page becomes findable that the
-        request may find.
+        request may find. `first_step`, `starts_ns`: the numbers and times of the steps in events, as of Cache.leap.
         """
         account = self._account
         assert account.shared is None, "what other models do between steps is not known"
+        self._num_told, self._first_step, self._starts_ns = 0, first_step, starts_ns
         done = self._do(self.steps_to_odd(most_steps), wanted_bytes)
         while len(done.taken) < most_steps and self.is_odd:
             if account.wants is not None and account.wants.has_work:
@@ -422,6 +479,8 @@ class Decodes:
         """End the last step of `done`, which is odd."""
         account = self._account
         before = [(account.num_used[index], account.num_cached[index]) for index in self.bounded]
+        if self._events is not None:
+            self._events.tell(StepEnded(self._first_step + self._num_told - 1, self._starts_ns[self._num_told]))
         self.end_step()
         for place, index in enumerate(self.bounded):
             num_used, num_cached = before[place]
@@ -442,6 +501,8 @@ class Decodes:
         if not self.keeps_all:
             emptied = [_turned(self.num_emptied[index], slot, num_steps) for index in bounded]
         num_ended = num_steps - 1
+        if self._events is not None:
+            return RunLeap(taken, listed, emptied, self._pass_telling(taken, self._events))
         if self.num_filling:
             self._pass_and_fill(num_steps)
         else:
@@ -473,6 +534,46 @@ class Decodes:
             self.pass_steps(1)
             num_steps -= 1
         self.pass_steps(num_steps - 1)
+
+    def _pass_telling(self, taken: Sequence[int], events: RunEvents) -> list[int]:
+        """Let all but the last of steps pass that take so many pages each; return the evictions, as RunLeap has them.
+
+        Events are emitted in the order of steps. Steps without events may be omitted, except the last.
+        """
+        account, page_size, bounded, page_bytes = self._account, self.page_size, self.bounded, self._account.page_bytes
+        tell, listing, telling, offset = events.tell, self.listing, self.telling, self._num_told
+        first_step, starts_ns = self._first_step, self._starts_ns
+        last = offset + len(taken) - 1
+        evicted: list[int] = []
+        account.begin_evictions(evicted)
+        for num_due in taken:
+            slot = self.step % page_size
+            if num_due or offset == last or telling[slot]:
+                tell(StepStarted(first_step + offset, starts_ns[offset]))
+                if num_due * page_bytes <= account.empty_bytes:
+                    account.note_pages_taken(num_due)
+                else:
+                    for _ in range(num_due):
+                        if page_bytes > account.empty_bytes:
+                            account.evict(page_bytes)
+                        account.note_pages_taken(1)
+                if telling[slot]:
+                    self.fill_pages()
+            if offset == last:
+                break
+            passed = listing[slot]
+            if passed:
+                tell(StepEnded(first_step + offset, starts_ns[offset + 1]))
+                self._tell_passed(passed)
+                self._turns().streams += passed
+                for index in bounded:
+                    if count := self.num_listed[index][slot]:
+                        account.note_cached(index, count)
+            self.step += 1
+            offset += 1
+        account.end_evictions()
+        self._num_told = last + 1
+        return evicted
 
     def _num_certain(self, slot: int, num_steps: int, wanted_bytes: int) -> int:
         """Return after how many of the next `num_steps` steps the leap ends."""

@@ -94,7 +94,8 @@ class GroupPages(Cache):
 
     `with_ids`: blocks have ids. `tell` receives events of parts. With either, every page of a decode is findable as
     soon as it is full. Otherwise the cache follows decodes itself: it knows the steps in which they take and release
-    pages, and can leap over them. `num_below`: the number of tiers that have parts as well; `watches_list`: the first
+    pages, and can leap over them. `leaps_told`: it does so with `tell` as well, unless tiers below or states by page
+    need names of pages at once. `num_below`: the number of tiers that have parts as well; `watches_list`: the first
     examines the parts that are evicted next, so the cache follows no decodes. `eviction_order`: chooses the next run to
     evict, and is notified of each release, so the cache follows no decodes either; without it, the least recently
     released run is evicted next. `at_branches`: as of RunCache. `plans_ahead`: decodes release and publish a step
@@ -126,6 +127,7 @@ class GroupPages(Cache):
         eviction_order: EvictionOrder | None = None,
         at_branches: bool = False,
         plans_ahead: bool = False,
+        leaps_told: bool = False,
     ) -> None:
         ids = IdPool(num_blocks) if with_ids else None
         pool = CountPool(num_blocks) if ids is None else ids
@@ -158,7 +160,9 @@ class GroupPages(Cache):
         """Total of blocks returned by `give` since the beginning."""
         self.keeps_time = self.parts.note_request is not None
         is_watched = watches_list or eviction_order is not None
-        self.names_decodes = self.publishes_all = with_ids or tell is not None or is_watched or plans_ahead
+        is_named = tell is not None and (not leaps_told or num_below > 0 or memory.has_states_by_page)
+        self.names_decodes = with_ids or is_named or is_watched or plans_ahead
+        self.publishes_all = self.names_decodes or tell is not None
         if not self.names_decodes:
             self.follows_decodes = True
             self.take_pages = self._take_pages
@@ -357,7 +361,12 @@ class GroupPages(Cache):
 
     def _take_pages(self, num_due: int) -> None:
         """Take the parts of `num_due` pages that decodes begin; they must be free."""
-        self.parts.take_pages(num_due)
+        parts = self.parts
+        if parts.events is None:
+            parts.take_pages(num_due)
+        else:
+            for _ in range(num_due):  # each evicts for itself
+                parts.take_pages(1)
         self.count()
 
     def start_decoding(self, holding: Holding, admission: int, *, is_settled: bool = True) -> None:
@@ -372,9 +381,9 @@ class GroupPages(Cache):
             self.parts.decodes.leave(parts, keeps_parts=True)
             parts.num_taken = num_pages
 
-    def publish_due(self) -> None:
-        """Make the pages findable that decodes fill in this step and that others may find."""
-        self.parts.decodes.fill_pages()
+    def publish_due(self, first: int, end: int) -> None:
+        """Make the pages findable that decodes fill in this step, by Decodes.fill_pages."""
+        self.parts.decodes.fill_pages(first, end)
         self.num_published = self.parts.num_published
 
     def fills_known_page(self) -> bool:
@@ -390,9 +399,9 @@ class GroupPages(Cache):
         """End the step, but postpone the releases of `holdings` until `settle` is called for each."""
         self.parts.decodes.put_off([cast(PartHolding, holding).parts for holding in holdings])
 
-    def leap(self, most_steps: int, num_wanted: int) -> Leap:
+    def leap(self, most_steps: int, num_wanted: int, first_step: int, starts_ns: Sequence[int]) -> Leap:
         """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, by Decodes.leap."""
-        done = self.parts.decodes.leap(most_steps, num_wanted)
+        done = self.parts.decodes.leap(most_steps, num_wanted, first_step, starts_ns)
         self.count()
         return Leap(done.taken, PartsMoved(done.listed, done.emptied, done.evicted))
 

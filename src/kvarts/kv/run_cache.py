@@ -17,7 +17,7 @@ from kvarts.kv.decodes import Decodes
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import IdPool, PageError, PageId
-from kvarts.kv.runs import NEVER, Listed, PartRun, RunHolding, RunMatch, Span, Spot
+from kvarts.kv.runs import NEVER, Listed, PartRun, RunHolding, RunMatch, Span, Spot, Stream
 from kvarts.kv.span_tree import SpanTree
 
 __all__ = ["RunCache"]
@@ -100,6 +100,29 @@ class RunCache(RunAccount):
     def disturb(self, run: PartRun) -> None:
         """Make the releases of decodes that hold `run` odd."""
         self.decodes.disturb(run)
+
+    def emit_gone(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
+        """Emit that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
+        span = run.span
+        assert self.events is not None and span is not None
+        if span.is_moving and len(span.parts[run.group]) > 1:
+            self.decodes.look(span)  # its copies may be out of date
+        self.events.goes(run, start, end, is_dropped=is_dropped)
+
+    def emit_turn(self, stream: Stream) -> None:
+        """Emit that the page of `stream` that is evicted next is evicted."""
+        if stream.last == NEVER:
+            self.decodes.catch_up(stream)
+        run = stream.runs[0]
+        if run.span is None:
+            self.name_told(stream.holding)
+            run = stream.runs[0]
+        self.emit_gone(run, stream.low, stream.low + 1, is_dropped=False)
+
+    def name_told(self, holding: RunHolding) -> None:
+        """Make the pages of `holding` findable of which the events were emitted before."""
+        if holding.num_told > holding.num_named:
+            self.publish_to(holding, holding.num_told)
 
     def lost_holder(self, run: PartRun) -> None:
         """Reserve the place of `run` in the list if only stores hold it now.
@@ -223,6 +246,7 @@ class RunCache(RunAccount):
         `num_in_flight`: the last tokens before it, which attend to their parts in windows and chunks as well.
         """
         holding.num_tokens = num_tokens
+        self.name_told(holding)
         for index in self._less:
             self.settle_group(holding, index, num_tokens if self._is_state[index] else num_tokens - num_in_flight)
         if holding.is_decoding:
@@ -467,11 +491,11 @@ class RunCache(RunAccount):
         spans = self.tree.extend(holding, end)
         if holding.given:
             for given in holding.given:
-                self._place(given, spans, holding.content)
+                self._place(given, spans, holding.content, holding.num_told)
             holding.given = []
         events, has_ids, sinks, first_new = self.events, self.blocks is not None, self.tree.sinks, self.tree.first_new
         ids: list[PageId] | None = None
-        first_open = holding.first_open
+        first_open, num_told = holding.first_open, holding.num_told
         all_held, all_kept, streams = holding.held, self._kept, holding.streams
         for index in self._of_tokens:
             held, kept, first = all_held[index], all_kept[index], first_open[index]
@@ -481,11 +505,12 @@ class RunCache(RunAccount):
                     continue
                 begin = first if first > span_start else span_start
                 siblings = span.parts[index]
-                if events is not None:
-                    if begin >= first_new:
-                        events.came_new(holding.content, index, span, begin, stop)
+                if events is not None and stop > num_told:
+                    untold = begin if begin > num_told else num_told
+                    if untold >= first_new:
+                        events.came_new(holding.content, index, span, untold, stop)
                     else:
-                        events.came(holding.content, index, span, begin, stop)
+                        events.came(holding.content, index, span, untold, stop)
                 if has_ids:
                     at = (stop - begin) * self.part_blocks[index]
                     ids = holding.open_ids[index][:at]
@@ -506,16 +531,16 @@ class RunCache(RunAccount):
                 held.append(run)
                 if streams[index] is not None:
                     span.is_moving = True
-        if events is not None:
+        if events is not None and end > num_told:
             events.told()
         if self.wants is not None and start < (known_end := min(end, holding.content.num_known_pages)):
             for index in self._whole:
                 self.wants.complete(holding.content, index, start, known_end)
 
-    def _place(self, run: PartRun, spans: Sequence[tuple[Span, int, int]], content: Content) -> None:
+    def _place(self, run: PartRun, spans: Sequence[tuple[Span, int, int]], content: Content, num_told: int = 0) -> None:
         """Make `run` of a sequence with `content` findable; `spans` cover its pages, each those up to its last number.
 
-        Pages that its stream has evicted are left out.
+        Pages that its stream has evicted are left out. The events of its first `num_told` pages were emitted before.
         """
         stream = run.stream
         if stream is not None and not stream.trim(run):
@@ -526,7 +551,7 @@ class RunCache(RunAccount):
             if run.start >= end:
                 continue
             piece = run if run.end <= end else run.split(end)
-            if self.events is not None:
+            if self.events is not None and piece.start >= num_told:
                 self.events.came(content, run.group, span, piece.start, piece.end)
             piece.span = span
             span.parts[run.group].append(piece)

@@ -229,6 +229,10 @@ class PartCounts:
         """Emit that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
         raise NotImplementedError
 
+    def emit_turn(self, stream: Stream) -> None:
+        """Emit that the page of `stream` that is evicted next is evicted."""
+        raise NotImplementedError
+
 
 class PartRun(Listed):
     """The parts of pages [start, end) in one group; a snapshot of states belongs to the last page before it.
@@ -605,10 +609,12 @@ class RunHolding:
     listed runs that cannot be found yet. Where blocks have ids: `open_ids`, the ids of the parts from `first_open` on,
     and `state_ids`, those of its states, by group; `snapshots`, copies of states to make in this step, each with the
     number of tokens before it. `swapped_tokens`: if not 0, it is about to be closed after so many tokens, and its state
-    is kept for its own request.
+    is kept for its own request. `num_told`: the pages, from the first on, of which the events were emitted before they
+    became findable: no other sequence can find them.
 
     For a decode: `base` plus the number of steps done is the number of computed tokens, `admission` its place among the
-    decodes, `streams` and `odd_steps` the state of each group's releases (Decodes).
+    decodes, `streams` and `odd_steps` the state of each group's releases (Decodes). `fills_known`: others may find the
+    pages that it fills.
     """
 
     __slots__ = (
@@ -616,6 +622,7 @@ class RunHolding:
         "base",
         "branch",
         "content",
+        "fills_known",
         "first_open",
         "given",
         "has_decoded",
@@ -628,6 +635,7 @@ class RunHolding:
         "num_states",
         "num_taken",
         "num_tokens",
+        "num_told",
         "odd_steps",
         "open_ids",
         "snapshots",
@@ -651,6 +659,8 @@ class RunHolding:
         self.snapshots: list[tuple[int, PartRun]] = []
         self.is_open = True
         self.is_decoding = False
+        self.num_told = 0
+        self.fills_known = False
         self.has_decoded = False
         """Whether it has decoded: no prompt ends where its chunks do."""
         self.base = 0
@@ -787,6 +797,8 @@ class Turns(Listed):
         """Evict the pages of its first turns until these have `missing_bytes` or all turns are evicted."""
         streams, at, gone_bytes = self.streams, self.at, 0
         end = len(streams)
+        if account.emits:
+            return self._eat_one_by_one(account, missing_bytes)
         while gone_bytes < missing_bytes and at < end:
             index = streams[at].group
             part_bytes = account.part_bytes[index]
@@ -813,13 +825,41 @@ class Turns(Listed):
                             stream.set_gate()
             gone_bytes += count * part_bytes
             account.note_evicted(index, count)
-        if at == end:
+        self._end_at(at)
+        return gone_bytes
+
+    def _eat_one_by_one(self, account: PartCounts, missing_bytes: int) -> int:
+        """Do the same, and emit each page before its stream loses it."""
+        streams, at, gone_bytes, count, index = self.streams, self.at, 0, 0, 0
+        while gone_bytes < missing_bytes and at < len(streams):
+            stream = streams[at]
+            at += 1
+            page = stream.low
+            if not (stream.holes and stream.is_hole(page)):
+                account.emit_turn(stream)
+                if count and stream.group != index:
+                    account.note_evicted(index, count)
+                    count = 0
+                index = stream.group
+                count += 1
+                gone_bytes += account.part_bytes[index]
+            stream.low = page + 1
+            if page + 1 >= stream.gate:
+                stream.set_gate()
+        if count:
+            account.note_evicted(index, count)
+        self._end_at(at)
+        return gone_bytes
+
+    def _end_at(self, at: int) -> None:
+        """Record that the turns before `at` are evicted."""
+        streams = self.streams
+        if at == len(streams):
             self.unlist()
         elif at > MOST_EATEN:
             del streams[:at]
             at = 0
         self.at = at
-        return gone_bytes
 
 
 def first_list(place: int, num_groups: int) -> int:

@@ -108,7 +108,13 @@ class JournalWriter:
     def observe(self, events: Sequence[Event]) -> None:
         """Write a line for each of `events` that belongs in a journal."""
         lines: list[Line] = []
+        t_ms = self._time_ns / NS_PER_MS
         for event in events:
+            of_pages = _PAGE_MAKERS.get(type(event))
+            if of_pages is not None:  # by far the most
+                lines.append(of_pages(event, self._num_lines, self._step, t_ms))
+                self._num_lines += 1
+                continue
             if isinstance(event, (StoreStarted, TransferEnded)):
                 for each in self._lines(event):
                     lines.append(each)
@@ -116,6 +122,7 @@ class JournalWriter:
             elif (line := self._line(event)) is not None:
                 lines.append(line)
                 self._num_lines += 1
+            t_ms = self._time_ns / NS_PER_MS
         if lines:
             self._write(self._encoder.encode_lines(lines))
 
@@ -164,9 +171,6 @@ class JournalWriter:
             )
 
     def _line(self, event: Event) -> Line | None:
-        of_pages = _PAGE_MAKERS.get(type(event))
-        if of_pages is not None:
-            return of_pages(event, self._num_lines, self._step, self._time_ns / NS_PER_MS)
         make = _MAKERS.get(type(event))
         if make is not None:
             return make(self, event, {"n": self._num_lines, "step": self._step, "t_ms": self._time_ns / NS_PER_MS})

@@ -394,8 +394,7 @@ class Prefill:
         wheel, cache, batch, lag = self._running.wheel, self._cache, self._batch, self._running.lag
         if cache.follows_decodes:
             assert num_steps == 1, "the cache does what a leap fills"
-            if first < 0:
-                cache.publish_due()
+            cache.publish_due(first, end)
             return
         filling = wheel.completing_page(num_steps, lag)
         if first >= 0 or end < MOST_COUNT:

@@ -589,15 +589,17 @@ class Scheduler:
             return 0
         return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head, self._least_wanted)
 
-    def advance(self, num_steps: int, *, is_taken: bool = False) -> Leap:
+    def advance(self, num_steps: int, *, is_taken: bool = False, starts_ns: Sequence[int] = ()) -> Leap:
         """Do `num_steps` of the steps that `horizon` promised, or fewer if memory ends the leap earlier.
 
         `commit_leap` must follow. `is_taken`: the pages were taken before, in the order of the turns of several models.
+        `starts_ns`: when the steps start, for a cache that follows decodes and a reader of events of pages.
         """
         cache = self.cache
         if cache.follows_decodes:
             is_lacking = self.waiting.num_waiting and self.blocked is FOR_PAGES
-            return cache.leap(num_steps, self._least_wanted - self.pages.num_lent() if is_lacking else 0)
+            num_wanted = self._least_wanted - self.pages.num_lent() if is_lacking else 0
+            return cache.leap(num_steps, num_wanted, self.wheel.step, starts_ns)
         due = self.wheel.pages_due_in(num_steps)
         if due.total and not is_taken:
             assert not cache.has_page_ids, "page ids are handed out one step at a time"

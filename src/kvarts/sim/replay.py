@@ -426,5 +426,6 @@ def _open(config: ReplayConfig, readers: Sequence[EventReader], executor: Virtua
         plans_ahead=config.async_scheduling and config.profile == "default",
         finds_prefixes=not config.no_prefix_caching,
         step_ns=config.cost_model.step_ns,
+        leaps_told=not config.step_by_step,
     )
     return Replica(engine, executor, step_by_step=config.step_by_step, plans_ahead=config.async_scheduling)

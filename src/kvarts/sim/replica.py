@@ -5,6 +5,7 @@ The events of a leap are the same as if its steps had been done one by one.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Final
 
 import msgspec
@@ -34,6 +35,8 @@ __all__ = ["NEVER_NS", "Joining", "Replica", "tell_by_step"]
 
 FAR_NS: Final = 1_000_000_000
 """A useful distance to look ahead for ends: requests arrive more often than that."""
+NO_TIMES: Final[list[int]] = []
+"""The starts of steps whose events need none."""
 MOST_STEPS: Final = 1 << 16
 """The most steps of a leap: bounds the memory of its event."""
 
@@ -402,8 +405,12 @@ class Replica:
         num_used, num_cached, num_released = cache.num_used, cache.num_cached, cache.num_released
         side_counts = scheduler.side_counts() if scheduler.has_sides else ()
         num_empty = cache.pool.num_empty
-        mark = 0 if log.tell_details is None else log.mark
-        done = scheduler.advance(times.num_steps)
+        mark, starts_ns = 0, NO_TIMES
+        if log.tell_details is not None:
+            mark = log.mark
+            if cache.follows_decodes:
+                starts_ns = list(accumulate(times.for_event, initial=now_ns))
+        done = scheduler.advance(times.num_steps, starts_ns=starts_ns)
         pages_taken = done.taken
         num_steps = len(pages_taken)
         times.keep(num_steps)
@@ -412,7 +419,7 @@ class Replica:
             raise TooLateError
         self._last_decode_ns = times.last_ns or 1
         durations_ns = times.for_event
-        if log.tell_details is not None:
+        if log.tell_details is not None and not cache.follows_decodes:
             last_ns = end_ns - times.last_ns
             happened = log.take_from(mark)
             for event in tell_by_step(happened, wheel.step, now_ns, last_ns, durations_ns, pages_taken, num_empty):
