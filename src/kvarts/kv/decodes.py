@@ -146,6 +146,8 @@ class Decodes:
         ended: list[tuple[RunHolding, int]] = []
         if self.num_silent or keeps_parts:
             for index in self.bounded:
+                if self.num_silent:
+                    self.catch_up_others(holding, index)
                 for run in tuple(holding.held[index]):
                     if keeps_parts:
                         self.disturb(run, stops=True)
@@ -541,14 +543,17 @@ class Decodes:
                 passed.holders.remove(holding)
                 passed.is_passed = True
             return
-        if self.num_silent:
-            self.catch_up_others(holding, index, page)
         while at < page and place < len(held):
             run = held[place]
             end = run.end
             if end <= page:
                 del held[place]
-                run.holders.clear()
+                holders = run.holders
+                if len(holders) > 1:  # silent streams, which have passed it as well
+                    for other in holders:
+                        if other is not holding:
+                            other.held[index].remove(run)
+                holders.clear()
             else:
                 end = page
                 run.start = page
@@ -560,18 +565,40 @@ class Decodes:
         stream.high = page
         stream.set_gate()
 
-    def catch_up_others(self, holding: RunHolding, index: int, page: int) -> None:
-        """Bring silent streams up to date that hold pages before `page` with `holding`."""
-        held = holding.held[index]
+    def end_holds(self, holding: RunHolding, index: int, page: int) -> None:
+        """Let silent streams give up pages before `page`, which `holding` is about to release, if they passed these.
+
+        A run is split at `page` if it reaches beyond. Streams that have not come as far hold their pages on.
+        """
+        held, sink, lag = holding.held[index], self._sinks[index], self._lags[index]
+        first_base = page * self.page_size + lag - self.step
         place = 0
         while place < len(held) and held[place].start < page:
-            holders = held[place].holders
-            if len(holders) > 1:
-                for other in tuple(holders):
+            run = held[place]
+            place += 1
+            if len(run.holders) == 1 or run.end <= sink:
+                continue
+            for other in run.holders.copy():
+                stream = other.streams[index]
+                if stream is None or not stream.is_silent or other is holding or other.base < first_base:
+                    continue
+                if run.start < sink:
+                    run.split(sink)
+                    place += 1
+                if run.end > page:
+                    run = run.split(page)
+                other.held[index].remove(run)
+                run.holders.remove(other)
+                run.is_passed = True
+
+    def catch_up_others(self, holding: RunHolding, index: int) -> None:
+        """Bring silent streams up to date that hold pages with `holding`."""
+        for run in tuple(holding.held[index]):
+            if len(run.holders) > 1:
+                for other in run.holders.copy():
                     stream = other.streams[index]
                     if stream is not None and stream.is_silent and other is not holding:
                         self.catch_up(stream)
-            place += 1
 
     def _give(self, stream: Stream, run: PartRun | None, start: int, end: int) -> None:
         """Move pages [start, end) of `run` to `stream`; if they reach its end, nothing holds the run any more.
@@ -615,7 +642,7 @@ class Decodes:
                 for holding in tuple(run.holders):
                     of_holder = holding.streams[index]
                     if of_holder is not None:
-                        if of_holder.seen != self.step:
+                        if of_holder.seen != self.step and not of_holder.is_silent:
                             self.catch_up(of_holder)
                         span.is_moving = True
                 stream = run.stream

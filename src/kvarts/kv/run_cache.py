@@ -17,7 +17,7 @@ from kvarts.kv.decodes import Decodes
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import IdPool, PageError, PageId
-from kvarts.kv.runs import NEVER, Listed, PartRun, RunHolding, RunMatch, Span, Spot
+from kvarts.kv.runs import Listed, PartRun, RunHolding, RunMatch, Span, Spot
 from kvarts.kv.span_tree import SpanTree
 
 __all__ = ["RunCache"]
@@ -242,7 +242,7 @@ class RunCache(RunAccount):
         if not first:
             return
         if self.decodes.num_silent:
-            self.decodes.catch_up_others(holding, index, first)
+            self.decodes.end_holds(holding, index, first)
         if not (first and (holding.first_open[index] < first or (held and held[0].start < first))):
             return
         at = 0
@@ -369,7 +369,7 @@ class RunCache(RunAccount):
         for index, runs in enumerate(holding.held):
             count = self._num_private(holding, index)
             if held is not None and self.decodes.num_silent:
-                self.decodes.catch_up_others(holding, index, NEVER)
+                self.decodes.catch_up_others(holding, index)
             for run in runs:
                 if held is not None:
                     held[id(run)] = held.get(id(run), 0) + 1
