@@ -565,31 +565,24 @@ class Decodes:
         stream.high = page
         stream.set_gate()
 
-    def end_holds(self, holding: RunHolding, index: int, page: int) -> None:
-        """Let silent streams give up pages before `page`, which `holding` is about to release, if they passed these.
+    def end_holds(self, run: PartRun, holding: RunHolding, page: int) -> None:
+        """Let silent streams give up pages of `run` before `page`, which `holding` is about to release.
 
-        A run is split at `page` if it reaches beyond. Streams that have not come as far hold their pages on.
+        The run is split at `page` if it reaches beyond. Streams that have not passed all these pages hold them on.
         """
-        held, sink, lag = holding.held[index], self._sinks[index], self._lags[index]
-        first_base = page * self.page_size + lag - self.step
-        place = 0
-        while place < len(held) and held[place].start < page:
-            run = held[place]
-            place += 1
-            if len(run.holders) == 1 or run.end <= sink:
+        index = run.group
+        first_base = page * self.page_size + self._lags[index] - self.step
+        for other in run.holders.copy():
+            if other.base < first_base or other is holding:
                 continue
-            for other in run.holders.copy():
-                stream = other.streams[index]
-                if stream is None or not stream.is_silent or other is holding or other.base < first_base:
-                    continue
-                if run.start < sink:
-                    run.split(sink)
-                    place += 1
-                if run.end > page:
-                    run = run.split(page)
-                other.held[index].remove(run)
-                run.holders.remove(other)
-                run.is_passed = True
+            stream = other.streams[index]
+            if stream is None or not stream.is_silent:
+                continue
+            if run.end > page:
+                run = run.split(page)
+            other.held[index].remove(run)
+            run.holders.remove(other)
+            run.is_passed = True
 
     def catch_up_others(self, holding: RunHolding, index: int) -> None:
         """Bring silent streams up to date that hold pages with `holding`."""
@@ -635,22 +628,31 @@ class Decodes:
         stream.add(piece)
 
     def look(self, span: Span) -> None:
-        """Bring the runs of `span` up to date with the last step."""
-        span.is_moving = False
+        """Bring the runs of `span` up to date with the last step; only silent streams may hold what they passed.
+
+        Another decode holds that as well.
+        """
+        is_moving = False
+        late: list[Stream] = []
+        for index in self.bounded:
+            for run in span.parts[index]:
+                for holding in run.holders:
+                    stream = holding.streams[index]
+                    if stream is not None:
+                        is_moving = True
+                        if stream.seen != self.step and not stream.is_silent:
+                            late.append(stream)
+        for stream in late:
+            self.catch_up(stream)
         for index in self.bounded:
             for run in tuple(span.parts[index]):
-                for holding in tuple(run.holders):
-                    of_holder = holding.streams[index]
-                    if of_holder is not None:
-                        if of_holder.seen != self.step and not of_holder.is_silent:
-                            self.catch_up(of_holder)
-                        span.is_moving = True
-                stream = run.stream
-                if stream is not None and not stream.trim(run):
-                    stream.drop(run)
-            for run in span.parts[index]:
-                if run.stream is not None:
-                    span.is_moving = True
+                of_run = run.stream
+                if of_run is not None:
+                    if of_run.trim(run):
+                        is_moving = True
+                    else:
+                        of_run.drop(run)
+        span.is_moving = is_moving
 
 
 def _turned(by_slot: list[T], slot: int, num_steps: int) -> list[T]:

@@ -547,7 +547,7 @@ def _covered_from(index: int, spans: list[Span], end: int, first: int) -> int:
         is_found = True
         while is_found and page > first:
             is_found = False
-            for run in runs:
+            for run in reversed(runs):
                 if run.start < page <= run.end:
                     page, is_found = run.start, True
         if page > span.start or page <= first:
