@@ -361,13 +361,16 @@ class RunAccount(PartCounts):
             order.pinned(listed, path)
             for run in listed:
                 run.leave_order()
-        is_bounded, is_transfer = self.is_bounded, holding.is_transfer
+        if not path:
+            return
+        index, is_transfer = path[0].group, holding.is_transfer
+        is_bounded, held = self.is_bounded[index], holding.held[index]
         for run in path:  # `hold`, inlined: this runs for every request
-            index, holders = run.group, run.holders
+            holders = run.holders
             if holders:
                 if run.spot is not None and not is_transfer:
                     run.leave_spot()
-                if is_bounded[index]:
+                if is_bounded:
                     self.disturb(run)
             else:
                 if run.stream is None:
@@ -375,8 +378,8 @@ class RunAccount(PartCounts):
                 else:
                     run.stream.take_out(run)
                 self.note_used(index, run.end - run.start)
-            run.holders.append(holding)
-            holding.held[index].append(run)
+            holders.append(holding)
+            held.append(run)
 
     def settle_group(self, holding: RunHolding, index: int, num_tokens: int) -> None:
         """Release the parts of a group that no token from `num_tokens` on attends to."""
