@@ -53,6 +53,7 @@ class RunAccount(PartCounts):
         "eviction_order",
         "note_request",
         "now_ns",
+        "only_counts",
         "promised_bytes",
         "reads_ranges",
         "ring",
@@ -75,6 +76,8 @@ class RunAccount(PartCounts):
         self.events = events
         self.emits = events is not None
         self.eviction_order = eviction_order
+        self.only_counts = blocks is None and events is None and eviction_order is None
+        """Whether a released run only becomes the youngest of its list, since no order or reader has to know."""
         self.note_request = noter_of(eviction_order)
         self.reads_ranges = self.note_request is not None and ranges_read_by(eviction_order)
         self.wants: Wants | None = None
@@ -209,10 +212,12 @@ class RunAccount(PartCounts):
         """Take the parts of `count` pages in every group that keeps tokens."""
         num_bytes = count * self.page_bytes
         if self.empty_bytes < num_bytes:
-            if self.shared is None:
-                self.evict(num_bytes)
-            else:
+            if self.shared is not None:
                 self.shared.make_room(num_bytes)
+            elif self.only_counts and not self.emits:
+                self._evict_counted(num_bytes)
+            else:
+                self.evict(num_bytes)
         self.empty_bytes -= num_bytes
         num_used = self.num_used
         for index in self._of_tokens:
@@ -241,7 +246,7 @@ class RunAccount(PartCounts):
 
     def evict(self, num_bytes: int) -> None:
         """Evict parts until `num_bytes` bytes are empty; that many are empty or cached here."""
-        if not self.emits and self.blocks is None and self.eviction_order is None:
+        if self.only_counts and not self.emits:
             self._evict_counted(num_bytes)
             return
         oldest = self.ring.newer
@@ -273,17 +278,14 @@ class RunAccount(PartCounts):
                 continue
             index = oldest.group
             size = part_bytes[index]
-            end = oldest.end
-            count = end - oldest.start
-            if count * size > missing_bytes:
-                num_enough = -(-missing_bytes // size)
-                if num_enough < count:
-                    count = num_enough
-                    oldest.end = end - count
-            if oldest.end == end:
+            count = oldest.end - oldest.start
+            if (count - 1) * size >= missing_bytes:
+                count = -(-missing_bytes // size)
+                oldest.end -= count
+            else:
                 newer = oldest.newer
                 oldest.older = oldest.newer = None
-                oldest.start = end
+                oldest.start = oldest.end
                 span = oldest.span
                 if span is not None:  # `forget`, inlined
                     oldest.span = None
@@ -367,13 +369,16 @@ class RunAccount(PartCounts):
             order.pinned(listed, path)
             for run in listed:
                 run.leave_order()
-        is_bounded, is_transfer = self.is_bounded, holding.is_transfer
+        if not path:
+            return
+        index, is_transfer = path[0].group, holding.is_transfer
+        is_bounded, held = self.is_bounded[index], holding.held[index]
         for run in path:  # `hold`, inlined: this runs for every request
-            index, holders = run.group, run.holders
+            holders = run.holders
             if holders:
                 if run.spot is not None and not is_transfer:
                     run.leave_spot()
-                if is_bounded[index]:
+                if is_bounded:
                     self.disturb(run)
             else:
                 if run.stream is None:
@@ -381,8 +386,8 @@ class RunAccount(PartCounts):
                 else:
                     run.stream.take_out(run)
                 self.note_used(index, run.end - run.start)
-            run.holders.append(holding)
-            holding.held[index].append(run)
+            holders.append(holding)
+            held.append(run)
 
     def settle_group(self, holding: RunHolding, index: int, num_tokens: int) -> None:
         """Release the parts of a group that no token from `num_tokens` on attends to."""

@@ -166,6 +166,8 @@ class Decodes:
         ended: list[tuple[RunHolding, int]] = []
         if self.num_silent or keeps_parts:
             for index in self.bounded:
+                if self.num_silent:
+                    self.catch_up_others(holding, index)
                 for run in tuple(holding.held[index]):
                     if keeps_parts:
                         self.disturb(run, stops=True)
@@ -642,14 +644,17 @@ class Decodes:
                 passed.holders.remove(holding)
                 passed.is_passed = True
             return
-        if self.num_silent:
-            self.catch_up_others(holding, index, page)
         while at < page and place < len(held):
             run = held[place]
             end = run.end
             if end <= page:
                 del held[place]
-                run.holders.clear()
+                holders = run.holders
+                if len(holders) > 1:  # silent streams, which have passed it as well
+                    for other in holders:
+                        if other is not holding:
+                            other.held[index].remove(run)
+                holders.clear()
             else:
                 end = page
                 run.start = page
@@ -661,18 +666,33 @@ class Decodes:
         stream.high = page
         stream.set_gate()
 
-    def catch_up_others(self, holding: RunHolding, index: int, page: int) -> None:
-        """Bring silent streams up to date that hold pages before `page` with `holding`."""
-        held = holding.held[index]
-        place = 0
-        while place < len(held) and held[place].start < page:
-            holders = held[place].holders
-            if len(holders) > 1:
-                for other in tuple(holders):
+    def end_holds(self, run: PartRun, holding: RunHolding, page: int) -> None:
+        """Let silent streams give up pages of `run` before `page`, which `holding` is about to release.
+
+        The run is split at `page` if it reaches beyond. Streams that have not passed all these pages hold them on.
+        """
+        index = run.group
+        first_base = page * self.page_size + self._lags[index] - self.step
+        for other in run.holders.copy():
+            if other.base < first_base or other is holding:
+                continue
+            stream = other.streams[index]
+            if stream is None or not stream.is_silent:
+                continue
+            if run.end > page:
+                run = run.split(page)
+            other.held[index].remove(run)
+            run.holders.remove(other)
+            run.is_passed = True
+
+    def catch_up_others(self, holding: RunHolding, index: int) -> None:
+        """Bring silent streams up to date that hold pages with `holding`."""
+        for run in tuple(holding.held[index]):
+            if len(run.holders) > 1:
+                for other in run.holders.copy():
                     stream = other.streams[index]
                     if stream is not None and stream.is_silent and other is not holding:
                         self.catch_up(stream)
-            place += 1
 
     def _give(self, stream: Stream, run: PartRun | None, start: int, end: int) -> None:
         """Move pages [start, end) of `run` to `stream`; if they reach its end, nothing holds the run any more.
@@ -709,22 +729,31 @@ class Decodes:
         stream.add(piece)
 
     def look(self, span: Span) -> None:
-        """Bring the runs of `span` up to date with the last step."""
-        span.is_moving = False
+        """Bring the runs of `span` up to date with the last step; only silent streams may hold what they passed.
+
+        Another decode holds that as well.
+        """
+        is_moving = False
+        late: list[Stream] = []
+        for index in self.bounded:
+            for run in span.parts[index]:
+                for holding in run.holders:
+                    stream = holding.streams[index]
+                    if stream is not None:
+                        is_moving = True
+                        if stream.seen != self.step and not stream.is_silent:
+                            late.append(stream)
+        for stream in late:
+            self.catch_up(stream)
         for index in self.bounded:
             for run in tuple(span.parts[index]):
-                for holding in tuple(run.holders):
-                    of_holder = holding.streams[index]
-                    if of_holder is not None:
-                        if of_holder.seen != self.step:
-                            self.catch_up(of_holder)
-                        span.is_moving = True
-                stream = run.stream
-                if stream is not None and not stream.trim(run):
-                    stream.drop(run)
-            for run in span.parts[index]:
-                if run.stream is not None:
-                    span.is_moving = True
+                of_run = run.stream
+                if of_run is not None:
+                    if of_run.trim(run):
+                        is_moving = True
+                    else:
+                        of_run.drop(run)
+        span.is_moving = is_moving
 
 
 def _turned(by_slot: list[T], slot: int, num_steps: int) -> list[T]:

@@ -38,7 +38,6 @@ class RunCache(RunAccount):
         "_keeps_all",
         "_kept",
         "_less",
-        "_lists_plainly",
         "_of_states",
         "_whole",
         "computed",
@@ -67,8 +66,6 @@ class RunCache(RunAccount):
         self.num_published = 0
         """The number of times that parts of known tokens, findable by others, were published since the beginning."""
         self.decodes = Decodes(memory, page_size, self)
-        self._lists_plainly = blocks is None and events is None and eviction_order is None
-        """Whether a released run only becomes the youngest of its list, since no order or reader has to know."""
         self._keeps_all = memory.keeps == "all"
         self._is_state = [group.is_state for group in groups]
         self._kept = [self._keeps_all or not group.is_bounded for group in groups]
@@ -265,11 +262,9 @@ class RunCache(RunAccount):
         sink, first = self.tree.needed(index, num_tokens)
         if not first:
             return
-        if self.decodes.num_silent:
-            self.decodes.catch_up_others(holding, index, first)
-        if not (first and (holding.first_open[index] < first or (held and held[0].start < first))):
+        if not (holding.first_open[index] < first or (held and held[0].start < first)):
             return
-        at = 0
+        has_silent, at = self.decodes.num_silent > 0, 0
         given: list[PartRun] = []
         while at < len(held) and held[at].start < first:
             run = held[at]
@@ -280,8 +275,11 @@ class RunCache(RunAccount):
                 run.split(sink)
                 at += 1
                 continue
+            if has_silent and len(run.holders) > 1:
+                self.decodes.end_holds(run, holding, first)
+                run = held[at]
             if run.end > first:
-                if given or not (self._lists_plainly and run.is_kept and run.is_private):
+                if given or not (self.only_counts and run.is_kept and run.is_private):
                     given.append(run.give_head(first, holding))
                     break
                 head = run.split_off(first, [])  # as `release` does: this runs for every chunk
@@ -393,7 +391,7 @@ class RunCache(RunAccount):
         for index, runs in enumerate(holding.held):
             count = self._num_private(holding, index)
             if held is not None and self.decodes.num_silent:
-                self.decodes.catch_up_others(holding, index, NEVER)
+                self.decodes.catch_up_others(holding, index)
             for run in runs:
                 if held is not None:
                     held[id(run)] = held.get(id(run), 0) + 1
@@ -493,12 +491,12 @@ class RunCache(RunAccount):
             for given in holding.given:
                 self._place(given, spans, holding.content, holding.num_told)
             holding.given = []
-        events, has_ids, sinks, first_new = self.events, self.blocks is not None, self.tree.sinks, self.tree.first_new
+        events, has_ids = self.events, self.blocks is not None
         ids: list[PageId] | None = None
         first_open, num_told = holding.first_open, holding.num_told
         all_held, all_kept, streams = holding.held, self._kept, holding.streams
         for index in self._of_tokens:
-            held, kept, first = all_held[index], all_kept[index], first_open[index]
+            held, first = all_held[index], first_open[index]
             first_open[index] = end
             for span, span_start, stop in spans:
                 if first >= stop:
@@ -507,7 +505,7 @@ class RunCache(RunAccount):
                 siblings = span.parts[index]
                 if events is not None and stop > num_told:
                     untold = begin if begin > num_told else num_told
-                    if untold >= first_new:
+                    if untold >= self.tree.first_new:
                         events.came_new(holding.content, index, span, untold, stop)
                     else:
                         events.came(holding.content, index, span, untold, stop)
@@ -519,14 +517,14 @@ class RunCache(RunAccount):
                     last = held[-1]
                     # No copy of these pages may be younger than a run that is extended. Nor is the sink extended by
                     # pages that the window will pass.
-                    if last.end == begin and siblings[-1] is last and begin != sinks[index]:
-                        is_alike = last.is_kept is kept and not last.is_wanted and len(last.holders) == 1
-                        if is_alike and last.place is None:
+                    if last.end == begin and siblings[-1] is last and begin != self.tree.sinks[index]:
+                        is_alike = last.is_kept is all_kept[index] and not last.is_wanted and last.place is None
+                        if is_alike and len(last.holders) == 1:
                             last.end = stop
                             if ids is not None:
                                 last.ids += ids
                             continue
-                run = PartRun(index, span, begin, stop, [holding], is_kept=kept, ids=ids)
+                run = PartRun(index, span, begin, stop, [holding], is_kept=all_kept[index], ids=ids)
                 siblings.append(run)
                 held.append(run)
                 if streams[index] is not None:

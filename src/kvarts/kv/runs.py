@@ -779,7 +779,8 @@ class Turns(Listed):
     __slots__ = ("at", "streams")
 
     def __init__(self) -> None:
-        super().__init__()
+        self.older = self.newer = None  # as of Listed
+        self.stamp = 0
         self.streams: list[Stream] = []
         self.at = 0
 

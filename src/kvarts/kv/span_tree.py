@@ -547,7 +547,7 @@ def _covered_from(index: int, spans: list[Span], end: int, first: int) -> int:
         is_found = True
         while is_found and page > first:
             is_found = False
-            for run in runs:
+            for run in reversed(runs):
                 if run.start < page <= run.end:
                     page, is_found = run.start, True
         if page > span.start or page <= first:
@@ -581,6 +581,22 @@ def find(runs: list[PartRun], start: int, end: int, found: list[tuple[PartRun, i
     if oldest.start <= start and end <= oldest.end:
         found.append((oldest, start, end))
         return
+    # Usually each run follows the one before.
+    num_before, page = len(found), start
+    for run in runs:
+        if run.end <= page or run.start >= end:
+            continue
+        if run.start > page:
+            page = -1
+            break
+        stop = run.end if run.end < end else end
+        found.append((run, page, stop))
+        page = stop
+        if page == end:
+            return
+    if page >= 0:
+        return
+    del found[num_before:]
     todo = [(start, end)]
     pieces: list[tuple[PartRun, int, int]] = []
     for run in runs:
