@@ -48,7 +48,7 @@ import numpy as np
 from kvarts.columns import Column
 from kvarts.content import UNIT_BYTES, Content
 from kvarts.errors import ConfigError, InputError
-from kvarts.plan.reuse import Reuse, ReuseTree
+from kvarts.plan.reuse import Reuse, ReuseTree, by_value
 from kvarts.traffic.trace import Trace
 
 __all__ = ["HitCurve", "Optimum", "SampledCurve", "concave_hull", "find_knees", "lru_curve", "stack_distances"]
@@ -62,6 +62,7 @@ MANY_PAGES = 1000
 """Sampled pages that are enough for an estimate, in the hint of an error."""
 NUM_FIRST = 16
 """Number of first pages of every prompt that are examined regardless of their hash."""
+LIMIT_32 = 1 << 31
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
@@ -75,9 +76,11 @@ class HitCurve:
         first, last = distances[counted], distances[counted] + num_pages[counted]
         self.page_size = page_size
         self.num_prompt_tokens = num_prompt_tokens
-        changes, where = np.unique(np.concatenate([first, last]), return_inverse=True)
-        slopes = np.bincount(where, np.repeat([1, -1], [len(first), len(last)]), len(changes)).astype(np.int64)
-        slopes = np.cumsum(slopes)
+        ends = np.concatenate([first << 1, (last << 1) + 1])  # the lowest bit tells which end it is
+        ends.sort()
+        sizes = ends >> 1
+        is_last = np.append(sizes[1:] != sizes[:-1], np.ones(min(len(sizes), 1), bool))
+        changes, slopes = sizes[is_last], np.cumsum(1 - ((ends & 1) << 1))[is_last]
         steps = np.diff(changes) * slopes[:-1]
         bends = np.ones(len(changes), bool)
         bends[1:] = np.diff(slopes) != 0
@@ -153,11 +156,12 @@ def _sums_of_larger(values: Column, weights: Column) -> Column:
     it had. Values without the bit are smaller than those of their group with it, whose weights before them they add.
     """
     count = len(values)
-    found = np.zeros(count, np.int64)
     if not count:
-        return found
-    order = np.argsort(values, kind="stable")  # in which the groups end
+        return np.zeros(0, np.int64)
+    order = by_value(values)  # in which the groups end
     values = values.astype(np.int32)
+    weights = weights.astype(np.int32 if int(weights.sum()) < LIMIT_32 else np.int64)
+    found = np.zeros_like(weights)
     begins = np.zeros(count, bool)
     begins[0] = True
     places = np.arange(count, dtype=np.int32)
@@ -165,9 +169,9 @@ def _sums_of_larger(values: Column, weights: Column) -> Column:
         firsts = np.flatnonzero(begins).astype(np.int32)
         group = np.cumsum(begins, dtype=np.int32) - 1
         has_bit = (values >> bit) & 1 == 1
-        counted = np.where(has_bit, weights, 0)
-        sums = np.cumsum(counted)
-        found += np.where(has_bit, 0, sums - (sums - counted)[firsts][group])
+        counted = weights * has_bit
+        sums = np.cumsum(counted, dtype=weights.dtype)
+        found += (sums - (sums - counted)[firsts][group]) * ~has_bit
         ranks = np.cumsum(has_bit, dtype=np.int32)
         ranks_before = ranks[firsts] - has_bit[firsts]
         # Where the part with the bit begins, less the number of values with it in all groups before.
@@ -176,7 +180,7 @@ def _sums_of_larger(values: Column, weights: Column) -> Column:
         values, weights, found = _moved(values, to), _moved(weights, to), _moved(found, to)
         divides = parts + ranks_before
         begins[divides[divides < count]] = True
-    return _moved(found, order)
+    return _moved(found, order).astype(np.int64)
 
 
 def _moved(values: Column, to: Column) -> Column:
@@ -238,7 +242,7 @@ class Optimum:
     def __init__(self, reuse: Reuse) -> None:
         pages = reuse.hittable
         used = np.flatnonzero(pages)
-        used = used[np.argsort(reuse.previous[used], kind="stable")]
+        used = used[by_value(reuse.previous[used])]
         self._begins = reuse.previous[used]
         self._ends = reuse.request[used]
         self._sizes = pages[used]
