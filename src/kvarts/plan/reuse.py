@@ -185,7 +185,7 @@ def _spans_by_place(requests: RequestColumns, unit_tokens: int) -> list[Column]:
 
 
 def by_value(values: Column) -> Column:
-    """Return the stable order of whole numbers from 0 to 2**32 - 1: of two bytes, NumPy sorts in time linear in them."""
+    """Return the stable order of whole numbers below 2**32. NumPy sorts those of two bytes in linear time."""
     order: Column = np.argsort((values & LOW_BITS).astype(np.uint16), kind="stable")
     if int(values.max(initial=0)) > LOW_BITS:
         order = order[np.argsort((values >> 16).astype(np.uint16)[order], kind="stable")]
