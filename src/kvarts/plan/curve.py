@@ -40,7 +40,6 @@ import zlib
 from collections.abc import Iterable
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -56,7 +55,6 @@ __all__ = ["HitCurve", "Optimum", "SampledCurve", "concave_hull", "find_knees", 
 MOST_KNEES = 5
 WORTHWHILE = 0.02
 """A knee must rise above the chord of its section by at least this share of all hits."""
-START_BITS = 31
 NUM_GROUPS = 8
 MANY_PAGES = 1000
 """Sampled pages that are enough for an estimate, in the hint of an error."""
@@ -236,67 +234,75 @@ def find_knees(curve: HitCurve, least_pages: int = 0) -> list[int]:
 class Optimum:
     """The stays of a trace, in the order in which they begin.
 
-    Each stay has an integer key: the smallest key belongs to the stay that ends last, and among these to the deepest.
+    Each stay has a rank: 0 is that of the stay that ends last, and among these of the deepest.
     """
 
     def __init__(self, reuse: Reuse) -> None:
         pages = reuse.hittable
-        used = np.flatnonzero(pages)
-        used = used[by_value(reuse.previous[used])]
-        self._begins = reuse.previous[used]
-        self._ends = reuse.request[used]
-        self._sizes = pages[used]
-        self._keys: list[int] = (-((self._ends << START_BITS) + reuse.start[used])).tolist()
-        self._num_requests = len(reuse.num_pages)
+        used = np.flatnonzero(pages)  # from the last rank to the first
+        num_requests = len(reuse.num_pages)
+        begins, ends, sizes = reuse.previous[used], reuse.request[used], pages[used]
+        self._ranks: list[int] = (len(used) - 1 - by_value(begins)).tolist()
+        self._ends: list[int] = ends[::-1].tolist()
+        self._sizes: list[int] = sizes[::-1].tolist()
+        """Ends and sizes by rank."""
+        # NumPy sums as floats, and no sum is near 2**53.
+        beginning = np.bincount(begins, sizes, num_requests).astype(np.int64)
+        ending = np.bincount(ends, sizes, num_requests).astype(np.int64)
+        self._num_begun: list[int] = np.cumsum(np.bincount(begins, minlength=num_requests)).tolist()
+        """Number of stays that begin up to each request."""
+        self._beginning: list[int] = beginning.tolist()
+        self._ending: list[int] = ending.tolist()
+        """Pages of the stays that begin, and that end, with each request."""
         self._needed: list[int] = (reuse.num_pages + reuse.num_private).tolist()
         self._page_size = reuse.page_size
         self._num_prompt_tokens = reuse.num_prompt_tokens
-        overlaps = np.zeros(self._num_requests + 1, np.int64)
-        np.add.at(overlaps, self._begins + 1, self._sizes)
-        np.subtract.at(overlaps, self._ends, self._sizes)
-        concurrent = np.cumsum(overlaps[:-1]) + reuse.num_pages + reuse.num_private
+        overlaps = -ending
+        overlaps[1:] += beginning[:-1]
+        concurrent = np.cumsum(overlaps) + reuse.num_pages + reuse.num_private
         self.most_pages = int(concurrent.max(initial=0))
         """The smallest pool in which no stay needs to be dropped."""
 
     def hit_pages(self, num_pages: int) -> int:
         """Return the most pages that all requests together can find in a pool of `num_pages`."""
-        hits = int(self._sizes.sum())
+        hits = sum(self._sizes)
         if num_pages >= self.most_pages:
             return hits
         kept: list[int] = []
-        size_of: dict[int, int] = {}
-        ending = [0] * (self._num_requests + 1)
+        num_kept = 0
+        ranks, ends, sizes, ending = self._ranks, self._ends, self._sizes.copy(), self._ending.copy()
 
-        def drop(count: int) -> None:
-            # Only the stay that ends last is ever read from the heap: stays that have ended sort below all others.
+        def drop(count: int, num_begun: int, now: int) -> None:
+            # Only the stay that ends last is ever read from the heap; stays that have ended are below all others.
+            nonlocal num_kept
+            for rank in ranks[num_kept:num_begun]:
+                if ends[rank] > now:
+                    heappush(kept, rank)
+            num_kept = num_begun
             while count:
-                last = heappop(kept)
-                dropped = min(size_of[last], count)
-                ending[-last >> START_BITS] -= dropped
+                rank = kept[0]
+                dropped = min(sizes[rank], count)
+                ending[ends[rank]] -= dropped
                 count -= dropped
-                if dropped < size_of[last]:
-                    size_of[last] -= dropped
-                    heappush(kept, last)
+                sizes[rank] -= dropped
+                if not sizes[rank]:
+                    heappop(kept)
 
-        held = 0
-        stays = zip(self._keys, self._ends.tolist(), self._sizes.tolist(), strict=True)
-        begins = np.bincount(self._begins, minlength=self._num_requests).tolist()
-        for now, (num_begun, needed) in enumerate(zip(begins, self._needed, strict=True)):
+        held = num_before = 0
+        requests = zip(self._needed, self._beginning, self._num_begun, strict=True)
+        for now, (needed, beginning, num_begun) in enumerate(requests):
             held -= ending[now]
             room = num_pages - needed if num_pages > needed else 0
             if held > room:
                 hits -= held - room
-                drop(held - room)
+                drop(held - room, num_before, now)
                 held = room
-            for key, end, size in islice(stays, num_begun):
-                heappush(kept, key)
-                size_of[key] = size
-                ending[end] += size
-                held += size
+            held += beginning
             if held > num_pages:  # the request alone exceeds the pool
                 hits -= held - num_pages
-                drop(held - num_pages)
+                drop(held - num_pages, num_begun, now)
                 held = num_pages
+            num_before = num_begun
         return hits
 
     def hit_ratio(self, num_pages: int) -> float:
