@@ -1,18 +1,27 @@
 """How long reading and replaying plays of agents takes: AgentX's form, with sub-agents that are forked and joined.
 
     python benchmarks/agent_plays.py [--requests 4265] [--rounds 3] [--lanes 16] [--file PLAYS]
+    python benchmarks/agent_plays.py --sessions TRACES --requests 4473 [--rounds 3] [--builds SRC ...]
 
 Plays are made from a seed, after the statistics that kv-cache-tester publishes of its 739 sessions: prompts of tens of
 thousands of tokens that grow, log-normal answers, think times of 10 s by the median; answers are as long as the 4.5
 million tokens of 4,265 requests ask for. A fifth of the requests start up to four sub-agents. Printed are the plays,
 and the processor time of reading them and of replaying them: the median of `--rounds`, interpreted or compiled,
 whichever is installed.
+
+`--sessions`: whole processes of `kvarts replay` instead, of recorded sessions: in the order of their names, those of
+TRACES (`traces` of kv-cache-tester) whose prompts have at most 111,000 tokens on average, until there are so many
+requests; 398 million prompt tokens in 4,473 requests of 710 of the 739 sessions. `--builds`: sources of other versions
+and builds, such as `DIR/src` of `scripts/compiled_build.py --keep DIR`; they take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +34,10 @@ import numpy as np
 import kvarts.traffic.source
 from kvarts import ReplayConfig, replay
 from kvarts.traffic.formats import load_trace
+from processes import Cost, median_of, run
 
+ROOT = Path(__file__).resolve().parents[1]
+MOST_MEAN_TOKENS = 111_000
 BLOCK = 64
 REQUESTS_PER_PLAY = 80
 OUTPUT_TOKENS = 4_500_000 / 4_265
@@ -37,12 +49,62 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lanes", type=int, default=16, help="plays that are open at a time")
     parser.add_argument("--file", type=Path, help="read these plays instead of making some")
+    parser.add_argument("--sessions", type=Path, metavar="TRACES", help="replay recorded sessions instead")
+    parser.add_argument("--builds", type=Path, nargs="+", default=[ROOT / "src"], metavar="SRC")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.sessions is not None:
+            taken = taken_sessions(arguments.sessions, Path(folder) / "sessions", arguments.requests)
+            processes(taken, arguments.rounds, arguments.builds)
+            return
         path = arguments.file or Path(folder) / "plays.jsonl"
         if arguments.file is None:
             path.write_bytes(b"".join(msgspec.json.encode(play) + b"\n" for play in made(arguments.requests)))
         measure(path, arguments.rounds, arguments.lanes)
+
+
+def taken_sessions(directory: Path, out: Path, most_requests: int) -> Path:
+    """Write sessions with so many requests to `out`; the last one ends where they are enough."""
+    out.mkdir()
+    num_requests = num_tokens = 0
+    for path in sorted(directory.glob("*.json")):
+        session = json.loads(path.read_bytes())
+        parts = [(entry, entry.get("requests", [entry])) for entry in session["requests"]]
+        tokens = [request["in"] for _, requests in parts for request in requests]
+        if not tokens or sum(tokens) > MOST_MEAN_TOKENS * len(tokens):
+            continue
+        session["requests"] = []
+        for entry, requests in parts:
+            if num_requests + len(requests) > most_requests:
+                break
+            session["requests"].append(entry)
+            num_requests += len(requests)
+            num_tokens += sum(request["in"] for request in requests)
+        if session["requests"]:
+            (out / path.name).write_text(json.dumps(session, separators=(",", ":")))
+    print(f"{num_requests:,} requests, {num_tokens:,} prompt tokens, {len(list(out.iterdir())):,} sessions", flush=True)
+    return out
+
+
+def processes(sessions: Path, rounds: int, builds: list[Path]) -> None:
+    """Replay in processes, the builds in turns, and print what they took."""
+    costs: dict[tuple[str, Path], list[Cost]] = {}
+    for _ in range(rounds):
+        for what, options in (
+            ("pages of 64", ["--pages", "200000", "--page-size", "64"]),
+            ("pages of 16", ["--pages", "800000", "--page-size", "16"]),
+            ("16 sessions at a time", ["--pages", "100000", "--page-size", "64", "--concurrency", "16"]),
+        ):
+            for build in builds:
+                os.environ["PYTHONPATH"] = str(build.resolve())
+                command = [sys.executable, "-m", "kvarts", "replay", str(sessions), *options, "--json"]
+                costs.setdefault((what, build), []).append(run(command))
+    for (what, build), found in costs.items():
+        cost = median_of(found)
+        print(
+            f"{what}, {build}: {cost.cpu_seconds:.2f} s of processor time, least "
+            f"{min(each.cpu_seconds for each in found):.2f}, {cost.seconds:.2f} s, {cost.mebibytes:.0f} MiB"
+        )
 
 
 def measure(path: Path, rounds: int, lanes: int) -> None:

@@ -21,15 +21,17 @@ from processes import Cost, median_of, run
 MIXED, APART = "mixed", "prefill and decode apart"
 
 
-def write_repeated(trace: Path, out: Path, num_requests: int) -> Path:
+def write_repeated(trace: Path, out: Path, num_requests: int, whole_ms: int | None = None) -> Path:
+    """Write so many requests. `whole_ms`: how long they take together; by default, as long as the trace each time."""
     rows = [json.loads(line) for line in trace.read_text().splitlines()]
     span_ms = rows[-1]["timestamp"] + 1000
     num_ids = max(max(row["hash_ids"]) for row in rows) + 1
+    stretched = 1.0 if whole_ms is None else whole_ms / (num_requests / len(rows) * span_ms)
     with out.open("w") as file:
         for number in range(num_requests):
             turn, place = divmod(number, len(rows))
             row = dict(rows[place])
-            row["timestamp"] += turn * span_ms
+            row["timestamp"] = int((row["timestamp"] + turn * span_ms) * stretched)
             row["hash_ids"] = [block + turn * num_ids for block in row["hash_ids"]]
             file.write(json.dumps(row) + "\n")
     return out

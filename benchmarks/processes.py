@@ -7,10 +7,11 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Cost", "environment", "kvarts_command", "median_of", "run"]
+__all__ = ["Cost", "environment", "kvarts_command", "median_of", "run", "tree_mebibytes"]
 
 
 @dataclass
@@ -36,6 +37,18 @@ def run(command: list[str]) -> Cost:
     if status:
         sys.exit(f"{' '.join(command)} failed")
     return Cost(seconds, usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime)
+
+
+def tree_mebibytes(pid: int) -> float:
+    """Return the memory of all processes below `pid` at this moment; 0 where there is no /proc."""
+    total = 0.0
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, listed.read_text().split()):
+                total += tree_mebibytes(child)
+                pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
+                total += pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    return total
 
 
 def environment() -> dict[str, str]:

@@ -301,6 +301,49 @@ def test_ids_are_read_however_those_of_the_turn_before_begin(
     assert_read_as_naively(path, [path])
 
 
+@pytest.mark.parametrize(
+    ("before", "text"),
+    [
+        ("1", "1,"), ("", ",1"), ("1", "1,,2"), ("1", "1, "), ("1", "1 2"), ("1", "1,[2]"), ("1", "1,[2"),
+        ("1", "1,01"), ("1", "1,2.5"), ("1", "1,-2"), (" ", " ,1"), ("1", "1,1099511627776"), ("1", "1,2}"),
+        ("1", '1,"]"'), ("1,", "1,,"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("scope", ["local", "global"])
+def test_what_is_no_list_of_ids_is_refused_whatever_the_turn_before(
+    tmp_path: Path, before: str, text: str, scope: str
+) -> None:
+    path = tmp_path / "ids.json"
+    turn = '{"t": 1, "type": "s", "in": 129, "out": 1, "hash_ids": [%s]}'
+    start = f'{{"id": "one", "block_size": 64, "hash_id_scope": "{scope}", "requests": ['
+    path.write_text(f"{start}{turn % before}, {turn % text}]}}")
+    with pytest.raises(InputError) as caught:
+        load_trace(path)
+    assert caught.value.path == path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ('"id":', '"hash_ids": [1], "id":'),
+        ('"id":', '"hash_ids": 5, "id":'),
+        ('"id":', '"note": "\\"hash_ids\\":[1", "id":'),
+        ('"id":', '"\\"hash_ids": [[1]], "id":'),
+        ('"t":', '"hash_ids": [7, 8, 9], "t":'),
+        ('"hash_ids": [', '"hash_ids" : ['),
+        ('"hash_ids": [', '"hash_ids":\n ['),
+        ('"hash_ids": [', '"hash_ids":['),
+        ('"hash_ids": [', '"\\u0068ash_ids": ['),
+    ],
+)
+def test_ids_are_read_wherever_else_their_name_is(tmp_path: Path, change: tuple[str, str]) -> None:
+    path = tmp_path / "names.json"
+    text = json.dumps(GOOD)
+    assert change[0] in text
+    path.write_text(text.replace(*change))
+    assert_read_as_naively(path, [path])
+
+
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (

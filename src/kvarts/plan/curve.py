@@ -40,7 +40,6 @@ import zlib
 from collections.abc import Iterable
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ import numpy as np
 from kvarts.columns import Column
 from kvarts.content import UNIT_BYTES, Content
 from kvarts.errors import ConfigError, InputError
-from kvarts.plan.reuse import Reuse, ReuseTree
+from kvarts.plan.reuse import Reuse, ReuseTree, by_value
 from kvarts.traffic.trace import Trace
 
 __all__ = ["HitCurve", "Optimum", "SampledCurve", "concave_hull", "find_knees", "lru_curve", "stack_distances"]
@@ -56,12 +55,12 @@ __all__ = ["HitCurve", "Optimum", "SampledCurve", "concave_hull", "find_knees", 
 MOST_KNEES = 5
 WORTHWHILE = 0.02
 """A knee must rise above the chord of its section by at least this share of all hits."""
-START_BITS = 31
 NUM_GROUPS = 8
 MANY_PAGES = 1000
 """Sampled pages that are enough for an estimate, in the hint of an error."""
 NUM_FIRST = 16
 """Number of first pages of every prompt that are examined regardless of their hash."""
+LIMIT_32 = 1 << 31
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
@@ -75,9 +74,11 @@ class HitCurve:
         first, last = distances[counted], distances[counted] + num_pages[counted]
         self.page_size = page_size
         self.num_prompt_tokens = num_prompt_tokens
-        changes, where = np.unique(np.concatenate([first, last]), return_inverse=True)
-        slopes = np.bincount(where, np.repeat([1, -1], [len(first), len(last)]), len(changes)).astype(np.int64)
-        slopes = np.cumsum(slopes)
+        ends = np.concatenate([first << 1, (last << 1) + 1])  # the lowest bit tells which end it is
+        ends.sort()
+        sizes = ends >> 1
+        is_last = np.append(sizes[1:] != sizes[:-1], np.ones(min(len(sizes), 1), bool))
+        changes, slopes = sizes[is_last], np.cumsum(1 - ((ends & 1) << 1))[is_last]
         steps = np.diff(changes) * slopes[:-1]
         bends = np.ones(len(changes), bool)
         bends[1:] = np.diff(slopes) != 0
@@ -153,11 +154,12 @@ def _sums_of_larger(values: Column, weights: Column) -> Column:
     it had. Values without the bit are smaller than those of their group with it, whose weights before them they add.
     """
     count = len(values)
-    found = np.zeros(count, np.int64)
     if not count:
-        return found
-    order = np.argsort(values, kind="stable")  # in which the groups end
+        return np.zeros(0, np.int64)
+    order = by_value(values)  # in which the groups end
     values = values.astype(np.int32)
+    weights = weights.astype(np.int32 if int(weights.sum()) < LIMIT_32 else np.int64)
+    found = np.zeros_like(weights)
     begins = np.zeros(count, bool)
     begins[0] = True
     places = np.arange(count, dtype=np.int32)
@@ -165,9 +167,9 @@ def _sums_of_larger(values: Column, weights: Column) -> Column:
         firsts = np.flatnonzero(begins).astype(np.int32)
         group = np.cumsum(begins, dtype=np.int32) - 1
         has_bit = (values >> bit) & 1 == 1
-        counted = np.where(has_bit, weights, 0)
-        sums = np.cumsum(counted)
-        found += np.where(has_bit, 0, sums - (sums - counted)[firsts][group])
+        counted = weights * has_bit
+        sums = np.cumsum(counted, dtype=weights.dtype)
+        found += (sums - (sums - counted)[firsts][group]) * ~has_bit
         ranks = np.cumsum(has_bit, dtype=np.int32)
         ranks_before = ranks[firsts] - has_bit[firsts]
         # Where the part with the bit begins, less the number of values with it in all groups before.
@@ -176,7 +178,7 @@ def _sums_of_larger(values: Column, weights: Column) -> Column:
         values, weights, found = _moved(values, to), _moved(weights, to), _moved(found, to)
         divides = parts + ranks_before
         begins[divides[divides < count]] = True
-    return _moved(found, order)
+    return _moved(found, order).astype(np.int64)
 
 
 def _moved(values: Column, to: Column) -> Column:
@@ -232,67 +234,75 @@ def find_knees(curve: HitCurve, least_pages: int = 0) -> list[int]:
 class Optimum:
     """The stays of a trace, in the order in which they begin.
 
-    Each stay has an integer key: the smallest key belongs to the stay that ends last, and among these to the deepest.
+    Each stay has a rank: 0 is that of the stay that ends last, and among these of the deepest.
     """
 
     def __init__(self, reuse: Reuse) -> None:
         pages = reuse.hittable
-        used = np.flatnonzero(pages)
-        used = used[np.argsort(reuse.previous[used], kind="stable")]
-        self._begins = reuse.previous[used]
-        self._ends = reuse.request[used]
-        self._sizes = pages[used]
-        self._keys: list[int] = (-((self._ends << START_BITS) + reuse.start[used])).tolist()
-        self._num_requests = len(reuse.num_pages)
+        used = np.flatnonzero(pages)  # from the last rank to the first
+        num_requests = len(reuse.num_pages)
+        begins, ends, sizes = reuse.previous[used], reuse.request[used], pages[used]
+        self._ranks: list[int] = (len(used) - 1 - by_value(begins)).tolist()
+        self._ends: list[int] = ends[::-1].tolist()
+        self._sizes: list[int] = sizes[::-1].tolist()
+        """Ends and sizes by rank."""
+        # NumPy sums as floats, and no sum is near 2**53.
+        beginning = np.bincount(begins, sizes, num_requests).astype(np.int64)
+        ending = np.bincount(ends, sizes, num_requests).astype(np.int64)
+        self._num_begun: list[int] = np.cumsum(np.bincount(begins, minlength=num_requests)).tolist()
+        """Number of stays that begin up to each request."""
+        self._beginning: list[int] = beginning.tolist()
+        self._ending: list[int] = ending.tolist()
+        """Pages of the stays that begin, and that end, with each request."""
         self._needed: list[int] = (reuse.num_pages + reuse.num_private).tolist()
         self._page_size = reuse.page_size
         self._num_prompt_tokens = reuse.num_prompt_tokens
-        overlaps = np.zeros(self._num_requests + 1, np.int64)
-        np.add.at(overlaps, self._begins + 1, self._sizes)
-        np.subtract.at(overlaps, self._ends, self._sizes)
-        concurrent = np.cumsum(overlaps[:-1]) + reuse.num_pages + reuse.num_private
+        overlaps = -ending
+        overlaps[1:] += beginning[:-1]
+        concurrent = np.cumsum(overlaps) + reuse.num_pages + reuse.num_private
         self.most_pages = int(concurrent.max(initial=0))
         """The smallest pool in which no stay needs to be dropped."""
 
     def hit_pages(self, num_pages: int) -> int:
         """Return the most pages that all requests together can find in a pool of `num_pages`."""
-        hits = int(self._sizes.sum())
+        hits = sum(self._sizes)
         if num_pages >= self.most_pages:
             return hits
         kept: list[int] = []
-        size_of: dict[int, int] = {}
-        ending = [0] * (self._num_requests + 1)
+        num_kept = 0
+        ranks, ends, sizes, ending = self._ranks, self._ends, self._sizes.copy(), self._ending.copy()
 
-        def drop(count: int) -> None:
-            # Only the stay that ends last is ever read from the heap: stays that have ended sort below all others.
+        def drop(count: int, num_begun: int, now: int) -> None:
+            # Only the stay that ends last is ever read from the heap; stays that have ended are below all others.
+            nonlocal num_kept
+            for rank in ranks[num_kept:num_begun]:
+                if ends[rank] > now:
+                    heappush(kept, rank)
+            num_kept = num_begun
             while count:
-                last = heappop(kept)
-                dropped = min(size_of[last], count)
-                ending[-last >> START_BITS] -= dropped
+                rank = kept[0]
+                dropped = min(sizes[rank], count)
+                ending[ends[rank]] -= dropped
                 count -= dropped
-                if dropped < size_of[last]:
-                    size_of[last] -= dropped
-                    heappush(kept, last)
+                sizes[rank] -= dropped
+                if not sizes[rank]:
+                    heappop(kept)
 
-        held = 0
-        stays = zip(self._keys, self._ends.tolist(), self._sizes.tolist(), strict=True)
-        begins = np.bincount(self._begins, minlength=self._num_requests).tolist()
-        for now, (num_begun, needed) in enumerate(zip(begins, self._needed, strict=True)):
+        held = num_before = 0
+        requests = zip(self._needed, self._beginning, self._num_begun, strict=True)
+        for now, (needed, beginning, num_begun) in enumerate(requests):
             held -= ending[now]
             room = num_pages - needed if num_pages > needed else 0
             if held > room:
                 hits -= held - room
-                drop(held - room)
+                drop(held - room, num_before, now)
                 held = room
-            for key, end, size in islice(stays, num_begun):
-                heappush(kept, key)
-                size_of[key] = size
-                ending[end] += size
-                held += size
+            held += beginning
             if held > num_pages:  # the request alone exceeds the pool
                 hits -= held - num_pages
-                drop(held - num_pages)
+                drop(held - num_pages, num_begun, now)
                 held = num_pages
+            num_before = num_begun
         return hits
 
     def hit_ratio(self, num_pages: int) -> float:

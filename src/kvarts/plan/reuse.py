@@ -23,11 +23,12 @@ from kvarts.plan.reuse_tree import NEVER, OTHER, OWN, SHARED, ReuseTree
 from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace
 
-__all__ = ["NEVER", "OTHER", "OWN", "SHARED", "Reuse", "ReuseTree", "find_reuse", "find_token_reuse"]
+__all__ = ["NEVER", "OTHER", "OWN", "SHARED", "Reuse", "ReuseTree", "by_value", "find_reuse", "find_token_reuse"]
 
 REQUESTS_PER_PASS = 8
 """Requests that a ReuseTree adds in the time of one pass over few of them."""
 MOST_IDS = 1 << 31
+LOW_BITS = 0xFFFF
 UNKNOWN = -2
 """The previous use of tokens before the first ones."""
 
@@ -154,33 +155,48 @@ def _spans_by_place(requests: RequestColumns, unit_tokens: int) -> list[Column]:
     latest = np.full(len(prompts), UNKNOWN)  # the previous use of the last span of each request
     parts: list[tuple[Column, Column, Column]] = []
     members, classes = np.arange(len(prompts)), np.zeros(len(prompts), np.int64)
-    place = 0
+    at, lasts = firsts, ends - 1  # of each member, the id at this place and its last one
+    start = 0
     while len(members):
-        start = place * unit_tokens
-        keys = classes * num_ids + ids[firsts[members] + place]
+        keys = classes * num_ids + ids[at]
         order = np.argsort(keys, kind="stable")  # the members of a class stay in the order of the trace
-        keys, members = keys[order], members[order]
-        is_first = np.append(True, keys[1:] != keys[:-1])
-        previous = np.where(is_first, -1, np.append(-1, members[:-1]))
+        keys, members, at, lasts = keys[order], members[order], at[order], lasts[order]
+        begins = np.ones(len(members) + 1, bool)  # whether a class begins; at the end, another would
+        np.not_equal(keys[1:], keys[:-1], out=begins[1:-1])
+        is_first, is_alone = begins[:-1], begins[:-1] & begins[1:]
         classes = np.cumsum(is_first) - 1
-        is_alone = (np.bincount(classes) == 1)[classes]
-        is_last = counts[members] == place + 1
-        is_even = is_alone | (np.bincount(classes, is_last & (prompts[members] < start + unit_tokens)) == 0)[classes]
-        parts.append(_changes(members[is_even], start, previous[is_even], latest))
-        if not is_even.all():
-            uneven = ~is_even
+        previous = np.append(-1, members[:-1])
+        previous[is_first] = -1
+        is_last = at == lasts
+        shorter = np.flatnonzero(is_last & ~is_alone)
+        shorter = shorter[prompts[members[shorter]] < start + unit_tokens]
+        if len(shorter):
+            is_of_uneven = np.zeros(len(members), bool)
+            is_of_uneven[classes[shorter]] = True
+            uneven = is_of_uneven[classes]
+            parts.append(_changes(members[~uneven], start, previous[~uneven], latest))
             lengths = np.minimum(prompts[members[uneven]] - start, unit_tokens)
             parts.append(_uneven_spans(classes[uneven], members[uneven], lengths, start, latest))
-        goes_on = ~(is_alone | is_last)
-        members, classes = members[goes_on], classes[goes_on]
-        place += 1
+        else:
+            parts.append(_changes(members, start, previous, latest))
+        goes_on = np.flatnonzero(~(is_alone | is_last))
+        members, classes, at, lasts = members[goes_on], classes[goes_on], at[goes_on] + 1, lasts[goes_on]
+        start += unit_tokens
     request, starts, previous = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    order = np.lexsort((starts, request))
+    order = by_value(request)  # its parts are in the order of their starts
     request, starts, previous = request[order], starts[order], previous[order]
     span_ends = np.append(starts[1:], 0)
     is_last = np.append(request[1:] != request[:-1], True)
     span_ends[is_last] = prompts[request[is_last]]
     return [request, starts, span_ends, previous, np.where(previous < 0, NEVER, OTHER)]
+
+
+def by_value(values: Column) -> Column:
+    """Return the stable order of whole numbers below 2**32. NumPy sorts those of two bytes in linear time."""
+    order: Column = np.argsort((values & LOW_BITS).astype(np.uint16), kind="stable")
+    if int(values.max(initial=0)) > LOW_BITS:
+        order = order[np.argsort((values >> 16).astype(np.uint16)[order], kind="stable")]
+    return order
 
 
 def _changes(members: Column, start: int, previous: Column, latest: Column) -> tuple[Column, Column, Column]:

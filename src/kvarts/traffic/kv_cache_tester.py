@@ -25,13 +25,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Generic, Literal, TypeVar
+from sys import byteorder
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
-import numpy as np
 
 from kvarts.content import UNIT_BYTES, pack_units
 from kvarts.errors import InputError, parts_of
@@ -49,12 +49,17 @@ NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 ID_BITS = 40
 """Ids in the file are below 2**40; the session's number is put in the bits above."""
+HIGH_BYTES = range(ID_BITS // 8, UNIT_BYTES) if byteorder == "little" else range(UNIT_BYTES - ID_BITS // 8)
+"""The places of these bits in an id."""
 
 TOOL_USE = "tool_use"
 RUNS_TOOL = Hints(tool=TOOL_USE)
 
+IDS, OPEN, CLOSE = b'"hash_ids":', b"[", b"]"
 NO_TEXT = b"none"
 """No text of ids begins with it."""
+AT_ONCE = 256
+"""Bytes of texts that are compared at once where they differ."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
@@ -63,7 +68,8 @@ HashId = Annotated[int, msgspec.Meta(ge=0, lt=1 << ID_BITS)]
 
 PlayT = TypeVar("PlayT")
 IdsT = TypeVar("IdsT")
-"""The ids of a turn: their text, of which most is that of the turn before; or the ids, to explain what is wrong."""
+"""The ids of a turn: the place of their text among all texts of the session; the text; or the ids, to explain what is
+wrong."""
 
 
 class _Turn(msgspec.Struct, Generic[IdsT], gc=False, tag_field="type", tag="s"):
@@ -94,11 +100,17 @@ class _Play(msgspec.Struct, Generic[IdsT], gc=False):
     requests: list[_Turn[IdsT] | _TurnNotStreamed[IdsT] | _SubAgent[IdsT]]
 
 
-_Texts = msgspec.Raw
-_RawTurn = _Turn[_Texts]
-_RawPlay = _Play[_Texts]
-_Turns = list[tuple[str, _RawTurn, bytes]]
-"""Turns with their names in errors and their packed ids."""
+class _Ids(msgspec.Struct, frozen=True, gc=False):
+    """The ids of a turn: so many of the turn before, and then `new`, which are packed."""
+
+    num_kept: int
+    new: bytes
+
+
+_AnyTurn = _Turn[Any]
+_AnyPlay = _Play[Any]
+_Turns = list[tuple[str, _AnyTurn, _Ids]]
+"""Turns with their names in errors."""
 
 
 def load_kv_cache_tester(path: Path | str | TraceFile) -> Trace:
@@ -108,10 +120,10 @@ def load_kv_cache_tester(path: Path | str | TraceFile) -> Trace:
     MissingFileError; InputError, with file, line and field, for malformed input.
     """
     file = TraceFile.of(path)
-    files = [TraceFile(each) for each in sorted(_files(file.path))] if file.is_directory else [file]
-    if not files:
+    paths = sorted(_files(file.path)) if file.is_directory else [file]
+    if not paths:
         raise InputError("has no .json file", path=file.path, hint="Give the directory that holds the traces.")
-    plays = list(_plays(files))
+    plays = list(_plays(map(TraceFile.of, paths)))  # each file is released before the next one is read
     if not plays:
         raise InputError("has no requests", path=file.path)
     has_session_times = _has_session_times(play for _, play, _ in plays)
@@ -151,9 +163,9 @@ class _Place(msgspec.Struct, frozen=True):
         return InputError(what, path=self.path, line=self.line, field=field, hint=hint)
 
 
-def _plays(files: Iterable[TraceFile]) -> Iterator[tuple[_Place, _RawPlay, list[bytes]]]:
-    """Yield the sessions of `files`, and the packed ids of all their turns, in the order of the file."""
-    decoder = msgspec.json.Decoder(_RawPlay)
+def _plays(files: Iterable[TraceFile]) -> Iterator[tuple[_Place, _AnyPlay, list[_Ids]]]:
+    """Yield the sessions of `files`, and the ids of all their turns, in the order of the file."""
+    short, raw = msgspec.json.Decoder(_Play[int]), msgspec.json.Decoder(_Play[msgspec.Raw])
     numbers = count(1)
     for file in files:
         for line, data in file.records():
@@ -162,51 +174,121 @@ def _plays(files: Iterable[TraceFile]) -> Iterator[tuple[_Place, _RawPlay, list[
                 line if file.is_json_lines else None,
                 f"{file.path.name}:{line}" if line > 1 else file.path.name,
             )
-            play = _decoded(file, place.line, data, decoder)
+            found = _cut(data, short)
+            if found is None:
+                whole = _decoded(file, place.line, data, raw)
+                found = whole, [bytes(turn.hash_ids)[:-1] for turn in _turns_of(whole)]
+            play, texts = found
             number = next(numbers)
             try:
-                ids = _packed_ids(play, number << ID_BITS if play.hash_id_scope == "local" else 0)
+                ids = _ids_of(play, texts, number << ID_BITS if play.hash_id_scope == "local" else 0)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                _decoded(file, place.line, data, raw)
                 # As a part of the whole, the value that is wrong is named with its place.
                 _decoded(file, place.line, data, msgspec.json.Decoder(_Play[list[HashId]]))
                 raise
             yield place, play, ids
 
 
-def _packed_ids(play: _RawPlay, first_id: int) -> list[bytes]:
-    """Return `first_id` plus the ids of all turns, 8 bytes each. What begins the turn before is not decoded again.
+def _cut(data: bytes, decoder: msgspec.json.Decoder[_Play[int]]) -> tuple[_AnyPlay, list[bytes]] | None:
+    """Return a session without its lists of ids, and their texts, each up to its last bracket.
+
+    Texts of ids are nearly all of a session, and a search for their ends is much faster than to decode them. None for a
+    session that is not written as they usually are, or is malformed: its lists are where JSON says.
+    """
+    parts: list[bytes] = []
+    texts: list[bytes] = []
+    end = 0
+    while (begin := data.find(IDS, end)) >= 0:
+        begin += len(IDS)
+        parts.append(data[end:begin])
+        parts.append(b"%d" % len(texts))
+        begin += data.startswith(b" ", begin)
+        close = data.find(CLOSE, begin)
+        if close < 0 or not data.startswith(OPEN, begin):
+            return None
+        texts.append(data[begin:close])
+        end = close + 1
+    parts.append(data[end:])
+    try:
+        play = decoder.decode(b"".join(parts))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    # A list elsewhere, or twice in a turn, was not one of its ids.
+    is_as_usual = [turn.hash_ids for turn in _turns_of(play)] == list(range(len(texts)))
+    return (play, texts) if is_as_usual else None
+
+
+def _turns_of(play: _Play[IdsT]) -> list[_Turn[IdsT]]:
+    """Return all turns, those of sub-agents included, in the order of the file."""
+    turns: list[_Turn[IdsT]] = []
+    for entry in play.requests:
+        if isinstance(entry, _SubAgent):
+            turns.extend(entry.requests)
+        else:
+            turns.append(entry)
+    return turns
+
+
+def _ids_of(play: _AnyPlay, texts: Sequence[bytes], first_id: int) -> list[_Ids]:
+    """Return `first_id` plus the ids of all turns. What begins the turn before is not decoded again.
 
     Raise msgspec.DecodeError for other values than lists of ids.
     """
-    decoder = msgspec.json.Decoder(list[HashId])
-
-    def packed(text: bytes) -> bytes:
-        ids = pack_units(decoder.decode(text))
-        return (np.frombuffer(ids, np.uint64) + np.uint64(first_id)).tobytes() if first_id else ids
-
-    found: list[bytes] = []
-    own_text, own_ids = NO_TEXT, b""
+    left = iter(texts)
+    found: list[_Ids] = []
+    own = _Chain(first_id)
     for entry in play.requests:
         if isinstance(entry, _SubAgent):
-            text, ids = NO_TEXT, b""
-            for turn in entry.requests:
-                text, ids = _ids_after(text, ids, bytes(turn.hash_ids), packed)
-                found.append(ids)
+            of_agent = _Chain(first_id)
+            found.extend(of_agent.next(next(left)) for _ in entry.requests)
         else:
-            own_text, own_ids = _ids_after(own_text, own_ids, bytes(entry.hash_ids), packed)
-            found.append(own_ids)
+            found.append(own.next(next(left)))
     return found
 
 
-def _ids_after(before: bytes, ids: bytes, text: bytes, packed: Callable[[bytes], bytes]) -> tuple[bytes, bytes]:
-    """Return the `text` of a turn without its last bracket, and its ids; `before` and `ids` are those of another."""
-    end = len(before)
-    if text.startswith(before) and text[end : end + 1] == b",":
-        return text[:-1], ids + packed(b"[" + text[end + 1 :])
-    return text[:-1], packed(text)
+class _Chain:
+    """The ids of turns one after the other, from their texts without the last brackets. `first_id` is added to each."""
+
+    def __init__(self, first_id: int) -> None:
+        self._first_id = first_id.to_bytes(UNIT_BYTES, byteorder)
+        self._decoder = msgspec.json.Decoder(list[HashId])
+        self._before = NO_TEXT
+        self._num_before = 0
+
+    def next(self, text: bytes) -> _Ids:
+        """Return the ids of the next turn. Raise msgspec.DecodeError for other values than a list of ids."""
+        num_kept, end = self._kept(text)
+        new: list[int] = []
+        if end < len(text):
+            new = self._decoder.decode(b"[%b]" % text[end + 1 :] if num_kept else text + CLOSE)
+            if not new and num_kept:
+                self._decoder.decode(text + CLOSE)  # raises: nothing is after the comma
+        self._num_before = num_kept + len(new)
+        self._before = text if self._num_before else NO_TEXT
+        return _Ids(num_kept, self._packed(new))
+
+    def _kept(self, text: bytes) -> tuple[int, int]:
+        """Return how many ids `text` has from the turn before, and where their text ends."""
+        before, end = self._before, len(self._before)
+        if text.startswith(before) and text[end : end + 1] in {b"", b","}:
+            return self._num_before, end
+        same = 0
+        while same < end and text.startswith(before[same : same + AT_ONCE], same):
+            same += AT_ONCE
+        end = text.rfind(b",", 0, min(same, end))
+        return (before.count(b",", 0, end) + 1, end) if end > 0 else (0, 0)
+
+    def _packed(self, ids: list[int]) -> bytes:
+        if not any(self._first_id):
+            return pack_units(ids)
+        packed = bytearray(pack_units(ids))
+        for place in HIGH_BYTES:
+            packed[place::UNIT_BYTES] = self._first_id[place : place + 1] * len(ids)
+        return bytes(packed)
 
 
-def _has_session_times(plays: Iterable[_RawPlay]) -> bool:
+def _has_session_times(plays: Iterable[_AnyPlay]) -> bool:
     """Return whether sub-agents' times count from the start of their session; one answer for the whole input."""
     is_later = False
     for play in plays:
@@ -245,18 +327,18 @@ def _decoded(file: TraceFile, line: int | None, data: bytes, decoder: msgspec.js
 class _Session:
     """Converts one JSON object to requests. `ids`: of its turns. `num_empty`: number of sub-agents without requests."""
 
-    def __init__(self, place: _Place, block_size: int, ids: Sequence[bytes], *, has_session_times: bool) -> None:
+    def __init__(self, place: _Place, block_size: int, ids: Sequence[_Ids], *, has_session_times: bool) -> None:
         self._place = place
         self._block_size = block_size
         self._ids = ids
         self._has_session_times = has_session_times
         self.num_empty = 0
 
-    def read(self, play: _RawPlay, requests: list[TraceRequest]) -> list[str]:
+    def read(self, play: _AnyPlay, requests: list[TraceRequest]) -> list[str]:
         """Append all requests of `play`; return its session ids: the main session's, and one per sub-agent."""
         own: _Turns = []
         session_ids = [play.id]
-        agents: list[tuple[str, _SubAgent[_Texts], _Turns]] = []
+        agents: list[tuple[str, _SubAgent[Any], _Turns]] = []
         ids = iter(self._ids)
         for index, entry in enumerate(play.requests):
             field = f"requests[{index}]"
@@ -281,7 +363,7 @@ class _Session:
             self._link(requests, first_row, linked(main, children))
         return session_ids
 
-    def _begin_ns(self, field: str, agent: _SubAgent[_Texts]) -> int:
+    def _begin_ns(self, field: str, agent: _SubAgent[Any]) -> int:
         if self._has_session_times:
             return _ns(agent.requests[0].t)
         begin_ns = _ns(agent.t) - (agent.duration_ms or 0) * NS_PER_MS
@@ -306,7 +388,8 @@ class _Session:
         self, requests: list[TraceRequest], session_id: str, turns: _Turns, *, begin_ns: int
     ) -> list[RecordedTimes]:
         """Append a session that begins at `begin_ns`; return its recorded times."""
-        before: _RawTurn | None = None
+        before: _AnyTurn | None = None
+        units = b""
         recorded = []
         for field, turn, ids in turns:
             delay_ns = None
@@ -319,12 +402,13 @@ class _Session:
                     )
                 delay_ns = _delay_ns(before, turn)
             row = len(requests)
+            units = self._units(row, field, turn.num_input, memoryview(units)[: ids.num_kept * UNIT_BYTES], ids.new)
             start_ns = begin_ns + _ns(turn.t) - _ns(turns[0][1].t)
             requests.append(
                 TraceRequest(
                     row,
                     start_ns,
-                    self._units(row, field, turn.num_input, ids),
+                    units,
                     turn.num_input,
                     max(turn.num_output, 1),
                     session_id=session_id,
@@ -337,20 +421,20 @@ class _Session:
             before = turn
         return recorded
 
-    def _units(self, row: int, field: str, num_tokens: int, ids: bytes) -> bytes:
-        """Return the ids of the whole blocks, plus a unique id for the tokens after them."""
+    def _units(self, row: int, field: str, num_tokens: int, kept: memoryview, new: bytes) -> bytes:
+        """Return the ids of the whole blocks, first those `kept`, and a unique id for the tokens after them."""
         num_whole, num_rest = divmod(num_tokens, self._block_size)
-        if len(ids) != num_whole * UNIT_BYTES:
+        num_ids = (len(kept) + len(new)) // UNIT_BYTES
+        if num_ids != num_whole:
             raise self._place.error(
-                f"{len(ids) // UNIT_BYTES} ids, and {num_tokens} tokens have {num_whole} whole blocks of "
-                f"{self._block_size}",
+                f"{num_ids} ids, and {num_tokens} tokens have {num_whole} whole blocks of {self._block_size}",
                 f"{field}.hash_ids",
                 hint="There is one id for each whole block of the prompt.",
             )
-        return ids + pack_units([NO_ID + row]) if num_rest else ids
+        return b"".join((kept, new, pack_units([NO_ID + row]) if num_rest else b""))
 
 
-def _delay_ns(before: _RawTurn, turn: _RawTurn) -> int:
+def _delay_ns(before: _AnyTurn, turn: _AnyTurn) -> int:
     """Return the client's delay between the end of `before` and the sending of `turn`.
 
     If `before` has a recorded end, this is `think_time`. Otherwise `think_time` counts from the last known end, that of

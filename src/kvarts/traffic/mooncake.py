@@ -80,20 +80,21 @@ class MooncakeReader:
         return msgspec.json.Decoder(MooncakeRow)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        row_number = 0
-        for first_line, block in self._blocks():
+        row_number, first_line = 0, 1
+        for block in self._blocks():
             for line, row in self._decode(first_line, block):
                 request = self._request(line, row, row_number)
                 if request is not None:
                     yield request
                 row_number += 1
+            first_line += block.count(b"\n")
 
     def read(self) -> Sequence[TraceRequest]:
         """Return all requests: as columns if all rows are plain, else as a list."""
         columns = RequestColumns()
         requests: list[TraceRequest] | None = None
-        row_number = 0
-        for first_line, block in self._blocks():
+        row_number, first_line = 0, 1
+        for block in self._blocks():
             num_added = 0
             plain = self._decode_plain(block) if requests is None else None
             if plain is not None:
@@ -101,6 +102,7 @@ class MooncakeReader:
                 row_number += num_added
                 self.num_rows += num_added
                 if num_added == len(plain):
+                    first_line += num_added
                     continue
             for line, row in islice(self._decode(first_line, block), num_added, None):
                 request = self._request(line, row, row_number)
@@ -111,6 +113,7 @@ class MooncakeReader:
                     requests = list(columns)
                     columns = RequestColumns()
                 requests.append(request)
+            first_line += block.count(b"\n")
         return columns if requests is None else requests
 
     def _request(self, line: int, row: MooncakeRow, row_number: int) -> TraceRequest | None:
@@ -132,29 +135,26 @@ class MooncakeReader:
         if row.wait_for is not None:
             self.waits[row_number] = row
 
-    def _blocks(self) -> Iterator[tuple[int, bytes]]:
-        """Iterate over blocks of whole lines, each with the number of its first line.
+    def _blocks(self) -> Iterator[bytes]:
+        """Iterate over blocks of whole lines.
 
         Of an array, or a record over several lines, the lines are its records.
         """
         if self._file.is_json and not self._file.is_json_lines:
-            yield 1, b"\n".join(record.replace(b"\n", b" ") for _, record in self._file.records())
+            yield b"\n".join(record.replace(b"\n", b" ") for _, record in self._file.records())
             return
-        line = 1
         rest = b""
         for place, data in enumerate(self._file.blocks(BLOCK_BYTES)):
             if not place:
                 data = data.removeprefix(BYTE_ORDER_MARK)  # noqa: PLW2901
             cut = data.rfind(b"\n") + 1
             if cut:
-                block = rest + data[:cut]
-                yield line, block
-                line += block.count(b"\n")
+                yield rest + data[:cut]
                 rest = data[cut:]
             else:
                 rest += data
         if rest.strip():
-            yield line, rest
+            yield rest
 
     def _decode(self, first_line: int, block: bytes) -> Iterable[tuple[int, MooncakeRow]]:
         rows = self._decode_whole(block)

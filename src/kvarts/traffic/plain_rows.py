@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from kvarts.content import UNIT_BYTES
@@ -11,17 +12,17 @@ __all__ = ["plain_columns", "requests_of"]
 
 
 def plain_columns(
-    rows: list[PlainRow], trace_block_size: int, num_ids: int
-) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Return times in ns, prompts, outputs, ends and ids of `rows`, up to one with too many or too few ids.
+    rows: list[PlainRow], trace_block_size: int, ids: array[int]
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Return times in ns, prompts, outputs and ends of `rows`, up to one with too many or too few ids.
 
-    The end of a row is the number of ids up to its last one, with `num_ids` before all of these. Ids are not checked.
+    Their ids are appended to `ids`; the end of a row is the number of these up to its last one. Raise OverflowError for
+    an id that has no room in `ids`, of which some are appended then.
     """
     arrivals_ns: list[int] = []
     prompts: list[int] = []
     outputs: list[int] = []
     ends: list[int] = []
-    ids: list[int] = []
     for row in rows:
         hash_ids: list[int] = row.hash_ids
         prompt: int = row.input_length
@@ -30,9 +31,9 @@ def plain_columns(
         arrivals_ns.append(row.timestamp * NS_PER_MS)
         prompts.append(prompt)
         outputs.append(row.output_length)
-        ids.extend(hash_ids)
-        ends.append(num_ids + len(ids))
-    return arrivals_ns, prompts, outputs, ends, ids
+        ids.fromlist(hash_ids)
+        ends.append(len(ids))
+    return arrivals_ns, prompts, outputs, ends
 
 
 def requests_of(

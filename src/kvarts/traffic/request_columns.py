@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -66,16 +65,21 @@ class RequestColumns(Sequence[TraceRequest]):
         The first of `rows` is row `first_row` of its file. An id that is not valid prevents all of them from being
         added.
         """
-        arrivals_ns, prompts, outputs, ends, ids = plain_columns(rows, trace_block_size, len(self.ids))
+        num_ids = len(self.ids)
         try:
-            self.ids.frombytes(struct.pack(f"{len(ids)}{self.ids.typecode}", *ids))
-        except struct.error:
-            if self.ids.typecode == "Q" or (ids and not 0 <= min(ids) <= max(ids) < 1 << 64):
+            arrivals_ns, prompts, outputs, ends = plain_columns(rows, trace_block_size, self.ids)
+        except OverflowError:
+            del self.ids[num_ids:]
+            if self.ids.typecode == "Q":
                 return 0
-            self.ids = array("Q", self.ids)
-            self.ids.frombytes(struct.pack(f"{len(ids)}Q", *ids))
+            larger = array("Q", self.ids)
+            try:
+                arrivals_ns, prompts, outputs, ends = plain_columns(rows, trace_block_size, larger)
+            except OverflowError:
+                return 0
+            self.ids = larger
         num_added = len(ends)
-        self.rows.extend(range(first_row, first_row + num_added))
+        self.rows.fromlist(list(range(first_row, first_row + num_added)))
         self.arrivals_ns.fromlist(arrivals_ns)
         self.prompts.fromlist(prompts)
         self.outputs.fromlist(outputs)

@@ -140,7 +140,8 @@ class TraceFile:
         The number is the line in JSON lines, or the position in an array. A file with a single object yields one value.
         """
         if self.is_json_lines:
-            for line, row in enumerate(self._lines(), 1):
+            beginning, is_whole = self._start
+            for line, row in beginning if is_whole else enumerate(self._lines(), 1):
                 if row.strip() and (row[0] in b'{["' or not row.decode(errors="replace").isspace()):
                     yield line, row.rstrip(b"\n")
             return
@@ -209,15 +210,21 @@ class TraceFile:
     @cached_property
     def _beginning(self) -> list[bytes]:
         """The first non-blank lines."""
-        lines: list[bytes] = []
+        return [line.strip() for _, line in self._start[0]]
+
+    @cached_property
+    def _start(self) -> tuple[list[tuple[int, bytes]], bool]:
+        """The first non-blank lines with their numbers; whether no others follow, and these need no normalisation."""
+        lines: list[tuple[int, bytes]] = []
+        is_plain = True
         with self._open() as file, self._unpacking():
-            while len(lines) < MOST_RECORDS:
-                line = file.readline(MOST_LINE_BYTES)
-                if not line:
-                    break
+            for number, line in enumerate(_lines_of(file), 1):
+                if len(lines) == MOST_RECORDS:
+                    return lines, False
+                is_plain = is_plain and len(line) < MOST_LINE_BYTES and line.isascii() and b"\r" not in line
                 if line.strip():
-                    lines.append(line.strip())
-        return lines
+                    lines.append((number, line))
+        return lines, is_plain
 
     def _open(self) -> BinaryIO:
         with self._reading():
@@ -251,6 +258,25 @@ class TraceFile:
             if not isinstance(error, EOFError | zlib.error):
                 raise
             raise InputError(f"cannot be read: {error}", path=self.path) from error
+
+
+def _lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of `file` without their ends. Its own `readline` compares bytes one by one.
+
+    Of a line that is longer than MOST_LINE_BYTES, yield parts, all but the last one at least as long.
+    """
+    parts: list[bytes] = []
+    while data := file.read(LINE_BYTES):
+        start = 0
+        while end := data.find(b"\n", start) + 1:
+            yield b"".join((*parts, data[start : end - 1]))
+            parts.clear()
+            start = end
+        parts.append(data[start:])
+        if sum(map(len, parts)) >= MOST_LINE_BYTES:
+            yield b"".join(parts)
+            parts.clear()
+    yield b"".join(parts)
 
 
 def _unpacked(source: Path | BinaryIO) -> BinaryIO:
