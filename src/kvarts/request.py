@@ -47,23 +47,21 @@ _S = RequestState
 
 NEW: Final = RequestState.NEW
 ABANDONED: Final = RequestState.ABANDONED
-NEXT_STATES: Final[tuple[frozenset[RequestState], ...]] = tuple(
-    {
-        _S.NEW: frozenset({_S.WAITING, _S.LOADING, _S.REJECTED, _S.CANCELLED}),
-        _S.WAITING: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
-        _S.PREEMPTED: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
-        _S.LOADING: frozenset({_S.LOADED, _S.ABANDONED, _S.WAITING}),
-        _S.LOADED: frozenset({_S.PREFILLING, _S.WAITING, _S.CANCELLED}),
-        _S.PREFILLING: frozenset({_S.DECODING, _S.PREEMPTED, _S.HELD, _S.FINISHED, _S.CANCELLED}),
-        _S.DECODING: frozenset({_S.PREFILLING, _S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),
-        _S.ABANDONED: frozenset({_S.CANCELLED}),
-        _S.FINISHED: frozenset(),
-        _S.CANCELLED: frozenset(),
-        _S.REJECTED: frozenset(),
-        _S.HELD: frozenset({_S.FINISHED, _S.CANCELLED}),
-    }[state]
-    for state in RequestState
-)
+_NEXT: Final = {
+    _S.NEW: frozenset({_S.WAITING, _S.LOADING, _S.REJECTED, _S.CANCELLED}),
+    _S.WAITING: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
+    _S.PREEMPTED: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
+    _S.LOADING: frozenset({_S.LOADED, _S.ABANDONED, _S.WAITING}),
+    _S.LOADED: frozenset({_S.PREFILLING, _S.WAITING, _S.CANCELLED}),
+    _S.PREFILLING: frozenset({_S.DECODING, _S.PREEMPTED, _S.HELD, _S.FINISHED, _S.CANCELLED}),
+    _S.DECODING: frozenset({_S.PREFILLING, _S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),
+    _S.ABANDONED: frozenset({_S.CANCELLED}),
+    _S.FINISHED: frozenset(),
+    _S.CANCELLED: frozenset(),
+    _S.REJECTED: frozenset(),
+    _S.HELD: frozenset({_S.FINISHED, _S.CANCELLED}),
+}
+NEXT_STATES: Final[tuple[frozenset[RequestState], ...]] = tuple(_NEXT[state] for state in RequestState)
 """The states that may follow each state."""
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvarts.report.run_directory import RunReport, Spread
-from kvarts.report.words import UNCERTAIN, facts, opening
+from kvarts.report.words import UNCERTAIN, facts, opening, wrapped
 
 ROOFLINE = {"model": "roofline", "llm": "qwen3-8b", "device": "h200", "tensor_parallel": 1}
 
@@ -46,3 +49,16 @@ def test_a_latency_is_shown_with_its_uncertainty_and_what_that_is() -> None:
     unsure = dict(facts(RunReport(ttft_ms=ttft, uncertainty={"ttft_ms": Spread(p50=2.8, p99=10.9)})))
     assert unsure["TTFT"] == "p50 22.0 ms +- 2.8 ms, p90 51.7 ms, p99 84.3 ms +- 10.9 ms"
     assert unsure[UNCERTAIN[0]] == UNCERTAIN[1]
+
+
+WORDS = st.sampled_from(["a", "of", "2.5", "%", "", "half-open", "\xa0", "\t", "a\nb", "\r", "e" * 40, "x" * 81])
+
+
+@pytest.mark.laws
+@given(st.lists(WORDS).map(" ".join), st.sampled_from(["", "warning       "]), st.sampled_from(["", "  ", " " * 14]))
+def test_lines_are_those_of_textwrap(text: str, first: str, rest: str) -> None:
+    whole = text.replace(" %", "\xa0%")
+    lines = wrap(
+        whole, width=80, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
+    )
+    assert wrapped(text, first, rest) == [line.replace("\xa0", " ") for line in lines]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvarts.content import Content
 from kvarts.request import Request
 from kvarts.routers.config import Routing
-from kvarts.sim.router import WithinGroups
+from kvarts.sim.lockstep import WithinGroups
 
 pytestmark = pytest.mark.laws
 

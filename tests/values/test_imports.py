@@ -13,11 +13,12 @@ import pytest
 OTHERS = {"click", "msgspec", "mypy_extensions", "typing_extensions"}
 """Packages outside the standard library that every command may load."""
 UNUSED = {
-    "argparse", "ast", "concurrent.futures", "csv", "ctypes", "dataclasses", "fractions", "gzip", "hashlib", "inspect",
-    "ipaddress", "json", "locale", "logging", "multiprocessing", "pathlib", "random", "shutil", "signal", "socket",
-    "statistics", "subprocess", "tempfile", "threading", "tomllib", "traceback", "urllib.parse", "zlib",
+    "argparse", "ast", "concurrent.futures", "csv", "ctypes", "dataclasses", "datetime", "fractions", "gzip", "hashlib",
+    "inspect", "ipaddress", "json", "locale", "logging", "msgspec.inspect", "multiprocessing", "pathlib", "platform",
+    "random", "shutil", "signal", "socket", "statistics", "subprocess", "tempfile", "textwrap", "threading", "tomllib",
+    "traceback", "urllib.parse", "zlib",
 }  # fmt: skip
-"""Modules of the standard library that neither a short replay nor what it needs loads."""
+"""Modules that neither a short replay nor what it needs loads."""
 
 REPLAY = {"build", "engine", "event_log", "executor", "kv", "report", "sched", "sim", "traffic"}
 """Rooms that a command without a replay does not load."""
@@ -84,8 +85,9 @@ def test_a_short_replay_loads_neither_numpy_nor_what_it_does_not_use(folder: Pat
     num_own = len([name for name in modules if name.startswith("kvarts")])
     if options in ("", "--json"):
         assert not UNUSED & set(modules)
-        assert num_own <= 77
-    assert num_own <= (90 if "--model" in options else 78)
+        assert num_own <= 76
+    assert num_own <= (88 if "--model" in options else 77)
+    assert not {"importlib.resources", "shutil", "tempfile", "zipfile"} & set(modules)
 
 
 def test_a_replay_of_thousands_of_requests_loads_no_numpy(folder: Path) -> None:
@@ -97,3 +99,28 @@ def test_a_replay_of_thousands_of_requests_loads_no_numpy(folder: Path) -> None:
 def test_what_needs_arrays_loads_numpy(folder: Path) -> None:
     """The budget is able to notice."""
     assert "numpy" in others(imported("replay", "one.jsonl", "--run-dir", "run", folder=folder))
+
+
+AFTER_MSGSPEC = """
+from kvarts.cli.process import load_msgspec
+load_msgspec()
+import sys, typing, msgspec
+assert not {"datetime", "platform", "textwrap", "msgspec.inspect", "msgspec.toml", "msgspec.yaml"} & set(sys.modules)
+assert not hasattr(typing, "compile")
+import datetime, platform, textwrap, uuid
+moment = datetime.datetime(2024, 5, 10, tzinfo=datetime.timezone.utc)
+assert msgspec.json.decode(msgspec.json.encode(moment), type=datetime.datetime) == moment
+assert msgspec.convert(str(uuid.UUID(int=1)), uuid.UUID).int == 1
+assert msgspec.json.schema(int) == {"type": "integer"}
+assert msgspec.inspect.type_info(int) == msgspec.inspect.IntType()
+assert msgspec.toml.decode(b"a = 1") == {"a": 1}
+assert platform.system() and textwrap.dedent(" a") == "a"
+import msgspec.inspect
+for name in ("datetime", "platform", "textwrap", "msgspec.inspect", "msgspec.toml"):
+    assert sys.modules[name].__spec__.name == name
+assert isinstance(msgspec.convert({"a": 1}, msgspec.defstruct("Row", [("a", "int | None")])).a, int)
+"""
+
+
+def test_modules_that_msgspec_did_not_get_are_there_afterwards() -> None:
+    assert "platform" in modules_of("-c", AFTER_MSGSPEC)

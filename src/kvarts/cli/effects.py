@@ -3,8 +3,7 @@
 Only typed options are refused. Keys of a file are not, because other commands may read that file.
 """
 
-from __future__ import annotations
-
+# Annotations are evaluated when this module is imported: NamedTuple would compile their texts one by one.
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -119,7 +118,7 @@ MODES = (
 
 
 def check_effects(
-    context: click.Context, *, is_set: Callable[[str], bool] = lambda flag: False, facts: Collection[str] = ()
+    context: "click.Context", *, is_set: Callable[[str], bool] = lambda flag: False, facts: Collection[str] = ()
 ) -> None:
     """Raise ConfigError for an option that was typed and cannot have an effect.
 
@@ -184,7 +183,7 @@ def _refuse_unless(need: Need, flag: str, is_given: Callable[[str], bool]) -> No
         )
 
 
-def _flags_of(context: click.Context) -> dict[str, str]:
+def _flags_of(context: "click.Context") -> dict[str, str]:
     """Return the parameter names of the command's options, by flag; arguments are not included."""
     return {
         param.opts[0] if param.opts[0].startswith("--") else param.opts[-1]: param.name or ""
@@ -193,7 +192,7 @@ def _flags_of(context: click.Context) -> dict[str, str]:
     }
 
 
-def _is_typed(context: click.Context, name: str) -> bool:
+def _is_typed(context: "click.Context", name: str) -> bool:
     from click.core import ParameterSource
 
     return name in context.params and context.get_parameter_source(name) is ParameterSource.COMMANDLINE

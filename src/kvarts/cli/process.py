@@ -17,12 +17,13 @@ import gc
 import io
 import os
 import sys
+import typing
 import warnings
 from _thread import LockType, allocate_lock, start_new_thread
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from time import monotonic
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvarts import __version__
@@ -64,6 +65,8 @@ LARGE_BYTES = 128 * 1024
 KEPT_BYTES = 4 * 1024 * 1024
 """Free memory at the end of the heap that is not returned to the system."""
 
+LATER = ("msgspec.inspect", "msgspec.toml", "msgspec.yaml", "platform", "textwrap")
+"""Modules that are imported with msgspec, but used by few commands or none."""
 
 _came: list[int] = []
 NARRATOR = "kvarts"
@@ -207,26 +210,53 @@ def hold_signals_back() -> Iterator[None]:
             signal.raise_signal(came[0])
 
 
+class _Later(ModuleType):
+    """Stands for a module, which is imported once one of its names is needed."""
+
+    def __getattr__(self, name: str) -> Any:
+        from importlib import import_module
+
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
+
+
+def _compiled_expression(text: str, *_: Any) -> Any:
+    """Return the code of an expression, without `compile`."""
+    return eval(f"lambda: {text}").__code__
+
+
 def load_msgspec() -> None:
-    """Import msgspec, uninterrupted and without `typing_extensions`.
+    """Import msgspec, uninterrupted and without modules that it imports and no command needs at once.
 
     While it is imported, msgspec ignores an error of its own import of `datetime`, also a KeyboardInterrupt; its first
     conversion then dereferences a null pointer.
 
-    If `typing_extensions` is installed, msgspec takes `get_type_hints` and two names from there instead of from
-    `typing`; they are equal, but the import, with that of `inspect`, would take a seventh of a short replay's time.
+    The modules in LATER are imported when they are used. If `typing_extensions` is installed, msgspec takes
+    `get_type_hints` and two names from there instead of from `typing`; they are equal. `uuid` asks `platform` for the
+    name of the system, and `datetime` makes all its classes in Python before it takes those of `_datetime`. msgspec
+    makes a ForwardRef to see whether that takes an argument, and the first `compile` of a process makes the classes of
+    all nodes of syntax trees. All this would take a quarter of a short replay's time. Whoever imports these modules
+    afterwards gets them as they are.
     """
     if "msgspec" in sys.modules:
         return
-    hides = "typing_extensions" not in sys.modules
+    others: dict[str, Any] = {name: _Later(name) for name in LATER}
+    others["platform"].system = lambda: os.uname().sysname
+    others["typing_extensions"] = None  # it cannot be imported
+    with suppress(ModuleNotFoundError):
+        others["datetime"] = __import__("_datetime")
+    others = {name: module for name, module in others.items() if name not in sys.modules}
     with hold_signals_back():
-        if hides:
-            sys.modules["typing_extensions"] = None  # type: ignore[assignment]  # it cannot be imported
+        sys.modules.update(others)
+        typing.compile = _compiled_expression  # type: ignore[attr-defined]
         try:
             import msgspec  # noqa: F401
         finally:
-            if hides:
-                del sys.modules["typing_extensions"]
+            del typing.compile  # type: ignore[attr-defined]
+            for name, module in others.items():
+                if sys.modules.get(name) is module:
+                    del sys.modules[name]
 
 
 def _note(number: int) -> None:

@@ -144,10 +144,11 @@ def load_constants(path: Path) -> Constants:
 def shipped_constants() -> Constants:
     """Return the constants that ship with the package."""
     import tomllib
-    from importlib.resources import files
+    from pkgutil import get_data
 
-    source = files("kvarts.executor").joinpath("constants.toml")
-    return _constants(tomllib.loads(source.read_text("utf-8")), Path("constants.toml"))
+    text = get_data("kvarts.executor", "constants.toml")
+    assert text is not None
+    return _constants(tomllib.loads(text.decode()), Path("constants.toml"))
 
 
 def _constants(values: dict[str, Any], path: Path) -> Constants:

@@ -84,9 +84,10 @@ def _with_infinities(data: bytes) -> Any:
 
 
 def _presets() -> dict[str, dict[str, Any]]:
-    from importlib.resources import files  # most runs use no preset
+    from pkgutil import get_data  # `importlib.resources` would take longer than a short replay
 
-    text = files("kvarts.hardware").joinpath("presets/models.json").read_bytes()
+    text = get_data("kvarts.hardware", "presets/models.json")
+    assert text is not None
     presets: dict[str, dict[str, Any]] = msgspec.json.decode(text)
     return presets
 

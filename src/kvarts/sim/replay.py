@@ -23,7 +23,7 @@ from kvarts.sim.arrivals import Arrivals, SessionsKept
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.driver import Driver, Runner
 from kvarts.sim.replica import Replica
-from kvarts.sim.router import AskedCaches, RoundRobin, Routed, Router, WithinGroups
+from kvarts.sim.router import AskedCaches, RoundRobin, Routed, Router
 from kvarts.traffic.trace import Trace
 
 if TYPE_CHECKING:
@@ -373,7 +373,11 @@ def make_router(
     workers save that read pages from each other, if they do.
     """
     if config.router == "round-robin" and config.routing is None:
-        return RoundRobin(config.replicas) if ranks == 1 else WithinGroups(config.replicas, ranks)
+        if ranks == 1:
+            return RoundRobin(config.replicas)
+        from kvarts.sim.lockstep import WithinGroups
+
+        return WithinGroups(config.replicas, ranks)
     directory = None
     if not tells_pages:
         directory = AskedCaches(engines)

@@ -1,7 +1,6 @@
 """The seam of routers: a router places requests on workers. It knows them only by the reports that it receives.
 
-The room `routers` implements policies by name. Only the policies that need no room are here: round robin, and round
-robin over groups in lock step.
+The room `routers` implements policies by name. Only the policy that needs no room is here: round robin.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from kvarts.content import Content
 from kvarts.event_log import EventLog, EventReader
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
-from kvarts.sched.rank_loads import RANKS_STALENESS_NS, RankLoads
 from kvarts.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -31,7 +29,6 @@ __all__ = [
     "Router",
     "RouterMaker",
     "RoutingSettings",
-    "WithinGroups",
 ]
 
 RouterMaker = Callable[[], Any]
@@ -276,49 +273,6 @@ class Informed:
                 for request in self.engines[index].scheduler.take_computed():
                     router.prefilled(request)
         router.catch_up(now_ns, runners)
-
-
-class WithinGroups(RoundRobin):
-    """Sends requests to groups of `ranks` engines in turn, and within a group as vLLM's front end does: RankLoads."""
-
-    is_told = True
-    reads_metrics = True
-    staleness_ns = RANKS_STALENESS_NS
-
-    def __init__(self, num_workers: int, ranks: int) -> None:
-        super().__init__(num_workers)
-        self._num_ranks = ranks
-        self._groups = [RankLoads() for _ in range(num_workers // ranks)]
-        self._worker_of: dict[int, int] = {}
-        self._num_in_flight = [0] * num_workers
-        self._running = [0] * num_workers
-        self._waiting = [0] * num_workers
-        self._usage = [0.0] * num_workers
-
-    def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
-        """Return a rank of the next group."""
-        group = self.next_turn % len(self._groups)
-        self.next_turn = group + 1
-        ranks = list(range(group * self._num_ranks, (group + 1) * self._num_ranks))
-        worker = self._groups[group].choose(ranks, self._num_in_flight, self._running, self._waiting, self._usage)
-        self.placed(request, session, worker, now_ns)
-        return worker
-
-    def placed(self, request: Request, session: str | None, worker: int, now_ns: int) -> None:
-        """Count a request in flight."""
-        self._worker_of[request.index] = worker
-        self._num_in_flight[worker] += 1
-
-    def ended(self, request: int) -> None:
-        """Count a request in flight less."""
-        self._num_in_flight[self._worker_of.pop(request)] -= 1
-
-    def report(
-        self, worker: int, running: int, waiting: int, used_pages: int, waiting_pages: int, usage: float
-    ) -> None:
-        """Record the load of a rank."""
-        self._running[worker], self._waiting[worker], self._usage[worker] = running, waiting, usage
-        self._groups[worker // self._num_ranks].forget_placed()
 
 
 class AskedCaches:
