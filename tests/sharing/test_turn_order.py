@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing import tenant
 from kvarts.sharing.tenant import TurnOrder
 
@@ -107,19 +108,18 @@ def test_many_turns_at_once_are_those_one_by_one(of_models: list[int], steps: li
         names: list[str] = []
         left = {model: list(of_model) for model, of_model in zip(models, steps, strict=False)}
         if at_once:
-            taken: dict[Any, list[int]] = {}
-            starts: dict[Any, list[int]] = {}
-            for place in order.places(models, [left[model] for model in models], now):
-                mine = taken.setdefault(models[place], [])
-                if len(mine) == len(left[models[place]]):
-                    break
-                mine.append(left[models[place]][len(mine)])
-                starts.setdefault(models[place], []).append(now)
-                now += mine[-1]
-                names.append(models[place].name)
-            by_end = sorted((model for model in taken if taken[model]), key=lambda m: -names[::-1].index(m.name))
-            for model in by_end:
-                order.leap(model, starts[model], taken[model])
+            durations = [left[model] for model in models]
+            horizons = [len(of_model) + 1 for of_model in durations]
+            places, starts, now = order.turns(models, durations, horizons, now, NEVER_NS)
+            names = [models[place].name for place in places]
+            if len(set(places)) == 1:
+                place = places[0]
+                last = durations[place][len(places) - 1]
+                order.leap_alone(models[place], starts[place][0], now, last)
+            else:
+                for place in sorted(set(places), key=lambda place: -names[::-1].index(models[place].name)):
+                    of_model = starts[place]
+                    order.leap(models[place], of_model, durations[place][: len(of_model)])
         else:
             while left[tenant := next_of(order, now)]:
                 order.pass_turn(tenant, now)

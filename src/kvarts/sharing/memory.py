@@ -183,11 +183,13 @@ class DeviceMemory:
 
     # Making room ------------------------------------------------------------------------------------------
 
-    def make_room(self, pool: SharedPool, num_pages: int) -> None:
+    def make_room(self, pool: SharedPool, num_pages: int) -> list[tuple[DevicePart, int]]:
         """Evict until `num_pages` pages of `pool` are empty. At least that much must be free.
 
-        The evicted pages are the same as if pages were taken one by one: pages that have room count as taken.
+        The evicted pages are the same as if pages were taken one by one: pages that have room count as taken. Return
+        the evicted pages, in order, as numbers of pages of parts.
         """
+        evicted: list[tuple[DevicePart, int]] = []
         asker = self._part_of[pool]
         page_bytes = asker.page_bytes
         needed = num_pages * page_bytes
@@ -215,7 +217,11 @@ class DeviceMemory:
                 assert others, f"L1: {needed} bytes were free, and are not"
                 oldest, num_evicted = _oldest(others)
             num_missing = -(-missing // oldest.page_bytes)
-            oldest.cache.shed(num_missing if num_missing < num_evicted else num_evicted)
+            if num_missing < num_evicted:
+                num_evicted = num_missing
+            oldest.cache.shed(num_evicted)
+            evicted.append((oldest, num_evicted))
+        return evicted
 
     # Laws -------------------------------------------------------------------------------------------------
 
@@ -251,7 +257,7 @@ class SharedPool:
         self.page_bytes = page_bytes
         self.total = numbers.total
         # A partial instead of a method, which would add a call: this runs for every page that is taken.
-        self.make_room: Callable[[int], None] = partial(memory.make_room, self)
+        self.make_room: Callable[[int], object] = partial(memory.make_room, self)
         """Evicts until the given number of pages is empty, from this model or others."""
         self.num_taken = 0
         """Pages that this model has allocated and not released."""
@@ -442,6 +448,37 @@ class DevicePart:
     def is_within(self, num_pages: int) -> bool:
         """Return whether it would use no more than its guarantee with `num_pages` more."""
         return self.num_used_bytes + num_pages * self.page_bytes <= self.guaranteed_bytes
+
+    def take_in_turns(self, counts: Sequence[int]) -> list[int]:
+        """Take so many pages in each of these turns, between which no other part takes any; there must be enough.
+
+        Return the cached pages after each turn.
+        """
+        cache, memory, page_bytes = self.cache, self.memory, self.page_bytes
+        num_cached, num_empty = cache.num_cached, memory.num_empty_bytes
+        num_pages = sum(counts)
+        evicted = memory.make_room(self.pool, num_pages)
+        cache.take(num_pages)
+        if cache.num_cached == num_cached:
+            return [num_cached] * len(counts)
+        evicted.reverse()
+        after: list[int] = []
+        part, num_left = self, 0
+        for count in counts:
+            if count:
+                num_empty -= count * page_bytes
+                while num_empty < 0:
+                    if not num_left:
+                        part, num_left = evicted.pop()
+                    num_evicted = -(num_empty // part.page_bytes)
+                    if num_evicted > num_left:
+                        num_evicted = num_left
+                    num_left -= num_evicted
+                    num_empty += num_evicted * part.page_bytes
+                    if part is self:
+                        num_cached -= num_evicted
+            after.append(num_cached)
+        return after
 
     # Queries of a scheduler -------------------------------------------------------------------------------
 

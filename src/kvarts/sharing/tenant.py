@@ -15,7 +15,7 @@ Latency-Rate Servers, IEEE/ACM Transactions on Networking, 1998.)
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from math import lcm
 
@@ -129,7 +129,7 @@ class Tenant:
         """Start identical steps, each in its own turn, whose pages were already taken. `end_leap` must follow."""
         engine, scheduler = self.engine, self.scheduler
         assert engine.log.tell_details is None, "what happens in many turns at once is not told in detail"
-        scheduler.advance(len(durations_ns), is_taken=True)
+        scheduler.publish_taken(len(durations_ns))
         if engine.log.tell is not None:
             engine.log.tell(
                 LeapDone(
@@ -172,6 +172,8 @@ class TurnOrder:
         """The start of the last turn."""
         self._could_step: set[Tenant] = set()
         """The models that could step when the last turn was given."""
+        self.able: list[Tenant] = []
+        """The same, in their order."""
 
     def next(self, now_ns: int) -> Tenant | None:
         """Return the model that has the next turn, of those that can step; None if none can."""
@@ -184,6 +186,7 @@ class TurnOrder:
             able.append(tenant)
             if tenant not in could_step and due[tenant] < since:
                 due[tenant] = since
+        self.able = able
         self._could_step = set(able)
         if len(able) < 2:
             return able[0] if able else None
@@ -234,26 +237,58 @@ class TurnOrder:
                 steps[tenant] = min(steps[tenant], max(0, num_behind) + 2)
         return [steps.get(tenant, 0) for tenant in active]
 
-    def places(self, active: Sequence[Tenant], durations_ns: Sequence[Sequence[int]], now_ns: int) -> Iterator[int]:
-        """Yield the places in `active` of the models that have the next turns, for steps of these durations."""
+    def turns(
+        self,
+        active: Sequence[Tenant],
+        durations_ns: Sequence[Sequence[int]],
+        horizons: Sequence[int],
+        now_ns: int,
+        until_ns: int,
+    ) -> tuple[list[int], list[list[int]], int]:
+        """Return the turns of `active` that begin from `now_ns` on and before `until_ns`, for steps of these durations.
+
+        They end with the first step at its horizon, or before the turn of a model without more steps. Return for each
+        turn the place of its model in `active`, for each model the starts of its steps, and the end of the last turn.
+        """
         due = [self.due[tenant] for tenant in active]
         last_turn = [self._last_turn[tenant] for tenant in active]
         scales = [self.scales[tenant] for tenant in active]
-        steps = [0] * len(active)
-        turn, unit, now = self._num_turns, self.unit, now_ns * self.unit
-        while len(active) == 1:
-            yield 0
-        while True:
-            first = min(due)
-            place = due.index(first) if first <= now else last_turn.index(min(last_turn))
-            yield place
-            duration_ns = durations_ns[place][steps[place]]
-            steps[place] += 1
+        places: list[int] = []
+        starts_ns: list[list[int]] = [[] for _ in active]
+        turn, unit = self._num_turns, self.unit
+        while now_ns < until_ns:
+            now = now_ns * unit
+            since = min(due)
+            place = due.index(since) if since <= now else last_turn.index(min(last_turn))
+            of_place = starts_ns[place]
+            step = len(of_place)
+            if step == len(durations_ns[place]):
+                break
             since = due[place]
+            duration_ns = durations_ns[place][step]
+            places.append(place)
+            of_place.append(now_ns)
             due[place] = (since if since < now else now) + duration_ns * scales[place]
-            now += duration_ns * unit
             last_turn[place] = turn
             turn += 1
+            now_ns += duration_ns
+            if step + 1 == horizons[place]:
+                break
+        return places, starts_ns, now_ns
+
+    def leap_alone(self, tenant: Tenant, start_ns: int, end_ns: int, last_ns: int) -> None:
+        """Do what `leap` does, for turns from `start_ns` to `end_ns` without another model's; the last takes `last_ns`.
+
+        Where each turn begins at the end of the one before, the due time never falls behind it again once it is ahead:
+        no share is above 1.
+        """
+        scale, last_start_ns = self.scales[tenant], end_ns - last_ns
+        self.due[tenant] = min(
+            self.due[tenant] + (end_ns - start_ns) * scale,
+            last_start_ns * self.unit + last_ns * scale,
+        )
+        self.pass_turn(tenant, last_start_ns)
+        tenant.step_ns = max(1, last_ns)
 
     def leap(self, tenant: Tenant, starts_ns: Sequence[int], durations_ns: Sequence[int]) -> None:
         """Count turns of `tenant` among many executed at once. Models are counted in the order of their last turns."""
