@@ -148,6 +148,8 @@ class DeviceMemory:
         self._part_of: dict[SharedPool, DevicePart] = {}
         self.clock = ReleaseClock()
         """Counts releases, of all parts together."""
+        self.evicted: list[tuple[DevicePart, int]] = []
+        """What was last evicted to make room, in order, as numbers of pages of parts."""
         self.last_claim = 0
         """Counts claims, of all parts together."""
 
@@ -183,16 +185,17 @@ class DeviceMemory:
 
     # Making room ------------------------------------------------------------------------------------------
 
-    def make_room(self, pool: SharedPool, num_pages: int) -> list[tuple[DevicePart, int]]:
+    def make_room(self, pool: SharedPool, num_pages: int) -> None:
         """Evict until `num_pages` pages of `pool` are empty. At least that much must be free.
 
-        The evicted pages are the same as if pages were taken one by one: pages that have room count as taken. Return
-        the evicted pages, in order, as numbers of pages of parts.
+        The evicted pages are the same as if pages were taken one by one: pages that have room count as taken.
         """
-        evicted: list[tuple[DevicePart, int]] = []
-        asker = self._part_of[pool]
-        page_bytes = asker.page_bytes
+        page_bytes = pool.page_bytes
         needed = num_pages * page_bytes
+        if needed <= self.num_empty_bytes:
+            return
+        evicted = self.evicted = []
+        asker = self._part_of[pool]
         while (missing := needed - self.num_empty_bytes) > 0:
             ready = self.num_empty_bytes // page_bytes * page_bytes
             beyond = pool.num_taken * page_bytes + ready - asker.guaranteed_bytes
@@ -221,7 +224,6 @@ class DeviceMemory:
                 num_evicted = num_missing
             oldest.cache.shed(num_evicted)
             evicted.append((oldest, num_evicted))
-        return evicted
 
     # Laws -------------------------------------------------------------------------------------------------
 
@@ -456,12 +458,10 @@ class DevicePart:
         """
         cache, memory, page_bytes = self.cache, self.memory, self.page_bytes
         num_cached, num_empty = cache.num_cached, memory.num_empty_bytes
-        num_pages = sum(counts)
-        evicted = memory.make_room(self.pool, num_pages)
-        cache.take(num_pages)
+        cache.take(sum(counts))
         if cache.num_cached == num_cached:
             return [num_cached] * len(counts)
-        evicted.reverse()
+        evicted = memory.evicted[::-1]
         after: list[int] = []
         part, num_left = self, 0
         for count in counts:

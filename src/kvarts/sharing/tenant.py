@@ -170,24 +170,21 @@ class TurnOrder:
         """The number of each model's last turn."""
         self._since_ns = 0
         """The start of the last turn."""
-        self._could_step: set[Tenant] = set()
-        """The models that could step when the last turn was given."""
         self.able: list[Tenant] = []
-        """The same, in their order."""
+        """The models that could step when the last turn was given."""
+        self._parts = {tenant: float(tenant.share) for tenant in tenants}
 
     def next(self, now_ns: int) -> Tenant | None:
         """Return the model that has the next turn, of those that can step; None if none can."""
-        device, could_step, due = self._device, self._could_step, self.due
-        since = (self._since_ns if could_step else now_ns) * self.unit
-        able = []
-        for tenant in self._tenants:
-            if tenant.is_stalled and not device.may_make_way(tenant.name, now_ns):
-                continue
-            able.append(tenant)
-            if tenant not in could_step and due[tenant] < since:
-                due[tenant] = since
-        self.able = able
-        self._could_step = set(able)
+        device, could_step, due = self._device, self.able, self.due
+        tenants = self._tenants
+        able = [each for each in tenants if not each.is_stalled or device.may_make_way(each.name, now_ns)]
+        if able != could_step:
+            since = (self._since_ns if could_step else now_ns) * self.unit
+            for tenant in able:
+                if tenant not in could_step and due[tenant] < since:
+                    due[tenant] = since
+            self.able = able
         if len(able) < 2:
             return able[0] if able else None
         first = min(able, key=due.__getitem__)
@@ -218,7 +215,7 @@ class TurnOrder:
         if len(active) == 1:
             return [min(horizons[0], (until_ns - now_ns) // active[0].step_ns) + 2]
         stepping = [tenant for tenant, horizon in zip(active, horizons, strict=True) if horizon]
-        shares = [float(tenant.share) for tenant in stepping]
+        shares = [self._parts[tenant] for tenant in stepping]
         whole = sum(shares)
         round_ns = sum(tenant.step_ns for tenant in stepping)
         rates = {of: max(share / whole / of.step_ns, 1 / round_ns) for share, of in zip(shares, stepping, strict=True)}

@@ -87,9 +87,11 @@ class TurnLeap:
             del self.durations_ns[num_steps:], self.due[num_steps:]
 
     def take(self) -> None:
-        """Take the pages of its steps, where no other model takes any of its memory in these turns."""
+        """Take the pages of its steps, where no other model takes any of its memory in these turns.
+
+        Its part is as fresh as the plan.
+        """
         num_steps, part = len(self.starts_ns), self.tenant.part
-        part.refresh()
         self.withheld = [part.num_withheld] * num_steps
         self.cached = part.take_in_turns(self.due) if any(self.due) else [self.cache.num_cached] * num_steps
 
