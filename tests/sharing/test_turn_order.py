@@ -134,6 +134,29 @@ def test_many_turns_at_once_are_those_one_by_one(of_models: list[int], steps: li
     assert orders[0]._since_ns == orders[1]._since_ns
 
 
+@given(weights.filter(lambda of_models: len(of_models) > 1), st.lists(st.integers(1, 1000), min_size=60, max_size=60),
+       st.integers(0, 40))  # fmt: skip
+def test_how_long_one_model_has_all_turns(of_models: list[int], steps: list[int], before: int) -> None:
+    order, _ = order_of(of_models)
+    now = 0
+    for turn in range(before):
+        tenant = next_of(order, now)
+        order.pass_turn(tenant, now)
+        order.spend(tenant, 1 + turn * 7 % 11)
+        now += 1 + turn * 7 % 11
+    first = next_of(order, now)
+    alone_until = order.alone_until_ns(first, now)
+    assert alone_until > now
+    for duration in steps:
+        tenant = next_of(order, now)
+        assert (tenant is first) == (now < alone_until)
+        if tenant is not first:
+            break
+        order.pass_turn(tenant, now)
+        order.spend(tenant, duration)
+        now += duration
+
+
 def test_what_nobody_is_behind_with_goes_round() -> None:
     """Where one model leaves its share, weights do not divide it: each of the others has one turn in a round."""
     order, models = order_of([8, 1, 1])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 from kvarts.errors import ConfigError
@@ -199,15 +200,15 @@ class DeviceMemory:
         while (missing := needed - self.num_empty_bytes) > 0:
             ready = self.num_empty_bytes // page_bytes * page_bytes
             beyond = pool.num_taken * page_bytes + ready - asker.guaranteed_bytes
-            # `num_beyond_bytes` is spelled out: this runs for every page that is taken from a full device.
-            over = [
-                part
-                for part in self.parts.values()
-                if part.cache.num_cached
-                and (beyond if part is asker else part.pool.num_taken * part.page_bytes - part.guaranteed_bytes) > 0
-            ]
+            over: list[DevicePart] = []
+            for part in self.parts.values():
+                num_cached = part.cache.num_cached
+                if num_cached and (beyond if part is asker else part.num_beyond_bytes) > 0:
+                    over.append(part)
+                    oldest, num_evicted = part, num_cached
             if over:
-                oldest, num_evicted = _oldest(over)
+                if len(over) > 1:
+                    oldest, num_evicted = _oldest(over)
                 if oldest is not asker:
                     missing = min(missing, oldest.num_beyond_bytes)
                 if beyond <= 0 and asker.cache.num_cached:
@@ -462,8 +463,11 @@ class DevicePart:
         if cache.num_cached == num_cached:
             return [num_cached] * len(counts)
         evicted = memory.evicted[::-1]
+        part, num_left = evicted.pop()
+        if part is self and not evicted:
+            num_most = num_cached + num_empty // page_bytes
+            return [min(num_cached, num_most - num_taken) for num_taken in accumulate(counts)]
         after: list[int] = []
-        part, num_left = self, 0
         for count in counts:
             if count:
                 num_empty -= count * page_bytes

@@ -23,6 +23,7 @@ from kvarts.engine import Engine
 from kvarts.events import Blocked, LeapDone, Turns
 from kvarts.executor.base import VirtualExecutor
 from kvarts.request import Request
+from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.memory import DevicePart
 
@@ -212,8 +213,6 @@ class TurnOrder:
         It is the larger of those in its share of the time and those in turns of equal number, until the first is at its
         horizon. A model whose horizon is 0 has none, and the others end at its turn.
         """
-        if len(active) == 1:
-            return [min(horizons[0], (until_ns - now_ns) // active[0].step_ns) + 2]
         stepping = [tenant for tenant, horizon in zip(active, horizons, strict=True) if horizon]
         shares = [self._parts[tenant] for tenant in stepping]
         whole = sum(shares)
@@ -233,6 +232,23 @@ class TurnOrder:
                 num_behind = (next_due - self.due[tenant]) // (tenant.step_ns * self.scales[tenant])
                 steps[tenant] = min(steps[tenant], max(0, num_behind) + 2)
         return [steps.get(tenant, 0) for tenant in active]
+
+    def alone_until_ns(self, tenant: Tenant, now_ns: int) -> int:
+        """Return the time before which all turns are those of `tenant`, which has the one at `now_ns` and can step on.
+
+        Models that cannot step now have no turn. As long as `tenant` is due, and before the others, its due time grows
+        by `scales[tenant]` per nanosecond of its turns, and the time, in the unit of due times, by `unit`.
+        """
+        scale, unit, now = self.scales[tenant], self.unit, now_ns * self.unit
+        since = min(self.due[tenant], now)
+        num_ns = NEVER_NS
+        is_later = 0  # whether another model with the same due time comes first
+        for other in self.able:
+            if other is tenant:
+                is_later = 1
+            else:
+                num_ns = min(num_ns, (self.due[other] - since - 1 + is_later) // scale, (now - since) // (scale - unit))
+        return now_ns + num_ns + 1
 
     def turns(
         self,

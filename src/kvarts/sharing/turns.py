@@ -108,13 +108,17 @@ class TurnLeaps:
     """Turns that begin before `until_ns`, of the models of `strides` in `order`.
 
     They end with the first step at its horizon, at the end of the known durations, or before the turn of a model that
-    has no certain steps.
+    has no certain steps. If only one model has certain steps, there is only its stride, and no other model has a turn
+    before `alone_until_ns`.
     """
 
-    def __init__(self, strides: Sequence[TurnLeap], order: TurnOrder, until_ns: int, *, is_apart: bool) -> None:
+    def __init__(
+        self, strides: Sequence[TurnLeap], order: TurnOrder, until_ns: int, alone_until_ns: int, *, is_apart: bool
+    ) -> None:
         self._strides = strides
         self._order = order
         self._until_ns = until_ns
+        self._alone_until_ns = alone_until_ns
         self._is_apart = is_apart
         """Whether each model has separate memory."""
 
@@ -125,11 +129,23 @@ class TurnLeaps:
 
     def certain_until(self, now_ns: int) -> int:
         """Return the time before which no request ends if the turns begin at `now_ns`, without taking pages."""
+        if len(self._strides) == 1:
+            ends_ns, num_steps = self._alone(now_ns)
+            return min(ends_ns[num_steps], self._until_ns)
         places, starts_ns, end_ns = self._turns(now_ns)
         num_turns = self._num_fitting(places, starts_ns)
         if num_turns < len(places):
             end_ns = _start_of(places, starts_ns, num_turns)
         return min(end_ns, self._until_ns)
+
+    def _alone(self, now_ns: int) -> tuple[list[int], int]:
+        """Return the ends of the steps of the only stride, each the start of the next, and how many it has."""
+        ends_ns = list(accumulate(self._strides[0].durations_ns, initial=now_ns))
+        num_steps = len(ends_ns) - 1
+        until_ns = min(self._until_ns, self._alone_until_ns)
+        if ends_ns[num_steps - 1] >= until_ns:
+            num_steps = bisect_left(ends_ns, until_ns, 0, num_steps)
+        return ends_ns, num_steps
 
     def take(self, now_ns: int) -> tuple[list[TurnLeap], int]:
         """Take the pages of as many turns as possible, from `now_ns` on.
@@ -139,12 +155,9 @@ class TurnLeaps:
         strides = self._strides
         if len(strides) == 1:
             stride = strides[0]
-            ends_ns = list(accumulate(stride.durations_ns, initial=now_ns))
-            num_steps = len(ends_ns) - 1
-            if ends_ns[num_steps - 1] >= self._until_ns:
-                num_steps = bisect_left(ends_ns, self._until_ns, 0, num_steps)
-                if not num_steps:
-                    return [], now_ns
+            ends_ns, num_steps = self._alone(now_ns)
+            if not num_steps:
+                return [], now_ns
             stride.keep(ends_ns[:num_steps])
             stride.take()
             return [stride], ends_ns[num_steps]
@@ -236,6 +249,7 @@ def plan_turn_leaps(
             return None
     active = order.able
     horizons = []
+    num_stepping = 0
     for tenant in active:
         if tenant.wants_tokens:
             horizons.append(0)
@@ -247,16 +261,23 @@ def plan_turn_leaps(
             if tenant is first:
                 return None
             continue
+        num_stepping += 1
         waiting = tenant.scheduler.waiting
         if waiting.num_waiting:
             until_ns = min(until_ns, waiting.holds_until_ns(now_ns))
     # Compute only the durations that reach `until_ns`.
+    if num_stepping == 1:
+        alone_until_ns = order.alone_until_ns(first, now_ns) if len(active) > 1 else NEVER_NS
+        horizon = horizons[active.index(first)]
+        guess = (min(until_ns, alone_until_ns) - now_ns) // first.step_ns + 2
+        stride = TurnLeap(first, min(guess, horizon), horizon)
+        return TurnLeaps([stride], order, until_ns, alone_until_ns, is_apart=True)
     guesses = order.steps_until(active, horizons, now_ns, until_ns)
     strides = [
         TurnLeap(tenant, min(guess, horizon), horizon)
         for tenant, guess, horizon in zip(active, guesses, horizons, strict=True)
     ]
-    return TurnLeaps(strides, order, until_ns, is_apart=device.is_static)
+    return TurnLeaps(strides, order, until_ns, 0, is_apart=device.is_static)
 
 
 class TurnLoop:
