@@ -71,3 +71,40 @@ def test_each_model_numbers_its_own_pages(seed: int) -> None:
             each.refresh()
             each.cache.check([])
     assert all(part.cache.num_evicted for part in parts)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_pages_of_many_turns_are_taken_as_in_one_turn_after_the_other(seed: int) -> None:
+    """The same pages are evicted, of all models, and the taker has as many cached after each turn."""
+    after: list[list[int]] = []
+    contents: list[list[tuple[int, int]]] = []
+    for at_once in (False, True):
+        dice = random.Random(seed)
+        memory = DeviceMemory(dice.randrange(90, 130))
+        sizes = dice.sample([2, 3, 5, 7], 3)
+        guarantees = [dice.choice([0, 0, 10, 30]) for _ in sizes]
+        parts = [
+            open_part(name, memory, NO_OTHERS, page_bytes=size, guaranteed_bytes=guaranteed)
+            for name, size, guaranteed in zip("abc", sizes, guarantees, strict=True)
+        ]
+        for owner in range(25):
+            part = dice.choice(parts)
+            part.refresh()
+            leave(whole_pages(part.cache), [dice.randrange(3) for _ in range(dice.randrange(1, 7))], owner)
+        taker = dice.choice(parts)
+        taker.refresh()
+        counts: list[int] = []
+        while sum(counts) < taker.cache.num_free:
+            counts.append(min(dice.choice([0, 0, 1, 1, 2, 5]), taker.cache.num_free - sum(counts)))
+        if at_once:
+            after.append(taker.take_in_turns(counts))
+        else:
+            after.append([])
+            for count in counts:
+                taker.cache.take(count)
+                after[-1].append(taker.cache.num_cached)
+        contents.append([(part.cache.num_cached, part.cache.num_evicted) for part in parts])
+        memory.check()
+    assert after[0] == after[1]
+    assert contents[0] == contents[1]
+    assert contents[0][parts.index(taker)][0] == 0

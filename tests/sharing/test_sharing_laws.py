@@ -211,7 +211,7 @@ def test_loans_over_time_are_what_is_owed_at_each_moment(case: Sharing) -> None:
     report = case.run()
     config = report.config
     times_ns, used = report.devices[0].used()
-    _, owed = report.devices[0].debts()
+    _, owed = report.devices[0].debts
     assert used.sum(axis=0).max() <= config.kv_bytes, "no more is used than there is"
     guaranteed = np.array(list(config.guaranteed_bytes.values()))[:, None]
     unused = np.maximum(guaranteed - used, 0).sum(axis=0)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing import tenant
 from kvarts.sharing.tenant import TurnOrder
 
@@ -107,19 +108,18 @@ def test_many_turns_at_once_are_those_one_by_one(of_models: list[int], steps: li
         names: list[str] = []
         left = {model: list(of_model) for model, of_model in zip(models, steps, strict=False)}
         if at_once:
-            taken: dict[Any, list[int]] = {}
-            starts: dict[Any, list[int]] = {}
-            for place in order.places(models, [left[model] for model in models], now):
-                mine = taken.setdefault(models[place], [])
-                if len(mine) == len(left[models[place]]):
-                    break
-                mine.append(left[models[place]][len(mine)])
-                starts.setdefault(models[place], []).append(now)
-                now += mine[-1]
-                names.append(models[place].name)
-            by_end = sorted((model for model in taken if taken[model]), key=lambda m: -names[::-1].index(m.name))
-            for model in by_end:
-                order.leap(model, starts[model], taken[model])
+            durations = [left[model] for model in models]
+            horizons = [len(of_model) + 1 for of_model in durations]
+            places, starts, now = order.turns(models, durations, horizons, now, NEVER_NS)
+            names = [models[place].name for place in places]
+            if len(set(places)) == 1:
+                place = places[0]
+                last = durations[place][len(places) - 1]
+                order.leap_alone(models[place], starts[place][0], now, last)
+            else:
+                for place in sorted(set(places), key=lambda place: -names[::-1].index(models[place].name)):
+                    of_model = starts[place]
+                    order.leap(models[place], of_model, durations[place][: len(of_model)])
         else:
             while left[tenant := next_of(order, now)]:
                 order.pass_turn(tenant, now)
@@ -132,6 +132,29 @@ def test_many_turns_at_once_are_those_one_by_one(of_models: list[int], steps: li
     one, other = ([model.name for model in sorted(order.due, key=order._last_turn.__getitem__)] for order in orders)
     assert one == other
     assert orders[0]._since_ns == orders[1]._since_ns
+
+
+@given(weights.filter(lambda of_models: len(of_models) > 1), st.lists(st.integers(1, 1000), min_size=60, max_size=60),
+       st.integers(0, 40))  # fmt: skip
+def test_how_long_one_model_has_all_turns(of_models: list[int], steps: list[int], before: int) -> None:
+    order, _ = order_of(of_models)
+    now = 0
+    for turn in range(before):
+        tenant = next_of(order, now)
+        order.pass_turn(tenant, now)
+        order.spend(tenant, 1 + turn * 7 % 11)
+        now += 1 + turn * 7 % 11
+    first = next_of(order, now)
+    alone_until = order.alone_until_ns(first, now)
+    assert alone_until > now
+    for duration in steps:
+        tenant = next_of(order, now)
+        assert (tenant is first) == (now < alone_until)
+        if tenant is not first:
+            break
+        order.pass_turn(tenant, now)
+        order.spend(tenant, duration)
+        now += duration
 
 
 def test_what_nobody_is_behind_with_goes_round() -> None:

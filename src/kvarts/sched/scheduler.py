@@ -589,11 +589,11 @@ class Scheduler:
             return 0
         return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head, self._least_wanted)
 
-    def advance(self, num_steps: int, *, is_taken: bool = False, starts_ns: Sequence[int] = ()) -> Leap:
+    def advance(self, num_steps: int, *, starts_ns: Sequence[int] = ()) -> Leap:
         """Do `num_steps` of the steps that `horizon` promised, or fewer if memory ends the leap earlier.
 
-        `commit_leap` must follow. `is_taken`: the pages were taken before, in the order of the turns of several models.
-        `starts_ns`: when the steps start, for a cache that follows decodes and a reader of events of pages.
+        `commit_leap` must follow. `starts_ns`: when the steps start, for a cache that follows decodes and a reader of
+        events of pages.
         """
         cache = self.cache
         if cache.follows_decodes:
@@ -601,12 +601,17 @@ class Scheduler:
             num_wanted = self._least_wanted - self.pages.num_lent() if is_lacking else 0
             return cache.leap(num_steps, num_wanted, self.wheel.step, starts_ns)
         due = self.wheel.pages_due_in(num_steps)
-        if due.total and not is_taken:
+        if due.total:
             assert not cache.has_page_ids, "page ids are handed out one step at a time"
             cache.take_pages(due.total)
         if self.running.num_sharing:
             self._prefill.publish_filled(num_steps)
         return Leap(due)
+
+    def publish_taken(self, num_steps: int) -> None:
+        """Do what `advance` does, where the pages were taken before, in the order of the turns of several models."""
+        if self.running.num_sharing:
+            self._prefill.publish_filled(num_steps)
 
     def commit_leap(self, num_steps: int, end_ns: int) -> list[Request]:
         """End the last of `num_steps` advanced steps at `end_ns`; return the requests that finished."""

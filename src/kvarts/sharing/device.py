@@ -196,7 +196,7 @@ class _Member(msgspec.Struct):
         They include the rest of an admitted prompt, even beyond the guarantee.
         """
         scheduler = self.scheduler
-        if scheduler is None:
+        if scheduler is None or not (scheduler.running.chunked or scheduler.waiting.num_waiting):
             return 0
         part = self.part
         num_admitted = scheduler.num_pages_of_chunked()
@@ -314,6 +314,12 @@ class SharedDevice:
     def _claim(self, member: _Member) -> None:
         """Claim the pages that the head of the queue of `member` waits for."""
         scheduler = member.scheduler
+        if (
+            member.claimant < 0
+            and member.since_ns == NEVER_NS
+            and (scheduler is None or scheduler.blocked is not Blocked.PAGES)
+        ):
+            return  # there is neither a claim nor one to drop
         num_pages, head = 0, -1
         if scheduler is not None and scheduler.blocked is Blocked.PAGES and scheduler.waiting.num_waiting:
             assert scheduler.blocked_head is not None

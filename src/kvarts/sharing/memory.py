@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 from kvarts.errors import ConfigError
@@ -148,6 +149,8 @@ class DeviceMemory:
         self._part_of: dict[SharedPool, DevicePart] = {}
         self.clock = ReleaseClock()
         """Counts releases, of all parts together."""
+        self.evicted: list[tuple[DevicePart, int]] = []
+        """What was last evicted to make room, in order, as numbers of pages of parts."""
         self.last_claim = 0
         """Counts claims, of all parts together."""
 
@@ -188,21 +191,24 @@ class DeviceMemory:
 
         The evicted pages are the same as if pages were taken one by one: pages that have room count as taken.
         """
-        asker = self._part_of[pool]
-        page_bytes = asker.page_bytes
+        page_bytes = pool.page_bytes
         needed = num_pages * page_bytes
+        if needed <= self.num_empty_bytes:
+            return
+        evicted = self.evicted = []
+        asker = self._part_of[pool]
         while (missing := needed - self.num_empty_bytes) > 0:
             ready = self.num_empty_bytes // page_bytes * page_bytes
             beyond = pool.num_taken * page_bytes + ready - asker.guaranteed_bytes
-            # `num_beyond_bytes` is spelled out: this runs for every page that is taken from a full device.
-            over = [
-                part
-                for part in self.parts.values()
-                if part.cache.num_cached
-                and (beyond if part is asker else part.pool.num_taken * part.page_bytes - part.guaranteed_bytes) > 0
-            ]
+            over: list[DevicePart] = []
+            for part in self.parts.values():
+                num_cached = part.cache.num_cached
+                if num_cached and (beyond if part is asker else part.num_beyond_bytes) > 0:
+                    over.append(part)
+                    oldest, num_evicted = part, num_cached
             if over:
-                oldest, num_evicted = _oldest(over)
+                if len(over) > 1:
+                    oldest, num_evicted = _oldest(over)
                 if oldest is not asker:
                     missing = min(missing, oldest.num_beyond_bytes)
                 if beyond <= 0 and asker.cache.num_cached:
@@ -215,7 +221,10 @@ class DeviceMemory:
                 assert others, f"L1: {needed} bytes were free, and are not"
                 oldest, num_evicted = _oldest(others)
             num_missing = -(-missing // oldest.page_bytes)
-            oldest.cache.shed(num_missing if num_missing < num_evicted else num_evicted)
+            if num_missing < num_evicted:
+                num_evicted = num_missing
+            oldest.cache.shed(num_evicted)
+            evicted.append((oldest, num_evicted))
 
     # Laws -------------------------------------------------------------------------------------------------
 
@@ -251,7 +260,7 @@ class SharedPool:
         self.page_bytes = page_bytes
         self.total = numbers.total
         # A partial instead of a method, which would add a call: this runs for every page that is taken.
-        self.make_room: Callable[[int], None] = partial(memory.make_room, self)
+        self.make_room: Callable[[int], object] = partial(memory.make_room, self)
         """Evicts until the given number of pages is empty, from this model or others."""
         self.num_taken = 0
         """Pages that this model has allocated and not released."""
@@ -442,6 +451,38 @@ class DevicePart:
     def is_within(self, num_pages: int) -> bool:
         """Return whether it would use no more than its guarantee with `num_pages` more."""
         return self.num_used_bytes + num_pages * self.page_bytes <= self.guaranteed_bytes
+
+    def take_in_turns(self, counts: Sequence[int]) -> list[int]:
+        """Take so many pages in each of these turns, between which no other part takes any; there must be enough.
+
+        Return the cached pages after each turn.
+        """
+        cache, memory, page_bytes = self.cache, self.memory, self.page_bytes
+        num_cached, num_empty = cache.num_cached, memory.num_empty_bytes
+        cache.take(sum(counts))
+        if cache.num_cached == num_cached:
+            return [num_cached] * len(counts)
+        evicted = memory.evicted[::-1]
+        part, num_left = evicted.pop()
+        if part is self and not evicted:
+            num_most = num_cached + num_empty // page_bytes
+            return [min(num_cached, num_most - num_taken) for num_taken in accumulate(counts)]
+        after: list[int] = []
+        for count in counts:
+            if count:
+                num_empty -= count * page_bytes
+                while num_empty < 0:
+                    if not num_left:
+                        part, num_left = evicted.pop()
+                    num_evicted = -(num_empty // part.page_bytes)
+                    if num_evicted > num_left:
+                        num_evicted = num_left
+                    num_left -= num_evicted
+                    num_empty += num_evicted * part.page_bytes
+                    if part is self:
+                        num_cached -= num_evicted
+            after.append(num_cached)
+        return after
 
     # Queries of a scheduler -------------------------------------------------------------------------------
 

@@ -194,7 +194,7 @@ class OfDevice:
     @cached_property
     def loans(self) -> list[LoanPeriod]:
         """Return every loan period, ordered by start. A loan is use beyond a guarantee, at the mark of each step."""
-        times_ns, owed = self.debts()
+        times_ns, owed = self.debts
         lasts_ns = np.diff(times_ns, append=times_ns[-1:])
         periods = []
         for (lender, borrower), num_bytes in owed.items():
@@ -248,8 +248,9 @@ class OfDevice:
         holds = np.append(np.diff(times_ns) > 0, True)
         return times_ns[holds], used_bytes[:, holds]
 
+    @cached_property
     def debts(self) -> tuple[npt.NDArray[np.int64], dict[tuple[str, str], npt.NDArray[np.float64]]]:
-        """Return times, and the bytes owed from each on by lender and borrower, by the rule of `loans.debts`."""
+        """Times, and the bytes owed from each on by lender and borrower, by the rule of `device.debts`."""
         config = self.config
         names = list(self.logs)
         times_ns, used_bytes = self.used()
@@ -260,6 +261,8 @@ class OfDevice:
         total_excess, total_unused = excess.sum(axis=0), unused.sum(axis=0)
         owed = np.maximum(total_excess - (config.kv_bytes - int(parts.sum())), 0)
         owed[total_unused == 0] = 0
+        if not owed.any():
+            return times_ns, {}
         found = {}
         for lender, borrower in product(range(len(names)), repeat=2):
             if lender != borrower:
@@ -270,7 +273,7 @@ class OfDevice:
 
     def lent(self, duration_ms: float) -> dict[str, Any]:
         """Return the totals of all loans together. At any time they add up to the use beyond guarantees."""
-        times_ns, owed = self.debts()
+        times_ns, owed = self.debts
         total = sum(owed.values(), np.zeros(len(times_ns)))
         lasts_ns = np.diff(times_ns, append=times_ns[-1:])
         return {

@@ -15,7 +15,7 @@ Latency-Rate Servers, IEEE/ACM Transactions on Networking, 1998.)
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from math import lcm
 
@@ -23,6 +23,7 @@ from kvarts.engine import Engine
 from kvarts.events import Blocked, LeapDone, Turns
 from kvarts.executor.base import VirtualExecutor
 from kvarts.request import Request
+from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.memory import DevicePart
 
@@ -129,7 +130,7 @@ class Tenant:
         """Start identical steps, each in its own turn, whose pages were already taken. `end_leap` must follow."""
         engine, scheduler = self.engine, self.scheduler
         assert engine.log.tell_details is None, "what happens in many turns at once is not told in detail"
-        scheduler.advance(len(durations_ns), is_taken=True)
+        scheduler.publish_taken(len(durations_ns))
         if engine.log.tell is not None:
             engine.log.tell(
                 LeapDone(
@@ -170,21 +171,21 @@ class TurnOrder:
         """The number of each model's last turn."""
         self._since_ns = 0
         """The start of the last turn."""
-        self._could_step: set[Tenant] = set()
+        self.able: list[Tenant] = []
         """The models that could step when the last turn was given."""
+        self._parts = {tenant: float(tenant.share) for tenant in tenants}
 
     def next(self, now_ns: int) -> Tenant | None:
         """Return the model that has the next turn, of those that can step; None if none can."""
-        device, could_step, due = self._device, self._could_step, self.due
-        since = (self._since_ns if could_step else now_ns) * self.unit
-        able = []
-        for tenant in self._tenants:
-            if tenant.is_stalled and not device.may_make_way(tenant.name, now_ns):
-                continue
-            able.append(tenant)
-            if tenant not in could_step and due[tenant] < since:
-                due[tenant] = since
-        self._could_step = set(able)
+        device, could_step, due = self._device, self.able, self.due
+        tenants = self._tenants
+        able = [each for each in tenants if not each.is_stalled or device.may_make_way(each.name, now_ns)]
+        if able != could_step:
+            since = (self._since_ns if could_step else now_ns) * self.unit
+            for tenant in able:
+                if tenant not in could_step and due[tenant] < since:
+                    due[tenant] = since
+            self.able = able
         if len(able) < 2:
             return able[0] if able else None
         first = min(able, key=due.__getitem__)
@@ -212,10 +213,8 @@ class TurnOrder:
         It is the larger of those in its share of the time and those in turns of equal number, until the first is at its
         horizon. A model whose horizon is 0 has none, and the others end at its turn.
         """
-        if len(active) == 1:
-            return [min(horizons[0], (until_ns - now_ns) // active[0].step_ns) + 2]
         stepping = [tenant for tenant, horizon in zip(active, horizons, strict=True) if horizon]
-        shares = [float(tenant.share) for tenant in stepping]
+        shares = [self._parts[tenant] for tenant in stepping]
         whole = sum(shares)
         round_ns = sum(tenant.step_ns for tenant in stepping)
         rates = {of: max(share / whole / of.step_ns, 1 / round_ns) for share, of in zip(shares, stepping, strict=True)}
@@ -234,26 +233,75 @@ class TurnOrder:
                 steps[tenant] = min(steps[tenant], max(0, num_behind) + 2)
         return [steps.get(tenant, 0) for tenant in active]
 
-    def places(self, active: Sequence[Tenant], durations_ns: Sequence[Sequence[int]], now_ns: int) -> Iterator[int]:
-        """Yield the places in `active` of the models that have the next turns, for steps of these durations."""
+    def alone_until_ns(self, tenant: Tenant, now_ns: int) -> int:
+        """Return the time before which all turns are those of `tenant`, which has the one at `now_ns` and can step on.
+
+        Models that cannot step now have no turn. As long as `tenant` is due, and before the others, its due time grows
+        by `scales[tenant]` per nanosecond of its turns, and the time, in the unit of due times, by `unit`.
+        """
+        scale, unit, now = self.scales[tenant], self.unit, now_ns * self.unit
+        since = min(self.due[tenant], now)
+        num_ns = NEVER_NS
+        is_later = 0  # whether another model with the same due time comes first
+        for other in self.able:
+            if other is tenant:
+                is_later = 1
+            else:
+                num_ns = min(num_ns, (self.due[other] - since - 1 + is_later) // scale, (now - since) // (scale - unit))
+        return now_ns + num_ns + 1
+
+    def turns(
+        self,
+        active: Sequence[Tenant],
+        durations_ns: Sequence[Sequence[int]],
+        horizons: Sequence[int],
+        now_ns: int,
+        until_ns: int,
+    ) -> tuple[list[int], list[list[int]], int]:
+        """Return the turns of `active` that begin from `now_ns` on and before `until_ns`, for steps of these durations.
+
+        They end with the first step at its horizon, or before the turn of a model without more steps. Return for each
+        turn the place of its model in `active`, for each model the starts of its steps, and the end of the last turn.
+        """
         due = [self.due[tenant] for tenant in active]
         last_turn = [self._last_turn[tenant] for tenant in active]
         scales = [self.scales[tenant] for tenant in active]
-        steps = [0] * len(active)
-        turn, unit, now = self._num_turns, self.unit, now_ns * self.unit
-        while len(active) == 1:
-            yield 0
-        while True:
-            first = min(due)
-            place = due.index(first) if first <= now else last_turn.index(min(last_turn))
-            yield place
-            duration_ns = durations_ns[place][steps[place]]
-            steps[place] += 1
+        places: list[int] = []
+        starts_ns: list[list[int]] = [[] for _ in active]
+        turn, unit = self._num_turns, self.unit
+        while now_ns < until_ns:
+            now = now_ns * unit
+            since = min(due)
+            place = due.index(since) if since <= now else last_turn.index(min(last_turn))
+            of_place = starts_ns[place]
+            step = len(of_place)
+            if step == len(durations_ns[place]):
+                break
             since = due[place]
+            duration_ns = durations_ns[place][step]
+            places.append(place)
+            of_place.append(now_ns)
             due[place] = (since if since < now else now) + duration_ns * scales[place]
-            now += duration_ns * unit
             last_turn[place] = turn
             turn += 1
+            now_ns += duration_ns
+            if step + 1 == horizons[place]:
+                break
+        return places, starts_ns, now_ns
+
+    def leap_alone(self, tenant: Tenant, start_ns: int, end_ns: int, last_ns: int) -> None:
+        """Do what `leap` does, for turns from `start_ns` to `end_ns` without another model's; the last takes `last_ns`.
+
+        Where each turn begins at the end of the one before, the due time never falls behind it again once it is ahead:
+        no share is above 1.
+        """
+        scale, last_start_ns = self.scales[tenant], end_ns - last_ns
+        self.due[tenant] = min(
+            self.due[tenant] + (end_ns - start_ns) * scale,
+            last_start_ns * self.unit + last_ns * scale,
+        )
+        self.pass_turn(tenant, last_start_ns)
+        tenant.step_ns = max(1, last_ns)
 
     def leap(self, tenant: Tenant, starts_ns: Sequence[int], durations_ns: Sequence[int]) -> None:
         """Count turns of `tenant` among many executed at once. Models are counted in the order of their last turns."""

@@ -28,7 +28,9 @@ steps of another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from kvarts.events import Blocked, Turns
 from kvarts.limits import LATEST_NS, TooLateError
@@ -61,8 +63,6 @@ class TurnLeap:
         "due",
         "durations_ns",
         "horizon",
-        "last_turn",
-        "num_unused",
         "starts_ns",
         "tenant",
         "withheld",
@@ -70,27 +70,37 @@ class TurnLeap:
 
     def __init__(self, tenant: Tenant, num_steps: int, horizon: int) -> None:
         self.tenant = tenant
-        self.cache = cache = tenant.cache
-        self.durations_ns = tenant.decode_ns(num_steps) if num_steps else []
-        self.due = tenant.scheduler.wheel.pages_due_by_step(num_steps) if num_steps else []
+        self.cache = tenant.cache
+        self.durations_ns: list[int] = tenant.decode_ns(num_steps) if num_steps else []
+        self.due: list[int] = tenant.scheduler.wheel.pages_due_by_step(num_steps) if num_steps else []
         self.horizon = horizon
         """The last certain step: it may end requests."""
-        self.last_turn = -1
-        """The number of the turn of its last step."""
-        self.num_unused = cache.pool.total - cache.num_used
-        """Pages of the device, in pages of this model, that the model does not use."""
         self.starts_ns: list[int] = []
         self.cached: list[int] = []
         self.withheld: list[int] = []
 
+    def keep(self, starts_ns: list[int]) -> None:
+        """Set the starts of its steps; drop the steps that have none."""
+        self.starts_ns = starts_ns
+        num_steps = len(starts_ns)
+        if num_steps < len(self.durations_ns):
+            del self.durations_ns[num_steps:], self.due[num_steps:]
+
+    def take(self) -> None:
+        """Take the pages of its steps, where no other model takes any of its memory in these turns.
+
+        Its part is as fresh as the plan.
+        """
+        num_steps, part = len(self.starts_ns), self.tenant.part
+        self.withheld = [part.num_withheld] * num_steps
+        self.cached = part.take_in_turns(self.due) if any(self.due) else [self.cache.num_cached] * num_steps
+
     def begin(self) -> None:
-        """Start the steps that have their pages; `end` must follow."""
-        num_steps = len(self.starts_ns)
-        turns = Turns(self.starts_ns, self.cached, self.withheld)
-        self.tenant.leap(self.durations_ns[:num_steps], self.due[:num_steps], turns)
+        """Start the steps; `end` must follow."""
+        self.tenant.leap(self.durations_ns, self.due, Turns(self.starts_ns, self.cached, self.withheld))
 
     def end(self) -> list[Request]:
-        """End these steps; return the requests that finished."""
+        """End the steps; return the requests that finished."""
         return self.tenant.end_leap(len(self.starts_ns))
 
 
@@ -98,13 +108,17 @@ class TurnLeaps:
     """Turns that begin before `until_ns`, of the models of `strides` in `order`.
 
     They end with the first step at its horizon, at the end of the known durations, or before the turn of a model that
-    has no certain steps.
+    has no certain steps. If only one model has certain steps, there is only its stride, and no other model has a turn
+    before `alone_until_ns`.
     """
 
-    def __init__(self, strides: Sequence[TurnLeap], order: TurnOrder, until_ns: int, *, is_apart: bool) -> None:
+    def __init__(
+        self, strides: Sequence[TurnLeap], order: TurnOrder, until_ns: int, alone_until_ns: int, *, is_apart: bool
+    ) -> None:
         self._strides = strides
         self._order = order
         self._until_ns = until_ns
+        self._alone_until_ns = alone_until_ns
         self._is_apart = is_apart
         """Whether each model has separate memory."""
 
@@ -113,74 +127,112 @@ class TurnLeaps:
         if until_ns < self._until_ns:
             self._until_ns = until_ns
 
-    def _places(self, now_ns: int) -> Iterator[int]:
-        active = [stride.tenant for stride in self._strides]
-        return self._order.places(active, [stride.durations_ns for stride in self._strides], now_ns)
-
     def certain_until(self, now_ns: int) -> int:
         """Return the time before which no request ends if the turns begin at `now_ns`, without taking pages."""
-        strides = self._strides
-        free = [stride.tenant.part.memory.num_free_bytes for stride in strides]
-        num_done = [0] * len(strides)
-        for which in self._places(now_ns):
-            stride = strides[which]
-            step = num_done[which]
-            if now_ns >= self._until_ns or step == len(stride.due):
-                break
-            num_bytes = stride.due[step] * stride.tenant.part.page_bytes
-            if num_bytes > free[which]:
-                break
-            if self._is_apart:
-                free[which] -= num_bytes
-            elif num_bytes:
-                free = [free[which] - num_bytes] * len(free)
-            now_ns += stride.durations_ns[step]
-            num_done[which] = step + 1
-            if step + 1 == stride.horizon:
-                break
-        return min(now_ns, self._until_ns)
+        if len(self._strides) == 1:
+            ends_ns, num_steps = self._alone(now_ns)
+            return min(ends_ns[num_steps], self._until_ns)
+        places, starts_ns, end_ns = self._turns(now_ns)
+        num_turns = self._num_fitting(places, starts_ns)
+        if num_turns < len(places):
+            end_ns = _start_of(places, starts_ns, num_turns)
+        return min(end_ns, self._until_ns)
+
+    def _alone(self, now_ns: int) -> tuple[list[int], int]:
+        """Return the ends of the steps of the only stride, each the start of the next, and how many it has."""
+        ends_ns = list(accumulate(self._strides[0].durations_ns, initial=now_ns))
+        num_steps = len(ends_ns) - 1
+        until_ns = min(self._until_ns, self._alone_until_ns)
+        if ends_ns[num_steps - 1] >= until_ns:
+            num_steps = bisect_left(ends_ns, until_ns, 0, num_steps)
+        return ends_ns, num_steps
 
     def take(self, now_ns: int) -> tuple[list[TurnLeap], int]:
         """Take the pages of as many turns as possible, from `now_ns` on.
 
-        Return the strides that have steps, in the order in which they end, and the end of the last. Pages are taken
-        turn by turn, because taking pages for one model may evict those of another.
+        Return the strides that have steps, in the order in which they end, and the end of the last.
         """
         strides = self._strides
-        # Taken bytes are no longer free. A model with separate memory has a separate count.
-        free = [stride.tenant.part.memory.num_free_bytes for stride in strides]
+        if len(strides) == 1:
+            stride = strides[0]
+            ends_ns, num_steps = self._alone(now_ns)
+            if not num_steps:
+                return [], now_ns
+            stride.keep(ends_ns[:num_steps])
+            stride.take()
+            return [stride], ends_ns[num_steps]
+        places, starts_ns, end_ns = self._turns(now_ns)
+        if not places:
+            return [], now_ns
+        num_turns = self._num_fitting(places, starts_ns)
+        if num_turns < len(places):
+            end_ns = _start_of(places, starts_ns, num_turns)
+            for place in places[num_turns:]:
+                starts_ns[place].pop()
+            del places[num_turns:]
+        last_first = list(dict.fromkeys(reversed(places)))
+        ordered = [strides[place] for place in reversed(last_first)]
+        for place in last_first:
+            strides[place].keep(starts_ns[place])
+        if self._is_apart or len(ordered) == 1:
+            for stride in ordered:
+                stride.take()
+        else:
+            self._take_in_turns(places)
+        return ordered, end_ns
+
+    def _turns(self, now_ns: int) -> tuple[list[int], list[list[int]], int]:
+        strides = self._strides
+        active = [stride.tenant for stride in strides]
+        durations_ns = [stride.durations_ns for stride in strides]
+        return self._order.turns(active, durations_ns, [stride.horizon for stride in strides], now_ns, self._until_ns)
+
+    def _num_fitting(self, places: Sequence[int], starts_ns: Sequence[Sequence[int]]) -> int:
+        """Return for how many of the first turns there is memory. For each model alone, there is enough."""
+        if self._is_apart:
+            return len(places)
+        strides = self._strides
+        num_bytes = 0
+        for stride, of_stride in zip(strides, starts_ns, strict=True):
+            num_bytes += sum(stride.due[: len(of_stride)]) * stride.tenant.part.page_bytes
+        num_free = strides[0].tenant.part.memory.num_free_bytes
+        if num_bytes <= num_free:
+            return len(places)
+        steps = [0] * len(strides)
+        for turn, place in enumerate(places):
+            stride = strides[place]
+            num_free -= stride.due[steps[place]] * stride.tenant.part.page_bytes
+            if num_free < 0:
+                return turn
+            steps[place] += 1
+        return len(places)
+
+    def _take_in_turns(self, places: Sequence[int]) -> None:
+        """Take the pages of these turns one by one: taking pages for one model may evict those of another."""
+        strides = self._strides
+        num_free = strides[0].tenant.part.memory.num_free_bytes
         sizes = [stride.tenant.part.page_bytes for stride in strides]
-        caches = [stride.cache for stride in strides]
-        num_cached = [cache.num_cached for cache in caches]
-        is_apart, until_ns = self._is_apart, self._until_ns
-        for turn, which in enumerate(self._places(now_ns)):
-            stride = strides[which]
-            starts_ns = stride.starts_ns
-            step = len(starts_ns)
-            if now_ns >= until_ns or step == len(stride.due):
-                break
+        unused = [stride.cache.pool.total - stride.cache.num_used for stride in strides]
+        num_cached = [stride.cache.num_cached for stride in strides]
+        steps = [0] * len(strides)
+        for place in places:
+            stride = strides[place]
+            step = steps[place]
+            steps[place] = step + 1
+            stride.withheld.append(unused[place] - num_free // sizes[place])
             num_due = stride.due[step]
-            num_free = free[which] // sizes[which]
             if num_due:
-                if num_due > num_free:
-                    break
-                caches[which].take(num_due)
-                num_cached = [cache.num_cached for cache in caches]
-                num_bytes = num_due * sizes[which]
-                if is_apart:
-                    free[which] -= num_bytes
-                else:
-                    free = [free[which] - num_bytes] * len(free)
-            starts_ns.append(now_ns)
-            stride.withheld.append(stride.num_unused - num_free)
-            stride.num_unused -= num_due
-            stride.cached.append(num_cached[which])
-            stride.last_turn = turn
-            now_ns += stride.durations_ns[step]
-            if step + 1 == stride.horizon:
-                break
-        ordered = sorted((stride for stride in strides if stride.starts_ns), key=lambda stride: stride.last_turn)
-        return ordered, now_ns
+                stride.cache.take(num_due)
+                num_cached = [stride.cache.num_cached for stride in strides]
+                unused[place] -= num_due
+                num_free -= num_due * sizes[place]
+            stride.cached.append(num_cached[place])
+
+
+def _start_of(places: Sequence[int], starts_ns: Sequence[Sequence[int]], turn: int) -> int:
+    """Return the start of one of the turns of `places`, by its number."""
+    place = places[turn]
+    return starts_ns[place][places[:turn].count(place)]
 
 
 def plan_turn_leaps(
@@ -188,14 +240,16 @@ def plan_turn_leaps(
 ) -> TurnLeaps | None:
     """Return the turns from `now_ns` to `until_ns` that are certain to be identical; None without any.
 
-    `first` has the next turn.
+    `first` has the next turn, as `order` has just said.
     """
     if first.wants_tokens:  # the most frequent reason, and the cheapest to find
         return None
-    if any(device.may_make_way(tenant.name, now_ns) for tenant in tenants):
-        return None
-    active = [tenant for tenant in tenants if not tenant.is_stalled]
+    for tenant in tenants:
+        if tenant.part.claimed_bytes and device.may_make_way(tenant.name, now_ns):
+            return None
+    active = order.able
     horizons = []
+    num_stepping = 0
     for tenant in active:
         if tenant.wants_tokens:
             horizons.append(0)
@@ -207,16 +261,23 @@ def plan_turn_leaps(
             if tenant is first:
                 return None
             continue
+        num_stepping += 1
         waiting = tenant.scheduler.waiting
         if waiting.num_waiting:
             until_ns = min(until_ns, waiting.holds_until_ns(now_ns))
     # Compute only the durations that reach `until_ns`.
+    if num_stepping == 1:
+        alone_until_ns = order.alone_until_ns(first, now_ns) if len(active) > 1 else NEVER_NS
+        horizon = horizons[active.index(first)]
+        guess = (min(until_ns, alone_until_ns) - now_ns) // first.step_ns + 2
+        stride = TurnLeap(first, min(guess, horizon), horizon)
+        return TurnLeaps([stride], order, until_ns, alone_until_ns, is_apart=True)
     guesses = order.steps_until(active, horizons, now_ns, until_ns)
     strides = [
         TurnLeap(tenant, min(guess, horizon), horizon)
         for tenant, guess, horizon in zip(active, guesses, horizons, strict=True)
     ]
-    return TurnLeaps(strides, order, until_ns, is_apart=device.is_static)
+    return TurnLeaps(strides, order, until_ns, 0, is_apart=device.is_static)
 
 
 class TurnLoop:
@@ -542,20 +603,25 @@ class TurnLoop:
         if end_ns > LATEST_NS:
             raise TooLateError
         self.now_ns = end_ns
-        durations_ns = [stride.durations_ns[: len(stride.starts_ns)] for stride in ordered]
         wanting = self.contest.wanting()
-        for stride, of_steps in zip(ordered, durations_ns, strict=True):
-            self.contest.count(stride.tenant, wanting, sum(of_steps))
-            self._order.leap(stride.tenant, stride.starts_ns, of_steps)
-        # The last turn may finish requests, which the other models must not see before it ends.
-        for stride in ordered[:-1]:
-            self._num_released = stride.cache.num_released
-            stride.begin()
-            finished = self._end_stride(stride)
-            assert not finished, "a request finished before the last of many turns"
-        self._last = ordered[-1]
-        self._num_released = self._last.cache.num_released
-        self._last.begin()
+        if len(ordered) == 1:
+            last = ordered[0]
+            self.contest.count(last.tenant, wanting, end_ns - last.starts_ns[0])
+            self._order.leap_alone(last.tenant, last.starts_ns[0], end_ns, last.durations_ns[-1])
+        else:
+            for stride in ordered:
+                self.contest.count(stride.tenant, wanting, sum(stride.durations_ns))
+                self._order.leap(stride.tenant, stride.starts_ns, stride.durations_ns)
+            # The last turn may finish requests, which the other models must not see before it ends.
+            for stride in ordered[:-1]:
+                self._num_released = stride.cache.num_released
+                stride.begin()
+                finished = self._end_stride(stride)
+                assert not finished, "a request finished before the last of many turns"
+            last = ordered[-1]
+        self._last = last
+        self._num_released = last.cache.num_released
+        last.begin()
         return True
 
     def _end_stride(self, stride: TurnLeap) -> list[Request]:
