@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
-from msgspec import field
-
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import PagesRemoved, PagesStored
@@ -103,15 +101,23 @@ class PageCopies(Copies):
     spill.
     """
 
-    stores: list[TierStore] = field(default_factory=list)
-    held: list[tuple[HeldPages, ...]] = field(default_factory=list)
-    sources: list[TierLoad] = field(default_factory=list)
+    __slots__ = ("held", "sources", "stores")
+
+    def __init__(self, target: int) -> None:
+        super().__init__(target)
+        self.stores: list[TierStore] = []
+        self.held: list[tuple[HeldPages, ...]] = []
+        self.sources: list[TierLoad] = []
 
 
-class PageLoading(Loading, kw_only=True):
+class PageLoading(Loading):
     """A load of pages. `loads`: each with its tier."""
 
-    loads: list[tuple[PageTier, TierLoad]]
+    __slots__ = ("loads",)
+
+    def __init__(self, request: int, start: int) -> None:
+        super().__init__(request, start)
+        self.loads: list[tuple[PageTier, TierLoad]] = []
 
 
 class PageLayout(Layout[PageTier]):
@@ -439,7 +445,7 @@ class PageLayout(Layout[PageTier]):
     ) -> PageLoading:
         """Pin `num_pages` pages of the offer to `request`, after its first `num_front`, for a load into `holding`."""
         counts = [0] * len(self.tiers)
-        loading = PageLoading(request=request, start=start, by_tier=(), loads=[])
+        loading = PageLoading(request, start)
         position, end = start, start + num_pages
         for place, tier in enumerate(self.tiers):
             num_offered = tier.offered(request)
