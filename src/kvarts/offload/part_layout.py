@@ -97,8 +97,6 @@ class PartLayout(Layout[PartTier]):
     tokens are stored there too, and dropped when it ends.
     """
 
-    counts_blocks = True
-
     def __init__(
         self,
         cache: GroupPages,
@@ -117,6 +115,7 @@ class PartLayout(Layout[PartTier]):
             store_within_ns=store_within_ns,
             with_page_ids=with_page_ids,
         )
+        self.counts_blocks = True
         tier = self.tier = self.tiers[0]
         # A state at the end of the first pages would have to be replaced by that at the end of the others.
         self.can_split = not cache.memory.has_states

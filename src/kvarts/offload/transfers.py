@@ -174,13 +174,13 @@ class Transfers:
         lanes: Iterable[Channel],
         weigher: Weigher,
         *,
-        copying: Sequence[Channel] = (),
-        copy_slowdown: float = 0.0,
-        bus: Bus | None = None,
         deadline_ns: int,
         workers: int,
         fail_every: int,
         with_page_ids: bool,
+        copying: Sequence[Channel] = (),
+        copy_slowdown: float = 0.0,
+        bus: Bus | None = None,
     ) -> None:
         self._with_page_ids = with_page_ids
         self._weigher = weigher

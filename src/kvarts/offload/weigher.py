@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 from kvarts.kv.transfer import Awaited, Offer, PrefillNs, Weighed
@@ -94,12 +93,14 @@ class Weigher:
                     best, front, best_gain_ns, wait_ns = position, 0, worth - load_ns, load_ns
                 if not self._splits:
                     continue
-
                 # Where the wait for the last pages takes no longer than the computation of those before them.
-                def is_enough(count: int, end: int = position, hidden_ns: int = hidden_ns) -> bool:
-                    return front_ns(count) >= self._wait_ns(now_ns, offer, start, count, end, hidden_ns)
-
-                num_front = bisect_left(range(position), True, key=is_enough)
+                num_front, num_above = 0, position
+                while num_front < num_above:
+                    count = (num_front + num_above) // 2
+                    if front_ns(count) >= self._wait_ns(now_ns, offer, start, count, position, hidden_ns):
+                        num_above = count
+                    else:
+                        num_front = count + 1
                 if offer.most_front:
                     num_front = min(num_front, offer.most_front[place])
                 if 0 < num_front < position:
