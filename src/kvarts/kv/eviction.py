@@ -26,6 +26,7 @@ __all__ = [
     "Run",
     "TreeWatcher",
     "noter_of",
+    "pages_seen_by",
     "ranges_read_by",
     "walk",
 ]
@@ -246,6 +247,11 @@ def noter_of(order: EvictionOrder | None) -> NoteRequest | None:
     return note
 
 
+def pages_seen_by(order: EvictionOrder) -> bool:
+    """Return whether `order` evicts the same pages, however these are divided into runs."""
+    return bool(getattr(order, "sees_pages", False))
+
+
 def ranges_read_by(order: EvictionOrder | None) -> bool:
     """Return `order.reads_ranges`; False if the order lacks that attribute."""
     return bool(getattr(order, "reads_ranges", False))
@@ -302,6 +308,7 @@ class LruOrder:
 
     __slots__ = ("_ring",)
     links_pages: ClassVar[bool] = True
+    sees_pages: ClassVar[bool] = True
 
     def __init__(self) -> None:
         # One sentinel closes the list to a ring: its `newer` is the oldest run, its `older` the youngest.

@@ -29,7 +29,7 @@ class PageCache(Cache):
     Pages that are evicted from `tree` are taken again or returned to the pool.
     """
 
-    __slots__ = ("_note_request", "_now_ns", "_reads_ranges", "on_evicted", "tree")
+    __slots__ = ("_note_request", "_now_ns", "_reads_ranges", "on_close", "on_evicted", "tree")
 
     def __init__(self, pool: Pool, tree: PrefixTree) -> None:
         super().__init__(pool, page_blocks=1)
@@ -38,6 +38,8 @@ class PageCache(Cache):
         self.take_pages = self.take
         self.on_evicted: Callable[[], object] | None = None
         """Called when pages were evicted, before anything else is done."""
+        self.on_close: Callable[[Holding], object] | None = None
+        """Called with a holding that is about to be closed; it may hold some of its pages."""
         self._now_ns = 0
         self._note_request = noter_of(tree.order)
         self.keeps_time = self._note_request is not None
@@ -399,6 +401,8 @@ class PageCache(Cache):
             raise PageError(f"{num_pages} pages, and {self.num_used} are in use")
         if not holding.is_open:
             raise PageError("the holding is closed")
+        if self.on_close is not None:
+            self.on_close(holding)
         self.num_published += 1
         tree.extend(path, holding.content, num_full_pages, page_ids)
         num_findable = path[-1].end if path else 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import msgspec
-
 from kvarts.content import Content
 from kvarts.offload.index import ALL, Segment
 from kvarts.offload.pagefiles import FileNames
@@ -132,8 +130,10 @@ class FileTier(MemoryTier):
 
     def _named(self, content: Content, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
         return tuple(
-            msgspec.structs.replace(
-                segment, slots=tuple(self.key(content, page) for page in range(segment.start, segment.end))
+            Segment(
+                segment.start,
+                segment.end,
+                tuple(self.key(content, page) for page in range(segment.start, segment.end)),
             )
             for segment in segments
         )

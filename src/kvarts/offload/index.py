@@ -28,11 +28,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from enum import IntEnum
-
-import msgspec
+from typing import ClassVar, Final
 
 from kvarts.content import NOTHING, Content, PageKey
 from kvarts.kv.pool import CountPool, IdPool, PageId, Pool
+from kvarts.values import Value
 
 __all__ = ["ALL", "NodeState", "Placement", "Segment", "TierIndex", "TierRun", "check_index"]
 
@@ -55,7 +55,7 @@ HOLE, COMING, STORED, DOOMED = NodeState
 """By name, because the states of runs are compared in every walk."""
 
 
-class TierRun(msgspec.Struct, eq=False):
+class TierRun:
     """Pages [start, end) of `content`. Written by TierIndex only.
 
     `slots`: ids of the tier's pages; None if they are only counted, or in a hole. `placement`: the placement that a
@@ -63,19 +63,47 @@ class TierRun(msgspec.Struct, eq=False):
     `newer`: neighbours in the order of recency, for stored runs.
     """
 
-    content: Content
-    key: PageKey
-    start: int
-    end: int
-    parent: TierRun | None
-    state: NodeState
-    pins: int = 0
-    children: dict[PageKey, TierRun] | None = None
-    slots: list[PageId] | None = None
-    writer: int = 0
-    placement: Placement | None = None
-    older: TierRun = None  # type: ignore[assignment]
-    newer: TierRun = None  # type: ignore[assignment]
+    __slots__ = (
+        "children",
+        "content",
+        "end",
+        "key",
+        "newer",
+        "older",
+        "parent",
+        "pins",
+        "placement",
+        "slots",
+        "start",
+        "state",
+        "writer",
+    )
+
+    def __init__(
+        self,
+        content: Content,
+        key: PageKey,
+        start: int,
+        end: int,
+        parent: TierRun | None,
+        state: NodeState,
+        pins: int = 0,
+        slots: list[PageId] | None = None,
+        writer: int = 0,
+    ) -> None:
+        self.content = content
+        self.key = key
+        self.start = start
+        self.end = end
+        self.parent = parent
+        self.state = state
+        self.pins = pins
+        self.children: dict[PageKey, TierRun] | None = None
+        self.slots = slots
+        self.writer = writer
+        self.placement: Placement | None = None
+        self.older: TierRun | None = None
+        self.newer: TierRun | None = None
 
     @property
     def num_pages(self) -> int:
@@ -86,20 +114,27 @@ class TierRun(msgspec.Struct, eq=False):
         return f"TierRun(pages {self.start}..{self.end}, {self.state.name}, pins {self.pins})"
 
 
-class Segment(msgspec.Struct, frozen=True):
+class Segment(Value):
     """Pages [start, end) of a sequence, and the tier's pages that they are copied to or from, if these have ids."""
 
-    start: int
-    end: int
-    slots: tuple[PageId | bytes, ...] | None
+    FIELDS: ClassVar[tuple[str, ...]] = ("start", "end", "slots")
+    __slots__ = FIELDS
+
+    def __init__(self, start: int, end: int, slots: tuple[PageId | bytes, ...] | None) -> None:
+        self.start: Final = start
+        self.end: Final = end
+        self.slots: Final = slots
 
 
-class Placement(msgspec.Struct, eq=False):
+class Placement:
     """Pages that are coming: `num_pages` in `segments`, in order of position. `run` is the deepest; it is pinned."""
 
-    run: TierRun
-    segments: tuple[Segment, ...]
-    num_pages: int
+    __slots__ = ("num_pages", "run", "segments")
+
+    def __init__(self, run: TierRun, segments: tuple[Segment, ...], num_pages: int) -> None:
+        self.run = run
+        self.segments = segments
+        self.num_pages = num_pages
 
 
 class TierIndex:
@@ -241,8 +276,10 @@ class TierIndex:
             (child,) = children.values()
             is_alike = child.pins == run.pins and child.state is stored and child.writer == run.writer
             if is_alike and child.newer is run:
-                child.newer = run.newer
-                run.newer.older = child
+                newer = run.newer
+                assert newer is not None
+                child.newer = newer
+                newer.older = child
                 self._join(run, child)
 
     def slots_of(self, run: TierRun, start: int) -> tuple[PageId, ...] | None:
@@ -269,6 +306,7 @@ class TierIndex:
                 newer = node.newer
                 if newer is not None:
                     older = node.older
+                    assert older is not None
                     older.newer = newer
                     newer.older = older
                 if (
@@ -283,6 +321,7 @@ class TierIndex:
                 else:
                     # `_list_before(ring, node)`, inlined.
                     older = ring.older
+                    assert older is not None
                     node.older = older
                     node.newer = ring
                     older.newer = node
@@ -341,7 +380,7 @@ class TierIndex:
             # Usually, only the pages after `deepest` are missing.
             last = position + num_missing
             slots = pool.take(num_missing)
-            run = TierRun(content, content.key(position), position, last, deepest, COMING, 1, None, slots, self.writer)
+            run = TierRun(content, content.key(position), position, last, deepest, COMING, 1, slots, self.writer)
             if deepest.children is None:
                 deepest.children = {}
             deepest.children[run.key] = run
@@ -613,7 +652,7 @@ class TierIndex:
             assert tail.slots is not None
             head.slots += tail.slots
             tail.slots = head.slots
-        head.newer = None  # type: ignore[assignment]
+        head.newer = None
         tail.start = head.start
         tail.key = head.key
         tail.parent = parent
@@ -623,8 +662,10 @@ class TierIndex:
         """Evict `count` cached pages."""
         while count > 0:
             run = self._ring.newer
+            assert run is not None
             while run.pins:
                 run = run.newer
+                assert run is not None
             assert not run.children, f"{run} would be evicted before what follows it"
             first, end = run.start, run.end
             num_pages = end - first
@@ -702,7 +743,7 @@ class TierIndex:
     def recency(self) -> Iterator[TierRun]:
         """Yield stored runs, the oldest first."""
         run = self._ring.newer
-        while run is not self._ring:
+        while run is not None and run is not self._ring:
             yield run
             run = run.newer
 
@@ -713,6 +754,7 @@ def _root() -> TierRun:
 
 def _list_before(newer: TierRun, run: TierRun) -> None:
     older = newer.older
+    assert older is not None
     run.older = older
     run.newer = newer
     older.newer = run
@@ -720,9 +762,11 @@ def _list_before(newer: TierRun, run: TierRun) -> None:
 
 
 def _unlist(run: TierRun) -> None:
-    run.older.newer = run.newer
-    run.newer.older = run.older
-    run.older = run.newer = None  # type: ignore[assignment]
+    older, newer = run.older, run.newer
+    assert older is not None and newer is not None
+    older.newer = newer
+    newer.older = older
+    run.older = run.newer = None
 
 
 def check_index(index: TierIndex, is_above: Callable[[Content, int], bool]) -> None:

@@ -9,9 +9,9 @@ wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
-import msgspec
+from mypy_extensions import mypyc_attr
 
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
@@ -51,15 +51,19 @@ class Tier(Protocol):
         """Drop everything. Running transfers end without effect."""
 
 
-class ConnectedTier(msgspec.Struct, Generic[TierT], frozen=True):
+class ConnectedTier(Generic[TierT]):
     """A tier, and the channels to it and from it. `is_read_only`: nothing is stored there."""
 
-    tier: TierT
-    write: Channel
-    read: Channel
-    is_read_only: bool = False
+    __slots__ = ("is_read_only", "read", "tier", "write")
+
+    def __init__(self, tier: TierT, write: Channel, read: Channel, *, is_read_only: bool = False) -> None:
+        self.tier: Final = tier
+        self.write: Final = write
+        self.read: Final = read
+        self.is_read_only: Final = is_read_only
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Layout(Generic[TierT]):
     """The contents of a device and of its tiers, and their changes by transfers.
 
@@ -71,15 +75,6 @@ class Layout(Generic[TierT]):
     something within this time is behind. `with_page_ids`: copies name pages.
     """
 
-    can_split = True
-    """Whether the first pages of an offer can be computed while the others are loaded."""
-
-    spills_first = True
-    """Whether spills begin before the stores of the same step, which might evict the same pages."""
-
-    counts_blocks = False
-    """Whether the event of the end of a transfer contains the number of blocks that arrived."""
-
     def __init__(
         self,
         connected: Sequence[ConnectedTier[TierT]],
@@ -90,6 +85,12 @@ class Layout(Generic[TierT]):
         store_within_ns: int,
         with_page_ids: bool,
     ) -> None:
+        self.can_split = True
+        """Whether the first pages of an offer can be computed while the others are loaded."""
+        self.spills_first = True
+        """Whether spills begin before the stores of the same step, which might evict the same pages."""
+        self.counts_blocks = False
+        """Whether the event of the end of a transfer contains the number of blocks that arrived."""
         self.connected = connected
         self.tiers = tuple(each.tier for each in connected)
         self.block_bytes = block_bytes

@@ -23,8 +23,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-import msgspec
-
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import StoreStarted, TransferEnded
@@ -124,7 +122,7 @@ class Offloader(Transfers, Generic[LayoutT]):
     def totals(self) -> TransferTotals:
         """Return totals of transfers."""
         return TransferTotals(
-            {**msgspec.structs.asdict(self.counts), **self.layout.totals()},
+            {**self.counts.by_name(), **self.layout.totals()},
             {channel.name: channel.num_bytes for channel in self.channels},
             {tier.name: tier.num_evicted_blocks for tier in self.tiers},
             dict(self._waited_ns),
@@ -186,8 +184,7 @@ class Offloader(Transfers, Generic[LayoutT]):
         if self._with_page_ids:
             moves.append(Move(name, tuple(copies.source_ids), tuple(copies.target_ids)))
         num_bytes = copies.num_blocks * self.block_bytes
-        under_way = UnderWay(direction, copies.num_blocks, self._workers(), copies)
-        under_way.lanes = ((write, num_bytes),)
+        under_way = UnderWay(direction, self._workers(), copies, ((write, num_bytes),))
         dropped = self._dropped() if self._with_page_ids else ()
         self._submit(under_way, write.submit(self._now_ns, num_bytes), moves, dropped)
 
@@ -207,7 +204,7 @@ class Offloader(Transfers, Generic[LayoutT]):
             return None
         num_bytes = coming.num_blocks * self.block_bytes
         end_ns = coming.end_ns + self._connected[-1].read.within_ns(self._now_ns, num_bytes)
-        return msgspec.structs.replace(coming, end_ns=end_ns)
+        return Coming(coming.write, coming.num_pages, end_ns, coming.num_blocks)
 
     def weigh(
         self, offer: Offer, start: int, page_size: int, num_known: int, *, num_behind: int, awaited: Awaited | None
@@ -254,8 +251,8 @@ class Offloader(Transfers, Generic[LayoutT]):
                 end_ns, lane, expected_ns = read_ns, read.name, within_ns
             if least_ns < read_ns < NEVER_NS:
                 least_ns = read_ns
-        under_way = UnderWay(Direction.LOAD, loading.num_blocks, self._workers(), loading)
-        under_way.least_ns, under_way.lane, under_way.since_ns, under_way.lanes = least_ns, lane, [now_ns], tuple(lanes)
+        under_way = UnderWay(Direction.LOAD, self._workers(), loading, tuple(lanes))
+        under_way.least_ns, under_way.lane, under_way.since_ns = least_ns, lane, [now_ns]
         early_ns = NEVER_NS if wait_ns is None else now_ns + wait_ns
         dropped = self._dropped() if self._with_page_ids else ()
         self._submit(under_way, end_ns, moves, dropped, early_ns, now_ns + expected_ns)

@@ -10,17 +10,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
-from msgspec import field
-
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import PagesRemoved, PagesStored
 from kvarts.kv.cache import Holding, Match
-from kvarts.kv.eviction import HeldPages
+from kvarts.kv.eviction import HeldPages, pages_seen_by
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import PageId
 from kvarts.kv.transfer import Coming, Loaded, Offer
-from kvarts.kv.tree import Node
+from kvarts.kv.tree import Node, Path
 from kvarts.offload.layout import ConnectedTier, Layout
 from kvarts.offload.safe_first import Below, SafeFirst
 from kvarts.offload.store_policy import PagePolicy, Spill
@@ -28,6 +26,12 @@ from kvarts.offload.tier import PageTier, TierLoad, TierStore
 from kvarts.offload.transfers import ALL, Copies, Loading
 
 __all__ = ["Marks", "PageLayout"]
+
+
+def _is_last(path: Path, start: int, end: int) -> bool:
+    """Return whether pages [start, end) are within the last run of `path`, without another copy."""
+    last = path[-1]
+    return last.start <= start and end <= last.end and last.twins is None
 
 
 class Marks:
@@ -98,20 +102,43 @@ class Marks:
         self._order.mark(tree.isolate(tree.cut(match), start, match.num_pages), below)
 
 
+class Lent:
+    """Pages [start, end) of a request's `holding` that a store reads.
+
+    As long as the request has them, nothing evicts them. `pages`: set when the store alone keeps them in use.
+    """
+
+    __slots__ = ("end", "holding", "pages", "start")
+
+    def __init__(self, holding: Holding | None, start: int, end: int, pages: HeldPages | None) -> None:
+        self.holding = holding
+        self.start = start
+        self.end = end
+        self.pages = pages
+
+
 class PageCopies(Copies):
-    """A store or a spill of pages. `held`: by store, the pages that it holds on the device; `sources`: the reads of a
+    """A store or a spill of pages. `held`: by store, the pages that it reads on the device; `sources`: the reads of a
     spill.
     """
 
-    stores: list[TierStore] = field(default_factory=list)
-    held: list[tuple[HeldPages, ...]] = field(default_factory=list)
-    sources: list[TierLoad] = field(default_factory=list)
+    __slots__ = ("held", "sources", "stores")
+
+    def __init__(self, target: int) -> None:
+        super().__init__(target)
+        self.stores: list[TierStore] = []
+        self.held: list[list[Lent]] = []
+        self.sources: list[TierLoad] = []
 
 
-class PageLoading(Loading, kw_only=True):
+class PageLoading(Loading):
     """A load of pages. `loads`: each with its tier."""
 
-    loads: list[tuple[PageTier, TierLoad]]
+    __slots__ = ("loads",)
+
+    def __init__(self, request: int, start: int) -> None:
+        super().__init__(request, start)
+        self.loads: list[tuple[PageTier, TierLoad]] = []
 
 
 class PageLayout(Layout[PageTier]):
@@ -148,15 +175,23 @@ class PageLayout(Layout[PageTier]):
         self._order = order
         self._swaps = swaps
         self._tell = tell
-        is_told_all = tell is not None or len(self.own) > 1
         for place, tier in enumerate(self.own):
+            has_next = place + 1 < len(self.own)
             tier.listen(
-                partial(self._on_stored, place) if is_told_all else None,
-                partial(self._on_removed, place) if is_told_all or order is not None else None,
+                partial(self._on_stored, place) if tell is not None or has_next else None,
+                partial(self._on_removed, place) if tell is not None or has_next or order is not None else None,
             )
         self._gone: list[tuple[Content, int, int]] = []
         cache.tree.on_removed = self._on_evicted
         cache.on_evicted = self._lose_gone
+        self._lent: dict[int, list[Lent]] | None = None
+        """What stores read and do not hold, as requests have it, by the owner of their content. None: they hold all."""
+        is_by_page = order is None and pages_seen_by(cache.tree.order)
+        if is_by_page and tell is None and cache.tree.tell is None and not with_page_ids:
+            # A run that is not held need not be split, so that its events would be of other runs.
+            self._lent = {}
+            cache.on_close = self._hold_lent
+            cache.tree.on_copied = self._hold_all_lent
         self._marks = Marks(cache, self.own, order)
         self._may_pass_through = len(self.own) > 1 and not policy.stores_deepest_first
         if order is not None:
@@ -219,7 +254,9 @@ class PageLayout(Layout[PageTier]):
                     self._add(copies, self.tiers[0], store)
                     copies.held.append(pages)
                     if self._with_page_ids:
-                        copies.source_ids += [page for part in pages for page in self._cache.page_ids(part)]
+                        for part in pages:
+                            assert part.pages is not None, "transfers with ids hold their pages"
+                            copies.source_ids += self._cache.page_ids(part.pages)
                     room -= store.num_pages
                     position = store.segments[-1].end
             if room == 0 or (
@@ -247,7 +284,7 @@ class PageLayout(Layout[PageTier]):
         end: int,
         where: Any,
         room: int,
-    ) -> tuple[TierStore | None, tuple[HeldPages, ...], int]:
+    ) -> tuple[TierStore | None, list[Lent], int]:
         """Prepare to store at most `room` of pages [start, end), and hold these; return None if there are none.
 
         Return also how many pages the device has.
@@ -273,12 +310,49 @@ class PageLayout(Layout[PageTier]):
             if store is None and not num_refused:
                 self._marks.mark_as_held(content, start, end)
         if store is None:
-            return None, (), end
-        pages = tuple([self._cache.hold(path, segment.start, segment.end) for segment in store.segments])
-        if order is not None:
-            for part in pages:
-                self._marks.mark_part(part, Below.COMING)
-        return store, pages, end
+            return None, [], end
+        parts: list[Lent] = []
+        lent = self._lent
+        for segment in store.segments:
+            if lent is not None and where.path and _is_last(path, segment.start, segment.end):
+                part = Lent(where, segment.start, segment.end, None)
+                lent.setdefault(where.content.owner, []).append(part)
+            else:
+                pages = self._cache.hold(path, segment.start, segment.end)
+                part = Lent(None, segment.start, segment.end, pages)
+                if order is not None:
+                    self._marks.mark_part(pages, Below.COMING)
+            parts.append(part)
+        return store, parts, end
+
+    def _hold_lent(self, holding: Holding) -> None:
+        """Hold what stores read of a request's `holding`, which is about to be closed."""
+        assert self._lent is not None
+        parts = self._lent.pop(holding.content.owner, None)
+        if parts is not None:
+            for part in parts:
+                assert part.holding is not None
+                part.pages = self._cache.hold(part.holding.path, part.start, part.end)
+
+    def _hold_all_lent(self) -> None:
+        """Hold everything that stores read: a run is about to get another copy, which they would hold as well."""
+        assert self._lent is not None
+        for parts in list(self._lent.values()):
+            holding = parts[0].holding
+            assert holding is not None
+            self._hold_lent(holding)
+
+    def _let_go(self, part: Lent) -> None:
+        """End what a store did with `part`."""
+        if part.pages is not None:
+            self._cache.unhold(part.pages)
+            return
+        assert self._lent is not None and part.holding is not None
+        owner = part.holding.content.owner
+        parts = self._lent[owner]
+        parts.remove(part)
+        if not parts:
+            del self._lent[owner]
 
     def _passes_through(self, num_pages: int) -> bool:
         """Return whether a prefix of `num_pages` goes through the first tier in pieces: it is too small for all."""
@@ -368,24 +442,25 @@ class PageLayout(Layout[PageTier]):
                 for store in of_pages.stores:
                     for segment in store.segments:
                         self._marks.mark_as_held(store.content, segment.start, segment.end)
-            for pages, store in zip(of_pages.held, of_pages.stores, strict=False):
+            for parts, store in zip(of_pages.held, of_pages.stores, strict=False):
                 is_whole = is_stored and tier.is_stored(store)
-                for part, segment in zip(pages, store.segments, strict=True):
+                for part, segment in zip(parts, store.segments, strict=True):
+                    assert part.pages is not None, "an order that is told what is below holds it"
                     if is_whole:
-                        has_orphans = self._marks.mark_part(part, Below.STORED)
+                        has_orphans = self._marks.mark_part(part.pages, Below.STORED)
                     else:
                         # Pages that fail again and again are not tried again; those that were given up may be.
                         has_failed = not is_stored and not is_given_up
-                        self._marks.mark_part(part, Below.FAILED if has_failed else Below.NOT)
+                        self._marks.mark_part(part.pages, Below.FAILED if has_failed else Below.NOT)
                         has_orphans = True
                     if has_orphans:
                         self._marks.mark_held(store.content, segment.start, segment.end)
             order.regroup()
         self._marks.unmark_removed()
         if not copies.target:
-            for pages in of_pages.held:
-                for part in pages:
-                    self._cache.unhold(part)
+            for parts in of_pages.held:
+                for part in parts:
+                    self._let_go(part)
 
     def _lose_after_failed(self, copies: PageCopies) -> None:
         """Drop pages that were stored after pages that failed to be stored and that no faster tier has any more."""
@@ -439,7 +514,7 @@ class PageLayout(Layout[PageTier]):
     ) -> PageLoading:
         """Pin `num_pages` pages of the offer to `request`, after its first `num_front`, for a load into `holding`."""
         counts = [0] * len(self.tiers)
-        loading = PageLoading(request=request, start=start, by_tier=(), loads=[])
+        loading = PageLoading(request, start)
         position, end = start, start + num_pages
         for place, tier in enumerate(self.tiers):
             num_offered = tier.offered(request)
@@ -527,7 +602,10 @@ class PageLayout(Layout[PageTier]):
 
     def holds(self, copies: Copies) -> list[HeldPages]:
         """Return the pages that a store holds on the device."""
-        return [part for pages in cast(PageCopies, copies).held for part in pages] if copies.target == 0 else []
+        if copies.target:
+            return []
+        held = [part.pages for parts in cast(PageCopies, copies).held for part in parts]
+        return [pages for pages in held if pages is not None]
 
     def check(self, under_way: Sequence[Copies]) -> None:
         """Assert laws L1 to L3 in every tier, given the copies under way."""

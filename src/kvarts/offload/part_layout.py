@@ -12,7 +12,7 @@ from typing import cast
 
 import msgspec
 
-from kvarts.content import NOTHING, Content
+from kvarts.content import Content
 from kvarts.kv.cache import Holding
 from kvarts.kv.eviction import HeldPages
 from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
@@ -35,28 +35,44 @@ IDLE_WITHIN_NS = 10_000_000
 is under way: those that their lane carries in IDLE_WITHIN_NS, or one in MOST_IDLE."""
 
 
-class PartCopies(Copies, kw_only=True):
+class PartCopies(Copies):
     """A store or a spill of parts. `pins`: by tier, the runs that it reads or writes there; `room`: how many blocks its
     channel can carry in time. `above`: the runs that a store holds on the device.
     """
 
-    pins: tuple[RunHolding, ...]
-    room: int
-    above: list[RunHolding] = msgspec.field(default_factory=list)
-    num_idle: int = 0
-    """Blocks of `above` that were unused when the store began."""
+    __slots__ = ("above", "num_idle", "pins", "room")
+
+    def __init__(self, target: int, pins: tuple[RunHolding, ...], room: int) -> None:
+        super().__init__(target)
+        self.pins = pins
+        self.room = room
+        self.above: list[RunHolding] = []
+        self.num_idle = 0
+        """Blocks of `above` that were unused when the store began."""
 
 
-class PartLoading(Loading, kw_only=True):
+class PartLoading(Loading):
     """A load of parts. `pins`: by tier, the runs that it reads; `content`: that of its request.
 
     `loading`: the parts that it fills, so that its request begins with the pages `by_tier` from its first on; None once
     it uses them.
     """
 
-    pins: tuple[RunHolding, ...]
-    loading: RunHolding | None = None
-    content: Content = NOTHING
+    __slots__ = ("content", "loading", "pins")
+
+    def __init__(
+        self,
+        request: int,
+        start: int,
+        by_tier: tuple[int, ...],
+        pins: tuple[RunHolding, ...],
+        loading: RunHolding | None,
+        content: Content,
+    ) -> None:
+        super().__init__(request, start, by_tier)
+        self.pins = pins
+        self.loading = loading
+        self.content = content
 
 
 class Offered(msgspec.Struct, eq=False):
@@ -81,8 +97,6 @@ class PartLayout(Layout[PartTier]):
     tokens are stored there too, and dropped when it ends.
     """
 
-    counts_blocks = True
-
     def __init__(
         self,
         cache: GroupPages,
@@ -101,6 +115,7 @@ class PartLayout(Layout[PartTier]):
             store_within_ns=store_within_ns,
             with_page_ids=with_page_ids,
         )
+        self.counts_blocks = True
         tier = self.tier = self.tiers[0]
         # A state at the end of the first pages would have to be replaced by that at the end of the others.
         self.can_split = not cache.memory.has_states
@@ -199,7 +214,7 @@ class PartLayout(Layout[PartTier]):
         write = self.connected[0].write
         idle_room = max(self._least_idle, write.num_within(now_ns, IDLE_WITHIN_NS, self.block_bytes))
         room = min(self._room(0, now_ns), idle_room)
-        store = PartCopies(0, pins=self._new_pins(), room=room)
+        store = PartCopies(0, self._new_pins(), room)
         num_idle = self._num_idle
         for run, start, end in self._policy.choose():
             if not self._add(store, run, start, end, idle_room, is_moving):
@@ -277,7 +292,7 @@ class PartLayout(Layout[PartTier]):
         """Choose parts that have arrived in the tier at `place`, and make room for them in the next tier."""
         wanted, tree = self.backlog.spills[place], self._parts.tree
         room = self._room(place + 1, now_ns)
-        spill = PartCopies(place + 1, pins=self._new_pins(), room=room)
+        spill = PartCopies(place + 1, self._new_pins(), room)
         is_behind = self.backlog.is_behind
         while wanted:
             content, index, start, end = wanted[0]
@@ -475,7 +490,7 @@ class PartLayout(Layout[PartTier]):
                 tier.unpin_before(pin, start)
         by_tier = between(offered.by_tier, num_front, num_front + num_pages)
         target = cast(PartHolding, holding).loading
-        loading = PartLoading(request=request, start=start, by_tier=by_tier, pins=pins, loading=target, content=content)
+        loading = PartLoading(request, start, by_tier, pins, target, content)
         for place, (tier, pin) in enumerate(zip(self.tiers, pins, strict=True)):
             count = self._num_blocks(pin)
             if not count:

@@ -20,6 +20,7 @@ from kvarts.kv.transfer import Offer, PeersGain, PrefillNs
 from kvarts.links import PeerLinks
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
+from kvarts.offload.index import TierRun
 from kvarts.offload.layout import ConnectedTier
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.opening import TiersToOpen
@@ -164,11 +165,15 @@ def peers_gain(weigher: Weigher, page_size: int) -> PeersGain:
     return PeersGain("host", saved_by)
 
 
-class PinnedRead(Pin, eq=False, kw_only=True):
+class PinnedRead(Pin):
     """Pages that are pinned in `tier`, the memory of engine `source`."""
 
-    source: int
-    tier: MemoryTier
+    __slots__ = ("source", "tier")
+
+    def __init__(self, content: Content, start: int, end: int, run: TierRun, source: int, tier: MemoryTier) -> None:
+        super().__init__(content, start, end, run, tier.index)
+        self.source = source
+        self.tier = tier
 
 
 class PeerView(MemoryTier):
@@ -200,7 +205,7 @@ class PeerView(MemoryTier):
         run = found.index.pin_stored(content, start, start + most)
         assert run is not None
         found.num_guests += 1
-        self._pins[holder] = PinnedRead(content, start, start + most, run, found.index, source=reads.asked, tier=found)
+        self._pins[holder] = PinnedRead(content, start, start + most, run, reads.asked, found)
         return most
 
     def forget(self, holder: int) -> None:

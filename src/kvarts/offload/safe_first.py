@@ -24,8 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 
-import msgspec
-
 from kvarts.content import Content
 from kvarts.hints import Hints
 from kvarts.kv.eviction import EvictionOrder, LruOrder, Node, NoteRequest, Path, noter_of, ranges_read_by
@@ -45,16 +43,19 @@ class Below(IntEnum):
 COMING, STORED = int(Below.COMING), int(Below.STORED)
 
 
-class Notes(msgspec.Struct, eq=False):
+class Notes:
     """Notes on a run and all its copies. `first` is the copy that is found.
 
     `num_unsafe`: how many of the runs that follow it are not safe. `trails`: a tier may have pages that followed it.
     """
 
-    first: Node
-    below: int = 0
-    trails: bool = False
-    num_unsafe: int = 0
+    __slots__ = ("below", "first", "num_unsafe", "trails")
+
+    def __init__(self, first: Node, below: int = 0, trails: bool = False, num_unsafe: int = 0) -> None:
+        self.first = first
+        self.below = below
+        self.trails = trails
+        self.num_unsafe = num_unsafe
 
 
 class SafeFirst:

@@ -223,12 +223,18 @@ class LazyPolicy:
         if num_covered >= target:
             return chosen, num_covered
         for node in order.unsafe_nodes():
-            # Most runs are stored or coming (`below` is not Below.NOT): this is spelled out to pass them quickly.
-            start, end, content = node.start, node.end, node.content
+            start, end = node.start, node.end
+            if node.notes.below:
+                # Most runs are stored or coming (`below` is not Below.NOT).
+                num_covered += end - start
+                if num_covered >= target:
+                    break
+                continue
+            content = node.content
             known_end = content.num_known_pages
             if known_end > end or content.owner in self._preempted:
                 known_end = end
-            if not node.notes.below and start < known_end:
+            if start < known_end:
                 num_covered += end - known_end
                 if num_covered >= target:
                     break

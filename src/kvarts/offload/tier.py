@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-import msgspec
+from mypy_extensions import mypyc_attr
 
 from kvarts.content import Content
 from kvarts.kv.transfer import Coming
@@ -26,24 +26,30 @@ OnRemoved = Callable[[Content, int, int], object]
 """Called for a run that stops being findable: content, first page, page after the last."""
 
 
-class TierStore(msgspec.Struct, eq=False):
+class TierStore:
     """A running store. `segments`: the `num_pages` pages of `content` and their targets, in order of position."""
 
-    content: Content
-    segments: tuple[Segment, ...]
-    num_pages: int
-    ticket: object
-    is_open: bool = True
+    __slots__ = ("content", "is_open", "num_pages", "segments", "ticket")
+
+    def __init__(self, content: Content, segments: tuple[Segment, ...], num_pages: int, ticket: object) -> None:
+        self.content = content
+        self.segments = segments
+        self.num_pages = num_pages
+        self.ticket = ticket
+        self.is_open = True
 
 
-class TierLoad(msgspec.Struct, eq=False):
+class TierLoad:
     """A running load. `segments`: the `num_pages` pages of `content` and their sources, in order of position."""
 
-    content: Content
-    segments: tuple[Segment, ...]
-    num_pages: int
-    ticket: object
-    is_open: bool = True
+    __slots__ = ("content", "is_open", "num_pages", "segments", "ticket")
+
+    def __init__(self, content: Content, segments: tuple[Segment, ...], num_pages: int, ticket: object) -> None:
+        self.content = content
+        self.segments = segments
+        self.num_pages = num_pages
+        self.ticket = ticket
+        self.is_open = True
 
 
 class PageTier(Tier, Protocol):
@@ -147,16 +153,21 @@ class PageTier(Tier, Protocol):
         """Assert laws L1 to L3. `is_above`: whether the first n pages of a content are in faster tiers."""
 
 
-class Pin(msgspec.Struct, eq=False):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Pin:
     """Pages [start, end) of `content` that are pinned in `index`; `run` has the last of them."""
 
-    content: Content
-    start: int
-    end: int
-    run: TierRun
-    index: TierIndex
+    __slots__ = ("content", "end", "index", "run", "start")
+
+    def __init__(self, content: Content, start: int, end: int, run: TierRun, index: TierIndex) -> None:
+        self.content = content
+        self.start = start
+        self.end = end
+        self.run = run
+        self.index = index
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class MemoryTier:
     """A PageTier of `num_pages` pages of memory, with ids (`slots`) if an executor copies into them.
 

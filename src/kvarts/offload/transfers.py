@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final, cast
 
-import msgspec
+from mypy_extensions import mypyc_attr
 
 from kvarts.content import Content
 from kvarts.kv.pool import PageId
@@ -23,27 +23,51 @@ __all__ = ["ALL", "NEVER_NS", "Copies", "Loading", "OffloadCounts", "Transfers",
 ALL = 1 << 62
 
 
-class OffloadCounts(msgspec.Struct):
+class OffloadCounts:
     """Counts of transfers that ended, and of their faults."""
 
-    num_stores: int = 0
-    num_loads: int = 0
-    num_failed: int = 0
-    num_late: int = 0
-    """Failed transfers that were not reported before their deadline."""
-    num_given_up: int = 0
-    """Failed stores that ended early because requests wanted the pages that they held."""
-    num_stray_reports: int = 0
-    """Reports that were late, repeated, or about an unknown transfer."""
-    num_pages_without_room: int = 0
-    """Pages that were to be stored and found no room."""
+    __slots__ = (
+        "num_failed",
+        "num_given_up",
+        "num_late",
+        "num_loads",
+        "num_pages_without_room",
+        "num_stores",
+        "num_stray_reports",
+    )
+
+    def __init__(self) -> None:
+        self.num_stores = 0
+        self.num_loads = 0
+        self.num_failed = 0
+        self.num_late = 0
+        """Failed transfers that were not reported before their deadline."""
+        self.num_given_up = 0
+        """Failed stores that ended early because requests wanted the pages that they held."""
+        self.num_stray_reports = 0
+        """Reports that were late, repeated, or about an unknown transfer."""
+        self.num_pages_without_room = 0
+        """Pages that were to be stored and found no room."""
+
+    def by_name(self) -> dict[str, int]:
+        """Return the counts by their names."""
+        return {
+            "num_stores": self.num_stores,
+            "num_loads": self.num_loads,
+            "num_failed": self.num_failed,
+            "num_late": self.num_late,
+            "num_given_up": self.num_given_up,
+            "num_stray_reports": self.num_stray_reports,
+            "num_pages_without_room": self.num_pages_without_room,
+        }
 
 
 Read = tuple[int, int, tuple[PageId | bytes, ...], tuple[PageId | bytes, ...]]
 """The place of a tier, the number of blocks to read from it, and the ids of these and of the device's."""
 
 
-class Copies(msgspec.Struct, eq=False):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Copies:
     """The `num_blocks` blocks that a store or a spill to the tier at `target` copies. Layouts add the pins.
 
     `source_ids` and `target_ids`: the ids of the blocks, if an executor copies them. `runs`: contents, each with
@@ -51,50 +75,86 @@ class Copies(msgspec.Struct, eq=False):
     a load.
     """
 
-    target: int = -1
-    num_blocks: int = 0
-    request: int = -1
-    source_ids: list[PageId | bytes] = []
-    target_ids: list[PageId | bytes] = []
-    runs: list[tuple[Content, int, int]] = []
-    groups: list[int] = []
+    __slots__ = ("groups", "num_blocks", "request", "runs", "source_ids", "target", "target_ids")
+
+    def __init__(self, target: int = -1, request: int = -1) -> None:
+        self.target = target
+        self.num_blocks = 0
+        self.request = request
+        self.source_ids: list[PageId | bytes] = []
+        self.target_ids: list[PageId | bytes] = []
+        self.runs: list[tuple[Content, int, int]] = []
+        self.groups: list[int] = []
 
 
-class Loading(Copies, kw_only=True):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Loading(Copies):
     """The copies of a load for `request`, whose pages from `start` on it fills, `by_tier` from each tier."""
 
-    start: int
-    by_tier: tuple[int, ...]
-    reads: list[Read] = msgspec.field(default_factory=list)
+    __slots__ = ("by_tier", "reads", "start")
+
+    def __init__(self, request: int, start: int, by_tier: tuple[int, ...] = ()) -> None:
+        super().__init__(request=request)
+        self.start = start
+        self.by_tier = by_tier
+        self.reads: list[Read] = []
 
 
-class UnderWay(msgspec.Struct, eq=False):
-    """A running transfer of `num_pages` blocks. `waiting_for`: workers that have not reported it."""
+class UnderWay:
+    """A running transfer of `num_pages` blocks, over `lanes`: the channels, with the bytes that they carry.
 
-    direction: Direction
-    num_pages: int
-    waiting_for: set[int]
-    copies: Copies
-    num_good_pages: int = ALL
-    is_given_up: bool = False
-    is_early: bool = False
-    """Whether its request may compute while later layers are loaded; such a load does not fail."""
-    end_ns: int = ALL
-    """When it ends, in virtual time."""
-    hidden_ns: int = 0
-    """How long before its end the request of a load can compute on."""
-    deadline_ns: int = ALL
-    least_ns: int = 0
-    """The earliest time at which a load can end, as far as is known."""
-    lane: str = ""
-    """The channel that a load waits for."""
-    begin_ns: int = 0
-    duration_ns: int = 0
-    """The duration that an executor reports: that of its slowest worker."""
-    lanes: tuple[tuple[Channel, int], ...] = ()
-    """The channels, with the bytes that they carry."""
-    since_ns: list[int] = []
-    """For each request that waits for a load, the start of its wait."""
+    `waiting_for`: workers that have not reported it.
+    """
+
+    __slots__ = (
+        "begin_ns",
+        "copies",
+        "deadline_ns",
+        "direction",
+        "duration_ns",
+        "end_ns",
+        "hidden_ns",
+        "is_early",
+        "is_given_up",
+        "lane",
+        "lanes",
+        "least_ns",
+        "num_good_pages",
+        "num_pages",
+        "since_ns",
+        "waiting_for",
+    )
+
+    def __init__(
+        self,
+        direction: Direction,
+        waiting_for: set[int],
+        copies: Copies,
+        lanes: tuple[tuple[Channel, int], ...],
+    ) -> None:
+        self.direction = direction
+        self.num_pages = copies.num_blocks
+        self.waiting_for = waiting_for
+        self.copies = copies
+        self.lanes = lanes
+        self.num_good_pages = ALL
+        self.is_given_up = False
+        self.is_early = False
+        """Whether its request may compute while later layers are loaded; such a load does not fail."""
+        self.end_ns = ALL
+        """When it ends, in virtual time."""
+        self.hidden_ns = 0
+        """How long before its end the request of a load can compute on."""
+        self.deadline_ns = ALL
+        self.least_ns = 0
+        """The earliest time at which a load can end, as far as is known."""
+        self.lane = ""
+        """The channel that a load waits for."""
+        self.begin_ns = 0
+        self.duration_ns = 0
+        """The duration that an executor reports: that of its slowest worker."""
+        self.since_ns: list[int] = []
+        """For each request that waits for a load, the start of its wait."""
 
 
 NEVER_NS: Final = (1 << 62) - 1
@@ -114,13 +174,13 @@ class Transfers:
         lanes: Iterable[Channel],
         weigher: Weigher,
         *,
-        copying: Sequence[Channel] = (),
-        copy_slowdown: float = 0.0,
-        bus: Bus | None = None,
         deadline_ns: int,
         workers: int,
         fail_every: int,
         with_page_ids: bool,
+        copying: Sequence[Channel] = (),
+        copy_slowdown: float = 0.0,
+        bus: Bus | None = None,
     ) -> None:
         self._with_page_ids = with_page_ids
         self._weigher = weigher
@@ -362,7 +422,7 @@ class Transfers:
     # Internals --------------------------------------------------------------------------------------------
 
     def _workers(self) -> set[int]:
-        return set(range(self._num_workers))
+        return {0} if self._num_workers == 1 else set(range(self._num_workers))
 
     def _submit(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 from kvarts.kv.transfer import Awaited, Offer, PrefillNs, Weighed
@@ -94,12 +93,14 @@ class Weigher:
                     best, front, best_gain_ns, wait_ns = position, 0, worth - load_ns, load_ns
                 if not self._splits:
                     continue
-
                 # Where the wait for the last pages takes no longer than the computation of those before them.
-                def is_enough(count: int, end: int = position, hidden_ns: int = hidden_ns) -> bool:
-                    return front_ns(count) >= self._wait_ns(now_ns, offer, start, count, end, hidden_ns)
-
-                num_front = bisect_left(range(position), True, key=is_enough)
+                num_front, num_above = 0, position
+                while num_front < num_above:
+                    count = (num_front + num_above) // 2
+                    if front_ns(count) >= self._wait_ns(now_ns, offer, start, count, position, hidden_ns):
+                        num_above = count
+                    else:
+                        num_front = count + 1
                 if offer.most_front:
                     num_front = min(num_front, offer.most_front[place])
                 if 0 < num_front < position:
@@ -138,6 +139,8 @@ class Weigher:
         It waits at least for the first of their layers, or for all layers if a step cannot await one of the lanes.
         `first`: the page at which the offer begins.
         """
+        if not (hidden_ns or offer.runs):
+            return self._wait_for_pages_ns(now_ns, offer.by_tier, start, end)
         wait_ns = 0
         counts = zip(self._lanes, self._bytes_of(offer, first, start, end), strict=True)
         moving = [(lane, num_bytes) for lane, num_bytes in counts if num_bytes]
@@ -147,6 +150,19 @@ class Weigher:
             wait_ns = max(wait_ns, lane.within_ns(now_ns, num_bytes) - hidden_ns)
             if hidden_ns:
                 wait_ns = max(wait_ns, lane.within_ns(now_ns, -(-num_bytes // self.num_layers)))
+        return wait_ns
+
+    def _wait_for_pages_ns(self, now_ns: int, by_tier: Sequence[int], start: int, end: int) -> int:
+        """Return how long whole pages [start, end) of an offer keep a request waiting without computing."""
+        wait_ns = position = 0
+        for place, num_pages in enumerate(by_tier):
+            first = position if position > start else start
+            position += num_pages
+            num_moved = (position if position < end else end) - first
+            if num_moved > 0:
+                within_ns = self._lanes[place].within_ns(now_ns, num_moved * self._page_bytes)
+                if within_ns > wait_ns:
+                    wait_ns = within_ns
         return wait_ns
 
     def _bytes_of(self, offer: Offer, first: int, start: int, end: int) -> Sequence[int]:
