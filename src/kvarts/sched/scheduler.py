@@ -53,7 +53,7 @@ DECODING: Final = S.DECODING
 QUEUED: Final = S.WAITING
 LOADED: Final = S.LOADED
 FINISHED: Final = S.FINISHED
-NONE: frozenset[Request] = frozenset()
+NONE: Final[frozenset[Request]] = frozenset()
 RUNNING, LOADING, WAITING = (S.PREFILLING, S.DECODING), (S.LOADING, S.LOADED), (S.WAITING, S.PREEMPTED)
 
 
