@@ -61,6 +61,8 @@ class Engine:
         """The number of reserved pages in the last event of a step or leap."""
         self._result: StepResult | None = None
         self._num_withheld = 0
+        self._is_alone = scheduler.pages.is_alone
+        """Whether no pages are ever withheld."""
         self._audit = audit
         self._moves_pages = moves_pages
         self._is_at_rest = True
@@ -136,7 +138,8 @@ class Engine:
             scheduler.settle()
         if log.tell_details is not None:
             log.tell_details(StepStarted(scheduler.wheel.step, now_ns))
-        self._num_withheld = scheduler.pages.num_withheld
+        if not self._is_alone:
+            self._num_withheld = scheduler.pages.num_withheld
         if self._batch_ns is not None:
             batch = self.batch = scheduler.schedule_batch(now_ns)
         else:

@@ -51,6 +51,17 @@ class PageSourceContract:
         source, cache = self.made()
         assert answers(source, cache) == answers(source, cache)
 
+    def test_one_that_is_alone_answers_as_its_cache_does(self) -> None:
+        source, cache = self.made()
+        if not source.is_alone:
+            return
+        before = source.token_budget, source.num_most
+        content = Content.from_tokens(range(5), page_size=1, owner=0)
+        cache.grow(cache.open(cache.match(content, 0)), 5)
+        assert source.num_free_to_admit(3) == cache.num_free
+        assert not source.is_draining and source.num_withheld == 0
+        assert (source.token_budget, source.num_most) == before
+
     @pytest.mark.parametrize("num_pages", [1, 5, 11])
     def test_what_is_taken_is_gone_and_what_is_given_back_is_there_again(self, num_pages: int) -> None:
         source, cache = self.made()

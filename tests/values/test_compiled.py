@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import tomllib
 import traceback
 from collections.abc import Callable
@@ -29,6 +31,13 @@ def test_every_module_on_the_list_is_of_the_build_that_is_tested() -> None:
         assert {name: path for name, path in files.items() if path.suffix != ".so"} == {}
     else:
         assert {name: path for name, path in files.items() if path.suffix != ".py"} == {}
+
+
+@pytest.mark.skipif(BUILD != "compiled" or sys.platform == "win32", reason="the functions of a library of mypyc")
+def test_the_library_shows_only_what_python_calls() -> None:
+    library = ctypes.CDLL(str(import_module("kvarts__mypyc").__file__))
+    assert hasattr(library, "PyInit_kvarts__mypyc")
+    assert not hasattr(library, "CPyDef_engine___Engine___step")
 
 
 def test_the_list_is_in_order_and_names_each_module_once() -> None:

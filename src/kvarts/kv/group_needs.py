@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import GroupMemory, PartGroup
 
 __all__ = ["FirstSeen", "GroupNeeds", "Held"]
 
-FAR = 1 << 40
+FAR: Final = 1 << 40
 """A position after any window."""
 
 

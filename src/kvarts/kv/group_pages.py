@@ -11,7 +11,7 @@ part can consist of any blocks. The RunCache below counts in the same unit: one 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import cast
+from typing import Final, cast
 
 from kvarts.content import NOTHING, Content
 from kvarts.event_log import Tell
@@ -28,7 +28,7 @@ from kvarts.kv.span_tree import SpanTree
 
 __all__ = ["GroupPages", "Held", "HeldByOthers", "HeldParts", "PartHolding"]
 
-MOST_UNCHECKED = 16
+MOST_UNCHECKED: Final = 16
 """One part in this many may have moved before `check` examines all of them."""
 
 

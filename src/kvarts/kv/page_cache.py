@@ -29,7 +29,7 @@ class PageCache(Cache):
     Pages that are evicted from `tree` are taken again or returned to the pool.
     """
 
-    __slots__ = ("_note_request", "_now_ns", "_reads_ranges", "on_close", "on_evicted", "tree")
+    __slots__ = ("_make_room", "_note_request", "_now_ns", "_num_own", "_reads_ranges", "on_close", "on_evicted", "tree")
 
     def __init__(self, pool: Pool, tree: PrefixTree) -> None:
         super().__init__(pool, page_blocks=1)
@@ -41,6 +41,11 @@ class PageCache(Cache):
         self.on_close: Callable[[Holding], object] | None = None
         """Called with a holding that is about to be closed; it may hold some of its pages."""
         self._now_ns = 0
+        # Counts of a pool from which no others take follow from `num_free` (L1); reading them costs a look-up each.
+        self._num_own = pool.num_empty
+        """The pages of such a pool."""
+        self._make_room = pool.make_room
+        """Evicts until a number of pages is empty, where others take from the pool; else None."""
         self._note_request = noter_of(tree.order)
         self.keeps_time = self._note_request is not None
         self._reads_ranges = self.keeps_time and ranges_read_by(tree.order)
@@ -53,14 +58,17 @@ class PageCache(Cache):
     @property
     def num_used(self) -> int:
         """Pages that a request references or a transfer holds."""
+        if self._make_room is None:
+            return self._num_own - self.num_free
         return self.pool.num_taken - self.tree.num_cached
 
     def look(self, mark: Mark) -> None:
         """Set `mark` to the current counts if more pages are in use than at the mark so far."""
-        num_cached = self.tree.num_cached
-        num_used = self.pool.num_taken - num_cached  # `num_used`, inlined: this runs in every step
+        # `num_used`, inlined: this runs in every step.
+        is_alone = self._make_room is None
+        num_used = self._num_own - self.num_free if is_alone else self.pool.num_taken - self.tree.num_cached
         if num_used > mark.used:
-            mark.used, mark.cached, mark.released = num_used, num_cached, self.num_released
+            mark.used, mark.cached, mark.released = num_used, self.tree.num_cached, self.num_released
 
     def is_distinct(self, holding: Holding) -> bool:
         """Return whether no other holding has the last findable page of `holding`, or a copy."""
@@ -140,11 +148,10 @@ class PageCache(Cache):
             raise PageError(f"{count} pages asked for, {self.num_free} free")
         self.num_free = num_free
         pool = self.pool
-        make_room = pool.make_room
-        if make_room is not None:
-            make_room(count)
+        if self._make_room is not None:
+            self._make_room(count)
             return pool.take(count)
-        num_empty = pool.num_empty
+        num_empty = num_free + count - self.tree.num_cached
         if count <= num_empty:
             return pool.take(count)
         taken_ids = None
@@ -397,7 +404,7 @@ class PageCache(Cache):
             raise PageError(f"{num_pages} pages, {num_full_pages} of them full, and the holding has {num_known}")
         tree = self.tree
         num_cached = tree.num_cached
-        if num_pages - num_known > self.pool.num_taken - num_cached:
+        if num_pages - num_known > self.num_used:
             raise PageError(f"{num_pages} pages, and {self.num_used} are in use")
         if not holding.is_open:
             raise PageError("the holding is closed")
@@ -524,9 +531,9 @@ class OneGroupCache(PageCache):
 
     def look(self, mark: Mark) -> None:
         """Set `mark` to the current counts if more pages are in use than at the mark so far."""
-        num_cached = self.tree.num_cached
-        num_used = self.pool.num_taken - num_cached
+        num_used = self.num_used
         if num_used > mark.used:
+            num_cached = self.tree.num_cached
             mark.used, mark.cached, mark.released = num_used, num_cached, self.num_released
             mark.parts = num_used, num_cached
 

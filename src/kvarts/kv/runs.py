@@ -48,14 +48,14 @@ __all__ = [
     "holding_of_transfer",
 ]
 
-NEVER = 1 << 62
+NEVER: Final = 1 << 62
 NO_IDS: Final[list[PageId]] = []
 """The ids of whatever has none, such as all runs whose blocks are only counted; nothing adds to it."""
 NO_HOLES: Final[list[tuple[int, int]]] = []
 """Those of a stream that lists all its pages; nothing adds to it."""
-MOST_ALIKE = 1 << 6
+MOST_ALIKE: Final = 1 << 6
 """The number of turns that are examined at once."""
-MOST_EATEN = 1 << 12
+MOST_EATEN: Final = 1 << 12
 """The number of evicted turns after which their entries are deleted."""
 
 

@@ -48,6 +48,7 @@ class Horizon:
     __slots__ = (
         "_cache",
         "_follows",
+        "_is_alone",
         "_is_stepwise",
         "_loads",
         "_orders_matter",
@@ -71,6 +72,7 @@ class Horizon:
         self._waiting = waiting
         self._cache = cache
         self._pages = pages
+        self._is_alone = pages.is_alone
         self._loads = loads
         self._orders_matter = orders_matter or loads is not None
         self._page_size = running.wheel.page_size
@@ -91,7 +93,7 @@ class Horizon:
         wheel = running.wheel
         if not wheel.num_decoding or (loads is not None and loads.loaded):
             return 0
-        if self._waiting.num_waiting and not self._pages.is_draining:
+        if self._waiting.num_waiting and (self._is_alone or not self._pages.is_draining):
             # Decodes only take more pages and end no request, so a head that lacked pages or a place still lacks them.
             if blocked is NOT_BLOCKED or self._waiting.head(now_ns) is not blocked_head:
                 return 0

@@ -33,7 +33,11 @@ class PageSource(Protocol):
     """Whether admission is suspended."""
 
     is_alone: bool
-    """Whether no other model takes from the same memory."""
+    """Whether no other model takes from the same memory, now and later.
+
+    Then all free pages are free to admit, none are withheld, admission is never suspended, and `num_most` and
+    `token_budget` are constant.
+    """
 
     @property
     def num_most(self) -> int:

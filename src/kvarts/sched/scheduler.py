@@ -53,7 +53,7 @@ DECODING: Final = S.DECODING
 QUEUED: Final = S.WAITING
 LOADED: Final = S.LOADED
 FINISHED: Final = S.FINISHED
-NONE: frozenset[Request] = frozenset()
+NONE: Final[frozenset[Request]] = frozenset()
 RUNNING, LOADING, WAITING = (S.PREFILLING, S.DECODING), (S.LOADING, S.LOADED), (S.WAITING, S.PREEMPTED)
 
 
@@ -182,6 +182,10 @@ class Scheduler:
                     field="max_num_batched_tokens",
                     hint="Raise it, or lower max_num_seqs or num_speculative_tokens.",
                 )
+        self._is_alone = pages.is_alone
+        """Whether the answers of `pages` about other models are known without asking."""
+        self._num_most = pages.num_most if pages.is_alone else 0
+        self._token_budget = pages.token_budget if pages.is_alone else 0
         self._page_size = config.page_size
         self._ignores_priorities = config.profile == "mocker"
         self._max_num_seqs = config.max_num_seqs
@@ -256,7 +260,8 @@ class Scheduler:
         """Return the reason why there can never be enough pages for `request`; None if there can."""
         cache = self.cache
         num_tokens = request.num_prompt_tokens + request.max_tokens - 1 or 1  # 0 for one token that is only computed
-        num_most = self.pages.num_most - (num_reserved := self.own_pages.reserve.num_pages)
+        num_reserved = self.own_pages.reserve.num_pages
+        num_most = (self._num_most if self._is_alone else self.pages.num_most) - num_reserved
         num_blocks = cache.num_beyond(num_tokens, self._page_size, num_most)
         if not num_blocks or request.own is not None:
             return None
@@ -426,7 +431,7 @@ class Scheduler:
             goes_on = self._take_turns(now_ns)
         elif num_due := wheel.pages_due():
             goes_on = preemptor.take_due(num_due, now_ns)
-        budget = self.pages.token_budget - wheel.num_decoding
+        budget = (self._token_budget if self._is_alone else self.pages.token_budget) - wheel.num_decoding
         if self._batch is not None:
             self._with_new_table = self.own_pages.turn(wheel)
             if self._drafts_first is not None:
@@ -450,7 +455,7 @@ class Scheduler:
         loads = self.loads
         if preemptions:
             self.blocked = NOT_BLOCKED
-        elif (self.waiting.num_waiting and not self.pages.is_draining) or (
+        elif (self.waiting.num_waiting and (self._is_alone or not self.pages.is_draining)) or (
             loads is not None and (loads.loaded or loads.fronts or loads.early)
         ):
             admitted += self._admit(now_ns, budget, chunks)
@@ -709,7 +714,7 @@ class Scheduler:
             head = waiting.head(now_ns) if waiting.num_waiting and not loads.takes_places else None
             if head is None or head is not loads.retried:
                 budget = self._admit_loaded(loads, now_ns, budget, chunks, admitted)
-        if pages.is_draining:
+        if not self._is_alone and pages.is_draining:
             return tuple(admitted)  # loaded requests have their pages and their places already
         prefill = self._prefill
         while waiting.num_waiting and self.blocked is NOT_BLOCKED:
@@ -768,7 +773,7 @@ class Scheduler:
                     self.blocked = FOR_BUDGET
                     break
                 num_wanted = max(num_wanted, cache.num_to_admit(match, num_known + num_padded, num_new, watermark))
-            num_short = num_wanted - pages.num_free_to_admit(num_wanted)
+            num_short = num_wanted - (cache.num_free if self._is_alone else pages.num_free_to_admit(num_wanted))
             if num_short > 0:
                 num_matched = 0 if cache.lender is None else cache.num_lent_of(match)
                 if pages.reclaim(num_short, num_matched):
@@ -788,7 +793,7 @@ class Scheduler:
                     self.blocked = FOR_PAGES
                     self.num_pages_wanted, self._least_wanted = num_wanted, least
                     self._lacking = request, num_wanted, self._least_wanted, budget, match.num_pages
-                    self._num_published = cache.num_published if pages.is_alone and loads is None else -1
+                    self._num_published = cache.num_published if self._is_alone and loads is None else -1
                     cache.watch()
                     break
             if admits_rest and not prefill.has_room(request, hit_tokens, chunks):
@@ -1009,7 +1014,7 @@ class Scheduler:
                 for request in joined:
                     cache.start_decoding(holding_of(request), request.admission)
             return
-        if not self.pages.is_alone:
+        if not self._is_alone:
             cache.count()  # others may have taken free pages
         takes_turns = False
         if self._takes_turns:

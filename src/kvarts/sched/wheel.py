@@ -33,6 +33,8 @@ __all__ = ["DecodeWheel", "PagesDue"]
 NEVER: Final = 1 << 62
 MOST_STALE: Final = 64
 """The number of outdated entries of the queue of last tokens that is tolerated in addition to one per decode."""
+OF_STEP: Final = 1 << 32
+"""What a step counts in the order of ends, and an admission 1; far more than the admissions between two decodes."""
 FEW_STEPS: Final = 4
 """The number of steps per slot with pages due up to which the slots of these steps are looked at, one by one."""
 
@@ -71,11 +73,13 @@ class DecodeWheel:
 
     __slots__ = (
         "_base_sum",
+        "_ending",
         "_filling",
         "_finishing",
         "_members",
         "_needing",
         "_needing_step",
+        "_next_stop",
         "_num_due",
         "_num_growing",
         "_slots_due",
@@ -102,12 +106,16 @@ class DecodeWheel:
         """The number of bounded requests that retain their maximum: the number of tokens that each sees is constant."""
         # Requests that see one more token in every step: all but the full ones, which are a constant in `_base_sum`.
         self._num_growing = 0
-        # (step from which it is full, admission, request), as in `_finishing`.
+        # (step from which it is full, admission, request); entries of requests that left early are removed.
         self._filling: list[tuple[int, int, Request]] = []
         self.window_places: Counter[int] = Counter()
         """By place in a page: the number of requests that drop one of their own pages on computing a token there."""
-        # (stop step, admission, request); entries of requests that left early are recognised and dropped.
-        self._finishing: list[tuple[int, int, Request]] = []
+        self._ending: dict[int, Request] = {}
+        """All requests by the order of their ends: `stop_step`, then admission, as one number."""
+        self._finishing: list[int] = []
+        """A heap of these numbers. Those that are not in `_ending` are of requests that left early."""
+        self._next_stop = NEVER
+        """At most the least `stop_step`."""
 
     def join(self, request: Request) -> None:
         """Add `request`: from the next step on it computes one token per step, until all its tokens are generated."""
@@ -129,13 +137,19 @@ class DecodeWheel:
             self._base_sum += base
         else:
             self._join_bounded(request, request.own)
-        heappush(self._finishing, (stop_step, admission, request))
+        end = stop_step * OF_STEP + admission
+        self._ending[end] = request
+        heappush(self._finishing, end)
+        if stop_step < self._next_stop:
+            self._next_stop = stop_step
 
     def leave(self, request: Request) -> None:
         """Remove `request` and bring its `num_computed` and `num_output_tokens` up to date."""
         base = request.wheel_base
         slot = -base % self.page_size
-        del self._members[slot][request.admission]
+        admission = request.admission
+        del self._members[slot][admission]
+        del self._ending[request.stop_step * OF_STEP + admission]
         self._needing_step = -1
         self.num_decoding -= 1
         if request.own is None:
@@ -166,19 +180,21 @@ class DecodeWheel:
         self._remove_due(slot)
         self._base_sum += num_tokens
         request.wheel_base += num_tokens
-        request.stop_step -= num_tokens
+        ending, admission = self._ending, request.admission
+        del ending[request.stop_step * OF_STEP + admission]
+        stop_step = request.stop_step = request.stop_step - num_tokens
         slot = -request.wheel_base % self.page_size
-        self._members[slot][request.admission] = request
+        self._members[slot][admission] = request
         self._add_due(slot)
         finishing = self._finishing
         if len(finishing) > 2 * self.num_decoding + MOST_STALE:
-            finishing[:] = [
-                (stop_step, admission, other)
-                for stop_step, admission, other in finishing
-                if other.admission == admission and other.stop_step == stop_step
-            ]
+            finishing[:] = [end for end in finishing if end in ending]
             heapify(finishing)
-        heappush(finishing, (request.stop_step, request.admission, request))
+        end = stop_step * OF_STEP + admission
+        ending[end] = request
+        heappush(finishing, end)
+        if stop_step < self._next_stop:
+            self._next_stop = stop_step
 
     def _add_due(self, slot: int) -> None:
         num_due = self._num_due[slot]
@@ -300,11 +316,11 @@ class DecodeWheel:
 
     def steps_to_finish(self) -> int:
         """Return the number of steps until any request samples its last token, that step included."""
-        finishing = self._finishing
+        finishing, ending = self._finishing, self._ending
         while True:
-            stop_step, admission, request = finishing[0]
-            if request.admission == admission and request.stop_step == stop_step:
-                return stop_step - self.step + 1
+            request = ending.get(finishing[0])
+            if request is not None:
+                return request.stop_step - self.step + 1
             heappop(finishing)
 
     def steps_with_all_growing(self) -> int:
@@ -330,12 +346,19 @@ class DecodeWheel:
                 self._base_sum -= request.wheel_base
                 self._fill(request.own.keeps)
         finished: list[Request] = []
-        finishing = self._finishing
-        while finishing and finishing[0][0] < step:
-            stop_step, admission, request = heappop(finishing)
-            if request.admission == admission and request.stop_step == stop_step:
-                finished.append(request)
-                self.leave(request)
+        if self._next_stop < step:
+            finishing, ending = self._finishing, self._ending
+            next_stop = NEVER
+            while finishing:
+                first = ending.get(finishing[0])
+                if first is not None:
+                    if first.stop_step >= step:
+                        next_stop = first.stop_step
+                        break
+                    finished.append(first)
+                    self.leave(first)
+                heappop(finishing)
+            self._next_stop = next_stop
         return finished
 
     # Bounded requests -------------------------------------------------------------------------------------

@@ -66,6 +66,11 @@ class Arrivals(Informed):
         super().__init__(router, engines)
         self.source = source
         self.log = log
+        # Constants of the router, which every request would look up by name.
+        self.is_told = router.is_told
+        self.is_reported = router.is_told or router.reads_metrics
+        """Whether the router must be up to date when a request arrives."""
+        self._may_hold = router.holds_requests
         self._trace = trace
         self._priority = priority
         self._sessions = sessions
@@ -107,10 +112,10 @@ class Arrivals(Informed):
         if self._sessions is not None:
             replica = self._sessions.replica_of(row, now_ns)
             if replica is not None:
-                if router.is_told:
+                if self.is_told:
                     router.placed(request, row.session_id, replica, now_ns)
                 return replica
-        if len(self.engines) == 1 and not router.holds_requests:
+        if not self._may_hold and len(self.engines) == 1:
             return 0
         index = router.place(request, row.session_id, now_ns)
         if index is None:
@@ -144,7 +149,7 @@ class Arrivals(Informed):
     def end(self, request: Request, row: TraceRequest, index: int) -> None:
         """Record that `request` ended in an engine."""
         self.log.end(request, row, index)
-        if self.router.is_told:
+        if self.is_told:
             self.router.ended(request.index)
         if self._sessions is not None:
             self._sessions.end(request, row, request.last_token_ns, is_refused=False)
@@ -159,7 +164,7 @@ class Arrivals(Informed):
 
     def cancel(self, request: Request, row: TraceRequest, index: int) -> None:
         """Record that an engine dropped `request`, because its client gave it up."""
-        if self.router.is_told:
+        if self.is_told:
             self.router.ended(request.index)
         self.note_cancelled(request, row, index)
 
@@ -178,7 +183,7 @@ class Arrivals(Informed):
     def reject(self, request: Request, row: TraceRequest, index: int, reason: str, now_ns: int) -> None:
         """Record that `request` was refused at `now_ns`, because of `reason`."""
         self.log.reject(request, row, index, reason)
-        if self.router.is_told:
+        if self.is_told:
             self.router.ended(request.index)
         if self._sessions is not None:
             self._sessions.end(request, row, now_ns, is_refused=True)

@@ -160,11 +160,10 @@ class Driver:
                 self._give_up(now_ns)
                 continue
             of_model = self._arriving
-            router = of_model.router
-            if router.is_told or router.reads_metrics:
+            if of_model.is_reported:
                 self._poll(of_model, now_ns)
-                if router.is_told:
-                    self._run_due(now_ns, is_watched=router.reads_events)
+                if of_model.is_told:
+                    self._run_due(now_ns, is_watched=of_model.router.reads_events)
                 of_model.tell(now_ns, self._ran if self._tells_apart else self._all)
                 self._ran.clear()
             self._arrive(now_ns)

@@ -289,7 +289,9 @@ class Replica:
             if self._is_under_way:
                 if engine.now_ns > until_ns:
                     return engine.now_ns
-                finished += self.finish()
+                ended = self.finish()
+                if ended:
+                    finished += ended
             now_ns = engine.now_ns
             # Most of `has_work` is inlined, because this runs before every step.
             if now_ns >= until_ns:
