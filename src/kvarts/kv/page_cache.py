@@ -29,7 +29,16 @@ class PageCache(Cache):
     Pages that are evicted from `tree` are taken again or returned to the pool.
     """
 
-    __slots__ = ("_make_room", "_note_request", "_now_ns", "_num_own", "_reads_ranges", "on_close", "on_evicted", "tree")
+    __slots__ = (
+        "_make_room",
+        "_note_request",
+        "_now_ns",
+        "_num_own",
+        "_reads_ranges",
+        "on_close",
+        "on_evicted",
+        "tree",
+    )
 
     def __init__(self, pool: Pool, tree: PrefixTree) -> None:
         super().__init__(pool, page_blocks=1)
