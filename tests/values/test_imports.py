@@ -88,6 +88,13 @@ def test_a_short_replay_loads_neither_numpy_nor_what_it_does_not_use(folder: Pat
         assert num_own <= 76
     assert num_own <= (88 if "--model" in options else 77)
     assert not {"importlib.resources", "shutil", "tempfile", "zipfile"} & set(modules)
+    assert "pathlib" not in modules or "--report" in options
+
+
+def test_tiers_of_whole_pages_do_not_load_those_of_kv_groups(folder: Path) -> None:
+    modules = imported("replay", "one.jsonl", "--host-pages", "100", folder=folder)
+    assert "kvarts.offload.tier" in modules
+    assert not {"kvarts.offload.part_policy", "kvarts.kv.run_cache", "kvarts.kv.span_tree"} & set(modules)
 
 
 def test_a_replay_of_thousands_of_requests_loads_no_numpy(folder: Path) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import exp
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,6 +30,9 @@ from kvarts.executor.step_parts import StepParts, format_of
 from kvarts.files import read_toml
 from kvarts.limits import brief
 from kvarts.sched.plan import Batch
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["COEFFICIENTS", "CostSpec", "RooflineCost", "parse_cost"]
 
@@ -180,6 +182,8 @@ def parse_cost(text: str) -> CostSpec:
     Raise ConfigError for any other text; MissingFileError or InputError for the file.
     """
     if text.endswith(".toml"):
+        from pathlib import Path
+
         return _load_cost(Path(text))
     name, _, rest = text.partition(":")
     fields: dict[str, object] = {"model": name}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -23,6 +22,8 @@ from kvarts.files import read_toml
 from kvarts.limits import MOST_COUNT, MOST_DRAFTED, MOST_MS, MOST_REPLICAS, check_number, check_whole
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvarts.hardware.device import Device
     from kvarts.hardware.geometry import Geometry
 
@@ -148,10 +149,10 @@ def shipped_constants() -> Constants:
 
     text = get_data("kvarts.executor", "constants.toml")
     assert text is not None
-    return _constants(tomllib.loads(text.decode()), Path("constants.toml"))
+    return _constants(tomllib.loads(text.decode()), "constants.toml")
 
 
-def _constants(values: dict[str, Any], path: Path) -> Constants:
+def _constants(values: dict[str, Any], path: Path | str) -> Constants:
     try:
         constants = msgspec.convert(values, Constants)
     except msgspec.ValidationError as error:

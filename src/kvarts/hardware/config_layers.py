@@ -6,8 +6,7 @@ The fields of a config.json, in Hugging Face's format, are read by name, for the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -15,6 +14,9 @@ from kvarts.errors import ConfigError, InputError
 from kvarts.hardware.geometry import Extra, Sparse, State
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.limits import MOST_COUNT, MOST_LAYERS, brief
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = [
     "FAMILIES",

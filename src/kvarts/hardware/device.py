@@ -15,8 +15,7 @@ A file describes a device in TOML::
 from __future__ import annotations
 
 from math import isfinite, prod
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -25,6 +24,9 @@ from kvarts.files import read_toml
 from kvarts.hardware.geometry import dtype_bits, flops_dtype
 from kvarts.limits import MOST_COUNT
 from kvarts.units import parse_bytes, parse_rate
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["Device", "device_names", "load_device"]
 
@@ -86,6 +88,8 @@ def load_device(name: str) -> Device:
     if kind.lower() == "cpu":
         return _cpu(name, rest)
     if name.lower().endswith(".toml"):
+        from pathlib import Path
+
         return _from_file(Path(name))
     name = SHORT_NAMES.get(name.lower(), name)
     preset = _presets().get(name.lower())

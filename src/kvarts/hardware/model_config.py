@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,6 +20,9 @@ from kvarts.hardware.config_layers import (
     take_global_heads,
 )
 from kvarts.hardware.geometry import Experts, Geometry, Latent, dtype_bits
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["load_geometry", "preset_names"]
 
@@ -43,6 +45,8 @@ def load_geometry(model: str | Path) -> Geometry:
     if name.lower() in presets:
         preset = presets[name.lower()]
         return _geometry(name.lower(), preset["source"], preset, None)
+    from pathlib import Path
+
     path = Path(model)
     with reading(path):
         if path.is_dir():

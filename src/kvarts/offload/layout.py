@@ -9,7 +9,9 @@ wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+
+from mypy_extensions import mypyc_attr
 
 from mypy_extensions import mypyc_attr
 
@@ -18,9 +20,11 @@ from kvarts.kv.cache import Holding
 from kvarts.kv.eviction import HeldPages
 from kvarts.kv.transfer import Coming, Loaded, Offer, Weighed
 from kvarts.offload.channel import Channel
-from kvarts.offload.part_policy import PartPolicy
 from kvarts.offload.store_policy import Backlog, PagePolicy, Spill
 from kvarts.offload.transfers import Copies, Loading
+
+if TYPE_CHECKING:
+    from kvarts.offload.part_policy import PartPolicy
 
 __all__ = ["ConnectedTier", "Layout", "Tier"]
 
