@@ -33,8 +33,9 @@ __all__ = ["DecodeWheel", "PagesDue"]
 NEVER: Final = 1 << 62
 MOST_STALE: Final = 64
 """The number of outdated entries of the queue of last tokens that is tolerated in addition to one per decode."""
-OF_STEP: Final = 1 << 32
-"""What a step counts in the order of ends, and an admission 1; far more than the admissions between two decodes."""
+STEP_BITS: Final = 32
+"""What is below a step in the order of ends: 2**32, far more than the admissions between two decodes. It is shifted, as
+compiled code multiplies numbers above 2**30 as objects."""
 FEW_STEPS: Final = 4
 """The number of steps per slot with pages due up to which the slots of these steps are looked at, one by one."""
 
@@ -137,7 +138,7 @@ class DecodeWheel:
             self._base_sum += base
         else:
             self._join_bounded(request, request.own)
-        end = stop_step * OF_STEP + admission
+        end = (stop_step << STEP_BITS) + admission
         self._ending[end] = request
         heappush(self._finishing, end)
         if stop_step < self._next_stop:
@@ -149,7 +150,7 @@ class DecodeWheel:
         slot = -base % self.page_size
         admission = request.admission
         del self._members[slot][admission]
-        del self._ending[request.stop_step * OF_STEP + admission]
+        del self._ending[(request.stop_step << STEP_BITS) + admission]
         self._needing_step = -1
         self.num_decoding -= 1
         if request.own is None:
@@ -181,7 +182,7 @@ class DecodeWheel:
         self._base_sum += num_tokens
         request.wheel_base += num_tokens
         ending, admission = self._ending, request.admission
-        del ending[request.stop_step * OF_STEP + admission]
+        del ending[(request.stop_step << STEP_BITS) + admission]
         stop_step = request.stop_step = request.stop_step - num_tokens
         slot = -request.wheel_base % self.page_size
         self._members[slot][admission] = request
@@ -190,7 +191,7 @@ class DecodeWheel:
         if len(finishing) > 2 * self.num_decoding + MOST_STALE:
             finishing[:] = [end for end in finishing if end in ending]
             heapify(finishing)
-        end = stop_step * OF_STEP + admission
+        end = (stop_step << STEP_BITS) + admission
         ending[end] = request
         heappush(finishing, end)
         if stop_step < self._next_stop:
