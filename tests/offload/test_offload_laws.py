@@ -75,6 +75,18 @@ def test_fast_forward_equals_step_by_step_with_every_limit_of_a_step(tiers: Tier
     assert_fast_as_slow(tiers.case, offload=tiers.offload, max_itl_ms=max_itl_ms, audit=HAS_AUDIT)
 
 
+@given(tiered(cancels=True, limits=True, all_loads=True))
+def test_a_run_that_nobody_watches_is_the_same(tiers: Tiered) -> None:
+    """Without events, what a store reads is held only when its request lets go of it."""
+    case = tiers.case
+    watched, alone = (
+        replay(case.trace(), case.config(offload=tiers.offload, audit=is_watched)) for is_watched in (HAS_AUDIT, False)
+    )
+    assert watched.requests_jsonl() == alone.requests_jsonl()
+    for name, column in watched.steps.items():
+        assert column.tobytes() == alone.steps[name].tobytes(), name
+
+
 @given(tiered(all_loads=True))
 def test_every_token_is_counted_once(tiers: Tiered) -> None:
     """L7: computed, hit on the device, hit below, or computed again."""

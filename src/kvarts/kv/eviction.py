@@ -203,6 +203,9 @@ class EvictionOrder(Protocol):
     `reads_ranges` is true, the runs of a request whose hints have ranges are released part by part, the deepest first,
     each after a call with the hints of that part alone.
 
+    If its `sees_pages` is true, it evicts the same pages, however these are divided into runs, so that nothing need be
+    split that only a running request has.
+
     The cache does the rest. If the order names a run that others follow, in layers that keep every token, a run after
     it is evicted instead. Runs are evicted from their tails, and only as far as needed.
     """
