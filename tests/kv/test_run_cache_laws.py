@@ -515,3 +515,34 @@ def test_a_chunk_does_not_evict_the_snapshot_that_it_makes(num_cached: int) -> N
     assert (cache.num_used, cache.num_cached, cache.num_evicted) == ([3, 1], [0, 0], [num_cached, 0])
     assert cache.released_bytes == 2 * num_cached, "the page and the state of the sequence before"
     cache.check([holding])
+
+
+def test_decodes_that_pass_the_same_pages_leave_them_in_one_piece_until_the_last_has_passed() -> None:
+    """Two decodes hold a prompt, and their windows pass it: it is split where the later one is, and nowhere else."""
+    wide = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=20), 1)
+    cache = RunCache(GroupMemory((PartGroup(FULL, 1), wide)), page_size=2, total_bytes=400)
+    content = Content.from_tokens([*range(16), 99], page_size=2, owner=1)
+    decodes, holdings = cache.decodes, []
+    for admission, num_tokens in enumerate((24, 18)):
+        holding = cache.begin(content, cache.match(content, 8))
+        cache.extend(holding, num_tokens)
+        holdings.append(holding)
+        for each in holdings:
+            cache.settle(each, each.num_tokens)
+        decodes.start(holding, admission)
+    first, second = holdings
+    num_taken = [holding.num_taken for holding in holdings]
+    for _ in range(8):
+        due = [holding for holding in holdings if not (holding.base + decodes.step) % 2]
+        cache.take_pages(len(due))
+        for holding in due:
+            num_taken[holdings.index(holding)] += 1
+        decodes.end_step()
+    (span,) = cache.match(content, 8).spans
+    held = [(run.start, run.end, len(run.holders)) for run in span.parts[1] if run.holders and run.start < 8]
+    assert held == [(3, 8, 2)]
+    # The later one ends, so what only the earlier one has passed is released.
+    cache.close(second, second.num_named, num_taken[1])
+    assert [(run.start, run.end) for run in first.held[1] if run.start < 8] == [(6, 8)]
+    cache.close(first, first.num_named, num_taken[0])
+    cache.check([])
