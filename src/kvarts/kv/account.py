@@ -393,7 +393,7 @@ class RunAccount(PartCounts):
         raise NotImplementedError
 
     def name_told(self, holding: RunHolding) -> None:
-        """Make the pages of `holding` findable of which the events were emitted before."""
+        """Make pages of `holding` findable whose events were emitted before."""
         raise NotImplementedError
 
     def disturb(self, run: PartRun) -> None:
@@ -562,7 +562,7 @@ class RunEvents:
         self.tell(PartsGivenBack(content, start, end, group))
 
     def filled(self, content: Content, groups: Sequence[int], page: int) -> None:
-        """Emit that the parts of `page` of a decode become findable in `groups`; none of them has a copy."""
+        """Emit that the parts of `page` of a decode, without copies, become findable in `groups`."""
         before = content if page else None
         for group in groups:
             self.tell(PagesStored(content, page, page + 1, before, self._medium, group))

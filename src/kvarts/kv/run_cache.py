@@ -120,7 +120,7 @@ class RunCache(RunAccount):
         self.emit_gone(run, stream.low, stream.low + 1, is_dropped=False)
 
     def name_told(self, holding: RunHolding) -> None:
-        """Make the pages of `holding` findable of which the events were emitted before."""
+        """Make pages of `holding` findable whose events were emitted before."""
         if holding.num_told > holding.num_named:
             self.publish_to(holding, holding.num_told)
 
