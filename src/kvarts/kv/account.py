@@ -539,9 +539,6 @@ class RunEvents:
         span, group = run.span, run.group
         assert span is not None
         siblings = span.parts[self._offset + group]
-        if len(siblings) == 1:
-            self._gone(run, span, start, end, None, is_dropped=is_dropped)
-            return
         # The pages between two cuts have the same copies.
         cuts: set[int] | None = None
         for other in siblings:
@@ -549,13 +546,13 @@ class RunEvents:
                 cuts = cuts or {start, end}
                 cuts.update((max(start, other.start), min(end, other.end)))
         if cuts is None:
-            self._gone(run, span, start, end, None, is_dropped=is_dropped)
+            self.goes_alone(run, span, start, end, None, is_dropped=is_dropped)
             return
         stops = sorted(cuts, reverse=True)
         for stop, first in pairwise(stops):
             copies = [other for other in siblings if other.start <= first and stop <= other.end]
             copy = None if len(copies) == 1 else copies.index(run)
-            self._gone(run, span, first, stop, copy, is_dropped=is_dropped)
+            self.goes_alone(run, span, first, stop, copy, is_dropped=is_dropped)
 
     def given_back(self, content: Content, group: int, start: int, end: int) -> None:
         """Emit the release of pages [start, end) by a running request."""
@@ -579,7 +576,8 @@ class RunEvents:
                 self.tell(PagesStored(by, start, end, before, self._medium, group))
             runs.clear()
 
-    def _gone(self, run: PartRun, span: Span, start: int, end: int, copy: int | None, *, is_dropped: bool) -> None:
+    def goes_alone(self, run: PartRun, span: Span, start: int, end: int, copy: int | None, *, is_dropped: bool) -> None:
+        """Record the same for pages that all have the same copies: `copy` is the place of `run` among them, or None."""
         last, group = self._span, run.group
         follows = (
             last is not None and self._start == end and (last is span or (last.parent is span and last.start == end))
