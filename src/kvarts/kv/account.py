@@ -398,7 +398,7 @@ class RunAccount(PartCounts):
         raise NotImplementedError
 
     def name_told(self, holding: RunHolding) -> None:
-        """Make the pages of `holding` findable of which the events were emitted before."""
+        """Make pages of `holding` findable whose events were emitted before."""
         raise NotImplementedError
 
     def disturb(self, run: PartRun) -> None:
@@ -544,9 +544,6 @@ class RunEvents:
         span, group = run.span, run.group
         assert span is not None
         siblings = span.parts[self._offset + group]
-        if len(siblings) == 1:
-            self._gone(run, span, start, end, None, is_dropped=is_dropped)
-            return
         # The pages between two cuts have the same copies.
         cuts: set[int] | None = None
         for other in siblings:
@@ -554,20 +551,20 @@ class RunEvents:
                 cuts = cuts or {start, end}
                 cuts.update((max(start, other.start), min(end, other.end)))
         if cuts is None:
-            self._gone(run, span, start, end, None, is_dropped=is_dropped)
+            self.goes_alone(run, span, start, end, None, is_dropped=is_dropped)
             return
         stops = sorted(cuts, reverse=True)
         for stop, first in pairwise(stops):
             copies = [other for other in siblings if other.start <= first and stop <= other.end]
             copy = None if len(copies) == 1 else copies.index(run)
-            self._gone(run, span, first, stop, copy, is_dropped=is_dropped)
+            self.goes_alone(run, span, first, stop, copy, is_dropped=is_dropped)
 
     def given_back(self, content: Content, group: int, start: int, end: int) -> None:
         """Emit the release of pages [start, end) by a running request."""
         self.tell(PartsGivenBack(content, start, end, group))
 
     def filled(self, content: Content, groups: Sequence[int], page: int) -> None:
-        """Emit that the parts of `page` of a decode become findable in `groups`; none of them has a copy."""
+        """Emit that the parts of `page` of a decode, without copies, become findable in `groups`."""
         before = content if page else None
         for group in groups:
             self.tell(PagesStored(content, page, page + 1, before, self._medium, group))
@@ -584,7 +581,8 @@ class RunEvents:
                 self.tell(PagesStored(by, start, end, before, self._medium, group))
             runs.clear()
 
-    def _gone(self, run: PartRun, span: Span, start: int, end: int, copy: int | None, *, is_dropped: bool) -> None:
+    def goes_alone(self, run: PartRun, span: Span, start: int, end: int, copy: int | None, *, is_dropped: bool) -> None:
+        """Record the same for pages that all have the same copies: `copy` is the place of `run` among them, or None."""
         last, group = self._span, run.group
         follows = (
             last is not None and self._start == end and (last is span or (last.parent is span and last.start == end))

@@ -365,7 +365,7 @@ class GroupPages(Cache):
         if parts.events is None:
             parts.take_pages(num_due)
         else:
-            for _ in range(num_due):  # each evicts for itself
+            for _ in range(num_due):  # their evictions are separate events
                 parts.take_pages(1)
         self.count()
 

@@ -100,15 +100,19 @@ class RunCache(RunAccount):
 
     def emit_gone(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
         """Emit that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
-        span = run.span
-        assert self.events is not None and span is not None
-        if span.is_moving and len(span.parts[run.group]) > 1:
-            self.decodes.look(span)  # its copies may be out of date
-        self.events.goes(run, start, end, is_dropped=is_dropped)
+        span, events = run.span, self.events
+        assert events is not None and span is not None
+        for other in span.parts[run.group]:
+            if other is not run and other.start < end and start < other.end:
+                if span.is_moving:
+                    self.decodes.look(span)  # a run that is out of date has all its pages, and more
+                events.goes(run, start, end, is_dropped=is_dropped)
+                return
+        events.goes_alone(run, span, start, end, None, is_dropped=is_dropped)
 
     def emit_turn(self, stream: Stream) -> None:
         """Emit that the page of `stream` that is evicted next is evicted."""
-        if stream.last == NEVER:
+        if stream.last == NEVER and not (stream.runs and stream.low < stream.runs[0].end):
             self.decodes.catch_up(stream)
         run = stream.runs[0]
         if run.span is None:
@@ -117,7 +121,7 @@ class RunCache(RunAccount):
         self.emit_gone(run, stream.low, stream.low + 1, is_dropped=False)
 
     def name_told(self, holding: RunHolding) -> None:
-        """Make the pages of `holding` findable of which the events were emitted before."""
+        """Make pages of `holding` findable whose events were emitted before."""
         if holding.num_told > holding.num_named:
             self.publish_to(holding, holding.num_told)
 

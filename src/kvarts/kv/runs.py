@@ -609,8 +609,8 @@ class RunHolding:
     listed runs that cannot be found yet. Where blocks have ids: `open_ids`, the ids of the parts from `first_open` on,
     and `state_ids`, those of its states, by group; `snapshots`, copies of states to make in this step, each with the
     number of tokens before it. `swapped_tokens`: if not 0, it is about to be closed after so many tokens, and its state
-    is kept for its own request. `num_told`: the pages, from the first on, of which the events were emitted before they
-    became findable: no other sequence can find them.
+    is kept for its own request. `num_told`: the first pages whose events were emitted before they became
+    findable: no other sequence can find them.
 
     For a decode: `base` plus the number of steps done is the number of computed tokens, `admission` its place among the
     decodes, `streams` and `odd_steps` the state of each group's releases (Decodes). `fills_known`: others may find the
