@@ -200,15 +200,19 @@ class DeviceMemory:
         while (missing := needed - self.num_empty_bytes) > 0:
             ready = self.num_empty_bytes // page_bytes * page_bytes
             beyond = pool.num_taken * page_bytes + ready - asker.guaranteed_bytes
-            over: list[DevicePart] = []
+            # `num_beyond_bytes` is spelled out: this runs whenever pages are taken from a full device.
+            num_over = 0
             for part in self.parts.values():
                 num_cached = part.cache.num_cached
-                if num_cached and (beyond if part is asker else part.num_beyond_bytes) > 0:
-                    over.append(part)
+                if (
+                    num_cached
+                    and (beyond if part is asker else part.pool.num_taken * part.page_bytes - part.guaranteed_bytes) > 0
+                ):
+                    num_over += 1
                     oldest, num_evicted = part, num_cached
-            if over:
-                if len(over) > 1:
-                    oldest, num_evicted = _oldest(over)
+            if num_over:
+                if num_over > 1:
+                    oldest, num_evicted = _oldest(self._over(asker, beyond))
                 if oldest is not asker:
                     missing = min(missing, oldest.num_beyond_bytes)
                 if beyond <= 0 and asker.cache.num_cached:
@@ -225,6 +229,14 @@ class DeviceMemory:
                 num_evicted = num_missing
             oldest.cache.shed(num_evicted)
             evicted.append((oldest, num_evicted))
+
+    def _over(self, asker: DevicePart, beyond: int) -> list[DevicePart]:
+        """Return the parts with cached pages that exceed their guarantee: `asker` by `beyond` bytes."""
+        return [
+            part
+            for part in self.parts.values()
+            if part.cache.num_cached and (beyond if part is asker else part.num_beyond_bytes) > 0
+        ]
 
     # Laws -------------------------------------------------------------------------------------------------
 
@@ -466,7 +478,8 @@ class DevicePart:
         part, num_left = evicted.pop()
         if part is self and not evicted:
             num_most = num_cached + num_empty // page_bytes
-            return [min(num_cached, num_most - num_taken) for num_taken in accumulate(counts)]
+            left = [num_most - num_taken for num_taken in accumulate(counts)]
+            return [num_left if num_left < num_cached else num_cached for num_left in left]
         after: list[int] = []
         for count in counts:
             if count:
