@@ -150,42 +150,33 @@ def stack_distances(reuse: Reuse) -> Column:
 def _sums_of_larger(values: Column, weights: Column) -> Column:
     """Return for each value the sum of the weights of larger values before it.
 
-    Bit by bit, from the highest on, groups of values with the same higher bits are divided, each part in the order that
-    it had. Values without the bit are smaller than those of their group with it, whose weights before them they add.
+    Level by level, from the longest stretches of places on, values are in the order of their stretches, and by value in
+    each. A value in the right half of a stretch adds the weights after it that are of the left half, and each half is
+    a stretch of the next level.
     """
     count = len(values)
-    if not count:
-        return np.zeros(0, np.int64)
-    order = by_value(values)  # in which the groups end
-    values = values.astype(np.int32)
-    weights = weights.astype(np.int32 if int(weights.sum()) < LIMIT_32 else np.int64)
+    order = by_value(values)
+    places = order.astype(np.int32)
+    weights = weights[order].astype(np.int32 if int(weights.sum()) < LIMIT_32 else np.int64)
     found = np.zeros_like(weights)
-    begins = np.zeros(count, bool)
-    begins[0] = True
-    places = np.arange(count, dtype=np.int32)
-    for bit in reversed(range(int(values.max()).bit_length())):
-        firsts = np.flatnonzero(begins).astype(np.int32)
-        group = np.cumsum(begins, dtype=np.int32) - 1
-        has_bit = (values >> bit) & 1 == 1
-        counted = weights * has_bit
-        sums = np.cumsum(counted, dtype=weights.dtype)
-        found += (sums - (sums - counted)[firsts][group]) * ~has_bit
-        ranks = np.cumsum(has_bit, dtype=np.int32)
-        ranks_before = ranks[firsts] - has_bit[firsts]
-        # Where the part with the bit begins, less the number of values with it in all groups before.
-        parts = np.append(firsts[1:], np.int32(count)) - np.append(ranks_before[1:], ranks[-1])
-        to = np.where(has_bit, (parts - 1)[group] + ranks, places - ranks + ranks_before[group])
-        values, weights, found = _moved(values, to), _moved(weights, to), _moved(found, to)
-        divides = parts + ranks_before
-        begins[divides[divides < count]] = True
-    return _moved(found, order).astype(np.int64)
-
-
-def _moved(values: Column, to: Column) -> Column:
-    """Return the values at other places: each at the one of `to`."""
-    moved = np.empty_like(values)
-    moved[to] = values
-    return moved
+    for level in reversed(range((count - 1).bit_length() if count else 0)):
+        half = 1 << level
+        in_whole = count - count % (2 * half)  # the last stretch may be shorter
+        is_right = (places & half) != 0
+        sums = np.cumsum(np.where(is_right, 0, weights), dtype=weights.dtype)
+        after = np.full_like(sums, sums[-1])
+        after[:in_whole] = np.repeat(sums[2 * half - 1 : in_whole : 2 * half], 2 * half)
+        after -= sums
+        after *= is_right
+        found += after
+        lefts, rights = np.flatnonzero(~is_right), np.flatnonzero(is_right)
+        order = np.empty(count, np.int64)
+        halves = order[:in_whole].reshape(-1, 2, half)
+        halves[:, 0] = lefts[: in_whole // 2].reshape(-1, half)
+        halves[:, 1] = rights[: in_whole // 2].reshape(-1, half)
+        order[in_whole:] = np.append(lefts[in_whole // 2 :], rights[in_whole // 2 :])
+        places, weights, found = places[order], weights[order], found[order]
+    return found.astype(np.int64)
 
 
 def concave_hull(curve: HitCurve, least_pages: int) -> tuple[Column, Column]:
