@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 from mypy_extensions import mypyc_attr
 
-from mypy_extensions import mypyc_attr
-
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
 from kvarts.kv.eviction import HeldPages
