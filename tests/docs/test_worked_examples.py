@@ -35,6 +35,7 @@ class Account:
 
     part_bytes = (1,)
     num_bounded = 1
+    emits = False
 
     def __init__(self) -> None:
         self.num_evicted = 0
