@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvarts.errors import InputError
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.info import working_set_pages
 from kvarts.traffic.trace import Trace
+from kvarts.traffic.trace_file import TraceFile
 
 FORMS = Path(__file__).parent / "forms"
 ROWS = {"mooncake": 3, "bailian": 4, "dynamo": 2, "aiperf": 2, "openai": 3, "burstgpt": 4, "azure": 3}
@@ -183,3 +185,27 @@ def test_a_line_ends_where_a_line_of_json_does(tmp_path: Path) -> None:
     assert caught.value.line == 2
     (request,) = load_trace(path, skip_bad_lines=True)
     assert request.tenant == "a\u2028b\u0085c"
+
+
+@given(
+    lines=st.lists(st.sampled_from(['{"a": 1}', ' {"b": "ä"} ', "", "  ", '{"c": 3}\t', "[2]"]), max_size=30),
+    end=st.sampled_from(["\n", "\r\n", "\r"]),
+    has_mark=st.booleans(),
+    is_ended=st.booleans(),
+    is_packed=st.booleans(),
+)
+@pytest.mark.laws
+def test_records_are_the_lines_of_a_file_however_few(
+    tmp_path_factory: pytest.TempPathFactory,
+    lines: list[str],
+    end: str,
+    has_mark: bool,
+    is_ended: bool,
+    is_packed: bool,
+) -> None:
+    lines = ['{"first": 0}', *lines]
+    data = (("\ufeff" if has_mark else "") + end.join(lines) + (end if is_ended else "")).encode()
+    path = tmp_path_factory.getbasetemp() / "lines.jsonl"
+    path.write_bytes(gzip.compress(data) if is_packed else data)
+    found = [(line, record.decode().strip()) for line, record in TraceFile(path).records()]
+    assert found == [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
