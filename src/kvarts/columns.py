@@ -78,7 +78,7 @@ class Rows:
             self._add_block([column[start : start + size] for column in columns])
 
     def _pack_if_many(self) -> None:
-        if arrays_pay(PACK_AT):
+        if arrays_pay(PACK_AT, are_kept=True):
             self._pack()
             self._pack_at = PACK_AT
         else:

@@ -44,12 +44,15 @@ _num_asked = [0]
 """Count of numbers processed without NumPy so far in this process."""
 
 
-def arrays_pay(num_values: int) -> bool:
-    """Return whether to process `num_values` numbers as arrays: NumPy is loaded or worth loading by now."""
+def arrays_pay(num_values: int, *, are_kept: bool = False) -> bool:
+    """Return whether to process `num_values` numbers as arrays: NumPy is loaded or worth loading by now.
+
+    `are_kept`: a summary will read all numbers that are kept once more.
+    """
     if "numpy" in sys.modules:
         return True
     _num_asked[0] += num_values
-    return _num_asked[0] > PAYS
+    return _num_asked[0] > (PAYS >> 1 if are_kept else PAYS)
 
 
 def load_if_arrays_pay(num_values: int) -> None:

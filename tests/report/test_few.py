@@ -43,7 +43,7 @@ def summary(case: Case, **changes: object) -> bytes:
 def without_arrays(case: Case, **changes: object) -> bytes:
     with pytest.MonkeyPatch.context() as patch:
         for name in ASKING:
-            patch.setattr(import_module(f"kvarts.{name}"), "arrays_pay", lambda _: False)
+            patch.setattr(import_module(f"kvarts.{name}"), "arrays_pay", lambda *_, **__: False)
         report = replay(case.trace(), case.config(slo=SLO, **changes))
         assert type(report.step_logs[0].numbers["used"]) is Few
         return report.to_json()
