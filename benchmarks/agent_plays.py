@@ -11,7 +11,7 @@ whichever is installed.
 
 `--sessions`: whole processes of `kvarts replay` instead, of recorded sessions: in the order of their names, those of
 TRACES (`traces` of kv-cache-tester) whose prompts have at most 111,000 tokens on average, until there are so many
-requests; 398 million prompt tokens in 4,473 requests of 710 of the 739 sessions. `--builds`: sources of other versions
+requests: 398 million prompt tokens in 4,473 requests of 76 sessions. `--builds`: sources of other versions
 and builds, such as `DIR/src` of `scripts/compiled_build.py --keep DIR`; they take turns.
 """
 

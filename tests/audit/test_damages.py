@@ -256,9 +256,7 @@ def last_gone_of_a_step(events: Sequence[Event]) -> int:
     return next(
         index
         for index, (event, after) in enumerate(pairs)
-        if isinstance(event, PagesRemoved)
-        and not event.is_dropped
-        and isinstance(after, StepDone | StepEnded | LeapDone)
+        if isinstance(event, PagesRemoved) and not event.is_dropped and isinstance(after, NOTHING_STORED)
     )
 
 

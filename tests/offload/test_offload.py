@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
+from random import Random
 
 import pytest
 
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.errors import ConfigError
-from kvarts.events import Admitted, ChunkComputed, Event, LoadStarted, PagesStored, StoreStarted
+from kvarts.events import Admitted, ChunkComputed, Event, LoadStarted, PagesRemoved, PagesStored, StoreStarted
 from kvarts.kv.cache import Holding
 from kvarts.kv.eviction import LruOrder
 from kvarts.kv.page_cache import PageCache
@@ -24,7 +26,10 @@ from kvarts.offload.page_layout import PageLayout
 from kvarts.offload.safe_first import SafeFirst
 from kvarts.offload.transfers import NEVER_NS
 from kvarts.request import Request
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
 from kvarts.sim.replica import Replica
+from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.engines import make_replica
 from builders.kept import Kept
@@ -476,3 +481,43 @@ def test_a_bad_setting_is_named(field: str, value: object, says: str) -> None:
 def test_files_need_host_memory() -> None:
     with pytest.raises(ConfigError, match="host memory"):
         OffloadConfig(disk_pages=4)
+
+
+class LargestFirst(LruOrder):
+    """Looks at runs: how pages are divided into them decides what is evicted."""
+
+    def next_run(self) -> Node:
+        free = [node for node in self if not node.holds and not node.children]
+        return max(free, key=lambda node: node.end - node.start) if free else super().next_run()
+
+
+def test_an_order_that_looks_at_runs_evicts_the_same_whether_or_not_anyone_reads_the_events() -> None:
+    """Its stores hold what they read, though it is derived from an order that sees only pages."""
+    rng = Random(1)
+    prompts: list[list[int]] = []
+    rows: list[TraceRequest] = []
+    time_ms, unused = 0, 1000
+    for row in range(60):
+        units = list(rng.choice(prompts)[: rng.randrange(2, 30)]) if prompts and rng.random() < 0.6 else []
+        num_new = rng.randrange(1, 20)
+        units += range(unused, unused + num_new)
+        unused += num_new
+        time_ms += rng.choice([1, 20, 90])
+        prompts.append(units)
+        packed = array("Q", units).tobytes()
+        rows.append(TraceRequest(row, time_ms * 1_000_000, packed, 16 * len(units), rng.randrange(1, 60)))
+    num_pages = max(map(len, prompts)) + 30
+    config = ReplayConfig(
+        page_size=16,
+        num_pages=num_pages,
+        max_num_seqs=4,
+        eviction=LargestFirst,
+        offload=OffloadConfig(host_pages=2 * num_pages, policy="eager", kv_bytes_per_token=163_840, d2h=100_000_000),
+    )
+    trace = Trace(rows, unit_tokens=16)
+
+    kept = Kept()
+    alone = replay(trace, config)
+    watched = replay(trace, config, observers_of=lambda _: [kept])
+    assert any(isinstance(event, PagesRemoved) for event in kept.events)
+    assert alone.requests_jsonl() == watched.requests_jsonl()

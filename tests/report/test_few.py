@@ -152,8 +152,9 @@ def test_a_process_that_has_not_loaded_numpy_writes_the_same(
     assert written[0] == written[1]
 
 
+@pytest.mark.slow
 def test_it_makes_no_difference_where_numpy_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first leap, in a summary of requests that some numbers were too many for, and never."""
+    """Before the first leap, while rows are kept, before a summary, and never."""
     monkeypatch.chdir(tmp_path)
     lines = [
         f'{{"timestamp": {row * 40}, "input_length": {900 + row % 100}, "output_length": {row % 90 + 1}, '
@@ -164,5 +165,5 @@ def test_it_makes_no_difference_where_numpy_is_loaded(tmp_path: Path, monkeypatc
     replay_it = ["replay", "t.jsonl", "--pages", "900", "--profile", "mocker", "--json", "--slo-tpot-ms", "20"]
     code, written, _ = output(replay_it, pays=1 << 40)
     assert code == 0 and b'"num_completed": 3000' in written
-    for pays in (0, 1000, 1 << 15, 100_000, 1 << 17, 180_000, 250_000, 300_000):
+    for pays in (0, 1 << 15, 100_000, 125_000, 1 << 17):
         assert output(replay_it, pays=pays)[:2] == (code, written), pays

@@ -203,8 +203,9 @@ class EvictionOrder(Protocol):
     `reads_ranges` is true, the runs of a request whose hints have ranges are released part by part, the deepest first,
     each after a call with the hints of that part alone.
 
-    If its `sees_pages` is true, it evicts the same pages, however these are divided into runs, so that nothing need be
-    split that only a running request has.
+    If its class itself sets `sees_pages` to true, it evicts the same pages, however these are divided into runs, so
+    nothing need be split that only a running request has. Classes derived from it may look at runs: they do not inherit
+    this.
 
     The cache does the rest. If the order names a run that others follow, in layers that keep every token, a run after
     it is evicted instead. Runs are evicted from their tails, and only as far as needed.
@@ -252,7 +253,7 @@ def noter_of(order: EvictionOrder | None) -> NoteRequest | None:
 
 def pages_seen_by(order: EvictionOrder) -> bool:
     """Return whether `order` evicts the same pages, however these are divided into runs."""
-    return bool(getattr(order, "sees_pages", False))
+    return bool(vars(type(order)).get("sees_pages", False))
 
 
 def ranges_read_by(order: EvictionOrder | None) -> bool:

@@ -185,7 +185,7 @@ class PageLayout(Layout[PageTier]):
         cache.tree.on_removed = self._on_evicted
         cache.on_evicted = self._lose_gone
         self._lent: dict[int, list[Lent]] | None = None
-        """What stores read and do not hold, as requests have it, by the owner of their content. None: they hold all."""
+        """Pages that stores read without holding them, by the owner of their content. None: stores hold all pages."""
         is_by_page = order is None and pages_seen_by(cache.tree.order)
         if is_by_page and tell is None and cache.tree.tell is None and not with_page_ids:
             # A run that is not held need not be split, so that its events would be of other runs.

@@ -51,8 +51,8 @@ class ReplayedSessions:
     """The sessions of one model's traffic. `memory`: their memory needs on an engine.
 
     A turn continues its session if its prompt begins with the previous prompt, as far as the units of the trace show,
-    and is longer than that and its answer. After a turn that was given up it may also be as long, since that turn is
-    sent again, or continue what there is of the answer. Otherwise the client has changed the history, and the session
+    and is longer than that and its answer. After a turn that was given up it may be shorter: that turn is sent again,
+    or its answer is continued from where it broke off. Otherwise the client has changed the history, and the session
     starts again.
     Expired sessions are looked for when a request arrives.
     """
@@ -164,7 +164,7 @@ class ReplayedSessions:
     def _continues(self, row: TraceRequest, session: _Session) -> bool:
         """Return whether the prompt of `row` consists of that of the last turn, its answer, and more.
 
-        After a turn that was given up: of that prompt, and what there is of its answer may have to go.
+        After a turn that was given up: of that prompt. The computed part of its answer may then be discarded.
         """
         before = session.row
         num_answered = before.num_output_tokens

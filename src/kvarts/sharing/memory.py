@@ -150,7 +150,7 @@ class DeviceMemory:
         self.clock = ReleaseClock()
         """Counts releases, of all parts together."""
         self.evicted: list[tuple[DevicePart, int]] = []
-        """What was last evicted to make room, in order, as numbers of pages of parts."""
+        """Evictions of the last `make_room` that evicted anything, in order: a part, and the number of its pages."""
         self.last_claim = 0
         """Counts claims, of all parts together."""
 

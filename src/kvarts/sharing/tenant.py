@@ -242,7 +242,7 @@ class TurnOrder:
         scale, unit, now = self.scales[tenant], self.unit, now_ns * self.unit
         since = min(self.due[tenant], now)
         num_ns = NEVER_NS
-        is_later = 0  # whether another model with the same due time comes first
+        is_later = 0  # 1 if the other model follows `tenant`, which then wins a tie
         for other in self.able:
             if other is tenant:
                 is_later = 1

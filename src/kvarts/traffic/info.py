@@ -175,7 +175,10 @@ def _alike(firsts: array[int], tenants: Sequence[str | None]) -> Iterator[list[i
 
 
 def _common(prompts: list[bytes], unit_bytes: int) -> list[int]:
-    """Return the number of units that each prompt shares with the one before it, or more if both end there."""
+    """Return the number of units that each prompt shares with the one before it.
+
+    It may be more if the shorter one ends there.
+    """
     # As integers whose lowest bits are the first bytes, two prompts differ in the lowest set bit first.
     heads = [int.from_bytes(prompt[:HEAD_BYTES], "little") for prompt in prompts]
     differ = list(map(xor, heads, islice(heads, 1, None)))
