@@ -364,19 +364,22 @@ class PrefixTree:
         return root
 
     def _next_without_followers(self) -> Node:
-        """Return the first run without followers that can be evicted; if need be, orphan the followers of the first."""
+        """Return the first run without followers that can be evicted.
+
+        If there is none, orphan held followers of the first run, deepest first, until it or a run after it has none.
+        """
         node: Node
         for node in self.order:
             if not node.holds and (node.twins is not None or not node.children):
                 return node
         first: Node = self.order.next_run()
-        node = first
-        while first.children:
+        while True:
+            node = first
             while node.children:
                 node = next(reversed(node.children.values()))
+            if not node.holds:
+                return node
             self._orphan(node)
-            node = first
-        return first
 
     def _orphan(self, node: Node) -> None:
         """Remove a leaf and its copies, held only by transfers, from the tree: the run before it is evicted."""
