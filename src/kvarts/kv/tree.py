@@ -366,7 +366,8 @@ class PrefixTree:
     def _next_without_followers(self) -> Node:
         """Return the first run without followers that can be evicted.
 
-        If there is none, orphan held followers of the first run, deepest first, until it or a run after it has none.
+        If transfers hold all runs without followers, orphan those that follow the first run, deepest first, until it or
+        a run after it can be evicted.
         """
         node: Node
         for node in self.order:
