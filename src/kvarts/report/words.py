@@ -176,7 +176,8 @@ def _placed(config: Mapping[str, Any]) -> list[str]:
 def wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
     """Return `text` in lines of at most 80 characters that begin with `first` or `rest`; a number keeps its unit.
 
-    Words are not broken. `textwrap` does the same, but its import takes a fiftieth of a short replay's time.
+    Words are not broken, and one that consists of no-break spaces is kept. `textwrap`, which drops such words at the
+    ends of lines, would otherwise do the same, but its import takes a fiftieth of a short replay's time.
     """
     lines: list[str] = []
     line, gap, has_word = first, 0, False
