@@ -87,7 +87,7 @@ def taken_sessions(directory: Path, out: Path, most_requests: int) -> Path:
 
 
 def processes(sessions: Path, rounds: int, builds: list[Path]) -> None:
-    """Replay in processes, the builds in turns, and print what they took."""
+    """Replay in whole processes, the builds in turns, and print their times and memory."""
     costs: dict[tuple[str, Path], list[Cost]] = {}
     for _ in range(rounds):
         for what, options in (

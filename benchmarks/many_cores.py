@@ -6,9 +6,9 @@
 TRACE: Mooncake's conversation_trace.jsonl, repeated for replays of 64 replicas, each time later and with hash ids of
 its own: `replay` is one, and `sweep` has ten, so that it replays ten times as many requests. The requests of `day` take
 24 hours, and its ten points have from 14 to 32 replicas. Plans and fits are of bundled and of small inputs. Medians of
-the runs. On a machine with other work, only processor time counts. The memory of all processes together is looked at
-four times a second; it counts what they share once for each. `--compiled`: a build that `scripts/compiled_build.py
---keep DIR --no-tests --no-bytes` has left.
+the runs. On a machine with other work, only processor time counts. The memory of all processes together is read
+four times a second; shared pages are counted once for each process. `--compiled`: a build that
+`scripts/compiled_build.py --keep DIR --no-tests --no-bytes` has left.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def arrays_pay(num_values: int, *, are_kept: bool = False) -> bool:
 
 
 def load_if_arrays_pay(num_values: int) -> None:
-    """Load NumPy if `num_values` numbers, which will be asked for in parts, are too many: before some were in vain."""
+    """Load NumPy before a summary of `num_values` numbers if they are too many, so that no part is computed in vain."""
     if _num_asked[0] + num_values > PAYS:
         import numpy as np  # noqa: F401
 

@@ -46,7 +46,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import TypeVar
 
-from kvarts.events import PartsGivenBack, StepEnded, StepStarted
+from kvarts.events import StepEnded, StepStarted
 from kvarts.kv.account import RunAccount, RunEvents
 from kvarts.kv.group_needs import FirstSeen
 from kvarts.kv.groups import GroupMemory
@@ -363,16 +363,16 @@ class Decodes:
                     events.filled(holding.content, self._of_tokens, num_full - 1)
                 holding.num_told = num_full
 
-    def _tell_passed(self, streams: Sequence[Stream]) -> None:
-        """Emit that the windows of `streams` pass a page at the end of this step."""
+    def _list(self, streams: Sequence[Stream]) -> None:
+        """List the page that the window of each of `streams` passes at the end of this step, and emit its release."""
         events = self._events
-        if events is None:
-            return
-        num_done = self.step + 2
-        for stream in streams:
-            holding, index = stream.holding, stream.group
-            page = (holding.base + num_done - self._lengths[index]) // self.page_size - 1
-            events.tell(PartsGivenBack(holding.content, page, page + 1, index))
+        if events is not None:
+            num_done = self.step + 2
+            for stream in streams:
+                holding, index = stream.holding, stream.group
+                page = (holding.base + num_done - self._lengths[index]) // self.page_size - 1
+                events.given_back(holding.content, index, page, page + 1)
+        self._turns().streams += streams
 
     def end_step(self) -> None:
         """Let decodes release the parts that none of their later tokens attends to, in the order of admission."""
@@ -384,8 +384,7 @@ class Decodes:
         listing = self.listing[slot]
         if not odd:
             if listing:
-                self._tell_passed(listing)
-                self._turns().streams += listing
+                self._list(listing)
         else:
             place = 0
             for admission, index, holding in odd:
@@ -393,13 +392,11 @@ class Decodes:
                 while place < len(listing) and (listing[place].admission, listing[place].group) < (admission, index):
                     place += 1
                 if place > start:
-                    self._tell_passed(listing[start:place])
-                    self._turns().streams += listing[start:place]
+                    self._list(listing[start:place])
                 self._account.name_told(holding)
                 self._account.settle_group(holding, index, holding.base + self.step + 1)
             if place < len(listing):
-                self._tell_passed(listing[place:])
-                self._turns().streams += listing[place:]
+                self._list(listing[place:])
         if self.given_bytes[slot]:
             for index in self.bounded:
                 if count := self.num_listed[index][slot]:
@@ -566,8 +563,7 @@ class Decodes:
             passed = listing[slot]
             if passed:
                 tell(StepEnded(first_step + offset, starts_ns[offset + 1]))
-                self._tell_passed(passed)
-                self._turns().streams += passed
+                self._list(passed)
                 for index in bounded:
                     if count := self.num_listed[index][slot]:
                         account.note_cached(index, count)

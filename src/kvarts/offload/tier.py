@@ -26,8 +26,8 @@ OnRemoved = Callable[[Content, int, int], object]
 """Called for a run that stops being findable: content, first page, page after the last."""
 
 
-class TierStore:
-    """A running store. `segments`: the `num_pages` pages of `content` and their targets, in order of position."""
+class TierMove:
+    """A running store or load. `segments`: the `num_pages` pages of `content` and the tier's, in order of position."""
 
     __slots__ = ("content", "is_open", "num_pages", "segments", "ticket")
 
@@ -39,17 +39,16 @@ class TierStore:
         self.is_open = True
 
 
-class TierLoad:
-    """A running load. `segments`: the `num_pages` pages of `content` and their sources, in order of position."""
+class TierStore(TierMove):
+    """A running store: its segments have the targets."""
 
-    __slots__ = ("content", "is_open", "num_pages", "segments", "ticket")
+    __slots__ = ()
 
-    def __init__(self, content: Content, segments: tuple[Segment, ...], num_pages: int, ticket: object) -> None:
-        self.content = content
-        self.segments = segments
-        self.num_pages = num_pages
-        self.ticket = ticket
-        self.is_open = True
+
+class TierLoad(TierMove):
+    """A running load: its segments have the sources."""
+
+    __slots__ = ()
 
 
 class PageTier(Tier, Protocol):

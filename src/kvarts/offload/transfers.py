@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Final, cast
+from typing import ClassVar, Final, cast
 
 from mypy_extensions import mypyc_attr
 
@@ -26,15 +26,16 @@ ALL = 1 << 62
 class OffloadCounts:
     """Counts of transfers that ended, and of their faults."""
 
-    __slots__ = (
-        "num_failed",
-        "num_given_up",
-        "num_late",
-        "num_loads",
-        "num_pages_without_room",
+    FIELDS: ClassVar[tuple[str, ...]] = (
         "num_stores",
+        "num_loads",
+        "num_failed",
+        "num_late",
+        "num_given_up",
         "num_stray_reports",
+        "num_pages_without_room",
     )
+    __slots__ = FIELDS
 
     def __init__(self) -> None:
         self.num_stores = 0
@@ -51,15 +52,7 @@ class OffloadCounts:
 
     def by_name(self) -> dict[str, int]:
         """Return the counts by their names."""
-        return {
-            "num_stores": self.num_stores,
-            "num_loads": self.num_loads,
-            "num_failed": self.num_failed,
-            "num_late": self.num_late,
-            "num_given_up": self.num_given_up,
-            "num_stray_reports": self.num_stray_reports,
-            "num_pages_without_room": self.num_pages_without_room,
-        }
+        return {name: getattr(self, name) for name in self.FIELDS}
 
 
 Read = tuple[int, int, tuple[PageId | bytes, ...], tuple[PageId | bytes, ...]]

@@ -609,12 +609,11 @@ class Scheduler:
         if due.total:
             assert not cache.has_page_ids, "page ids are handed out one step at a time"
             cache.take_pages(due.total)
-        if self.running.num_sharing:
-            self._prefill.publish_filled(num_steps)
+        self.publish_taken(num_steps)
         return Leap(due)
 
     def publish_taken(self, num_steps: int) -> None:
-        """Do what `advance` does, where the pages were taken before, in the order of the turns of several models."""
+        """Do the rest of `advance` once the pages are taken; several models take theirs in the order of their turns."""
         if self.running.num_sharing:
             self._prefill.publish_filled(num_steps)
 

@@ -34,8 +34,8 @@ NEVER: Final = 1 << 62
 MOST_STALE: Final = 64
 """The number of outdated entries of the queue of last tokens that is tolerated in addition to one per decode."""
 STEP_BITS: Final = 32
-"""What is below a step in the order of ends: 2**32, far more than the admissions between two decodes. It is shifted, as
-compiled code multiplies numbers above 2**30 as objects."""
+"""Bits of an admission in the order of ends; the step is in the bits above. There are fewer than 2**32 admissions. The
+step is shifted, since compiled code multiplies numbers above 2**30 as objects."""
 FEW_STEPS: Final = 4
 """The number of steps per slot with pages due up to which the slots of these steps are looked at, one by one."""
 

@@ -123,10 +123,9 @@ class ReplayedSessions:
         if session.pages is not None:
             if session.num_computed >= row.num_prompt_tokens:  # an answer that was given up, and is computed again
                 session.pages.shorten(row.num_prompt_tokens)
-                session.num_computed = row.num_prompt_tokens - 1
+                session.num_computed = row.num_prompt_tokens - 1  # the last token is computed for its logits
             request.own = session.pages
-            # The last token is always computed, for its logits.
-            request.start = min(session.num_computed, row.num_prompt_tokens - 1)
+            request.start = session.num_computed
         return None
 
     def end(

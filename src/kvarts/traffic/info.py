@@ -37,7 +37,7 @@ MOST_SPARSE = 4
 """Ids that are this many times as large as there are ids are not used as places of a table."""
 NO_ID, UNSEEN = -1, -2
 HEAD_BYTES = 128
-"""So many bytes of prompts are compared as integers, all at once: the first ids, in which most prompts differ."""
+"""The first bytes of prompts, which are compared as integers, all at once: most prompts differ in them."""
 
 
 def working_set_pages(trace: Trace, page_size: int) -> int | None:
