@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from kvarts.config import StateMode
 from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
@@ -32,7 +33,9 @@ def memories(draw: st.DrawFn) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if draw(st.booleans()):
         settings = {"kv_groups": draw(st.sampled_from(["all", "tails"])), "groups": draw(part_groups())}
-    if draw(st.booleans()):
+        if any(group.is_state for group in settings["groups"]):
+            settings["mamba_cache_mode"] = draw(st.sampled_from(get_args(StateMode)))
+    if settings.get("mamba_cache_mode", "snapshots") == "snapshots" and draw(st.booleans()):
         settings["offload"] = draw(tiers_below(of_groups=bool(settings), sync_loads=not settings))
     return settings
 
@@ -49,6 +52,7 @@ def stores(draw: st.DrawFn) -> StoreSettings | None:
 
 def with_store(memory: dict[str, Any]) -> dict[str, Any]:
     """Settings with which a store can be: what is computed is stored at once, on channels of its own."""
+    memory.pop("mamba_cache_mode", None)  # states by page have no tiers below
     offload = memory.get("offload", OffloadConfig(kv_bytes_per_token=BYTES_PER_TOKEN))
     alone: dict[str, Any] = {"bus": None, "copy_slowdown": 0.0, "load_kv": "placed"}
     return {**memory, "offload": structs.replace(offload, policy="eager", **alone)}
