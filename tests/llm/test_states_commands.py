@@ -46,9 +46,8 @@ def test_guesses_change_no_text(kvarts: Kvarts, directory: Path) -> None:
              "--kv-memory", "256KiB", "--kv-groups", "all")  # fmt: skip
     code, text, _ = kvarts(*asked)
     assert code == 0
-    code, guessed, said = kvarts(*asked, "--speculative-config", "ngram")
+    code, guessed, _ = kvarts(*asked, "--speculative-config", "ngram")
     assert (code, guessed) == (0, text)
-    assert "guessed tokens were right" in said
 
 
 @pytest.mark.long
