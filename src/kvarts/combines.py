@@ -138,7 +138,6 @@ REFUSED = (
     Refusal(("windows", "states"), "a state is of all tokens, and has no window", NO_WINDOW),
     Refusal(("windows", "sinks"), "it would be kept beside that of the session", NO_WINDOW),
     Refusal(("fused", "windows"), "it reads no sinks", "Take sdpa, or numba on a CPU."),
-    Refusal(("speculation", "states"), "a rejected token cannot be taken out of a state", "Leave it off."),
     Refusal(("first_drafts", "kv_groups"), "parts of pages are taken at other places", WHOLE),
     Refusal(("sessions", "mocker"), "Dynamo's mocker knows no sessions", "Take another profile."),
     Refusal(("sessions", "several"), "sessions are of one model"),

@@ -310,8 +310,6 @@ def test_a_state_needs_kv_groups(stateful: Any) -> None:
     with pytest.raises(ConfigError, match="3 layers that keep a state") as error:
         LLM(model, None, kv_memory=1 << 20, kv_groups="off")
     assert error.value.field == "kv_groups"
-    with pytest.raises(ConfigError, match="does not go with"):
-        LLM(model, None, kv_memory=1 << 20, kv_groups="all", speculative_config="ngram")
 
 
 def test_a_memory_without_room_for_two_states_runs_nothing(stateful: Any) -> None:

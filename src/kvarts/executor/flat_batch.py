@@ -459,13 +459,15 @@ class StateChunk(msgspec.Struct, frozen=True):
 
 
 class StateBatch(msgspec.Struct, frozen=True):
-    """The states of a step: decodes, with the `blocks` [decodes, blocks per state], then chunks.
+    """The states of a step: decodes, with the `blocks` [decodes, blocks per state], drafted tokens, then chunks.
 
-    Chunks are in order: one may begin from a state that an earlier one leaves.
+    `drafted` [drafted tokens]: the index of the decode after which each is computed; those of a decode are together, in
+    order. Chunks are in order: one may begin from a state that an earlier one leaves.
     """
 
     blocks: Ints
     chunks: tuple[StateChunk, ...]
+    drafted: Ints
 
 
 class StateTables:
@@ -478,7 +480,11 @@ class StateTables:
         """Record the plan's changes, and return the states of the step."""
         rows = np.zeros(0, np.int64) if plan.decodes is None else plan.decodes.rows
         decodes = self._blocks[rows]
-        num_tokens = len(rows)
+        drafted = np.zeros(0, np.int64)
+        if plan.drafts is not None:
+            place_of = {row: place for place, row in enumerate(rows.tolist())}
+            drafted = np.array([place_of[row] for row in plan.drafts.rows.tolist()], np.int64)
+        num_tokens = len(rows) + len(drafted)
         snapshots: dict[int, list[Snapshot]] = {}
         for snapshot in plan.snapshots:
             snapshots.setdefault(snapshot.row, []).append(snapshot)
@@ -495,4 +501,4 @@ class StateTables:
             begins_from = np.array(chunk.begins_from, np.int64) if chunk.begins_from else None
             chunks.append(StateChunk(num_tokens, last, begins_from, tuple(leaves)))
             num_tokens = last
-        return StateBatch(decodes, tuple(chunks))
+        return StateBatch(decodes, tuple(chunks), drafted)

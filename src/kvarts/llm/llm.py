@@ -138,8 +138,6 @@ class LLM:
         )
         if room.whole_pages:
             logger.info("pages are whole, though layers of the model keep less: %s", room.whole_pages)
-        if room.has_states and speculation is not None:
-            check_combination({"speculation": "speculative_config", "states": "model"})
         drafts_first = speculation is not None and speculation.draft_order == "first"
         if room.cut is not None and drafts_first:
             check_combination({"first_drafts": "speculative_config.draft_order", "kv_groups": "kv_groups"})
@@ -199,7 +197,7 @@ class LLM:
             of_files = {"known_keys": files.keys(), "namespace": self._executor.fingerprint()}
         drafter = None
         if speculation is not None:
-            times = TimesByTokens(self._executor.time_steps(TIMED_STEPS))
+            times = TimesByTokens(self._executor.time_steps(TIMED_STEPS, are_drafted=True))
             drafter = CarefulDrafter(NgramDrafter(speculation, config.max_num_seqs, times))
         self._core = build_engine(
             config,

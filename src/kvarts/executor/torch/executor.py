@@ -23,6 +23,7 @@ from kvarts.executor.flat_batch import (
     Ints,
     Observed,
     PageTables,
+    StateBatch,
     StateTables,
     TableBatch,
 )
@@ -183,9 +184,10 @@ class TorchExecutor:
         """Prompts longer than this get other KV, as the model's rotation changes; None for almost all models."""
         return None if self._facts.switch is None else self._facts.switch.length
 
-    def time_steps(self, counts: Sequence[int]) -> list[tuple[int, float]]:
+    def time_steps(self, counts: Sequence[int], *, are_drafted: bool = False) -> list[tuple[int, float]]:
         """Return (count, seconds) for a step of each of `counts` tokens, each the first of a sequence.
 
+        `are_drafted`: for layers with a state, all but the first are drafted tokens after it, which are accepted.
         Overwrites pages, so call it only while no page is in use or cached.
         """
         timed = []
@@ -195,12 +197,18 @@ class TorchExecutor:
             tables = [of_table] * len(set(self._tables))
             rows = list(range(count))
             batch = FlatBatch(zeros, zeros, tables, zeros[None], rows, rows, rows)
+            num_drafted = count - 1 if are_drafted else 0
             taken_ns = []
             for _ in range(2):  # the first is slower if something is prepared for its size
                 start_ns = self._clock.now_ns()
                 with torch.inference_mode():
+                    if self._states is not None:
+                        blocks = np.zeros((count - num_drafted, self._states.memory.num_blocks), np.int64)
+                        self._states.begin(StateBatch(blocks, (), zeros[:num_drafted]))
                     (logits,) = self._logits(batch, self._attend_to(tables), [zeros])
                     logits.argmax(dim=-1).tolist()
+                    if self._states is not None and num_drafted:
+                        self._states.accept(np.array([num_drafted]))
                 taken_ns.append(self._clock.now_ns() - start_ns)
             timed.append((count, min(taken_ns) / 1e9))
         return timed
@@ -251,6 +259,8 @@ class TorchExecutor:
                 if batch.drafts:
                     chosen, ends, counts = self._sampler.sample_drafted(batch.requests, logits, batch.drafts)
                     accepted = tuple(pair for pair in zip(batch.sampled_rows, counts, strict=True) if pair[1])
+                    if self._states is not None:
+                        self._states.accept(np.array(counts, np.int64))
                 else:
                     chosen, ends = self._sampler.sample(batch.requests, logits)
                 sampled[batch.sampled_rows] = chosen.astype(np.uint64)

@@ -5,6 +5,10 @@ new ones to it. They are therefore found by their use of a cache, and run by the
 decode, and once per chunk of a sequence, each time with a cache that holds only these states. As with attention, calls
 are numbered in order, and the States of the thread handle them.
 
+No state contains a token that may be rejected. The decodes of a step write their states; drafted tokens continue from
+copies, which are dropped. What a layer was passed for drafted tokens is kept until it is known how many are accepted;
+then the layer alone computes these again and writes the state after them.
+
 For a convolution over the last n tokens, a transformers cache stores n; the next token reads the last n - 1, and only
 these are stored here.
 
@@ -27,10 +31,11 @@ from types import MethodType
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from kvarts.executor.flat_batch import StateBatch
+from kvarts.executor.flat_batch import Ints, StateBatch
 from kvarts.executor.torch.pools import KVPools
 
 __all__ = ["PagedStates", "StateCall", "StateMemory", "StateShape", "StateTensor", "States", "find_states", "keeping"]
@@ -123,9 +128,10 @@ class StateCall:
         return read, ends
 
     def _run(self, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
-        self._bound.arguments[self._hidden] = hidden
-        self._bound.arguments[self._cache] = cache
+        arguments = self._bound.arguments
+        arguments[self._hidden], arguments[self._cache] = hidden, cache
         read: torch.Tensor = type(self._module).forward(*self._bound.args, **self._bound.kwargs)
+        arguments[self._hidden] = arguments[self._cache] = None  # a call that is kept has no states
         if not isinstance(read, torch.Tensor) or read.shape[:2] != hidden.shape[:2]:
             raise ValueError(f"{type(self._module).__name__} answers with more than a vector a token")
         return read
@@ -325,7 +331,7 @@ class StateMemory:
     def __init__(self, tensors: Sequence[torch.Tensor], shapes: Sequence[StateShape], num_blocks: int) -> None:
         self.shapes = tuple(shapes)
         self._rows = [tensor.flatten(1).view(torch.uint8) for tensor in tensors]
-        self._num_blocks = num_blocks
+        self.num_blocks = num_blocks
         assert sum(shape.num_bytes for shape in shapes) <= num_blocks * sum(rows.shape[1] for rows in self._rows)
         self._pieces: list[list[list[_Piece]]] = []
         """Per layer, and per tensor of its state."""
@@ -342,7 +348,7 @@ class StateMemory:
         base = 0
         for rows in self._rows:
             size = rows.shape[1]
-            at, stop = max(0, begin - base), min(self._num_blocks * size, end - base)
+            at, stop = max(0, begin - base), min(self.num_blocks * size, end - base)
             while at < stop:
                 block, place = divmod(at, size)
                 last = stop // size
@@ -353,7 +359,7 @@ class StateMemory:
                     until = min(size, place + stop - at)
                     pieces.append(_Piece.of(rows, block, block + 1, place, until))
                     at += until - place
-            base += self._num_blocks * size
+            base += self.num_blocks * size
         return pieces
 
     def read(self, number: int, blocks: torch.Tensor) -> list[torch.Tensor]:
@@ -375,18 +381,72 @@ class StateMemory:
                 at += piece.num_bytes
 
 
+class _Drafted(msgspec.Struct, frozen=True):
+    """Drafted tokens, by sequence, those with the most tokens first.
+
+    `decodes`: the index of each sequence's decode. `starts`: the places of its first token among all drafted tokens.
+    `counts`: its number of tokens.
+    """
+
+    decodes: Ints
+    starts: Ints
+    counts: Ints
+
+    @classmethod
+    def of(cls, drafted: Ints) -> _Drafted:
+        """Return the tokens of a StateBatch."""
+        decodes, starts, counts = np.unique(drafted, return_index=True, return_counts=True)
+        return cls(decodes, starts, counts).ordered()
+
+    def ordered(self) -> _Drafted:
+        """Return the sequences in order."""
+        order = np.argsort(-self.counts, kind="stable")
+        return _Drafted(self.decodes[order], self.starts[order], self.counts[order])
+
+    def accepted(self, counts: Ints) -> _Drafted:
+        """Return the tokens that were accepted, `counts` [decodes] of each sequence."""
+        mine = counts[self.decodes]
+        has_any = mine > 0
+        return _Drafted(self.decodes[has_any], self.starts[has_any], mine[has_any]).ordered()
+
+    def run(
+        self, call: StateCall, shape: StateShape, states: list[torch.Tensor]
+    ) -> Iterator[tuple[Ints, torch.Tensor, list[torch.Tensor]]]:
+        """Run the layer on the first token of each sequence, the second of those that have two, and so on.
+
+        `call`: with the hidden states of drafted tokens; `states`: the state of each sequence before its first. Yield
+        the places of the tokens of a run, the output for them, and the states after them.
+        """
+        hidden = call.hidden[0]
+        for turn in range(int(self.counts.max(initial=0))):
+            count = int((self.counts > turn).sum())
+            places = self.starts[:count] + turn
+            read, states = call.run(shape, hidden[places][:, None], [one[:count] for one in states])
+            yield places, read[:, 0], states
+
+
 class PagedStates:
-    """States of the sequences of a step: layers start from the blocks that the plan names, and write theirs there."""
+    """States of the sequences of a step: layers start from the blocks that the plan names, and write theirs there.
+
+    A step with drafted tokens ends with `accept`.
+    """
 
     def __init__(self, pools: KVPools, shapes: Sequence[StateShape], num_blocks: int) -> None:
         self.memory = StateMemory(pools.tensors, shapes, num_blocks)
         self._device = pools.device
         self._decodes = torch.empty((0, num_blocks), dtype=torch.long)
         self._chunks: list[tuple[int, torch.Tensor | None, list[tuple[int, torch.Tensor]]]] = []
+        self._num_drafted = 0
+        self._drafted = _Drafted.of(np.zeros(0, np.int64))
+        self._calls: list[StateCall] = []
+        """The calls of the step, each with the hidden states of its drafted tokens, if it has any."""
 
     def begin(self, batch: StateBatch) -> None:
         """Prepare for the step that `batch` describes."""
         self._decodes = torch.from_numpy(batch.blocks).to(self._device)
+        self._num_drafted = len(batch.drafted)
+        self._drafted = _Drafted.of(batch.drafted)
+        self._calls = []
         self._chunks = []
         for chunk in batch.chunks:
             begins_from = chunk.begins_from
@@ -395,7 +455,7 @@ class PagedStates:
             self._chunks.append((chunk.first, before, leaves))
 
     def state_called(self, call: StateCall) -> torch.Tensor:
-        """Run a layer: all decodes together, then one chunk after the other."""
+        """Run a layer: all decodes together, drafted tokens after them, then one chunk after the other."""
         number, hidden, memory = call.number, call.hidden, self.memory
         shape = memory.shapes[number]
         made = []
@@ -404,6 +464,10 @@ class PagedStates:
             read, states = call.run(shape, hidden[0, :num_decodes, None], memory.read(number, self._decodes))
             memory.write(number, self._decodes, states)
             made.append(read[:, 0])
+            if self._num_drafted:
+                call.hidden = hidden[:, num_decodes : num_decodes + self._num_drafted].clone()
+                self._calls.append(call)
+                made.append(self._read_drafted(call, shape, [one[self._drafted.decodes] for one in states]))
         for first, before, leaves in self._chunks:
             at = first
             kept = None if before is None else memory.read(number, before)
@@ -415,3 +479,25 @@ class PagedStates:
                 assert kept is not None
                 memory.write(number, blocks, kept)
         return torch.cat(made)[None]
+
+    def _read_drafted(self, call: StateCall, shape: StateShape, states: list[torch.Tensor]) -> torch.Tensor:
+        """Return a layer's output for the drafted tokens, and write nothing. `states`: those after the decodes."""
+        places, made = [], []
+        for at, read, _ in self._drafted.run(call, shape, states):
+            places.append(at)
+            made.append(read)
+        return torch.cat(made)[np.argsort(np.concatenate(places))]
+
+    def accept(self, counts: Ints) -> None:
+        """Write the states after the accepted drafted tokens of the step, `counts` [decodes] of them."""
+        calls, self._calls = self._calls, []
+        accepted = self._drafted.accepted(counts)
+        blocks, memory = self._decodes[accepted.decodes], self.memory
+        for call in calls if len(blocks) else ():
+            number = call.number
+            states = memory.read(number, blocks)
+            for turn, (places, _, ends) in enumerate(accepted.run(call, memory.shapes[number], states), 1):
+                num_more = int((accepted.counts > turn).sum())
+                last = slice(num_more, len(places))
+                if num_more < len(places):
+                    memory.write(number, blocks[last], [one[last] for one in ends])
