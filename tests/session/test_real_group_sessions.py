@@ -388,6 +388,36 @@ def test_a_session_of_a_model_with_states_says_what_an_undisturbed_run_says() ->
     asyncio.run(talk())
 
 
+@pytest.mark.laws
+@pytest.mark.parametrize("family", ["qwen3_5_text", "jamba"])
+@pytest.mark.parametrize(("sink", "window"), [(3, 9), (0, 200)])
+def test_a_bounded_session_of_a_model_with_states_says_what_a_whole_pass_says(
+    family: str, sink: int, window: int
+) -> None:
+    """Attention sees a sink and a window, the states go on: appends, turns, forks, rollbacks and cancels."""
+    from builders.stateful_models import stateful_pairs
+
+    model, reference = stateful_pairs()(family)
+    llm, sessions = open_on(model, page_size=4, chunk=7)
+    random = Random(5)
+
+    def expected(history: list[int], count: int) -> list[int]:
+        return masked_greedy(reference, history, count, sink=sink, window=window)
+
+    def check(info: SessionInfo) -> None:
+        assert (info.inv1_violations, info.inv2_violations) == (0, 0)
+        assert info.kv_bound_bytes is not None and info.kv_allocated_bytes <= info.kv_bound_bytes
+
+    asyncio.run(
+        talk_at_random(
+            sessions, SessionSettings(sink=sink, window=window), partial(ids, random), random, expected, check,
+            num_turns=3, most_new=25, most_to_roll_back=min(sink + window, 7),
+        )
+    )  # fmt: skip
+    llm.check()
+    assert llm.kv_live_bytes() == 0
+
+
 @pytest.mark.skipif(not HAS_RECORD, reason="needs timelines")
 def test_a_timeline_counts_blocks_that_sessions_keep(tmp_path: Path) -> None:
     """Reserved ones are no parts, and those of a pin are; at rest nothing else is in use."""
