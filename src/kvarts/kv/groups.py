@@ -510,7 +510,7 @@ def _most_pages(keeps: GroupKeeps, page_size: int) -> int:
 
 
 def retained_by_group(memory: GroupMemory, whole: SinkWindow) -> list[tuple[GroupKeeps, int]]:
-    """Return, per group that keeps tokens, the retention of a sequence that retains `whole`, and the blocks of a part."""
+    """Return, per group without states, the retention of a sequence that retains `whole`, and the blocks of a part."""
     groups = [group for group in memory.groups if not group.is_state]
     return [(GroupKeeps(whole, group.layer), group.part_bytes // memory.block_bytes) for group in groups]
 
