@@ -90,7 +90,6 @@ class Refusal(NamedTuple):
 
 
 WHOLE = "Leave it out, or set {kv_groups} to off."
-NO_WINDOW = "Leave the window out: then the session keeps all of its history."
 REFUSED = (
     Refusal(("store", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("pulls", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
@@ -135,8 +134,6 @@ REFUSED = (
     Refusal(("states_by_page", "sessions"), "it is not modelled", "Leave it out."),
     Refusal(("states_by_page", "plan"), "only replays keep them", "Replay the options you have in mind."),
     Refusal(("states_by_page", "several"), "it is not modelled", "Leave it out."),
-    Refusal(("windows", "states"), "a state is of all tokens, and has no window", NO_WINDOW),
-    Refusal(("windows", "sinks"), "it would be kept beside that of the session", NO_WINDOW),
     Refusal(("fused", "windows"), "it reads no sinks", "Take sdpa, or numba on a CPU."),
     Refusal(("first_drafts", "kv_groups"), "parts of pages are taken at other places", WHOLE),
     Refusal(("sessions", "mocker"), "Dynamo's mocker knows no sessions", "Take another profile."),

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import GroupKeeps, GroupMemory, PartGroup, SinkWindow, most_blocks, retained_by_group
 
@@ -22,6 +21,14 @@ layers = st.one_of(
         num_heads=st.just(1),
         head_numbers=st.just(2),
         span=st.integers(1, 24),
+    ),
+    st.builds(
+        KvLayer,
+        kind=st.just("window"),
+        num_heads=st.just(1),
+        head_numbers=st.just(2),
+        span=st.integers(1, 24),
+        sink=st.integers(1, 9),
     ),
 )
 windows = st.builds(SinkWindow, st.integers(0, 7), st.integers(1, 14))
@@ -78,11 +85,10 @@ def test_a_window_of_gemma_keeps_less_than_the_session() -> None:
     assert GroupKeeps(whole, KvLayer(kind="full", num_heads=1, head_numbers=2)).most_pages(16) == 1 + 256 + 1
 
 
-def test_layers_without_a_window_of_their_own_are_refused() -> None:
+def test_states_are_beside_what_is_retained() -> None:
+    """A state is of all tokens: a sequence has one, whatever its window."""
     full = PartGroup(KvLayer(kind="full", num_heads=1, head_numbers=2), 2)
-    state = PartGroup(KvLayer(kind="state", state_bytes=8), 8)
-    with pytest.raises(ConfigError, match="does not go with layers with a state: a state is of all tokens"):
-        retained_by_group(GroupMemory((full, state)), SinkWindow(4, 64))
-    sink = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=9, sink=2), 2)
-    with pytest.raises(ConfigError, match="does not go with layers with a sink of their own"):
-        retained_by_group(GroupMemory((full, sink)), SinkWindow(4, 64))
+    state = PartGroup(KvLayer(kind="state", state_bytes=6), 6)
+    memory, whole = GroupMemory((full, state)), SinkWindow(4, 64)
+    assert [keeps.layer for keeps, _ in retained_by_group(memory, whole)] == [full.layer]
+    assert most_blocks(memory, whole, 16) == whole.most_pages(16) + 3

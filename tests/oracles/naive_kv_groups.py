@@ -66,12 +66,17 @@ def seen_by_both(layer: KvLayer, whole: SinkWindow, position: int) -> set[int]:
 def kept_for(layer: KvLayer, whole: SinkWindow, position: int) -> set[int]:
     """Return the positions before `position` that are kept for the token there and all later ones.
 
-    The sink is kept as a whole where a layer reaches back farther than the window of the sequence.
+    The sink of the sequence is kept as a whole where a layer reaches back farther than the window of the sequence, and
+    that of the layer where it is the window that reaches farther, as long as more is seen of it than is seen for ever.
     """
     seen: set[int] = set()
-    for later in range(position, position + (layer.span or 0) + whole.window + whole.sink + 2):
+    for later in range(position, position + (layer.span or 0) + whole.window + whole.sink + layer.sink + 2):
         seen |= seen_by_both(layer, whole, later)
-    reaches_farther = layer.span is None or layer.span - 1 > whole.window
-    if reaches_farther and any(other < whole.sink for other in seen):
-        seen |= set(range(whole.sink))
+    if layer.span is None or layer.span - 1 > whole.window:
+        sink = whole.sink
+    else:
+        sink = layer.sink if layer.span - 1 < whole.window else 0
+    for_ever = seen_by_both(layer, whole, position + 1000) if layer.span is not None else set()
+    if any(other < sink and other not in for_ever for other in seen):
+        seen |= set(range(sink))
     return {other for other in seen if other < position}

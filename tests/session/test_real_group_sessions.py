@@ -388,6 +388,78 @@ def test_a_session_of_a_model_with_states_says_what_an_undisturbed_run_says() ->
     asyncio.run(talk())
 
 
+@pytest.mark.laws
+@pytest.mark.parametrize("family", ["qwen3_5_text", "jamba"])
+@pytest.mark.parametrize(("sink", "window"), [(3, 9), (0, 200)])
+def test_a_bounded_session_of_a_model_with_states_says_what_a_whole_pass_says(
+    family: str, sink: int, window: int
+) -> None:
+    """Attention sees a sink and a window, the states go on: appends, turns, forks, rollbacks and cancels."""
+    from builders.stateful_models import stateful_pairs
+
+    model, reference = stateful_pairs()(family)
+    llm, sessions = open_on(model, page_size=4, chunk=7)
+    random = Random(5)
+
+    def expected(history: list[int], count: int) -> list[int]:
+        return masked_greedy(reference, history, count, sink=sink, window=window)
+
+    def check(info: SessionInfo) -> None:
+        assert (info.inv1_violations, info.inv2_violations) == (0, 0)
+        assert info.kv_bound_bytes is not None and info.kv_allocated_bytes <= info.kv_bound_bytes
+
+    asyncio.run(
+        talk_at_random(
+            sessions, SessionSettings(sink=sink, window=window), partial(ids, random), random, expected, check,
+            num_turns=3, most_new=25, most_to_roll_back=min(sink + window, 7),
+        )
+    )  # fmt: skip
+    llm.check()
+    assert llm.kv_live_bytes() == 0
+
+
+def test_a_state_outlives_the_process_and_a_wrong_one_is_noticed(tmp_path: Path) -> None:
+    """The checkpoint has the state: a restart computes only what is new. A state that changes its blocks is counted."""
+    from builders.stateful_models import stateful_pairs
+
+    model, reference = stateful_pairs()("qwen3_5_text")
+    kept = SessionSettings(sink=3, window=9)
+    told: list[str] = []
+
+    def opened() -> Sessions:
+        llm, _ = open_on(model, page_size=4)
+        table = SessionTable(llm.host(), SessionsConfig(chunk_tokens=16))
+        keeper = Keeper(table, tmp_path, told.append)
+        llm.host().loop.call(lambda _: keeper.restore())
+        return Sessions(table, keeper)
+
+    history = ids(Random(3), 40)
+
+    async def first() -> str:
+        sessions = opened()
+        session = await sessions.create(OWNER, kept)
+        history.extend(await say(sessions, session, history, 6))
+        await sessions.shut_down()
+        return session
+
+    async def second(session: str) -> None:
+        sessions = opened()
+        before = await sessions.info(OWNER, session)
+        assert (before.restored, told) == ("kv", [])
+        more = await say(sessions, session, [], 6)
+        assert more == masked_greedy(reference, history, 6, sink=3, window=9)
+        after = await sessions.info(OWNER, session)
+        assert after.num_computed_tokens - before.num_computed_tokens == 6
+        assert (after.inv1_violations, after.inv2_violations) == (0, 0)
+        pages = sessions._table.get(OWNER, session).pages
+        assert pages is not None
+        pages._state.page_ids = list(pages.tables[0].page_ids[: len(pages.state)])
+        assert (await sessions.info(OWNER, session)).inv1_violations > 0
+        pages._state.page_ids = []
+
+    asyncio.run(second(asyncio.run(first())))
+
+
 @pytest.mark.skipif(not HAS_RECORD, reason="needs timelines")
 def test_a_timeline_counts_blocks_that_sessions_keep(tmp_path: Path) -> None:
     """Reserved ones are no parts, and those of a pin are; at rest nothing else is in use."""

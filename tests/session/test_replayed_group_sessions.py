@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvarts
-from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import PartGroup
 from kvarts.report.report import Report
@@ -79,9 +78,6 @@ LIKE_GEMMA = (PartGroup(window_of(16), 5, 5), PartGroup(FULL, 1, 1))
 )
 def test_fast_forward_equals_step_by_step(talk: Talk, settings: dict[str, Any], kept: dict[str, Any]) -> None:
     """L5; the laws of every part hold after every step, and at rest only what sessions keep is in use."""
-    cannot_be_bounded = any(group.is_state or group.layer.sink for group in settings["groups"])
-    if "window" in kept and cannot_be_bounded:
-        kept = {"retention": "pin"}
     if settings["offload"] is None and kept.get("retention") == "host":
         kept = {"retention": "cache"}
     settings["max_num_seqs"] = min(settings["max_num_seqs"], settings["max_num_batched_tokens"])
@@ -179,12 +175,14 @@ def test_at_capacity_the_session_idle_longest_goes() -> None:
     assert (evicted["num_refused_turns"], evicted["num_evicted"]) == (0, 2)
 
 
-def test_layers_with_a_state_have_no_window() -> None:
+def test_a_bounded_session_has_a_state_beside_its_pages() -> None:
     groups = (PartGroup(FULL, 4), PartGroup(KvLayer(kind="state", state_bytes=8), 8))
     trace = turns(("a", 64, 4, 0), ("a", 100, 4, 0))
-    with pytest.raises(ConfigError, match="does not go with layers with a state") as caught:
-        report_of(trace, {"window": 16}, groups=groups)
-    assert caught.value.field == "sessions.window"
-    # Without one, the next turn goes on from the snapshot at the end of the prompt.
+    bounded = report_of(trace, {"window": 16, "sink": 4, "chunk_tokens": 32}, groups=groups, num_pages=80)
+    totals = bounded.summary["sessions"]
+    assert totals["num_history_tokens_computed"] == 0
+    # 1 + 4 + 1 pages, the state, and 8 pages for chunks; a state has the bytes of two pages.
+    assert totals["peak_reserved_pages"] == 6 + 2 + 8
+    # Without a window, the next turn goes on from the snapshot at the end of the prompt.
     totals = report_of(trace, {"retention": "pin"}, groups=groups, num_pages=80).summary["sessions"]
     assert totals["num_history_tokens_computed"] == 3

@@ -187,7 +187,7 @@ class SessionPagesMachine(RuleBasedStateMachine):
             )
             return
         del session.history[length:]
-        session.pages.shorten(length)
+        session.pages.shorten(length, length)
 
     @rule(index=st.integers(0, 4))
     @precondition(lambda self: self.sessions)
@@ -249,12 +249,19 @@ class GroupPagesMachine(SessionPagesMachine):
 
     @initialize(
         page_size=st.sampled_from([1, 2, 3, 4, 8]),
-        groups=st.lists(st.tuples(st.one_of(st.none(), st.integers(1, 24)), st.integers(1, 2)), min_size=1, max_size=3),
+        groups=st.lists(
+            st.tuples(st.one_of(st.none(), st.integers(1, 24)), st.sampled_from([0, 0, 2, 7]), st.integers(1, 2)),
+            min_size=1,
+            max_size=3,
+        ),
     )
-    def begin(self, page_size: int, groups: list[tuple[int | None, int]]) -> None:
+    def begin(self, page_size: int, groups: list[tuple[int | None, int, int]]) -> None:
         spans = [
-            (FULL if span is None else KvLayer(kind="window", num_heads=1, head_numbers=2, span=span), blocks)
-            for span, blocks in groups
+            (
+                FULL if span is None else KvLayer(kind="window", num_heads=1, head_numbers=2, span=span, sink=sink),
+                blocks,
+            )
+            for span, sink, blocks in groups
         ]
         self.groups = GroupMemory(tuple(PartGroup(layer, 4 * blocks, blocks) for layer, blocks in spans))
         layers = [

@@ -471,14 +471,18 @@ class StateBatch(msgspec.Struct, frozen=True):
 
 
 class StateTables:
-    """Owner of the blocks of the state of each row."""
+    """Owner of the blocks of the state of each row, and of whether its sequence has late rotation."""
 
     def __init__(self, max_num_seqs: int, num_blocks: int) -> None:
         self._blocks = np.zeros((max_num_seqs, num_blocks), np.int64)
+        self._is_late = np.zeros(max_num_seqs, np.bool_)
 
     def batch(self, plan: StepPlan) -> StateBatch:
         """Record the plan's changes, and return the states of the step."""
         rows = np.zeros(0, np.int64) if plan.decodes is None else plan.decodes.rows
+        late = self._is_late[rows]
+        if late.any():  # these follow the others, as in PageTables
+            rows = np.concatenate((rows[~late], rows[late]))
         decodes = self._blocks[rows]
         drafted = np.zeros(0, np.int64)
         if plan.drafts is not None:
@@ -492,6 +496,7 @@ class StateTables:
         for chunk in plan.batch.chunks:
             state = np.array(chunk.state, np.int64)
             self._blocks[chunk.row] = state
+            self._is_late[chunk.row] = chunk.keeps is not None and chunk.keeps.rotates_late
             last = num_tokens + chunk.num_tokens
             leaves = [
                 (num_tokens + snapshot.num_tokens - chunk.start, np.array(snapshot.blocks, np.int64))

@@ -17,7 +17,7 @@ from kvarts.clock import Clock
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.executor.base import CostModel, no_rotation
-from kvarts.executor.flat_batch import FlatBatch, PageTables
+from kvarts.executor.flat_batch import FlatBatch, PageTables, StateTables
 from kvarts.executor.page_bytes import PageSlots
 from kvarts.kv.groups import GroupMemory
 from kvarts.sampling import Logprobs, SamplingParams, TopLogprobs
@@ -119,6 +119,8 @@ class MockExecutor:
         """The longest delay so far between a step's intended end and its real end."""
         num_each = 1 if groups is None else groups.page_bytes // groups.block_bytes
         self._rows = PageTables(config.max_num_seqs, config.page_size, (), num_blocks=num_each)
+        num_state_blocks = 0 if groups is None else groups.num_state_blocks
+        self._states = StateTables(config.max_num_seqs, num_state_blocks) if num_state_blocks else None
         self._max_num_seqs = config.max_num_seqs
         self._cost = cost
         self._clock = clock
@@ -190,6 +192,8 @@ class MockExecutor:
         stopped: tuple[int, ...] = ()
         if batch is not None:
             self.slots.write(batch.block_slots, batch.positions)
+            if self._states is not None:
+                self.slots.write_states(self._states.batch(plan), batch.positions)
             if batch.sampled_rows:
                 at = batch.sampled_at
                 before = batch.tokens[at].astype(np.uint64)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -18,6 +18,9 @@ import numpy.typing as npt
 
 from kvarts.clock import Clock
 from kvarts.kv.transfer import Direction, Move, Transfer, TransferReport
+
+if TYPE_CHECKING:
+    from kvarts.executor.flat_batch import StateBatch
 
 __all__ = ["NoPageBytes", "PageBytes", "PageCopier", "PageSlots", "PageStore"]
 
@@ -169,6 +172,18 @@ class PageSlots:
     def write(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
         """Record that tokens at `positions` were written to `slots`, of the same shape."""
         self._flat[slots] = positions
+
+    def write_states(self, batch: StateBatch, positions: npt.NDArray[np.int64]) -> None:
+        """Record the last token of each state that a step wrote, in all slots of its blocks.
+
+        `positions` [tokens]: those of the tokens of the step.
+        """
+        num_decodes = len(batch.blocks)
+        if num_decodes:
+            self._positions[batch.blocks] = positions[:num_decodes, None, None]
+        for chunk in batch.chunks:
+            _, blocks = chunk.leaves[-1]
+            self._positions[blocks] = positions[chunk.last - 1]
 
     def copy_page(self, source: int, target: int) -> None:
         """Record that a page was copied."""

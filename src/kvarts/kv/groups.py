@@ -3,7 +3,9 @@
 A sequence with a window attends, at position p, to positions that the layer attends to, and among these only to its
 own, to q >= p - window and to q < sink. So layers with a reach no longer than the window of the sequence retain their
 own window, with the part of the sink that is in it; others retain the window and, for as long as they reach it, the
-sink. A sequence may also retain pages by the attention that they received (heavy hitters).
+sink. Of a sink of the layers' own, the part that is also in that of the sequence is retained for ever, and the rest
+for as long as it is in the window of the sequence. A state is of all tokens whatever the sequence retains: layers with
+one never read earlier tokens. A sequence may also retain pages by the attention that they received (heavy hitters).
 """
 
 from __future__ import annotations
@@ -138,6 +140,16 @@ class GroupMemory(msgspec.Struct, frozen=True):
         return any(group.has_states_by_page for group in self.groups)
 
     @property
+    def num_state_blocks(self) -> int:
+        """The blocks of the state of a sequence; 0 for a model without states that each running request has."""
+        return sum(group.part_bytes for group in self.groups if group.is_state) // self.block_bytes
+
+    @property
+    def has_one_table(self) -> bool:
+        """Whether a page is one block, so that a sequence has one page table, and perhaps a state."""
+        return self.page_bytes == self.block_bytes
+
+    @property
     def page_bytes(self) -> int:
         """The bytes of a page with its parts in every group."""
         return sum(group.part_bytes for group in self.groups if not group.is_state)
@@ -249,9 +261,14 @@ class OwnPages(Protocol):
 
     Promises: the pages that `grow` needs are available, for as many tokens as `most_tokens` returns. Only these calls
     change its pages. A page table leaves out the pages that were dropped, which are the first after those of the sink.
+    Of a model with states, a request that brings them begins with the first token that is not computed.
     """
 
     keeps: SinkWindow
+
+    @property
+    def state(self) -> tuple[PageId, ...]:
+        """The blocks of its state, in which that of the next token follows; empty for a model without states."""
 
     @property
     def page_ids(self) -> Sequence[PageId]:
@@ -388,8 +405,8 @@ class HeavyPages(SinkWindow, frozen=True, kw_only=True):
 class GroupKeeps(msgspec.Struct, frozen=True):
     """Retention of a sequence that retains `whole`, in layers that keep `layer`.
 
-    A sink that is out of reach of all later tokens is released as a whole; it stays as long as one of its tokens is in
-    reach.
+    The part of a sink that does not stay in reach is released as a whole; it stays as long as one of its tokens is in
+    reach of later tokens.
     """
 
     whole: SinkWindow
@@ -397,14 +414,21 @@ class GroupKeeps(msgspec.Struct, frozen=True):
 
     @property
     def _reach(self) -> int | None:
-        """The most tokens before its own that a token attends to in these layers; None for all."""
+        """The most tokens before its own, its sink excluded, that a token attends to in these layers; None for all."""
         return None if self.layer.span is None else self.layer.span - 1
 
     @property
     def sink(self) -> int:
-        """The number of first tokens kept apart from the last ones; 0 if layers see nothing beyond the window."""
+        """The number of first tokens kept apart from the last ones, at first; 0 if none is needed longer than these."""
         reach = self._reach
-        return self.whole.sink if reach is None or reach > self.whole.window else 0
+        if reach is None or reach > self.whole.window:
+            return self.whole.sink
+        return self.layer.sink if reach < self.whole.window else self.last_sink
+
+    @property
+    def last_sink(self) -> int:
+        """The number of first tokens that all later tokens see."""
+        return self.whole.sink if self._reach is None else min(self.layer.sink, self.whole.sink)
 
     @property
     def window(self) -> int:
@@ -414,9 +438,14 @@ class GroupKeeps(msgspec.Struct, frozen=True):
 
     @property
     def sink_until(self) -> int | None:
-        """The first position from which on no token sees the sink; None without one."""
+        """The first position from which on tokens see no more of the sink than the first `last_sink` tokens; None if
+        they never see more."""
         sink, span = self.sink, self.layer.span
-        if not sink or span is None or self.whole.rotates_late:  # then the distance to the sink never grows
+        if sink == self.last_sink or span is None:
+            return None
+        if span - 1 < self.whole.window:  # the sink of the layers, as far as it is in the window of the sequence
+            return sink + self.whole.window
+        if self.whole.rotates_late:  # then the distance to the sink never grows
             return None
         return sink + span - 1 if self.layer.kind == "window" else -(-sink // span) * span
 
@@ -427,7 +456,7 @@ class GroupKeeps(msgspec.Struct, frozen=True):
     def sink_seen(self, position: int) -> int:
         """Return the number of tokens of the sink that are kept for the token at `position` and later ones."""
         until = self.sink_until
-        return self.sink if until is None or position < until else 0
+        return self.sink if until is None or position < until else self.last_sink
 
     def sees(self, positions: Any, num_tokens: int) -> Any:
         """Return, elementwise, whether a token after the first `num_tokens` can see `positions` of held pages."""
@@ -465,7 +494,6 @@ def _most_pages(keeps: GroupKeeps, page_size: int) -> int:
     if keeps.layer.span is None:
         return keeps.whole.most_pages(page_size)
     window, until = keeps.window, keeps.sink_until
-    num_sink_pages = keeps.num_sink_pages(page_size)
     latest = page_size - 1
     """The latest place in a page at which the attended range of a token can begin."""
     if keeps.layer.kind == "chunk":
@@ -473,29 +501,21 @@ def _most_pages(keeps: GroupKeeps, page_size: int) -> int:
         latest = min(latest, page_size - step + keeps.layer.span - 1 - window)
     of_window = (latest + window) // page_size + 1
     if until is None:
-        return num_sink_pages + of_window
-    # While the sink is in reach, the number of pages is largest when a token begins one.
+        return keeps.num_sink_pages(page_size) + of_window
+    # While all of the sink is in reach, the number of pages is largest when a token begins one.
     with_sink = max(
         position // page_size + 1 - keeps.num_dropped(position, page_size) for position in range(0, until, page_size)
     )
-    return max(with_sink, of_window)
+    return max(with_sink, -(-keeps.last_sink // page_size) + of_window)
 
 
 def retained_by_group(memory: GroupMemory, whole: SinkWindow) -> list[tuple[GroupKeeps, int]]:
-    """Return, per group, the retention of a sequence that retains `whole`, and the blocks of a part.
-
-    Raise ConfigError for a model that cannot have such sequences.
-    """
-    from kvarts.combines import check_combination
-
-    for group in memory.groups:
-        if group.is_state:
-            check_combination({"windows": "window", "states": "kv_groups"})
-        if group.layer.sink:
-            check_combination({"windows": "window", "sinks": "kv_groups"})
-    return [(GroupKeeps(whole, group.layer), group.part_bytes // memory.block_bytes) for group in memory.groups]
+    """Return, per group without states, the retention of a sequence that retains `whole`, and the blocks of a part."""
+    groups = [group for group in memory.groups if not group.is_state]
+    return [(GroupKeeps(whole, group.layer), group.part_bytes // memory.block_bytes) for group in groups]
 
 
 def most_blocks(memory: GroupMemory, whole: SinkWindow, page_size: int) -> int:
     """Return the most blocks that a sequence holds between steps: the sum over groups of the most pages, in blocks."""
-    return sum(blocks * keeps.most_pages(page_size) for keeps, blocks in retained_by_group(memory, whole))
+    of_pages = sum(blocks * keeps.most_pages(page_size) for keeps, blocks in retained_by_group(memory, whole))
+    return of_pages + memory.num_state_blocks

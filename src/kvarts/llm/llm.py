@@ -264,7 +264,8 @@ class LLM:
             kv_groups=self.kv_groups,
             memory=self._memory,
             check_params=self.check_params,
-            scores_attention=self._memory is None and all(layer.window is None for layer in pools.layers),
+            scores_attention=(self._memory is None or self._memory.has_one_table)
+            and all(layer.window is None for layer in pools.layers),
         )
 
     # Requests ---------------------------------------------------------------------------------------------

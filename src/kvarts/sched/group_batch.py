@@ -31,9 +31,13 @@ class GroupBatch(InputBatch):
     def chunk(self, request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
         """Return a chunk of `request` that names its row, tokens, page tables and state."""
         chunk = super().chunk(request, start, num_tokens, num_known)
-        holding = request.holding
-        if not self.has_states or holding is None:
+        if not self.has_states:
             return chunk
+        if request.own is not None:
+            own_state = request.own.state
+            return chunk.replaced(state=own_state, begins_from=own_state if start else ())
+        holding = request.holding
+        assert holding is not None
         begins_from, state = self._cache.states(holding, start)
         for count, part in self._cache.take_snapshots(holding):
             self._snapshots.append((request.row, count, part))

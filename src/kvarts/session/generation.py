@@ -31,16 +31,17 @@ class SessionTurns:
     """Begins and ends the requests of sessions. For the engine's thread.
 
     Between turns, the KV of the whole history of a bounded session is computed. A generation computes the last token
-    again, for its logits, which are not kept; the pages still contain everything that this token sees.
+    again, for its logits, which are not kept; the pages still contain everything that this token sees. With a state,
+    the last token is computed by the generation only.
     """
 
     def __init__(self, table: SessionTable) -> None:
         self._table = table
 
     def begin_append(self, engine: LLMEngine, session: Session) -> Request | None:
-        """Begin to compute the rest of the history; return the request, or None if all is computed."""
+        """Begin to compute the rest of the history; return the request, or None if that is computed."""
         self._take(session, "appending")
-        length = session.history_length
+        length = session.num_to_compute
         if session.num_computed >= length:
             session.state = "idle"
             return None
@@ -307,7 +308,7 @@ class GenerationTurn:
         now_ns = self._now_ns()
         first_ns = self._first_ns or now_ns
         done = Done(reason, len(tokens), (first_ns - self._began_ns) / 1e9, (now_ns - self._began_ns) / 1e9)
-        num_left = session.history_length - session.num_computed
+        num_left = session.num_to_compute - session.num_computed
         # If cancelled before its first token, the prompt is not computed; that is left to the next operation.
         if session.pages is None or num_left <= 0 or (num_left > 1 and reason is StopReason.CANCELLED):
             self._finish(done)

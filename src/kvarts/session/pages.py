@@ -116,9 +116,10 @@ class SessionPageTable:
         return has_dropped
 
     def _drop(self, position: int) -> bool:
-        loses_sink = self.num_sink_pages > 0 and not self.retained.sink_seen(position)
+        num_sink_pages = self._num_sink_pages(position)
+        loses_sink = num_sink_pages < self.num_sink_pages
         if loses_sink:
-            self._drop_sink()
+            self._drop_sink(num_sink_pages)
         first = self.num_sink_pages
         num_dropped = self.retained.first_seen(position) // self._page_size - first - self.num_dropped
         if num_dropped > 0:
@@ -128,14 +129,18 @@ class SessionPageTable:
             self.num_dropped += num_dropped
         return loses_sink or num_dropped > 0
 
-    def _drop_sink(self) -> None:
-        """Treat pages of the sink like all others: drop those before the window."""
+    def _num_sink_pages(self, position: int) -> int:
+        """Return the number of pages with tokens of the sink that are kept for the token at `position`."""
+        return -(-self.retained.sink_seen(position) // self._page_size)
+
+    def _drop_sink(self, num_pages: int) -> None:
+        """Treat the pages of the sink like all others, except the first `num_pages`: drop those before the window."""
         if self.num_dropped:
-            for page_id in self._page_ids[: self.num_sink_pages]:
+            for page_id in self._page_ids[num_pages : self.num_sink_pages]:
                 self._reserve.release(page_id)
-            del self._page_ids[: self.num_sink_pages]
-            self.num_dropped += self.num_sink_pages
-        self.num_sink_pages = 0
+            del self._page_ids[num_pages : self.num_sink_pages]
+            self.num_dropped += self.num_sink_pages - num_pages
+        self.num_sink_pages = num_pages
 
     def grow(self, start: int, end: int) -> bool:
         """Make tokens [start, end) writable; return whether that took a page.
@@ -174,7 +179,7 @@ class SessionPageTable:
         if not self.num_dropped or num_tokens <= self.num_sink_pages * self._page_size:
             return True
         last = num_tokens - 1
-        has_sink = self.num_sink_pages > 0 or not self.retained.sink_seen(last)
+        has_sink = self.num_sink_pages >= self._num_sink_pages(last)
         gone = (self.num_sink_pages + self.num_dropped) * self._page_size
         return has_sink and self.retained.first_seen(last) >= gone
 
@@ -186,7 +191,7 @@ class SessionPageTable:
         for page_id in self._page_ids[num_pages:]:
             self._reserve.release(page_id)
         del self._page_ids[num_pages:]
-        if not self.num_dropped:  # an earlier token may see the sink again
+        if not self.num_dropped:  # an earlier token may see more of the sink again
             self.num_sink_pages = self.retained.num_sink_pages(self._page_size)
 
     def fork(self) -> SessionPageTable:
@@ -222,11 +227,61 @@ class SessionPageTable:
         self.num_sink_pages = self.retained.num_sink_pages(self._page_size)
 
 
+class SessionState:
+    """The state of a session in layers that have one: `num_blocks` blocks from `reserve`, which has as many for it.
+
+    It is written in place, and is that after the tokens that are computed: it never goes back.
+    """
+
+    def __init__(self, num_blocks: int, reserve: PageReserve) -> None:
+        self._num_blocks = num_blocks
+        self._reserve = reserve
+        self.page_ids: list[PageId] = []
+        """Its blocks; none before the first token."""
+        self._copies: list[tuple[PageId, PageId]] = []
+
+    def grow(self) -> bool:
+        """Make it writable, after a copy if it is shared with a fork; return whether that took blocks."""
+        before, reserve = self.page_ids, self._reserve
+        if before and not reserve.is_shared(before[0]):
+            return False
+        self.page_ids = [reserve.take() for _ in range(self._num_blocks)]
+        for page_id, other in zip(before, self.page_ids, strict=False):
+            reserve.release(page_id)
+            self._copies.append((page_id, other))
+        return self._num_blocks > 0
+
+    def take_copies(self) -> Sequence[tuple[PageId, PageId]]:
+        """Return the blocks to copy, and clear the list."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def fork(self) -> SessionState:
+        """Return a state that shares these blocks, between steps."""
+        other = SessionState(self._num_blocks, self._reserve)
+        other.page_ids = list(self.page_ids)
+        for page_id in other.page_ids:
+            self._reserve.share(page_id)
+        return other
+
+    def restore(self, num_blocks: int) -> None:
+        """Take blocks for a state that was saved elsewhere. It must be empty."""
+        assert not self.page_ids
+        self.page_ids = [self._reserve.take() for _ in range(num_blocks)]
+
+    def release(self) -> None:
+        """Release all blocks, between steps."""
+        for page_id in self.page_ids:
+            self._reserve.release(page_id)
+        self.page_ids = []
+
+
 class SessionPages:
     """OwnPages of a session with a sink and a window. Methods other than those of OwnPages are called between steps.
 
     `retained`: the tokens retained by each page table, one table per block of a page; by default, a single table that
     retains the same as the session. The tables of one KV group have the same pages. `make_table`: makes these tables.
+    `num_state_blocks`: the blocks of the state of a model with states.
     """
 
     def __init__(
@@ -236,19 +291,29 @@ class SessionPages:
         room: ChunkRoom,
         retained: Sequence[Retained] | None = None,
         make_table: Callable[[Any, PageReserve, ChunkRoom], SessionPageTable] = SessionPageTable,
+        num_state_blocks: int = 0,
     ) -> None:
         self.keeps = keeps
         self.tables = [make_table(one, reserve, room) for one in ((keeps,) if retained is None else retained)]
         self.places = set().union(*(table.retained.places(room.page_size) for table in self.tables))
         """The offsets in a page at which a token no longer needs a page that the previous token needed."""
+        self.has_state = num_state_blocks > 0
+        """Whether layers have a state, so that no token can be computed again."""
+        self._state = SessionState(num_state_blocks, reserve)
         self._room = room
         self.most_held = 0
         """The most pages held so far, including within steps."""
 
     @property
     def page_ids(self) -> Sequence[PageId]:
-        """The pages that it holds, table by table."""
-        return [page_id for table in self.tables for page_id in table.page_ids]
+        """The pages that it holds, table by table, and the blocks of its state."""
+        page_ids = [page_id for table in self.tables for page_id in table.page_ids]
+        return page_ids + self._state.page_ids if self.has_state else page_ids
+
+    @property
+    def state(self) -> tuple[PageId, ...]:
+        """The blocks of its state; empty without one, and before the first token."""
+        return tuple(self._state.page_ids)
 
     @property
     def page_tables(self) -> tuple[PageTable, ...]:
@@ -285,39 +350,55 @@ class SessionPages:
         took = False
         for table in self.tables:
             took |= table.grow(start, end)
+        if self.has_state:
+            took |= self._state.grow()
         if took:
             self._note_held()
         return took
 
     def take_copies(self) -> Sequence[tuple[PageId, PageId]]:
         """Return the pages to copy, and clear the list."""
-        return [copied for table in self.tables for copied in table.take_copies()]
+        copies = [copied for table in self.tables for copied in table.take_copies()]
+        return [*copies, *self._state.take_copies()]
 
     def can_shorten(self, num_tokens: int) -> bool:
         """Return whether everything is present that the last of the first `num_tokens` tokens can see."""
         return all(table.can_shorten(num_tokens) for table in self.tables)
 
-    def shorten(self, num_tokens: int) -> None:
-        """Release pages beyond the first `num_tokens` tokens."""
+    def shorten(self, num_tokens: int, num_computed: int) -> int:
+        """Release pages beyond the first `num_tokens` tokens, of which `num_computed` are computed or more.
+
+        Return how many of them are still computed: none if that needs an earlier state, since it is made again from the
+        first token on.
+        """
+        if self.has_state and num_computed >= num_tokens:
+            self.release()
+            return 0
+        num_computed = min(num_computed, num_tokens)
         for table in self.tables:
-            table.shorten(num_tokens)
+            table.shorten(num_computed)
+        return num_computed
 
     def fork(self) -> SessionPages:
         """Return pages shared with these."""
         other = copy(self)
         other.tables = [table.fork() for table in self.tables]
+        other._state = self._state.fork()
         other.most_held = 0
         other._note_held()
         return other
 
     def layout(self) -> tuple[TableLayout, ...]:
-        """Return the layout of the pages, table by table, for `restore`."""
-        return tuple(table.layout() for table in self.tables)
+        """Return the layout of the pages, table by table, and of a state as if it were one, for `restore`."""
+        tables = tuple(table.layout() for table in self.tables)
+        return (*tables, (len(self._state.page_ids), 0, 0)) if self.has_state else tables
 
     def restore(self, layout: Sequence[TableLayout]) -> Sequence[PageId]:
         """Take pages for KV that was saved elsewhere, and return them, table by table. All tables must be empty."""
-        for table, of_table in zip(self.tables, layout, strict=True):
+        for table, of_table in zip(self.tables, layout[: len(self.tables)], strict=True):
             table.restore(of_table)
+        if self.has_state:
+            self._state.restore(layout[-1][0])
         self._note_held()
         return self.page_ids
 
@@ -325,9 +406,10 @@ class SessionPages:
         """Release all pages; nothing is computed then."""
         for table in self.tables:
             table.release()
+        self._state.release()
 
     def _note_held(self) -> None:
-        num_held = sum(len(table.page_ids) for table in self.tables)
+        num_held = sum(len(table.page_ids) for table in self.tables) + len(self._state.page_ids)
         if num_held > self.most_held:
             self.most_held = num_held
 
@@ -431,12 +513,17 @@ def count_retained(slots: PageSlots, pages: SessionPages, page_size: int, num_co
 
 
 def holds_what_it_should(slots: PageSlots, pages: SessionPages, page_size: int, num_computed: int) -> bool:
-    """Return whether all tokens that later ones can see are in their slots, and no table exceeds its page limit."""
-    return all(
+    """Return whether all tokens that later ones can see are in their slots, no table exceeds its page limit, and the
+    state is that after the last computed token.
+    """
+    is_right = all(
         _count(slots, table, page_size, num_computed) == table.retained.num_retained(num_computed)
         and len(table.page_ids) <= table.retained.most_pages(page_size)
         for table in pages.tables
     )
+    if not (pages.has_state and num_computed):
+        return is_right
+    return is_right and len(pages.state) > 0 and bool((slots.positions(pages.state) == num_computed - 1).all())
 
 
 def _count(slots: PageSlots, table: SessionPageTable, page_size: int, num_computed: int) -> int:
@@ -468,7 +555,7 @@ class SessionMemory:
         return count // self._page_blocks * self.page_size
 
     def most_pages(self, keeps: SinkWindow) -> int:
-        """Return the most that a session holds between steps. Raise ConfigError as retained_by_group does."""
+        """Return the most that a session holds between steps."""
         if self._groups is None:
             return keeps.most_pages(self.page_size)
         return most_blocks(self._groups, keeps, self.page_size)
@@ -479,11 +566,12 @@ class SessionMemory:
         return ChunkRoom(num_pages * self._page_blocks, self.page_size, self._page_blocks)
 
     def open(self, keeps: SinkWindow, reserve: PageReserve, room: ChunkRoom) -> SessionPages:
-        """Return an empty set of pages for a session. Raise ConfigError as `most_pages` does."""
-        if self._groups is None:
-            if not keeps.is_scored:
-                return SessionPages(keeps, reserve, room)
-
-            return SessionPages(keeps, reserve, room, make_table=HeavyTable)
-        kept = retained_by_group(self._groups, keeps)
-        return SessionPages(keeps, reserve, room, [one for one, num_blocks in kept for _ in range(num_blocks)])
+        """Return an empty set of pages for a session."""
+        groups = self._groups
+        make_table = HeavyTable if keeps.is_scored else SessionPageTable  # all layers have one table for what is scored
+        if groups is None:
+            return SessionPages(keeps, reserve, room, make_table=make_table)
+        retained: list[Retained] | None = None
+        if not keeps.is_scored:
+            retained = [one for one, blocks in retained_by_group(groups, keeps) for _ in range(blocks)]
+        return SessionPages(keeps, reserve, room, retained, make_table, groups.num_state_blocks)

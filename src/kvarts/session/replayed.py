@@ -122,8 +122,8 @@ class ReplayedSessions:
         self._sessions[session_id] = session
         if session.pages is not None:
             if session.num_computed >= row.num_prompt_tokens:  # an answer that was given up, and is computed again
-                session.pages.shorten(row.num_prompt_tokens)
-                session.num_computed = row.num_prompt_tokens - 1  # the last token is computed for its logits
+                left = session.pages.shorten(row.num_prompt_tokens, session.num_computed)
+                session.num_computed = min(left, row.num_prompt_tokens - 1)  # the last is computed for its logits
             request.own = session.pages
             request.start = session.num_computed
         return None
@@ -281,10 +281,7 @@ def open_replayed_sessions(
     groups = None if config.kv_groups == "off" else config.memory
     memory = SessionMemory(config.num_pages if groups is None else config.num_blocks, config.page_size, groups)
     if settings.keeps is not None:
-        try:
-            most_pages = memory.most_pages(settings.keeps)
-        except ConfigError as error:
-            raise ConfigError(error.what, field="sessions.window", hint=error.hint) from error
+        most_pages = memory.most_pages(settings.keeps)
         room_pages = memory.room(settings.chunk_tokens).num_pages
         if most_pages + room_pages > memory.total:
             raise ConfigError(

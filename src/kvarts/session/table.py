@@ -98,6 +98,16 @@ class Session:
         return self.content.num_known_tokens
 
     @property
+    def num_to_compute(self) -> int:
+        """The number of its tokens that are computed between turns.
+
+        A generation begins with the last token, which is computed again for its logits. No token can be computed again
+        with a state, so that the last token is left to the next turn.
+        """
+        has_state = self.pages is not None and self.pages.has_state
+        return max(0, self.history_length - has_state)
+
+    @property
     def num_retained(self) -> int:
         """The number of tokens with KV that a later token can see."""
         retained = self.settings if self.pages is None else self.pages.keeps
@@ -388,11 +398,12 @@ class SessionTable:
             bytearray(units), num_tokens=length, page_size=self._page_size, owner=content.owner, salt=content.salt
         )
         self.capacity.recount(session)
-        session.num_computed = min(session.num_computed, length)
+        if session.pages is None:
+            session.num_computed = min(session.num_computed, length)
+        else:
+            session.num_computed = session.pages.shorten(length, session.num_computed)
         session.furthest = session.num_computed
         session.touched_ns = self.now_ns()
-        if session.pages is not None:
-            session.pages.shorten(session.num_computed)
 
     def can_shorten(self, session: Session, length: int) -> bool:
         """Return whether the KV needed to continue after `length` tokens is present."""
@@ -437,7 +448,7 @@ class SessionTable:
             bound = None
         else:
             of_tables = count_retained(host.slots, pages, self._page_size, num_computed)
-            num_retained, num_live = max(of_tables), sum(of_tables)
+            num_retained, num_live = max(of_tables), sum(of_tables) + len(pages.state) * self._page_size
             num_pages, num_peak = len(pages.page_ids), pages.most_held
             bound = self._memory.most_pages(pages.keeps) * page_bytes
         return SessionInfo(

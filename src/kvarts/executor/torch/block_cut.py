@@ -43,8 +43,7 @@ class BlockCut(msgspec.Struct, frozen=True):
     @property
     def num_state_blocks(self) -> int:
         """Number of blocks for the state of a sequence; 0 for a model without states."""
-        memory = self.memory
-        return sum(group.part_bytes for group in memory.groups if group.is_state) // memory.block_bytes
+        return self.memory.num_state_blocks
 
 
 class _Group(msgspec.Struct):

@@ -236,7 +236,9 @@ class TorchExecutor:
             for slots in batch.block_slots:
                 self.slots.write(slots, batch.positions)
             if self._states is not None:
-                self._states.begin(self._state_tables.batch(plan))
+                states = self._state_tables.batch(plan)
+                self._states.begin(states)
+                self.slots.write_states(states, batch.positions)
             scored = self._scored(plan, batch) if self._sampler.num_scored else []
             captured = None
             if self._graphs is not None and not (scored or batch.observed):
