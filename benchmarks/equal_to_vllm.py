@@ -38,7 +38,7 @@ from vllm import envs
 from vllm.config import CacheConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, get_request_block_hasher, init_none_hash
@@ -62,6 +62,7 @@ from kvarts.hardware.kv_groups import KvLayer
 from kvarts.keys import BlockKeys
 from kvarts.kv.eviction import LruOrder
 from kvarts.kv.groups import STATE_SPAN, GroupMemory, PartGroup
+from kvarts.kv.runs import PartRun, RunMatch
 from kvarts.kv.transfer import Loaded, LoadKv, Offer, Weighed
 from kvarts.request import Request, RequestState
 from kvarts.routers.config import Routing
@@ -273,7 +274,7 @@ def draw_workload(row: str, seed: int) -> Workload:
     if row == "ranks":
         workload.num_ranks = draw.randint(2, 4)
         workload.report_every = draw.choice([1, 5, 20, 100])
-    if has_groups:
+    if has_groups or row in GROUP_LOAD_ROWS:
         windows = [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 3))]
         chunks = [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(1, 3))]
         workload.groups = [FULL, *windows, *chunks]
@@ -309,15 +310,15 @@ def draw_drafts(workload: Workload, draw: random.Random) -> None:
 
 def draw_loads(workload: Workload, row: str, draw: random.Random) -> None:
     """Let a tier have pages of most requests. In a row with failures, half of the loads bring fewer."""
-    workload.load_kv = "sync" if row == "loads" else "async"
+    workload.load_kv = "sync" if row in ("loads", "group-loads") else "async"
     most_steps = draw.choice([1, 3, 12, 60])
     for ask in workload.asks:
         num_pages = (len(ask.prompt) + len(ask.output)) // workload.page_size
         ask.num_below = draw.choice([0, draw.randint(0, num_pages), num_pages])
         ask.load_steps = draw.randint(1, most_steps)
-        if row == "failed-loads" and draw.random() < 0.5:
+        if row.startswith("failed") and draw.random() < 0.5:
             ask.num_good = draw.choice([0, 0, 1, 2, 5])
-    if row == "async-loads":
+    if row in ("async-loads", "async-group-loads"):
         workload.watermark = draw.choice([0.0, 0.0, 0.05])
         workload.long_prefill_token_threshold = draw.choice([0, 0, 8 * workload.page_size])
 
@@ -339,7 +340,8 @@ def add_states(workload: Workload, row: str, draw: random.Random) -> None:
     workload.is_async = row.endswith("async")
 
 
-LOAD_ROWS = ("loads", "async-loads", "failed-loads")
+GROUP_LOAD_ROWS = ("group-loads", "async-group-loads", "failed-group-loads")
+LOAD_ROWS = ("loads", "async-loads", "failed-loads", *GROUP_LOAD_ROWS)
 ROWS = {
     "full": "one full group, first come, first served",
     "priority": "three priorities",
@@ -368,6 +370,9 @@ ROWS = {
     "loads": "synchronous loads of a connector",
     "async-loads": "asynchronous loads of a connector, some with a watermark or a threshold",
     "failed-loads": "asynchronous loads of a connector, of which half bring fewer pages",
+    "group-loads": "synchronous loads of a connector, with several windows and chunks, everything kept",
+    "async-group-loads": "the same with asynchronous loads, some with a watermark or a threshold",
+    "failed-group-loads": "the same, of which half fail",
     "states-all": "states after all pages (mamba_cache_mode all), half with windows, chunks and three priorities",
     "states-align": "states at the ends of chunks (mamba_cache_mode align), half with windows, chunks and three "
     "priorities",
@@ -597,7 +602,10 @@ class Drafts:
 
 
 class Below:
-    """A tier below kvarts' device: it has the first pages of each request, and loads take steps."""
+    """A tier below kvarts' device: it has the first pages of each request, in all groups, and loads take steps.
+
+    As a connector of vLLM does, it loads all that a request needs after what the device has of every group.
+    """
 
     watcher = None
     evicts_safe_first = is_lazy = full_prompt_hits = is_due = slows_down = False
@@ -613,12 +621,35 @@ class Below:
         self._workload = workload
         self._num_below = [ask.num_below for ask in workload.asks]
         self._has_failed: set[int] = set()
+        self._offered: dict[int, tuple[Content, int, int]] = {}
         self._loads: list[tuple[int, Loaded]] = []
         self._step = 0
 
     def open_below(self, cache: Any, **_: Any) -> Any:
         """Return the tier."""
+        self._cache = cache
         return self
+
+    @property
+    def layout(self) -> Any:
+        """What it offers in parts of pages."""
+        return self
+
+    def offered(self, request: int) -> RunMatch:
+        """Return the pages that the device and the tier have together: those after the device's are loaded."""
+        content, start, num_pages = self._offered[request]
+        tree = self._cache.parts.tree
+        found = RunMatch(content, tree.root(content.salt), [], num_pages)
+        here = tree.pieces(tree.match(content, start))
+        found.pieces = []
+        for group, pieces in enumerate(here):
+            _, first = tree.needed(group, num_pages * self._workload.page_size)
+            kept = [(run, max(begin, first), end) for run, begin, end in pieces if end > first]
+            if max(first, start) < num_pages:
+                below = PartRun(group, None, max(first, start), num_pages, [], is_kept=True, list_index=len(here))
+                kept.append((below, below.start, below.end))
+            found.pieces.append(kept)
+        return found
 
     def begin_step(self, now_ns: int) -> None:
         """Take note of the step."""
@@ -643,6 +674,7 @@ class Below:
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
         """Return the pages after `start` that it has."""
         num_pages = min(self._num_below[request], limit) - start
+        self._offered[request] = content, start, start + num_pages
         return Offer(num_pages, (num_pages,)) if num_pages > 0 else None
 
     def weigh(self, offer: Offer, *_: Any, **__: Any) -> Weighed:
@@ -658,6 +690,8 @@ class Below:
             self._has_failed.add(request)
             num_good = ask.num_good
             self._num_below[request] = start + num_good
+            if len(self._workload.groups) > 1:  # vLLM knows only that something of it is missing
+                start = num_good = 0
         self._loads.append((self._step + ask.load_steps, Loaded(request, start + num_good, (num_good,))))
         return 0
 
@@ -683,7 +717,10 @@ class Below:
     def _pass(self, *_: Any) -> Any:
         """Do nothing: nothing is stored."""
 
-    plan_stores = confirm = preempted = keep_state = resumed = ended = forget = check = _pass
+    def turn(self, request: int, *, is_used: bool) -> None:
+        """Do nothing: what was loaded is stored nowhere."""
+
+    plan_stores = confirm = preempted = keep_state = resumed = ended = forget = check = recognise = _pass
 
 
 def request_of(workload: Workload, index: int) -> Request:
@@ -871,14 +908,14 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
         step += 1
 
 
-class Connector(KVConnectorBase_V1):  # type: ignore[misc]
-    """The same tier as a connector of vLLM."""
+class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """The same tier as a connector of vLLM, which supports several KV groups."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._num_below = [ask.num_below for ask in workload.asks]
         self._has_failed: set[int] = set()
-        self._loads: list[tuple[int, str, set[int]]] = []
+        self._loads: list[tuple[int, str, set[int], bool]] = []
         self.step = 0
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -893,15 +930,17 @@ class Connector(KVConnectorBase_V1):  # type: ignore[misc]
         if not num_external_tokens or self._workload.load_kv == "sync":
             return
         index, size = int(request.request_id), self._workload.page_size
-        ask, (block_ids,) = self._workload.asks[index], blocks.get_block_ids()
+        ask, tables = self._workload.asks[index], blocks.get_block_ids()
         num_pages = num_external_tokens // size
-        start = len(block_ids) - num_pages
+        start = len(tables[0]) - num_pages
         bad: set[int] = set()
+        has_failed = False
         if index not in self._has_failed and ask.num_good < num_pages:
             self._has_failed.add(index)
             self._num_below[index] = start + ask.num_good
-            bad = set(block_ids[start + ask.num_good :])
-        self._loads.append((self.step + ask.load_steps, request.request_id, bad))
+            has_failed = len(tables) > 1  # by blocks, vLLM refuses to be told it with several groups
+            bad = set() if has_failed else set(tables[0][start + ask.num_good :])
+        self._loads.append((self.step + ask.load_steps, request.request_id, bad, has_failed))
 
     def take_ended(self) -> Any:
         """Return what a worker reports about the loads that the next plan knows to have ended; None without any."""
@@ -909,19 +948,25 @@ class Connector(KVConnectorBase_V1):  # type: ignore[misc]
         if not ended:
             return None
         self._loads = [load for load in self._loads if load[0] > self.step + 1]
-        bad = set().union(*(blocks for _, _, blocks in ended))
-        return KVConnectorOutput(finished_recving={name for _, name, _ in ended}, invalid_block_ids=bad)
+        bad = set().union(*(blocks for _, _, blocks, _ in ended))
+        failed = {name for _, name, _, has_failed in ended if has_failed}
+        names = {name for _, name, _, _ in ended}
+        return KVConnectorOutput(finished_recving=names, failed_recving=failed, invalid_block_ids=bad)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Let the blocks of a request be free: nothing is stored."""
+        return False, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
+        """Do the same."""
         return False, None
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Return nothing for a worker."""
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Return the only group."""
-        return (0,)
+        """Return all groups."""
+        return tuple(range(len(self._workload.groups)))
 
     start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = build_connector_meta
 

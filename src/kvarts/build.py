@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # only an engine with KV groups, tiers, handoffs or page ids 
     from kvarts.sched.drafts import Drafter
     from kvarts.sched.handoffs import Handoffs
     from kvarts.sched.input_batch import InputBatch
-    from kvarts.sched.loads import Loads, LowerTiers
+    from kvarts.sched.loads import GroupOffers, Loads, LowerTiers
 
 __all__ = ["PrepareTiers", "PreparedTiers", "TierSettings", "build_engine", "open_group_cache", "preparation_of"]
 
@@ -50,7 +50,7 @@ class PreparedTiers(Protocol):
     """Whether the choice of what to store depends on which is evicted next."""
 
     load_kv: LoadKv
-    """How requests wait for their loads; `placed` if there are KV groups."""
+    """How requests wait for their loads."""
 
     num_tiers: int
     """The number of tiers whose parts are in the tree of the device, if there are KV groups."""
@@ -240,15 +240,16 @@ def build_engine(
     loads: Loads | None = None
     if below is not None:
         lower = below.open_below(cache, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
-        if memory is None and below.load_kv == "placed":
-            from kvarts.sched.loads import Loads
-
-            loads = Loads(lower, cache, waiting, page_size, tell)
-        elif memory is None:
+        if below.load_kv != "placed":
             from kvarts.sched.connector_loads import AsyncLoads, SyncLoads
 
             make_loads = AsyncLoads if below.load_kv == "async" else SyncLoads
-            loads = make_loads(lower, cache, waiting, page_size, tell)
+            offers = None if memory is None else cast("GroupOffers", lower.layout)
+            loads = make_loads(lower, cache, waiting, page_size, tell, offers)
+        elif memory is None:
+            from kvarts.sched.loads import Loads
+
+            loads = Loads(lower, cache, waiting, page_size, tell)
         else:
             from kvarts.sched.group_loads import GroupLoads
 

@@ -100,7 +100,6 @@ REFUSED = (
         for loads in ("async_loads", "sync_loads")
         for refusal in (
             Refusal((loads, "model"), "its requests wait with a place", "Leave it out."),
-            Refusal((loads, "kv_groups"), "it is not modelled", WHOLE),
             Refusal((loads, "store"), "other workers can delay its loads", "Leave it out."),
             Refusal((loads, "pulls"), "other workers can delay its loads", "Leave it out."),
             Refusal((loads, "layers"), "each decides when a request runs"),

@@ -147,7 +147,13 @@ class Auditor:
         self._page_blocks = sum(group.part_blocks for group in self.ledger.groups if not group.is_state)
         self._held = RequestParts(self.ledger, self._digests, self._found, page_size, names_private=self._has_groups)
         self._below = PartsBelow(
-            self._held, self.ledger, self._digests, self._found, page_size, goes_first=stores_go_first
+            self._held,
+            self.ledger,
+            self._digests,
+            self._found,
+            page_size,
+            goes_first=stores_go_first,
+            has_turns=loads_have_turns,
         )
         self._pinned: dict[int, list[list[LedgerPart]]] = {}
         """Parts of each pin, group by group, in order of position."""
@@ -358,6 +364,9 @@ class Auditor:
             case LoadStarted():
                 self._settle()
                 self._load(event)
+            case LoadUsed() if self._has_groups and self._loads_have_turns:
+                self._settle()
+                self._below.turn(event.request)
             case LoadUsed() if self._has_groups:
                 self._settle()
                 self._used[event.transfer] = self._below.use(event.request)

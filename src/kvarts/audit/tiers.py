@@ -122,6 +122,8 @@ class _Load(msgspec.Struct, eq=False):
     is_dropped: bool = False
     """Whether the request was cancelled or the load is incomplete."""
     has_ended: bool = False
+    has_arrived: bool = False
+    """Whether a step has begun since it ended, and the request has its turn from then on."""
     is_cancelled: bool = False
 
     @property
@@ -134,7 +136,8 @@ class _Load(msgspec.Struct, eq=False):
 class PartsBelow:
     """Owner of the holds of transfers in `ledger`. `found` receives the findings.
 
-    `goes_first`: the device evicts stored parts next.
+    `goes_first`: the device evicts stored parts next. `has_turns`: loaded parts are findable from the turn of their
+    request on, and a request whose load is incomplete keeps its parts until then.
     """
 
     def __init__(
@@ -146,7 +149,9 @@ class PartsBelow:
         page_size: int,
         *,
         goes_first: bool,
+        has_turns: bool = False,
     ) -> None:
+        self._has_turns = has_turns
         self._held = held
         self._ledger = ledger
         self._digests = digests
@@ -296,6 +301,11 @@ class PartsBelow:
             return
         load = self._loads[event.request]
         load.has_ended = True
+        if self._has_turns:
+            num_blocks = sum(self._ledger.groups[part.group].part_blocks for _, _, part in load.incoming)
+            load.is_dropped = load.is_dropped or event.num_good_blocks < num_blocks
+            self._ended.append(event.request)
+            return
         num_left = event.num_good_blocks
         broken: dict[int, int] = {}
         for _, page, part in load.incoming:
@@ -318,10 +328,24 @@ class PartsBelow:
         ended, self._ended = self._ended, []
         for request in ended:
             load = self._loads[request]
-            if load.has_front and not load.is_cancelled:
+            if self._has_turns and not load.is_cancelled:
+                load.has_arrived = True
+            elif load.has_front and not load.is_cancelled:
                 self._ended.append(request)
             else:
                 self._drop(request)
+
+    def turn(self, request: int) -> None:
+        """Publish the parts of a load that has ended; release them if it is incomplete."""
+        load = self._loads[request]
+        if not load.has_arrived:
+            self._found.add("has its turn before its load has ended", request)
+        if load.is_dropped:
+            self._drop(request)
+            return
+        for _, page, part in sorted(load.incoming, key=_place_of):
+            part.stays = True
+            self._held.publish(load.known, part.group, page, part)
 
     def cancel(self, request: int) -> bool:
         """Record that a request is cancelled; return whether a load for it is in progress, which keeps its parts."""
@@ -334,7 +358,7 @@ class PartsBelow:
             if load.has_ended and request not in self._ended:
                 self._ended.append(request)
             return True
-        if all(part.name is not None for _, _, part in load.incoming):
+        if load.has_arrived or all(part.name is not None for _, _, part in load.incoming):
             self._end_promise(self._loads.pop(request))
             return False
         load.is_dropped = True

@@ -375,6 +375,32 @@ class Cache:
         """Make the first `num_pages` pages of `holding` findable; a load has filled the last of them."""
         raise NotImplementedError
 
+    # Loads into no more than they fill, as by a KV connector of vLLM. `found`: what the device and a load have
+    # together; for whole pages, that of the device alone, and the load ends with page `end`.
+
+    def num_loading(self, found: Match, end: int) -> int:
+        """Return the blocks that a request holds while its load is under way."""
+        raise NotImplementedError
+
+    def num_to_load(self, found: Match, end: int) -> int:
+        """Return the blocks that must be free to hold these."""
+        raise NotImplementedError
+
+    def num_to_admit_loaded(self, match: Match, found: Match, num_known: int, budget: int) -> int:
+        """Return the blocks that must be free for a request with `match` on the device, of which a load brings more.
+
+        `budget`: the most tokens that it may compute in the step that admits it.
+        """
+        raise NotImplementedError
+
+    def num_to_go_on(self, holding: Holding, num_known: int, budget: int) -> int:
+        """Return the blocks that must be free to compute the known tokens of a request whose load has ended.
+
+        `budget`: the most tokens that it may compute in the next step; 0: the other requests are asked for, which need
+        no more than they will have at one time.
+        """
+        raise NotImplementedError
+
     # Prompts that other engines compute ---------------------------------------------------------------------
 
     def num_sent(self, start: int, num_tokens: int, page_size: int) -> int:

@@ -152,6 +152,53 @@ class GroupNeeds:
             most += self._idle(start, found, of_whole=True) + self._idle(start, found, of_whole=False)
         return most
 
+    def to_load(self, missing: Sequence[int], idle: Sequence[int]) -> int:
+        """Return the blocks of a load: by group, the parts that the device lacks, and those that nothing holds."""
+        return sum(part_blocks * (missing[index] + idle[index]) for index, (_, part_blocks) in enumerate(self._groups))
+
+    def to_admit_loaded(
+        self,
+        start: int,
+        loaded: int,
+        num_known: int,
+        end: int,
+        loads: tuple[list[int], list[int], list[int]],
+    ) -> int:
+        """Return what `to_admit` does for a request that gets the tokens [start, loaded) by a load.
+
+        `loads`: by group, the parts that are loaded, those of the device that are not held, and those of the device
+        after `start`. A window that has passed pages before the end of the load needs none of them, so they count as
+        pages of the match do.
+        """
+        missing, idle, beyond = loads
+        num_hit, num_pages = start // self._page_size, -(-num_known // self._page_size)
+        num_new = -(-end // self._page_size) - loaded // self._page_size
+        in_all, in_step, place = self._state_blocks, self._state_blocks, 0
+        for index, (group, part_blocks) in enumerate(self._groups):
+            if group.is_state:
+                in_all += part_blocks * missing[index]
+                in_step += part_blocks * missing[index]
+                continue
+            most, num_passed = num_pages, num_hit
+            if group.is_bounded:
+                most = min(num_pages, self._caps[place][0])
+                num_passed = max(num_hit, group.layer.first_seen(loaded) // self._page_size)
+                place += 1
+            in_all += part_blocks * max(0, most - num_passed - beyond[index])
+            in_step += part_blocks * (missing[index] + num_new)
+        return max(in_all, in_step) + self.to_load([0] * len(idle), idle)
+
+    def to_go_on(self, num_taken: int, num_known: int, end: int, num_states: int) -> int:
+        """Return the blocks for the tokens after `num_taken` pages of a request, of which a step computes up to `end`.
+
+        The rule is vLLM's, as of `to_admit`. `num_states`: the blocks of its own states, if it lacks them.
+        """
+        num_pages = -(-num_known // self._page_size)
+        in_all = self._whole_blocks * (num_pages - num_taken)
+        for cap, part_blocks in self._caps:
+            in_all += part_blocks * max(0, min(num_pages, cap) - num_taken)
+        return num_states + max(in_all, self.page_blocks * (-(-end // self._page_size) - num_taken))
+
     def front(self, held: Sequence[int], num_pages: int) -> int:
         """Return the most blocks of windows and chunks that a request holds which computes `num_pages` pages.
 

@@ -476,6 +476,59 @@ class GroupPages(Cache):
         self._promise(holding, max(0, num_wanted - (num_free - self.num_free)))
         return holding
 
+    def open_to_load(self, match: Match, num_known: int) -> PartHolding:
+        """Hold the device's parts of `match`, of device and tiers together, and take those that a load fills."""
+        found = cast(RunMatch, match)
+        holding = PartHolding(self.parts.begin_load(found.content, found), found.num_pages)
+        self.count()
+        return holding
+
+    def publish_loaded(self, holding: Holding, num_pages: int) -> None:
+        """Make the parts of the first `num_pages` pages findable."""
+        self.parts.arrive(cast(PartHolding, holding).parts, [num_pages] * len(self.memory.groups))
+        self.count()
+
+    def num_loading(self, found: Match, end: int) -> int:
+        """Return the blocks of all parts that are found or loaded."""
+        return self.parts.held_after(cast(RunMatch, found))
+
+    def num_to_load(self, found: Match, end: int) -> int:
+        """Return the blocks of those that are loaded, or that nothing holds."""
+        missing, idle, _ = self._counts_of(found, 0)
+        return self.needs.to_load(missing, idle)
+
+    def num_to_admit_loaded(self, match: Match, found: Match, num_known: int, budget: int) -> int:
+        """Return the blocks by GroupNeeds.to_admit_loaded."""
+        start, loaded = match.num_pages * self.page_size, found.num_pages * self.page_size
+        end = min(num_known, loaded + budget)
+        return self.needs.to_admit_loaded(start, loaded, num_known, end, self._counts_of(found, match.num_pages))
+
+    def num_to_go_on(self, holding: Holding, num_known: int, budget: int) -> int:
+        """Return the blocks by GroupNeeds.to_go_on."""
+        parts = cast(PartHolding, holding).parts
+        end = min(num_known, parts.num_tokens + budget)
+        return self.needs.to_go_on(parts.num_taken, num_known, end, self.parts.missing_state_bytes(parts))
+
+    def _counts_of(self, found: Match, num_hit: int) -> tuple[list[int], list[int], list[int]]:
+        """Return, by group, how many parts of `found` a load brings, nothing holds, and are after a hit."""
+        missing: list[int] = []
+        idle: list[int] = []
+        beyond: list[int] = []
+        for index, pieces in enumerate(self.parts.tree.pieces(cast(RunMatch, found))):
+            num_missing = num_idle = num_beyond = 0
+            for run, start, end in pieces:
+                if run.list_index != index:
+                    num_missing += end - start
+                    continue
+                if not run.holders:
+                    num_idle += end - start
+                if end > num_hit:
+                    num_beyond += end - max(start, num_hit)
+            missing.append(num_missing)
+            idle.append(num_idle)
+            beyond.append(num_beyond)
+        return missing, idle, beyond
+
     def num_front(self, match: Match, num_pages: int) -> int:
         """Return the most blocks of windows that are held while `num_pages` pages after `match` are computed."""
         pieces = self.parts.tree.pieces(cast(RunMatch, match))

@@ -348,6 +348,22 @@ class PageCache(Cache):
         """Make the first `num_pages` pages findable."""
         self.publish_pages(holding, num_pages)
 
+    def num_loading(self, found: Match, end: int) -> int:
+        """Return the pages that were found or are loaded."""
+        return end
+
+    def num_to_load(self, found: Match, end: int) -> int:
+        """Return the pages up to `end` that are not in use."""
+        return end - found.num_shared
+
+    def num_to_admit_loaded(self, match: Match, found: Match, num_known: int, budget: int) -> int:
+        """Return the pages of `num_known` tokens that are not in use: a load needs no more than computing."""
+        return self.num_to_admit(match, num_known, budget)
+
+    def num_to_go_on(self, holding: Holding, num_known: int, budget: int) -> int:
+        """Return the pages that `num_known` tokens lack."""
+        return max(0, self.num_to_finish(holding, num_known))
+
     def num_sent(self, start: int, num_tokens: int, page_size: int) -> int:
         """Return the pages of `num_tokens` tokens from token `start` on."""
         return -(-num_tokens // page_size) - start // page_size

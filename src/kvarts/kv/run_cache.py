@@ -358,6 +358,10 @@ class RunCache(RunAccount):
                 run.keeps += change
         return num_bytes
 
+    def missing_state_bytes(self, holding: RunHolding) -> int:
+        """Return the bytes of the states that `holding` does not have yet."""
+        return sum([self.part_bytes[index] for index in self._of_states if not holding.num_states[index]])
+
     def missing_bytes(self, holding: RunHolding, num_new: int) -> int:
         """Return the bytes that the next `num_new` tokens need and `holding` does not have."""
         num_pages = -(-(holding.num_tokens + num_new) // self.page_size) - holding.num_taken

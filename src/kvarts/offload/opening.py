@@ -270,6 +270,7 @@ def _layout_of_parts(
         swaps=offload.preemption_mode == "swap" and len(parts) > len(more),
         store_within_ns=round(offload.store_within_ms * 1e6),
         with_page_ids=with_page_ids,
+        arrive_at_turns=offload.load_kv == "async",
     )
 
 

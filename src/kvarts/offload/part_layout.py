@@ -94,7 +94,8 @@ class PartLayout(Layout[PartTier]):
     """Parts of pages in KV groups, of `cache` and of the tiers below it.
 
     `policy`: which parts are stored in the first tier, and when. `swaps`: parts of a preempted request's generated
-    tokens are stored there too, and dropped when it ends.
+    tokens are stored there too, and dropped when it ends. `arrive_at_turns`: loaded parts become findable only when
+    their request has its turn, which is not noted here.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class PartLayout(Layout[PartTier]):
         swaps: bool = False,
         store_within_ns: int = ALL,
         with_page_ids: bool = False,
+        arrive_at_turns: bool = False,
     ) -> None:
         super().__init__(
             connected,
@@ -122,6 +124,7 @@ class PartLayout(Layout[PartTier]):
         self._cache = cache
         self._parts = cache.parts
         self._policy = policy
+        self._arrive_at_turns = arrive_at_turns
         # The last tokens that a preempted request has computed need not fill a page: an executor could not copy them.
         self._swaps = swaps and not (cache.memory.has_states and with_page_ids)
         self._states = [index for index, group in enumerate(tier.groups) if group.is_state]
@@ -129,6 +132,8 @@ class PartLayout(Layout[PartTier]):
         self._num_loaded = list(self._num_stored)
         """Parts by group that have arrived so far, in the first tier and on the device."""
         self._offered: dict[int, Offered] = {}
+        self._late: dict[int, list[Spill]] = {}
+        """Parts of slower tiers that were loaded for a request, and are to be stored in the first from its turn on."""
         self._newest = -1
         """The request of the last offer."""
         self._no_pages = (0,) * len(connected)
@@ -551,13 +556,17 @@ class PartLayout(Layout[PartTier]):
             ends_by_tier.append(self._good_ends(pin, num_good))
             num_good -= self._num_blocks(pin)
         ends = [min(of_group) for of_group in zip(*ends_by_tier, strict=True)]
-        if of_parts.loading is not None:
+        if of_parts.loading is not None and not self._arrive_at_turns:
             self._parts.arrive(of_parts.loading, ends)
         for place, (tier, pin, good_ends) in enumerate(zip(self.tiers, of_parts.pins, ends_by_tier, strict=True)):
             for group, runs in enumerate(pin.held if place else ()):
                 for run in runs:
                     if run.start < ends[group] and run.span is not None:
-                        self._policy.complete(of_parts.content, group, run.start, min(run.end, ends[group]))
+                        arrived = of_parts.content, group, run.start, min(run.end, ends[group])
+                        if not self._arrive_at_turns:
+                            self._policy.complete(*arrived)
+                        elif is_whole:
+                            self._late.setdefault(loading.request, []).append(arrived)
             tier.drop(pin, good_ends)
         # The request used its whole prefix, including the part on the device.
         last = loading.start + sum(loading.by_tier)
@@ -568,6 +577,12 @@ class PartLayout(Layout[PartTier]):
         return (
             Loaded(loading.request, last, loading.by_tier) if is_whole else Loaded(loading.request, 0, self._no_pages)
         )
+
+    def turn(self, request: int, *, is_used: bool) -> None:
+        """Store what a load has brought from slower tiers: its request has its turn; not `is_used`: it has left."""
+        for arrived in self._late.pop(request, ()):
+            if is_used:
+                self._policy.complete(*arrived)
 
     def _good_ends(self, pin: RunHolding, num_good: int) -> list[int]:
         """Return, by group, the page before which all parts of `pin` have arrived, if `num_good` blocks did."""

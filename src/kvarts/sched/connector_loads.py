@@ -13,18 +13,84 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from kvarts.event_log import Tell
 from kvarts.events import LoadUsed
-from kvarts.kv.cache import Holding, Match
+from kvarts.kv.cache import Cache, Holding, Match
 from kvarts.kv.transfer import Awaited, Loaded, Offer, Weighed
+from kvarts.limits import MOST_COUNT
 from kvarts.request import Request, RequestState
-from kvarts.sched.loads import Loads
+from kvarts.sched.loads import GroupOffers, Loads, LoadUnderWay, LowerTiers
+from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
 
 __all__ = ["AsyncLoads", "SyncLoads"]
 
 
 class _ConnectorLoads(Loads):
-    """Loads into the pages that they fill: the pages of further tokens are taken when these are computed."""
+    """Loads into the pages that they fill: the pages of further tokens are taken when these are computed.
+
+    `offers`: what tiers offer in parts, of a cache with KV groups.
+    """
+
+    def __init__(
+        self,
+        tiers: LowerTiers,
+        cache: Cache,
+        waiting: WaitingQueue,
+        page_size: int,
+        tell: Tell | None,
+        offers: GroupOffers | None = None,
+    ) -> None:
+        super().__init__(tiers, cache, waiting, page_size, tell)
+        self._offers = offers
+
+    def note_arrived(self, request: Request) -> None:
+        """Make the parts of its content that an earlier process stored findable."""
+        if self._offers is not None:
+            self._offers.recognise(request.content)
+
+    def _found(self, request: Request, match: Match) -> Match:
+        """Return what the device and the load of `request` have together; for whole pages, what the device has."""
+        return match if self._offers is None else self._offers.offered(request.index)
+
+    def num_to_load(self, request: Request, match: Match, num_known: int, budget: int) -> int:
+        """Return the blocks that must be free to load parts after `match`; MOST_COUNT for whole pages, or if nothing.
+
+        Where groups keep less than all tokens, loading takes fewer blocks than computing.
+        """
+        offers = self._offers
+        if offers is None:
+            return MOST_COUNT
+        tiers, page_size = self.tiers, self._page_size
+        offer = tiers.lookup(request.index, request.content, match.num_pages, (num_known - 1) // page_size)
+        if offer is None:
+            return MOST_COUNT
+        num_wanted = self._wanted(request, match, num_known, match.num_pages + offer.num_pages, budget)
+        for depth in range(len(offer.by_tier) - 1, 0, -1):
+            if any(offer.by_tier[:depth]):
+                offers.offer_up_to(request.index, depth)
+                end = match.num_pages + sum(offer.by_tier[:depth])
+                num_wanted = min(num_wanted, self._wanted(request, match, num_known, end, budget))
+        tiers.forget(request.index)
+        return num_wanted
+
+    def _wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
+        """Return the blocks that must be free to begin the load of the pages up to `end`."""
+        return self._cache.num_to_admit_loaded(match, self._found(request, match), num_known, budget)
+
+    def _fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int, budget: int) -> bool:
+        """Return whether the blocks of the load, and those that its request will need, are free."""
+        num_wanted = self._wanted(request, match, num_known, end, budget) + num_kept
+        self.num_short = max(0, num_wanted - self._cache.num_free)
+        return not self.num_short
+
+    def _leader(self, request: Request, start: int, limit: int) -> tuple[LoadUnderWay | None, Awaited | None]:
+        """Return a load that brings pages of `request`; of parts, one that it needs completely."""
+        leader, awaited = super()._leader(request, start, limit)
+        if self._offers is None or leader is None or awaited is None:
+            return leader, awaited
+        is_whole = start + awaited.num_pages >= leader.end  # a load brings windows for its end only
+        return (leader, awaited) if is_whole else (None, None)
 
     def _weigh(
         self, request: Request, offer: Offer, match: Match, num_known: int, num_behind: int, awaited: Awaited | None
@@ -34,12 +100,22 @@ class _ConnectorLoads(Loads):
         return super()._weigh(request, without, match, num_known, num_behind, awaited)
 
     def _num_held(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> int:
-        """Return `end`, the number of pages that were found or are loaded."""
-        return end
+        """Return the number of pages that were found or are loaded, in blocks."""
+        return self._cache.num_loading(self._found(request, match), end)
 
     def _open(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> Holding:
         """Hold `match`, and take the pages up to `end`."""
-        return self._cache.open_to_load(match, end * self._page_size)
+        return self._cache.open_to_load(self._found(request, match), end * self._page_size)
+
+    def _release(self, request: Request) -> None:
+        """Release everything that `request` holds; it never ran."""
+        if self._offers is None:
+            super()._release(request)
+            return
+        holding = request.holding
+        assert holding is not None
+        self._cache.close(holding, holding.num_pages, holding.num_pages)
+        request.holding = None
 
 
 class AsyncLoads(_ConnectorLoads):
@@ -56,11 +132,11 @@ class AsyncLoads(_ConnectorLoads):
         self._turned: set[int] = set()
         """The requests among these that had a turn, and lacked memory."""
 
-    def _fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int) -> bool:
-        """Return whether the pages of the load are free, besides those that prefills and other loads need."""
-        num_wanted = self._cache.num_to_admit(match, end * self._page_size, 0, num_kept) + self._num_promised()
-        self.num_short = max(0, num_wanted - self._cache.num_free)
-        return not self.num_short
+    def _wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
+        """Return the same: those that its request will need, or those of the load and those promised to others."""
+        found = self._found(request, match)
+        num_blocks = self._cache.num_to_load(found, end) + self._num_promised()
+        return max(num_blocks, self._cache.num_to_admit_loaded(match, found, num_known, 0))
 
     def _num_promised(self) -> int:
         """Return the pages that prefills and loads lack until their known tokens are computed."""
@@ -68,12 +144,12 @@ class AsyncLoads(_ConnectorLoads):
         requests = [request for request in requests if request.state is RequestState.LOADING]
         requests += [request for request, _ in self.loaded]
         requests += [request for request in self._running.chunked if request.own is None]
-        return sum(map(self.num_to_run, requests))
+        return sum([self.num_to_run(request, 0) for request in requests])
 
-    def num_to_run(self, request: Request) -> int:
+    def num_to_run(self, request: Request, budget: int) -> int:
         """Return the pages that `request` lacks to compute its known tokens."""
         assert request.holding is not None
-        return max(0, self._cache.num_to_finish(request.holding, request.num_known))
+        return self._cache.num_to_go_on(request.holding, request.num_known, budget)
 
     def take_ended(self) -> None:
         """Let the requests whose loads have ended have their turns in the steps from now on."""
@@ -83,6 +159,8 @@ class AsyncLoads(_ConnectorLoads):
             if request.state is RequestState.ABANDONED:
                 self._num_abandoned -= 1
                 self._close(request)
+                if self._offers is not None:
+                    self._offers.turn(request.index, is_used=False)
                 self._let_follow(request.index)
                 continue
             request.become(RequestState.LOADED)
@@ -102,6 +180,8 @@ class AsyncLoads(_ConnectorLoads):
         if loaded.num_pages:
             self._turned.add(request.index)
             self._cache.publish_loaded(request.holding, loaded.num_pages)
+            if self._offers is not None:
+                self._offers.turn(request.index, is_used=True)
         else:
             self.loaded = [entry for entry in self.loaded if entry[0] is not request]
             del self._transfers[request.index]
@@ -123,6 +203,8 @@ class AsyncLoads(_ConnectorLoads):
         super().cancel(request)
         if request.index in self._transfers:
             self._forget(request)
+            if self._offers is not None:
+                self._offers.turn(request.index, is_used=False)
             self._let_follow(request.index)
 
     def _forget(self, request: Request) -> None:
@@ -136,10 +218,17 @@ class SyncLoads(_ConnectorLoads):
     is_sync = True
 
     def try_start(
-        self, request: Request, match: Match, num_known: int, num_behind: int, now_ns: int, num_kept: int = 0
+        self,
+        request: Request,
+        match: Match,
+        num_known: int,
+        num_behind: int,
+        now_ns: int,
+        num_kept: int = 0,
+        budget: int = 0,
     ) -> bool:
         """Begin a load, to be used at once by `start_early`; return False if the pages are to be computed."""
-        if not super().try_start(request, match, num_known, num_behind, now_ns, num_kept):
+        if not super().try_start(request, match, num_known, num_behind, now_ns, num_kept, budget):
             return False
         load = self._loading.get(request.index)
         if load is not None:

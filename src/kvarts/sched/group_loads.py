@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import cast
 
 from msgspec.structs import replace
 
-from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.cache import Holding, Match
 from kvarts.kv.group_pages import GroupPages
-from kvarts.kv.runs import RunMatch
 from kvarts.kv.transfer import Awaited, Loaded, Offer, Weighed
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request
-from kvarts.sched.loads import Loads, LoadUnderWay, LowerTiers
+from kvarts.sched.loads import GroupOffers, Loads, LoadUnderWay, LowerTiers
 from kvarts.sched.policy import WaitingQueue
 
-__all__ = ["GroupLoads", "GroupOffers"]
-
-
-class GroupOffers(Protocol):
-    """What tiers below a device with KV groups offer to requests, in parts.
-
-    A load covers all that is offered when it begins, except its front.
-    """
-
-    def offered(self, request: int) -> RunMatch:
-        """Return the longest prefix that every group could resume from with the parts offered to `request`."""
-
-    def recognise(self, content: Content) -> None:
-        """Make the parts of `content` that an earlier process stored findable. No match may be in use."""
-
-    def offer_up_to(self, request: int, depth: int) -> None:
-        """Offer to `request` what the device and the first `depth` tiers have, and nothing of slower ones."""
+__all__ = ["GroupLoads"]
 
 
 class GroupLoads(Loads):
@@ -65,7 +47,7 @@ class GroupLoads(Loads):
         start = match.num_pages * self._page_size
         return self._needs.to_admit(start, num_known, min(num_known, start + self._needs.most_new), held)
 
-    def num_to_load(self, request: Request, match: Match, num_known: int) -> int:
+    def num_to_load(self, request: Request, match: Match, num_known: int, budget: int) -> int:
         """Return the blocks that must be free to load what the tiers have after `match`; MOST_COUNT if nothing."""
         tiers, page_size = self.tiers, self._page_size
         limit = (num_known if tiers.full_prompt_hits else num_known - 1) // page_size
@@ -80,7 +62,7 @@ class GroupLoads(Loads):
         tiers.forget(request.index)
         return num_wanted
 
-    def _fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int) -> bool:
+    def _fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int, budget: int) -> bool:
         """Return whether the most blocks that `request` may hold at a time are free."""
         return self._wanted(request, num_known) <= self._parts.num_free
 

@@ -34,9 +34,10 @@ from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
 
 if TYPE_CHECKING:
+    from kvarts.kv.runs import RunMatch
     from kvarts.kv.transfer import Awaited, Coming, Loaded, Offer, Transfer, TransferReport, TransferTotals, Weighed
 
-__all__ = ["LoadUnderWay", "Loads", "LowerTiers"]
+__all__ = ["GroupOffers", "LoadUnderWay", "Loads", "LowerTiers"]
 
 
 class LowerTiers(Protocol):
@@ -202,6 +203,25 @@ class LowerTiers(Protocol):
         """Assert laws L1 to L3 in every tier below."""
 
 
+class GroupOffers(Protocol):
+    """What tiers below a device with KV groups offer to requests, in parts.
+
+    A load covers all that is offered when it begins, except its front.
+    """
+
+    def offered(self, request: int) -> RunMatch:
+        """Return the longest prefix that every group could resume from with the parts offered to `request`."""
+
+    def recognise(self, content: Content) -> None:
+        """Make the parts of `content` that an earlier process stored findable. No match may be in use."""
+
+    def offer_up_to(self, request: int, depth: int) -> None:
+        """Offer to `request` what the device and the first `depth` tiers have, and nothing of slower ones."""
+
+    def turn(self, request: int, *, is_used: bool) -> None:
+        """Note that `request`, which waited without a place, has its turn after its load; not `is_used`: it left."""
+
+
 class LoadUnderWay:
     """A load for `request`, which gets pages [start, end) by it; that should end at `end_ns`.
 
@@ -307,12 +327,20 @@ class Loads:
         """Take note of the running requests of the scheduler."""
 
     def try_start(
-        self, request: Request, match: Match, num_known: int, num_behind: int, now_ns: int, num_kept: int = 0
+        self,
+        request: Request,
+        match: Match,
+        num_known: int,
+        num_behind: int,
+        now_ns: int,
+        num_kept: int = 0,
+        budget: int = 0,
     ) -> bool:
         """Begin to load the pages after `match` that the tiers have for `request`, or to wait for a load of them.
 
         Return False if the pages are to be computed: the tiers do not have them, or computing is faster; or, with
         `num_short`, if the load has to wait for memory. `num_behind` requests wait. `num_kept`: pages to leave free.
+        `budget`: the most tokens that the request may compute in this step.
         """
         tiers = self.tiers
         self.num_short = 0
@@ -361,7 +389,7 @@ class Loads:
             weights = weighed.num_pages, weighed.load_ns, weighed.worth_ns
             self._tell(LoadWeighed(request.index, request.content, start, offered, *weights))
         end = start + weighed.num_pages
-        if not weighed.num_pages or not self._fits(request, match, num_known, end, num_kept):
+        if not weighed.num_pages or not self._fits(request, match, num_known, end, num_kept, budget):
             tiers.forget(request.index)
             return False
         if self._tell is not None:
@@ -394,7 +422,7 @@ class Loads:
             self.fronts.append(load)
         return True
 
-    def num_to_load(self, request: Request, match: Match, num_known: int) -> int:
+    def num_to_load(self, request: Request, match: Match, num_known: int, budget: int) -> int:
         """Return the blocks that must be free to load what the tiers have for `request` after `match`.
 
         At least MOST_COUNT if they have nothing, or if loading takes as many as computing.
@@ -408,7 +436,7 @@ class Loads:
         start = match.num_pages
         return self.tiers.weigh(offer, start, self._page_size, num_known, num_behind=num_behind, awaited=awaited)
 
-    def _fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int) -> bool:
+    def _fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int, budget: int) -> bool:
         """Return whether there is room to load pages up to `end`: always, as that needs no more than computing."""
         return True
 
@@ -431,8 +459,11 @@ class Loads:
         """Let `request`, whose load has ended, have its turn; return False if it has nothing, and waits again."""
         return True
 
-    def num_to_run(self, request: Request) -> int:
-        """Return the pages that `request`, whose load has ended, lacks to compute its known tokens."""
+    def num_to_run(self, request: Request, budget: int) -> int:
+        """Return the pages that `request`, whose load has ended, lacks to compute its known tokens.
+
+        `budget`: the most tokens that it may compute in the next step.
+        """
         return 0
 
     def begin_run(self, request: Request) -> None:

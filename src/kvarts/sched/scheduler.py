@@ -783,11 +783,14 @@ class Scheduler:
                     least = cache.least_to_admit(match, num_known, num_new) + watermark + num_matched
                     if loads is not None:
                         # Where groups keep less than all tokens, loading takes fewer blocks than computing.
-                        num_to_load = watermark + loads.num_to_load(request, match, num_known)
+                        num_to_load = watermark + loads.num_to_load(request, match, num_known, num_new)
+                        num_behind = waiting.num_waiting - 1
                         if num_to_load > cache.num_free:
                             least = min(least, num_to_load)
-                        elif loads.try_start(request, match, num_known, waiting.num_waiting - 1, now_ns):
+                        elif loads.try_start(request, match, num_known, num_behind, now_ns, watermark, num_new):
                             self._take_from_waiting(request)
+                            if not loads.takes_places or loads.is_sync:
+                                budget = self._go_on_after(loads, request, now_ns, budget, chunks, admitted)
                             continue
                     self.blocked = FOR_PAGES
                     self.num_pages_wanted, self._least_wanted = num_wanted, least
@@ -799,17 +802,12 @@ class Scheduler:
                 self.blocked = FOR_BUDGET
                 break
             if loads is not None:
-                if loads.try_start(request, match, num_known, waiting.num_waiting - 1, now_ns, watermark):
+                num_behind = waiting.num_waiting - 1
+                if loads.try_start(request, match, num_known, num_behind, now_ns, watermark, num_new):
                     self._take_from_waiting(request)
                     if request.state is RequestState.LOADING and loads.takes_places:
                         running.start_loading(request)
-                    if loads.fronts and loads.fronts[-1].request is request:
-                        budget -= self._prefill.compute_front(loads.fronts[-1], budget, chunks)
-                    elif loads.is_sync and request.state is RequestState.LOADING:
-                        budget -= self._start_loaded(loads, *loads.start_early(), now_ns, budget, chunks, admitted)
-                    if request is loads.retried:
-                        loads.retried = None
-                        budget = self._admit_loaded(loads, now_ns, budget, chunks, admitted)
+                    budget = self._go_on_after(loads, request, now_ns, budget, chunks, admitted)
                     continue
                 if loads.num_short:
                     self.blocked = FOR_PAGES
@@ -862,7 +860,7 @@ class Scheduler:
                     break
                 if not loads.begin_turn(*loads.loaded[0]):
                     break
-                if self._lacks_to_run(request, loads):
+                if self._lacks_to_run(request, loads, min(budget, self._prefill.most_tokens)):
                     self.blocked, loads.is_blocking = FOR_PAGES, True
                     break
             if not self._prefill.has_room(request, request.num_prompt_tokens - 1, chunks):
@@ -871,10 +869,23 @@ class Scheduler:
             budget -= self._start_loaded(loads, request, loaded, now_ns, budget, chunks, admitted)
         return budget
 
-    def _lacks_to_run(self, request: Request, loads: Loads) -> bool:
+    def _go_on_after(
+        self, loads: Loads, request: Request, now_ns: int, budget: int, chunks: list[Chunk], admitted: list[int]
+    ) -> int:
+        """Compute what `request`, whose load has begun, computes in this step; return the rest of the budget."""
+        if loads.fronts and loads.fronts[-1].request is request:
+            budget -= self._prefill.compute_front(loads.fronts[-1], budget, chunks)
+        elif loads.is_sync and request.state is RequestState.LOADING:
+            budget -= self._start_loaded(loads, *loads.start_early(), now_ns, budget, chunks, admitted)
+        if request is loads.retried:
+            loads.retried = None
+            budget = self._admit_loaded(loads, now_ns, budget, chunks, admitted)
+        return budget
+
+    def _lacks_to_run(self, request: Request, loads: Loads, budget: int) -> bool:
         """Return whether the known tokens of `request`, which has had its load, lack memory."""
         watermark = self._watermark if self.running.num_running else 0
-        num_wanted = loads.num_to_run(request) + watermark
+        num_wanted = loads.num_to_run(request, budget) + watermark
         while (num_short := num_wanted - self.pages.num_free_to_admit(num_wanted)) > 0:
             if self.pages.reclaim(num_short):
                 continue
