@@ -73,7 +73,7 @@ class PeerPartsView(PartTier):
     @property
     def used_bytes(self) -> int:
         """Bytes of parts that this engine reads."""
-        return sum(map(self._num_blocks, self._pinned)) * self.block_bytes
+        return sum(map(self.num_pinned, self._pinned)) * self.block_bytes
 
     def match(self, tree: SpanTree, content: Content, limit: int, depth: int) -> RunMatch:
         """Return how far every group can resume with parts of a device, of its first `depth` tiers, and of one engine.
@@ -165,10 +165,6 @@ class PeerPartsView(PartTier):
 
     def reset(self) -> None:
         """Do nothing: the memory is that of others."""
-
-    def _num_blocks(self, pin: RunHolding) -> int:
-        counts = [sum(run.end - run.start for run in runs) for runs in pin.held]
-        return sum(map(int.__mul__, counts, self.part_blocks))
 
     def check(self, pins: Sequence[RunHolding]) -> None:
         """Assert law L2: everything that is pinned elsewhere is of a transfer or an offer. `pins`: all of these."""
