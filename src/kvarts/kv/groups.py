@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 __all__ = [
-    "SCORINGS",
     "STATE_SPAN",
     "GroupKeeps",
     "GroupMemory",
@@ -36,7 +35,6 @@ __all__ = [
     "PageTable",
     "PartGroup",
     "Retention",
-    "Scoring",
     "SinkWindow",
     "most_blocks",
     "retained_by_group",

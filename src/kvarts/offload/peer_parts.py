@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from mypy_extensions import mypyc_attr
 
 from kvarts.content import Content
+from kvarts.event_log import Tell
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, holding_of_transfer
 from kvarts.kv.span_tree import SpanTree
@@ -37,7 +38,7 @@ class PeerParts(Peers[PartTier, "PeerPartsView"]):
     unit = "blocks"
     """The unit of counts."""
 
-    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int) -> PeerPartsView:
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, tell: Tell | None) -> PeerPartsView:
         """Return the memory of the others as a tier of `worker`, whose device has the KV groups of `memory`."""
         assert memory is not None
         return PeerPartsView(self, worker, memory, page_size)

@@ -52,10 +52,11 @@ class SharedParts(Shared["PartsView"]):
         self.pins: dict[RunHolding, None] = {}
         """What transfers and offers of all engines read or write."""
 
-    def open_view(self, worker: int, memory: GroupMemory | None, tell: Tell | None) -> PartsView:
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, tell: Tell | None) -> PartsView:
         """Return the store as a tier of `worker`, whose device has the KV groups of `memory`."""
         assert memory is not None
-        return PartsView(self, worker, memory, tell)
+        view = self.views[worker] = PartsView(self, worker, memory, tell)
+        return view
 
     @property
     def num_cached(self) -> int:
