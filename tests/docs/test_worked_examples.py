@@ -6,6 +6,7 @@ from typing import Any
 
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv import decodes
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.runs import RunHolding, Stream, Turns
@@ -81,8 +82,7 @@ def test_a_stream_with_a_hole() -> None:
 def one_window(num_pages: int) -> tuple[RunCache, RunHolding]:
     """A decode from position 0 on, with pages and a window of 4 tokens, alone in a memory of `num_pages` pages."""
     window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=4), 1)
-    latent = GroupMemory((window,))
-    cache = RunCache(latent, page_size=4, total_bytes=num_pages)
+    cache = RunCache(GroupMemory((window,)), page_size=4, total_bytes=num_pages)
     content = Content.from_tokens(range(64), page_size=4, owner=0)
     holding = cache.begin(content, cache.match(content, 0))
     cache.decodes.start(holding, 0)
@@ -114,4 +114,9 @@ def test_a_leap_of_decodes() -> None:
     taken = [sum(done.taken[: step + 1]) for step in range(13)]
     listed = [sum(done.listed[0][: step + 1]) for step in range(13)]
     free = [3 - count + back for count, back in zip(taken, listed, strict=True)]
-    assert [free[step] for step in (0, 4, 6, 8, 10, 12)] == [2, 1, 2, 1, 2, 1]
+    rows = {row[4:16].strip(): row[16:].split("empty")[0].split() for row in (decodes.__doc__ or "").splitlines()}
+    assert [[int(number) for number in rows[name]] for name in ("taken", "released", "free after")] == [
+        [count for count in done.taken if count],
+        [count for count in done.listed[0] if count],
+        [free[step] for step in (0, 4, 6, 8, 10, 12)],
+    ], "the drawing"
