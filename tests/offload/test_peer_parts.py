@@ -56,7 +56,7 @@ def test_the_engine_is_read_with_whose_parts_a_match_is_the_longest(
     peers = PeerParts(1, links, latency_ms=0.0, bytes_per_s=1.0)
     for number, host in enumerate(hosts):
         peers.connect(number, host)
-    view = peers.open_view(0, memory, page_size)
+    view = peers.open_view(0, memory, page_size, None)
     naive = [
         NaiveTieredGroups(
             [(group.layer, group.part_bytes) for group in memory.groups], page_size, 100, keeps_all=True,

@@ -69,7 +69,7 @@ class StoreMachine(TieredMachine):
         of_all = set(self.__dict__)
         self.engines: list[dict[str, Any]] = []
         for engine in range(NUM_ENGINES):
-            view = self.shared.views[engine] = self.shared.open_view(engine, memory, self.hears_of(engine))
+            view = self.shared.open_view(engine, memory, page_size, self.hears_of(engine))
             self.open_engine(memory, page_size, num_blocks, sizes[engine], limit, more=(view, naive.view()))
             self.names = set(self.__dict__) - of_all - {"engines", "names"}
             self.engines.append({name: getattr(self, name) for name in self.names})
@@ -173,8 +173,7 @@ def test_runs_of_one_span_that_two_engines_have_stored_stay_apart() -> None:
     def reader(engine: int) -> Any:
         return lambda event: told[engine].append((type(event), event.start_page, event.end_page))
 
-    views = [shared.open_view(engine, memory, reader(engine)) for engine in range(2)]
-    shared.views.update(enumerate(views))
+    views = [shared.open_view(engine, memory, 1, reader(engine)) for engine in range(2)]
     content = Content.from_tokens(range(6), page_size=1, owner=0)
     with shared.tree.spans_of(content, 6) as ((span, _, _),):
         for engine, start in enumerate((0, 3)):

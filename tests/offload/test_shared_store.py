@@ -49,7 +49,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.owners: list[set[int]] = [set() for _ in range(3)]
         """The requests with whose pages each engine stores."""
         for worker in range(3):
-            self.shared.views[worker] = self.shared.open_view(worker, None, None)
+            self.shared.open_view(worker, None, 1, None)
             self.shared.views[worker].listen(self.hears_of(worker, is_stored=True), self.hears_of(worker))
         self.loaded: list[Counter[int]] = [Counter() for _ in range(3)]
         self.moving = [0, 0, 0]
@@ -174,7 +174,7 @@ def test_an_engine_that_stores_what_precedes_the_pages_of_another_tells_of_its_o
         return lambda content, start, end, _=None: told[worker].append((content.owner, start, end))
 
     for worker in range(2):
-        view = shared.views[worker] = shared.open_view(worker, None, None)
+        view = shared.open_view(worker, None, 1, None)
         view.listen(hears_of(worker), hears_of(worker))
     for worker, start in ((1, 2), (0, 0)):
         content = Content.from_tokens(range(4), page_size=1, owner=10 + worker)

@@ -12,9 +12,9 @@ from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
 from kvarts.offload.filetier import FileTier
 from kvarts.offload.part_files import PartFiles
-from kvarts.offload.tier import MemoryTier, PageTier, TierStore
+from kvarts.offload.tier import MemoryTier, TierStore
 
-TIERS: dict[str, Callable[[int], PageTier]] = {
+TIERS: dict[str, Callable[[int], MemoryTier]] = {
     "memory, counted": lambda num_pages: MemoryTier("host", num_pages),
     "memory, with slots": lambda num_pages: MemoryTier("host", num_pages, with_slots=True),
     "files": lambda num_pages: FileTier("disk", num_pages),
@@ -23,8 +23,8 @@ TIERS: dict[str, Callable[[int], PageTier]] = {
 
 
 @pytest.fixture(params=list(TIERS.values()), ids=list(TIERS))
-def make(request: pytest.FixtureRequest) -> Callable[[int], PageTier]:
-    factory: Callable[[int], PageTier] = request.param
+def make(request: pytest.FixtureRequest) -> Callable[[int], MemoryTier]:
+    factory: Callable[[int], MemoryTier] = request.param
     return factory
 
 
@@ -32,14 +32,14 @@ def content_of(tokens: range | list[int], owner: int = 0) -> Content:
     return Content.from_tokens(tokens, page_size=1, owner=owner)
 
 
-def stored(tier: PageTier, content: Content, end: int, start: int = 0) -> TierStore:
+def stored(tier: MemoryTier, content: Content, end: int, start: int = 0) -> TierStore:
     store = tier.prepare_store(content, start, end)
     assert store is not None
     assert tier.complete_store(store)
     return store
 
 
-def test_nothing_is_findable_before_its_store_is_complete(make: Callable[[int], PageTier]) -> None:
+def test_nothing_is_findable_before_its_store_is_complete(make: Callable[[int], MemoryTier]) -> None:
     tier, content = make(8), content_of(range(6))
     store = tier.prepare_store(content, 0, 4)
     assert store is not None
@@ -51,7 +51,7 @@ def test_nothing_is_findable_before_its_store_is_complete(make: Callable[[int], 
     assert tier.num_used_blocks == 0
 
 
-def test_what_is_stored_or_coming_is_not_stored_again(make: Callable[[int], PageTier]) -> None:
+def test_what_is_stored_or_coming_is_not_stored_again(make: Callable[[int], MemoryTier]) -> None:
     tier, content = make(8), content_of(range(6))
     first = tier.prepare_store(content, 0, 3)
     assert first is not None
@@ -64,7 +64,7 @@ def test_what_is_stored_or_coming_is_not_stored_again(make: Callable[[int], Page
     assert tier.prepare_store(content, 0, 5) is None
 
 
-def test_a_failed_store_leaves_nothing(make: Callable[[int], PageTier]) -> None:
+def test_a_failed_store_leaves_nothing(make: Callable[[int], MemoryTier]) -> None:
     tier, content = make(4), content_of(range(6))
     store = tier.prepare_store(content, 0, 4)
     assert store is not None
@@ -76,7 +76,7 @@ def test_a_failed_store_leaves_nothing(make: Callable[[int], PageTier]) -> None:
 
 
 def test_a_lookup_is_contiguous_after_the_device_hit_and_keeps_within_its_limit(
-    make: Callable[[int], PageTier],
+    make: Callable[[int], MemoryTier],
 ) -> None:
     tier, content = make(8), content_of(range(8))
     stored(tier, content, 6)
@@ -87,7 +87,7 @@ def test_a_lookup_is_contiguous_after_the_device_hit_and_keeps_within_its_limit(
     assert tier.lookup(1, content_of([9, 1, 2, 3], 2), 1, 4) == 0
 
 
-def test_a_repeated_lookup_piles_up_no_pins(make: Callable[[int], PageTier]) -> None:
+def test_a_repeated_lookup_piles_up_no_pins(make: Callable[[int], MemoryTier]) -> None:
     tier, content = make(8), content_of(range(6))
     stored(tier, content, 6)
     for _ in range(5):
@@ -98,7 +98,7 @@ def test_a_repeated_lookup_piles_up_no_pins(make: Callable[[int], PageTier]) -> 
     assert tier.num_used_blocks == 0
 
 
-def test_a_lookup_disturbs_nobody_elses_order(make: Callable[[int], PageTier]) -> None:
+def test_a_lookup_disturbs_nobody_elses_order(make: Callable[[int], MemoryTier]) -> None:
     tier = make(4)
     old, young = content_of([1, 2], 1), content_of([3, 4], 2)
     stored(tier, old, 2)
@@ -110,7 +110,7 @@ def test_a_lookup_disturbs_nobody_elses_order(make: Callable[[int], PageTier]) -
     assert tier.find(young, 0, 2) == 2
 
 
-def test_a_hit_makes_its_pages_most_recent(make: Callable[[int], PageTier]) -> None:
+def test_a_hit_makes_its_pages_most_recent(make: Callable[[int], MemoryTier]) -> None:
     tier = make(4)
     old, young = content_of([1, 2], 1), content_of([3, 4], 2)
     stored(tier, old, 2)
@@ -122,7 +122,7 @@ def test_a_hit_makes_its_pages_most_recent(make: Callable[[int], PageTier]) -> N
     assert tier.find(young, 0, 2) == 0
 
 
-def test_what_remains_of_an_evicted_prompt_is_a_usable_prefix(make: Callable[[int], PageTier]) -> None:
+def test_what_remains_of_an_evicted_prompt_is_a_usable_prefix(make: Callable[[int], MemoryTier]) -> None:
     tier, content = make(64), content_of(range(64))
     stored(tier, content, 64)
     stored(tier, content_of(range(100, 128), 1), 28)
@@ -130,7 +130,7 @@ def test_what_remains_of_an_evicted_prompt_is_a_usable_prefix(make: Callable[[in
     assert tier.num_evicted_blocks == 28
 
 
-def test_what_is_pinned_stays(make: Callable[[int], PageTier]) -> None:
+def test_what_is_pinned_stays(make: Callable[[int], MemoryTier]) -> None:
     tier, content = make(4), content_of(range(4))
     stored(tier, content, 4)
     tier.lookup(1, content, 0, 3)
@@ -142,7 +142,7 @@ def test_what_is_pinned_stays(make: Callable[[int], PageTier]) -> None:
     assert tier.find(content, 0, 4) == 3
 
 
-def test_a_tier_too_small_for_a_request_degrades_to_a_miss(make: Callable[[int], PageTier]) -> None:
+def test_a_tier_too_small_for_a_request_degrades_to_a_miss(make: Callable[[int], MemoryTier]) -> None:
     tier, content = make(2), content_of(range(8))
     stored(tier, content, 8)
     assert tier.find(content, 0, 8) == 2
@@ -151,7 +151,7 @@ def test_a_tier_too_small_for_a_request_degrades_to_a_miss(make: Callable[[int],
     assert tier.prepare_store(content_of([9], 1), 0, 1) is None
 
 
-def test_fewer_pages_may_be_taken_than_were_offered(make: Callable[[int], PageTier]) -> None:
+def test_fewer_pages_may_be_taken_than_were_offered(make: Callable[[int], MemoryTier]) -> None:
     tier, content = make(8), content_of(range(8))
     stored(tier, content, 8)
     assert tier.lookup(1, content, 2, 8) == 6
@@ -162,7 +162,7 @@ def test_fewer_pages_may_be_taken_than_were_offered(make: Callable[[int], PageTi
     assert tier.num_used_blocks == 0
 
 
-def test_broken_pages_leave_the_index(make: Callable[[int], PageTier]) -> None:
+def test_broken_pages_leave_the_index(make: Callable[[int], MemoryTier]) -> None:
     tier, content = make(8), content_of(range(8))
     stored(tier, content, 8)
     tier.lookup(1, content, 2, 7)
@@ -171,7 +171,7 @@ def test_broken_pages_leave_the_index(make: Callable[[int], PageTier]) -> None:
     assert tier.num_used_blocks == 0
 
 
-def test_completions_that_come_twice_are_harmless_and_counted(make: Callable[[int], PageTier]) -> None:
+def test_completions_that_come_twice_are_harmless_and_counted(make: Callable[[int], MemoryTier]) -> None:
     tier, content = make(4), content_of(range(4))
     store = stored(tier, content, 4)
     assert not tier.complete_store(store)
@@ -185,7 +185,7 @@ def test_completions_that_come_twice_are_harmless_and_counted(make: Callable[[in
     assert tier.num_used_blocks == 0
 
 
-def test_a_reset_with_transfers_under_way_registers_nothing(make: Callable[[int], PageTier]) -> None:
+def test_a_reset_with_transfers_under_way_registers_nothing(make: Callable[[int], MemoryTier]) -> None:
     tier, content, coming = make(8), content_of(range(4)), content_of(range(10, 14), 1)
     stored(tier, content, 4)
     tier.lookup(1, content, 0, 4)
@@ -203,7 +203,7 @@ def test_a_reset_with_transfers_under_way_registers_nothing(make: Callable[[int]
     assert tier.find(content, 0, 4) == 4
 
 
-def test_what_follows_a_page_that_is_nowhere_is_forgotten(make: Callable[[int], PageTier]) -> None:
+def test_what_follows_a_page_that_is_nowhere_is_forgotten(make: Callable[[int], MemoryTier]) -> None:
     """L3: the device had pages 0 and 1, and evicts them."""
     tier, content = make(8), content_of(range(4))
     stored(tier, content, 4, start=2)
@@ -213,7 +213,7 @@ def test_what_follows_a_page_that_is_nowhere_is_forgotten(make: Callable[[int], 
     assert tier.num_used_blocks == 0
 
 
-def test_tenants_share_nothing(make: Callable[[int], PageTier]) -> None:
+def test_tenants_share_nothing(make: Callable[[int], MemoryTier]) -> None:
     """L9."""
     tier = make(8)
     mine = Content.from_tokens([1, 2], page_size=1, owner=1, salt="me")
@@ -222,7 +222,7 @@ def test_tenants_share_nothing(make: Callable[[int], PageTier]) -> None:
     assert tier.find(Content.from_tokens([1, 2], page_size=1, owner=3), 0, 2) == 0
 
 
-def test_only_its_request_finds_pages_of_unknown_tokens(make: Callable[[int], PageTier]) -> None:
+def test_only_its_request_finds_pages_of_unknown_tokens(make: Callable[[int], MemoryTier]) -> None:
     """Memory may keep them until the request ends; a file would outlive it."""
     tier, content = make(8), content_of(range(3))
     store = tier.prepare_store(content, 0, 6)

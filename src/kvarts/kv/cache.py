@@ -238,8 +238,7 @@ class Cache:
 
     def num_beyond(self, num_tokens: int, page_size: int, num_most: int) -> int:
         """Return the same if it is more than `num_most`, else 0."""
-        num_blocks = self.num_at_most(num_tokens, page_size)
-        return num_blocks if num_blocks > num_most else 0
+        raise NotImplementedError
 
     def most_tokens(self, limit: int, page_size: int) -> int:
         """Return the longest sequence, of up to `limit` tokens, that can run in this memory; 0 if none can."""

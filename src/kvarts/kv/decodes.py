@@ -52,7 +52,7 @@ from kvarts.kv.group_needs import FirstSeen
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.runs import ENDED, NEVER, PartRun, RunHolding, Span, Stream, Turns
 
-__all__ = ["Decodes", "RunLeap"]
+__all__ = ["Decodes"]
 
 T = TypeVar("T")
 

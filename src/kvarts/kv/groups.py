@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 __all__ = [
-    "SCORINGS",
     "STATE_SPAN",
     "GroupKeeps",
     "GroupMemory",
@@ -38,7 +37,6 @@ __all__ = [
     "PageTable",
     "PartGroup",
     "Retention",
-    "Scoring",
     "SinkWindow",
     "most_blocks",
     "retained_by_group",

@@ -34,7 +34,6 @@ from kvarts.kv.pool import IdPool, PageId
 __all__ = [
     "ENDED",
     "NEVER",
-    "NOWHERE",
     "Listed",
     "PartCounts",
     "PartRun",

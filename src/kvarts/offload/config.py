@@ -17,7 +17,7 @@ from kvarts.units import meant_size, parse_bytes, parse_rate
 if TYPE_CHECKING:
     from kvarts.kv.groups import GroupMemory
 
-__all__ = ["LoadKv", "LoadOverlap", "OffloadConfig", "OffloadPolicy", "PreemptionMode"]
+__all__ = ["LoadKv", "OffloadConfig"]
 
 LoadOverlap = Literal["none", "layers"]
 OffloadPolicy = Literal["eager", "lazy"]

@@ -20,7 +20,7 @@ from kvarts.offload.offloader import Offloader
 from kvarts.offload.page_layout import PageLayout
 from kvarts.offload.safe_first import SafeFirst
 from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, PagePolicy
-from kvarts.offload.tier import MemoryTier, PageTier
+from kvarts.offload.tier import MemoryTier
 
 if TYPE_CHECKING:
     from kvarts.kv.group_pages import GroupPages
@@ -171,9 +171,9 @@ def open_offloader(
     layout: Layout[Any]
     if memory is None:
         whole = cast(PageCache, cache)
-        pages: list[ConnectedTier[PageTier]] = []
+        pages: list[ConnectedTier[MemoryTier]] = []
         for spec in offload.tier_specs(page_size):
-            tier: PageTier
+            tier: MemoryTier
             if spec.is_files and with_page_ids:
                 from kvarts.offload.filetier import FileTier
 

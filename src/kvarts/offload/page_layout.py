@@ -22,7 +22,7 @@ from kvarts.kv.tree import Node, Path
 from kvarts.offload.layout import ConnectedTier, Layout
 from kvarts.offload.safe_first import Below, SafeFirst
 from kvarts.offload.store_policy import PagePolicy, Spill
-from kvarts.offload.tier import PageTier, TierLoad, TierStore
+from kvarts.offload.tier import MemoryTier, TierLoad, TierStore
 from kvarts.offload.transfers import ALL, Copies, Loading
 
 __all__ = ["Marks", "PageLayout"]
@@ -41,7 +41,7 @@ class Marks:
     `unmark_removed` consumes them.
     """
 
-    def __init__(self, cache: PageCache, tiers: Sequence[PageTier], order: SafeFirst | None) -> None:
+    def __init__(self, cache: PageCache, tiers: Sequence[MemoryTier], order: SafeFirst | None) -> None:
         self._cache = cache
         self._tiers = tiers
         self._order = order
@@ -138,10 +138,10 @@ class PageLoading(Loading):
 
     def __init__(self, request: int, start: int) -> None:
         super().__init__(request, start)
-        self.loads: list[tuple[PageTier, TierLoad]] = []
+        self.loads: list[tuple[MemoryTier, TierLoad]] = []
 
 
-class PageLayout(Layout[PageTier]):
+class PageLayout(Layout[MemoryTier]):
     """Whole pages of `cache` and of the tiers below it: pages stored in one are then stored in the next.
 
     `policy`: which pages are stored below the device, and when. `order`: the eviction order of `cache`, for a policy
@@ -151,7 +151,7 @@ class PageLayout(Layout[PageTier]):
     def __init__(
         self,
         cache: PageCache,
-        connected: Sequence[ConnectedTier[PageTier]],
+        connected: Sequence[ConnectedTier[MemoryTier]],
         policy: PagePolicy,
         *,
         page_bytes: int,
@@ -267,7 +267,7 @@ class PageLayout(Layout[PageTier]):
                 break
         return copies
 
-    def _add(self, copies: PageCopies, tier: PageTier, store: TierStore) -> None:
+    def _add(self, copies: PageCopies, tier: MemoryTier, store: TierStore) -> None:
         """Add a store to `tier`, without the ids of its sources."""
         copies.stores.append(store)
         copies.num_blocks += store.num_pages

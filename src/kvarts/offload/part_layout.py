@@ -497,7 +497,7 @@ class PartLayout(Layout[PartTier]):
         target = cast(PartHolding, holding).loading
         loading = PartLoading(request, start, by_tier, pins, target, content)
         for place, (tier, pin) in enumerate(zip(self.tiers, pins, strict=True)):
-            count = self._num_blocks(pin)
+            count = tier.num_pinned(pin)
             if not count:
                 continue
             tier.begin_load(pin)
@@ -554,7 +554,7 @@ class PartLayout(Layout[PartTier]):
         ends_by_tier: list[list[int]] = []
         for pin in of_parts.pins:
             ends_by_tier.append(self._good_ends(pin, num_good))
-            num_good -= self._num_blocks(pin)
+            num_good -= self.tier.num_pinned(pin)
         ends = [min(of_group) for of_group in zip(*ends_by_tier, strict=True)]
         if of_parts.loading is not None and not self._arrive_at_turns:
             self._parts.arrive(of_parts.loading, ends)
@@ -598,11 +598,6 @@ class PartLayout(Layout[PartTier]):
                     end = min(end, run.start + arrived)
             ends.append(end)
         return ends
-
-    def _num_blocks(self, pin: RunHolding) -> int:
-        return sum(
-            (run.end - run.start) * self.tier.part_blocks[group] for group, runs in enumerate(pin.held) for run in runs
-        )
 
     # Laws -------------------------------------------------------------------------------------------------
 

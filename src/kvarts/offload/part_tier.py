@@ -293,6 +293,11 @@ class PartTier(RunAccount):
         """Never called, as no other engine stores here."""
         raise NotImplementedError
 
+    def num_pinned(self, pin: RunHolding) -> int:
+        """Return the blocks of the runs that `pin` holds."""
+        blocks = self.part_blocks
+        return sum((run.end - run.start) * blocks[group] for group, runs in enumerate(pin.held) for run in runs)
+
     def unpin(self, pin: RunHolding) -> None:
         """End a pin. It is not a use of its runs."""
         self.release_all(pin, self.order)

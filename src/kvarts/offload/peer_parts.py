@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from mypy_extensions import mypyc_attr
 
 from kvarts.content import Content
+from kvarts.event_log import Tell
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, holding_of_transfer
 from kvarts.kv.span_tree import SpanTree
@@ -37,7 +38,7 @@ class PeerParts(Peers[PartTier, "PeerPartsView"]):
     unit = "blocks"
     """The unit of counts."""
 
-    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int) -> PeerPartsView:
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, tell: Tell | None) -> PeerPartsView:
         """Return the memory of the others as a tier of `worker`, whose device has the KV groups of `memory`."""
         assert memory is not None
         return PeerPartsView(self, worker, memory, page_size)
@@ -73,7 +74,7 @@ class PeerPartsView(PartTier):
     @property
     def used_bytes(self) -> int:
         """Bytes of parts that this engine reads."""
-        return sum(map(self._num_blocks, self._pinned)) * self.block_bytes
+        return sum(map(self.num_pinned, self._pinned)) * self.block_bytes
 
     def match(self, tree: SpanTree, content: Content, limit: int, depth: int) -> RunMatch:
         """Return how far every group can resume with parts of a device, of its first `depth` tiers, and of one engine.
@@ -165,10 +166,6 @@ class PeerPartsView(PartTier):
 
     def reset(self) -> None:
         """Do nothing: the memory is that of others."""
-
-    def _num_blocks(self, pin: RunHolding) -> int:
-        counts = [sum(run.end - run.start for run in runs) for runs in pin.held]
-        return sum(map(int.__mul__, counts, self.part_blocks))
 
     def check(self, pins: Sequence[RunHolding]) -> None:
         """Assert law L2: everything that is pinned elsewhere is of a transfer or an offer. `pins`: all of these."""

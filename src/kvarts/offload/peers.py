@@ -8,23 +8,17 @@ what whole pages and parts in KV groups (`peer_parts.py`) have in common.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
-from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import Tell
-from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.transfer import Offer, PeersGain, PrefillNs
 from kvarts.links import PeerLinks
 from kvarts.offload.channel import Channel
-from kvarts.offload.config import OffloadConfig
 from kvarts.offload.index import TierRun
-from kvarts.offload.layout import ConnectedTier
 from kvarts.offload.offloader import Offloader
-from kvarts.offload.opening import TiersToOpen
-from kvarts.offload.shared_store import SharedChannel
+from kvarts.offload.shared_store import Common, SharedChannel
 from kvarts.offload.tier import MemoryTier, Pin, TierLoad
 from kvarts.offload.weigher import Weigher
 
@@ -57,7 +51,7 @@ HostT = TypeVar("HostT")
 ViewT = TypeVar("ViewT")
 
 
-class Peers(Generic[HostT, ViewT]):
+class Peers(Common[ViewT], Generic[HostT, ViewT]):
     """The host memory of all engines. `links`: carry it, in pages, or blocks of parts, of `unit_bytes` bytes each.
 
     Alone, a transfer takes `latency_ms` and has `bytes_per_s`. `before_change`: called with an engine before anything
@@ -65,7 +59,7 @@ class Peers(Generic[HostT, ViewT]):
     """
 
     def __init__(self, unit_bytes: int, links: PeerLinks, *, latency_ms: float, bytes_per_s: float) -> None:
-        self.unit_bytes = unit_bytes
+        super().__init__(unit_bytes)
         self.links = links
         self._latency_ms = latency_ms
         self._bytes_per_s = bytes_per_s
@@ -84,10 +78,6 @@ class Peers(Generic[HostT, ViewT]):
         """Return the reads of `worker`, which may be new."""
         return self.reads.setdefault(worker, PeerReads(worker))
 
-    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int) -> ViewT:
-        """Return the memory of the others as a tier of `worker`. `memory`: the KV groups of its device."""
-        raise NotImplementedError
-
     def num_loaded(self) -> dict[int, dict[int, int]]:
         """Return, by engine, the units that it has loaded, by the engine that had them."""
         return {worker: reads.loaded_from for worker, reads in self.reads.items()}
@@ -101,35 +91,15 @@ class Peers(Generic[HostT, ViewT]):
         alone = Channel("peers", latency_us=self._latency_ms * 1e3, bytes_per_s=max(1, round(self._bytes_per_s)))
         return peers_gain(Weigher([alone], self.unit_bytes, prefill, splits=True), page_size)
 
-    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> partial[TiersToOpen | None]:
-        """Return what prepares the tiers of `worker`: those of `offload`, and the host memory of others below them.
-
-        `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` has them.
-        """
-        return partial(self._prepare, worker, offload or OffloadConfig(kv_bytes_per_token=kv_bytes_per_token))
-
-    def _prepare(
-        self,
-        worker: int,
-        offload: OffloadConfig,
-        config: EngineConfig,
-        make_order: Callable[[], EvictionOrder],
-        memory: GroupMemory | None,
-    ) -> TiersToOpen | None:
-        """Prepare the tiers below an engine of `config`: see `prepare_tiers`."""
+    def open_channels(self, worker: int) -> tuple[PeerChannel, PeerChannel]:
+        """Return the channel of `worker` from the memory of others, twice: nothing is stored there."""
         read = PeerChannel("peers_read", self.links, self.unit_bytes, self.reads_of(worker))
+        return read, read
 
-        def open_peers(tell: Tell | None) -> ConnectedTier[Any]:
-            view = self.open_view(worker, memory, config.page_size)
-            return ConnectedTier(cast(Any, view), read, read, is_read_only=True)
-
-        def connect(opened: Offloader[Any]) -> None:
-            read.tiers = opened
-            if len(opened.layout.own):
-                self.connect(worker, opened.layout.own[0])
-
-        specs = offload.specs(config.page_size, memory)
-        return TiersToOpen(offload, specs, config, make_order, memory, more=[open_peers], on_opened=connect)
+    def opened(self, worker: int, tiers: Offloader[Any]) -> None:
+        """Let others read from the first tier of `worker`, if it has any."""
+        if len(tiers.layout.own):
+            self.connect(worker, tiers.layout.own[0])
 
     def leave(self, worker: int) -> bool:
         """Stop reading from `worker`, which was removed; return whether it was still registered."""
@@ -147,7 +117,7 @@ class PeerMemory(Peers[MemoryTier, "PeerView"]):
     unit = "pages"
     """The unit of counts."""
 
-    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int) -> PeerView:
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, tell: Tell | None) -> PeerView:
         """Return the memory of the others as a tier of `worker`."""
         return PeerView(self, worker)
 

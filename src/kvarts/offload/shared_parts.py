@@ -52,10 +52,11 @@ class SharedParts(Shared["PartsView"]):
         self.pins: dict[RunHolding, None] = {}
         """What transfers and offers of all engines read or write."""
 
-    def open_view(self, worker: int, memory: GroupMemory | None, tell: Tell | None) -> PartsView:
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, tell: Tell | None) -> PartsView:
         """Return the store as a tier of `worker`, whose device has the KV groups of `memory`."""
         assert memory is not None
-        return PartsView(self, worker, memory, tell)
+        view = self.views[worker] = PartsView(self, worker, memory, tell)
+        return view
 
     @property
     def num_cached(self) -> int:
@@ -182,7 +183,7 @@ class PartsView(PartTier):
 
     def settle(self, pin: RunHolding, *, is_stored: bool) -> None:
         """End a store: the runs that `pin` holds become findable, or are dropped."""
-        self._num_moving -= self._num_blocks(pin)
+        self._num_moving -= self.num_pinned(pin)
         del self._store.pins[pin]
         self._store.events.writer = self.worker
         self._parts.settle(pin, is_stored=is_stored)
@@ -234,20 +235,20 @@ class PartsView(PartTier):
         """Pin the store's runs in `pieces`, see RunMatch; they keep their places in the list. `unpin` must follow."""
         pin = self._parts.pin(pieces)
         self._store.pins[pin] = None
-        self._num_moving += self._num_blocks(pin)
+        self._num_moving += self.num_pinned(pin)
         return pin
 
     def unpin(self, pin: RunHolding) -> None:
         """End a pin. It is not a use of its runs."""
         del self._store.pins[pin]
-        self._num_moving -= self._num_blocks(pin)
+        self._num_moving -= self.num_pinned(pin)
         self._parts.unpin(pin)
 
     def unpin_before(self, pin: RunHolding, page: int) -> None:
         """End a pin of all parts before `page`."""
-        self._num_moving -= self._num_blocks(pin)
+        self._num_moving -= self.num_pinned(pin)
         self._parts.unpin_before(pin, page)
-        self._num_moving += self._num_blocks(pin)
+        self._num_moving += self.num_pinned(pin)
 
     def begin_load(self, pin: RunHolding) -> None:
         """Count the blocks of `pin` by the engines that stored them."""
@@ -268,16 +269,12 @@ class PartsView(PartTier):
     def reset(self) -> None:
         """Do nothing: the store outlives an engine that fails."""
 
-    def _num_blocks(self, pin: RunHolding) -> int:
-        counts = [sum(run.end - run.start for run in runs) for runs in pin.held]
-        return sum(map(int.__mul__, counts, self.part_blocks))
-
     # Laws -------------------------------------------------------------------------------------------------
 
     def check(self, pins: Sequence[RunHolding]) -> None:
         """Assert laws L1 and L2 for all engines. `pins`: the holdings of transfers and offers of this one."""
         mine = [pin for pin in pins if pin in self._store.pins]
-        assert self._num_moving == sum(map(self._num_blocks, mine)), "L2: parts of the store are held by nobody"
+        assert self._num_moving == sum(map(self.num_pinned, mine)), "L2: parts of the store are held by nobody"
         self._parts.check(list(self._store.pins))
 
 

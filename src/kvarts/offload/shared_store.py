@@ -28,7 +28,7 @@ from kvarts.offload.opening import TiersToOpen
 from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, TierLoad, TierStore
 from kvarts.offload.transfers import NEVER_NS
 
-__all__ = ["STORE", "Shared", "SharedChannel", "SharedStore", "StoreView", "Write"]
+__all__ = ["STORE", "Common", "Shared", "SharedChannel", "SharedStore", "StoreView", "Write"]
 
 STORE = "store"
 
@@ -48,15 +48,62 @@ class Write:
 ViewT = TypeVar("ViewT")
 
 
-class Shared(Generic[ViewT]):
+class Common(Generic[ViewT]):
+    """What is below the tiers of several engines: units of `unit_bytes` bytes, pages or blocks of parts."""
+
+    def __init__(self, unit_bytes: int) -> None:
+        self.unit_bytes = unit_bytes
+
+    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> partial[TiersToOpen | None]:
+        """Return what prepares the tiers of `worker`: those of `offload`, and the tier of this below them.
+
+        `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` has them.
+        """
+        return partial(self._prepare, worker, offload or OffloadConfig(kv_bytes_per_token=kv_bytes_per_token))
+
+    def _prepare(
+        self,
+        worker: int,
+        offload: OffloadConfig,
+        config: EngineConfig,
+        make_order: Callable[[], EvictionOrder],
+        memory: GroupMemory | None,
+    ) -> TiersToOpen | None:
+        """Prepare the tiers below an engine of `config`: see `prepare_tiers`."""
+        write, read = self.open_channels(worker)
+
+        def open_tier(tell: Tell | None) -> ConnectedTier[Any]:
+            view = self.open_view(worker, memory, config.page_size, tell)
+            return ConnectedTier(cast(Any, view), write, read, is_read_only=write is read)
+
+        def connect(opened: Offloader[Any]) -> None:
+            write.tiers = read.tiers = opened
+            self.opened(worker, opened)
+
+        specs = offload.specs(config.page_size, memory)
+        return TiersToOpen(offload, specs, config, make_order, memory, more=[open_tier], on_opened=connect)
+
+    def open_channels(self, worker: int) -> tuple[SharedChannel, SharedChannel]:
+        """Return the channels of `worker` to it and from it: the same one twice if nothing is stored there."""
+        raise NotImplementedError
+
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, tell: Tell | None) -> ViewT:
+        """Return it as a tier of `worker`. `memory`: the KV groups of its device; `tell` receives its events."""
+        raise NotImplementedError
+
+    def opened(self, worker: int, tiers: Offloader[Any]) -> None:
+        """Note that all tiers of `worker` are open."""
+
+
+class Shared(Common[ViewT]):
     """A store of `size` units: pages, or blocks of parts. `links`: carry them, with `unit_bytes` bytes each.
 
     `before_removal`: called with a worker before it receives the removal of its pages by another one.
     """
 
     def __init__(self, size: int, unit_bytes: int, links: StoreLinks) -> None:
+        super().__init__(unit_bytes)
         self.size = size
-        self.unit_bytes = unit_bytes
         self.links = links
         self.views: dict[int, ViewT] = {}
         self.loaded_from: dict[int, dict[int, int]] = {}
@@ -101,39 +148,11 @@ class Shared(Generic[ViewT]):
             self.links.cancel(write.worker, write.transfer)
         self._waited_for += [(worker, write.number) for worker in write.waiting]
 
-    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> partial[TiersToOpen | None]:
-        """Return what prepares the tiers of `worker`: those of `offload`, and the store below them.
-
-        `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` has them.
-        """
-        return partial(self._prepare, worker, offload or OffloadConfig(kv_bytes_per_token=kv_bytes_per_token))
-
-    def _prepare(
-        self,
-        worker: int,
-        offload: OffloadConfig,
-        config: EngineConfig,
-        make_order: Callable[[], EvictionOrder],
-        memory: GroupMemory | None,
-    ) -> TiersToOpen | None:
-        """Prepare the tiers below an engine of `config`: see `prepare_tiers`."""
+    def open_channels(self, worker: int) -> tuple[StoreChannel, StoreChannel]:
+        """Return the channels of `worker` to the store and from it."""
         unsent = self.unsent.setdefault(worker, [])
         write = StoreChannel("store_write", self.links, worker, unit_bytes=self.unit_bytes, writes=unsent)
-        read = StoreChannel("store_read", self.links, worker, unit_bytes=self.unit_bytes)
-
-        def open_store(tell: Tell | None) -> ConnectedTier[Any]:
-            view = self.views[worker] = self.open_view(worker, memory, tell)
-            return ConnectedTier(cast(Any, view), write, read)
-
-        def connect(opened: Offloader[Any]) -> None:
-            write.tiers = read.tiers = opened
-
-        specs = offload.specs(config.page_size, memory)
-        return TiersToOpen(offload, specs, config, make_order, memory, more=[open_store], on_opened=connect)
-
-    def open_view(self, worker: int, memory: GroupMemory | None, tell: Tell | None) -> ViewT:
-        """Return the store as a tier of `worker`. `memory`: the KV groups of its device; `tell` receives its events."""
-        raise NotImplementedError
+        return write, StoreChannel("store_read", self.links, worker, unit_bytes=self.unit_bytes)
 
     def told_removal(self, worker: int) -> None:
         """Prepare the readers of `worker` for the removal of its pages: another engine may cause it."""
@@ -151,9 +170,10 @@ class SharedStore(Shared["StoreView"]):
         super().__init__(size, unit_bytes, links)
         self.index = TierIndex(size, with_slots=False, on_stored=self._on_stored, on_removed=self._on_removed)
 
-    def open_view(self, worker: int, memory: GroupMemory | None, tell: Tell | None) -> StoreView:
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, tell: Tell | None) -> StoreView:
         """Return the store as a tier of `worker`, whose layout emits its events."""
-        return StoreView(self, worker)
+        view = self.views[worker] = StoreView(self, worker)
+        return view
 
     @property
     def num_cached(self) -> int:

@@ -1,4 +1,4 @@
-"""The protocol of a tier of whole pages, and a tier that keeps pages in memory or only counts them.
+"""A tier of whole pages, which keeps them in memory or only counts them.
 
 Operations that take time have two halves, and their pages are pinned in between: a store is prepared and completed, and
 so is a load. Failure is a kind of completion. A holder is the number on behalf of which pages are pinned.
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from mypy_extensions import mypyc_attr
 
 from kvarts.content import Content
 from kvarts.kv.transfer import Coming
 from kvarts.offload.index import ALL, NodeState, Placement, Segment, TierIndex, TierRun, check_index
-from kvarts.offload.layout import Tier
 
-__all__ = ["MemoryTier", "OnRemoved", "OnStored", "PageTier", "TierLoad", "TierStore"]
+__all__ = ["MemoryTier", "OnRemoved", "OnStored", "TierLoad", "TierStore"]
 
 OnStored = Callable[[Content, int, int, Content | None], object]
 """Called for a run that becomes findable: content, first page, page after the last, the content before it."""
@@ -51,107 +49,6 @@ class TierLoad(TierMove):
     __slots__ = ()
 
 
-class PageTier(Tier, Protocol):
-    """Whole pages kept below the device.
-
-    Promises: no page is findable before its store is complete; pinned pages stay; a second completion of the same
-    transfer changes nothing and is counted.
-    """
-
-    num_pages: int
-    num_stray_completions: int
-
-    @property
-    def num_refused(self) -> int:
-        """Pages that were to be stored and found no room."""
-
-    @property
-    def has_holes(self) -> bool:
-        """Whether the tier has pages that follow pages which only a faster tier has."""
-
-    @property
-    def has_offers(self) -> bool:
-        """Whether pages are pinned because `lookup` returned them."""
-
-    def find(self, content: Content, start: int, limit: int) -> int:
-        """Return how many consecutive pages of `content` in [start, limit) are stored, from `start` on."""
-
-    def find_whole(self, content: Content, start: int, limit: int) -> tuple[int, bool]:
-        """Return what `find` does, and, if there are any, whether the pages before `start` are stored as well."""
-
-    def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the stretches of pages [start, end) that are here, whether or not earlier pages are."""
-
-    def coming(self, content: Content, start: int, limit: int, now_ns: int) -> Coming | None:
-        """Return the pages from `start` on that other engines are storing; None if `start` is not among these."""
-
-    def await_write(self, write: int) -> None:
-        """Note that a request of this engine waits for a write of another."""
-
-    def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
-        """Find pages as `find` does and pin them for `holder`, in place of its previous pins."""
-
-    def offered(self, holder: int) -> int:
-        """Return how many pages are pinned for `holder`."""
-
-    def forget(self, holder: int) -> None:
-        """End the pin of `lookup` for `holder`, if there is one."""
-
-    def prepare_store(
-        self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
-    ) -> TierStore | None:
-        """Make room for those of pages [start, end) that are neither stored nor coming; None without any.
-
-        If there is not room for all, store as many as possible, and at most `limit`: the first, or the last if
-        `deepest_first`.
-        """
-
-    def vacate(self, content: Content, end: int, count: int) -> None:
-        """Evict up to `count` of the first `end` pages of `content`, the deepest first, which the next tier has.
-
-        It ends before one that is pinned, that something follows, or that is not here.
-        """
-
-    def drop(self, content: Content, page: int) -> None:
-        """Drop `page` and all later pages."""
-
-    def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
-        """End a store: its pages become findable, or are dropped. Return False if it had ended before."""
-
-    def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
-        """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`, or all.
-
-        They must have stayed in the tier since: after `reset`, or when pages were found broken, look up again.
-        """
-
-    def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
-        """End a load. Pages after the first `num_good_pages` were broken and are dropped.
-
-        Return False if it had ended before.
-        """
-
-    def is_stored(self, store: TierStore) -> bool:
-        """Return whether all pages of a completed store are here."""
-
-    def read(self, content: Content, start: int, end: int) -> TierLoad | None:
-        """Begin to read those of pages [start, end) that `find` counts, for the next tier; None without pages.
-
-        They are not pinned for a holder. `end_read` must follow.
-        """
-
-    def end_read(self, load: TierLoad) -> None:
-        """End a read. It does not count as a use of the pages, so their recency is unchanged."""
-
-    def lose(self, content: Content, start: int, end: int) -> None:
-        """Note that pages [start, end) have left every faster tier."""
-
-    def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
-        """Set the callbacks for runs that become findable or stop being findable."""
-
-    def check(self, is_above: Callable[[Content, int], bool]) -> None:
-        """Assert laws L1 to L3. `is_above`: whether the first n pages of a content are in faster tiers."""
-
-
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Pin:
     """Pages [start, end) of `content` that are pinned in `index`; `run` has the last of them."""
@@ -168,7 +65,10 @@ class Pin:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class MemoryTier:
-    """A PageTier of `num_pages` pages of memory, with ids (`slots`) if an executor copies into them.
+    """`num_pages` whole pages kept below the device, with ids (`slots`) if an executor copies into them.
+
+    Promises: no page is findable before its store is complete; pinned pages stay; a second completion of the same
+    transfer changes nothing and is counted.
 
     `on_stored` and `on_removed` are called for runs that become or stop being findable:
     content, first page, page after the last, and for the former the content before it.
@@ -239,7 +139,7 @@ class MemoryTier:
         return store.ticket.run.state is NodeState.STORED
 
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the stretches of pages [start, end) that are stored, whether or not earlier pages are."""
+        """Return the stretches of pages [start, end) that are here, whether or not earlier pages are."""
         return [(max(first, start), last) for first, last in self.index.stored(content, end) if last > start]
 
     def offered(self, holder: int) -> int:
@@ -248,7 +148,7 @@ class MemoryTier:
         return 0 if pin is None else pin.end - pin.start
 
     def coming(self, content: Content, start: int, limit: int, now_ns: int) -> Coming | None:
-        """Return None: no other engine stores here."""
+        """Return the pages from `start` on that other engines are storing: none, unless the tier is shared."""
         return None
 
     def await_write(self, write: int) -> None:
@@ -256,7 +156,10 @@ class MemoryTier:
         raise NotImplementedError
 
     def read(self, content: Content, start: int, end: int) -> TierLoad | None:
-        """Begin to read the consecutive stored pages from `start` on, without an offer."""
+        """Begin to read those of pages [start, end) that `find` counts, for the next tier; None without pages.
+
+        They are not pinned for a holder. `end_read` must follow.
+        """
         run = self.index.pin_stored(content, start, end)
         if run is None:
             return None
@@ -269,13 +172,13 @@ class MemoryTier:
         )
 
     def end_read(self, load: TierLoad) -> None:
-        """End a read, without making the pages more recent."""
+        """End a read. It does not count as a use of the pages, so their recency is unchanged."""
         load.is_open = False
         assert isinstance(load.ticket, Pin)
         self.index.unpin(load.ticket.run)
 
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
-        """Find consecutive pages from `start` on and pin them for `holder`."""
+        """Find pages as `find` does and pin them for `holder`, in place of its previous pins."""
         if self._pins:
             self.forget(holder)
         run = self.index.pin_stored(content, start, limit)
@@ -293,14 +196,18 @@ class MemoryTier:
     def prepare_store(
         self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
     ) -> TierStore | None:
-        """Make room for the missing pages of [start, end), or for as many as possible, and at most `limit`."""
+        """Make room for those of pages [start, end) that are neither stored nor coming; None without any.
+
+        If there is not room for all, store as many as possible, and at most `limit`: the first, or the last if
+        `deepest_first`.
+        """
         placement = self.index.place(content, start, end, deepest_first=deepest_first, limit=limit)
         if placement is None:
             return None
         return TierStore(content, placement.segments, placement.num_pages, placement)
 
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
-        """End a store; return False if it had ended before."""
+        """End a store: its pages become findable, or are dropped. Return False if it had ended before."""
         if not store.is_open:
             self.num_stray_completions += 1
             return False
@@ -313,7 +220,10 @@ class MemoryTier:
         """Take note that a store has ended, of which the pages `here` can be found."""
 
     def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
-        """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`."""
+        """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`, or all.
+
+        They must have stayed in the tier since: after `reset`, or when pages were found broken, look up again.
+        """
         pin = self._pins.pop(holder)
         assert pin.run.state is NodeState.STORED, f"what was offered to {holder} has left the tier since"
         pin.start += num_front
@@ -328,7 +238,10 @@ class MemoryTier:
         return TierLoad(pin.content, (Segment(pin.start, pin.end, slots),), pin.end - pin.start, pin)
 
     def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
-        """End a load, and drop pages after the first `num_good_pages`; return False if it had ended before."""
+        """End a load. Pages after the first `num_good_pages` were broken and are dropped.
+
+        Return False if it had ended before.
+        """
         if not load.is_open:
             self.num_stray_completions += 1
             return False

@@ -18,7 +18,7 @@ from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.weigher import Weigher
 
-__all__ = ["ALL", "NEVER_NS", "Copies", "Loading", "OffloadCounts", "Transfers", "UnderWay"]
+__all__ = ["ALL", "NEVER_NS", "Copies", "Loading", "Transfers", "UnderWay"]
 
 ALL = 1 << 62
 

@@ -39,7 +39,7 @@ from kvarts.sched.scheduler import Scheduler
 from kvarts.sharing.config import Health
 from kvarts.sharing.memory import DeviceMemory, DevicePart, open_grouped_part, open_part
 
-__all__ = ["Donation", "Health", "Loan", "SharedDevice", "Victims", "cheapest", "debts", "victims_of"]
+__all__ = ["Health", "Loan", "SharedDevice", "Victims", "cheapest", "debts", "victims_of"]
 
 Lost = tuple[tuple[int, int], ...]
 """Tokens and victims, the highest priority first."""

@@ -28,17 +28,7 @@ from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay_one
 from kvarts.traffic.trace import Trace
 
-__all__ = [
-    "LoanPeriod",
-    "SharedReport",
-    "SlicedCost",
-    "compared",
-    "jain_index",
-    "slice_config",
-    "slices",
-    "split_config",
-    "worst",
-]
+__all__ = ["LoanPeriod", "SharedReport", "compared", "jain_index", "slices", "split_config", "worst"]
 
 COUNTS = ("num_requests", "num_completed", "num_rejected", "num_failed")
 

@@ -46,7 +46,7 @@ from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
 from kvarts.sim.router import Routed
 
-__all__ = ["HealthChange", "SharedDriver", "TurnLeap", "TurnLeaps", "TurnLoop", "plan_turn_leaps"]
+__all__ = ["HealthChange", "SharedDriver", "TurnLoop"]
 
 NS_PER_S = 1e9
 
