@@ -185,7 +185,7 @@ class Engine:
             num_tokens += chunk.num_tokens
         num_decodes -= scheduler.num_joined
         num_waiting = scheduler.waiting.num_waiting + len(scheduler.waiting_with_pages)
-        num_running = scheduler.running.num_running
+        num_running = scheduler.running.num_running + scheduler.num_leaving
         num_loading, sides = 0, NO_SIDES
         if scheduler.has_sides:
             sides = scheduler.side_counts_at_mark()

@@ -520,6 +520,8 @@ class NaiveEngine:
         self.plan_stores()
         mark = self.higher(mark)
         computing = [*self.running, *self.loading_with_front()]
+        # Their tokens are computed, in memory that is in use until the step ends.
+        num_leaving = sum(r in self.leaving or (r.has_ended and r.seq in before) for r in self.running)
         self.drop_leaving()
         has_released = self.plans_ahead and self.read_results(before)
         self.budget_left, self.num_preempted = budget, num_preempted
@@ -541,7 +543,7 @@ class NaiveEngine:
                 batch.decodes.append((request, request.known))
         duration_ns = self.step_ns(self.cost(batch, self), now_ns)
         end_ns = now_ns + duration_ns
-        num_running, num_waiting = len(self.running), self.num_waiting()
+        num_running, num_waiting = len(self.running) + self.plans_ahead * num_leaving, self.num_waiting()
         for request in list(self.running):
             if request.seq in before and request.computed == request.known:
                 num_right = self.num_right(request)

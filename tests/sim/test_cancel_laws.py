@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.groups import PartGroup
 from kvarts.kv.page_cache import PageCache
 from kvarts.report.requests import CANCELLED, COMPLETED, NO_REPLICA
 from kvarts.request import Request, RequestState
@@ -25,7 +27,7 @@ from builders.laws import assert_as_in_naive, assert_fast_as_slow
 from builders.outcome import run_kvarts
 from builders.rooms import HAS_AUDIT
 
-NS_PER_S = 1_000_000_000
+NS_PER_MS, NS_PER_S = 1_000_000, 1_000_000_000
 
 
 @pytest.mark.laws
@@ -244,3 +246,29 @@ def test_one_replica_may_have_a_queue_in_its_router() -> None:
     config = ReplayConfig(num_pages=60, router="least-loaded", routing=Routing(queue_threshold=0.1))
     summary = replay(workload, config).summary
     assert summary["num_completed"] == summary["num_requests"]
+
+
+@pytest.mark.skipif(not HAS_AUDIT, reason="the audit compares what is kept")
+@pytest.mark.parametrize("keeps", ["all", "tails"])
+@pytest.mark.parametrize("cancel_after_ms", range(0, 90, 10))
+def test_the_tail_of_a_request_that_a_plan_still_computes_is_that_of_its_findable_pages(
+    keeps: str, cancel_after_ms: int
+) -> None:
+    """Its last page is full, and cannot be found: its token is not known when the request leaves."""
+    window = PartGroup(KvLayer("window", 1, 2, span=2), part_bytes=1)
+    rows = [
+        TraceRequest(index, 0, bytes(8), 8, num_output, cancel_after_ns=cancel)
+        for index, num_output, cancel in ((0, 9, cancel_after_ms * NS_PER_MS), (1, 1, None))
+    ]
+    config = ReplayConfig(
+        num_pages=10,
+        page_size=1,
+        max_num_batched_tokens=4,
+        max_num_seqs=1,
+        async_scheduling=True,
+        kv_groups=keeps,
+        groups=(window,),
+        audit=True,
+    )
+    report = replay(Trace(rows, unit_tokens=8), config)
+    assert report.requests["status"][1] == "completed"

@@ -221,8 +221,8 @@ class RequestParts:
         self._ledger.publish(part, digests[page], before=before, is_known=is_known)
 
     def _keep_tails(self, known: KnownRequest) -> None:
-        """Keep the parts that the token after the last full page sees."""
-        full_tokens = known.computed // self._page_size * self._page_size
+        """Keep the parts that the token after the last page that can be found sees."""
+        full_tokens = known.num_named * self._page_size
         for index, group in enumerate(self._ledger.groups):
             if group.is_bounded:
                 for page in chain(*group.needed(full_tokens, self._page_size)):

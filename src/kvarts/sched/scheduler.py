@@ -217,6 +217,8 @@ class Scheduler:
         """Whether a step ends with `_end_more`."""
         self._given_up: list[Request] = []
         """Requests to drop when the next step is planned."""
+        self.num_leaving = 0
+        """Running requests that left when the current step was planned: it computes their tokens, in their memory."""
         self._joined: list[Request] = []
         """Requests that started to decode after the last step, if there is a lag."""
         self._unsettled: list[Request] = []
@@ -466,6 +468,7 @@ class Scheduler:
         if num_decodes:
             known_tokens = wheel.known_tokens
         if self._plans_ahead:
+            self.num_leaving = 0
             self._drop_given_up(now_ns)
             if running.taken_off:
                 running.publish_read()
@@ -1127,6 +1130,7 @@ class Scheduler:
         if request.holding is None:
             return  # it was preempted since
         has_turn = self.wheel.has(request)
+        self.num_leaving += has_turn
         took_page = has_turn and request.num_computed % self._page_size == 0
         self.running.end_again(request)
         num_unnamed = 0 if has_turn or is_read else self.running.num_unnamed(request)
@@ -1148,6 +1152,7 @@ class Scheduler:
                 request.state = RequestState.CANCELLED
                 self._end_below(request)
             elif request.state in RUNNING:
+                self.num_leaving += 1
                 took_page = False
                 is_on_wheel = self.wheel.has(request)
                 if request in completing:
