@@ -17,7 +17,6 @@ import pytest
 pytest.importorskip("torch")
 
 from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError
 from kvarts.executor.torch.tiny import write_tiny
 from kvarts.llm.llm import LLM
 from kvarts.openai_api.opening import Door, open_model
@@ -185,9 +184,38 @@ def test_layers_that_keep_a_state_are_served(tmp_path: Path) -> None:
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 28
         events = events_of(call(url, COMPLETIONS, {**then, "stream": True}).payload)
         assert "".join(event["choices"][0]["text"] for event in events) == expected[0]["text"]
-    llm = LLM(directory, config=CONFIG, kv_groups="all")
-    with pytest.raises(ConfigError, match="window: does not go with layers with a state"):
-        sessions_on(llm.host(), SessionsConfig())  # those of a window, by default
+
+
+def test_bounded_sessions_go_with_layers_that_keep_a_state(tmp_path: Path) -> None:
+    """With a window that holds all of it, a conversation says what requests of the whole history say."""
+    write_tiny("qwen3-next", tmp_path / "next")
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    prompts = [[token * 7 % 250 for token in range(first, first + 30)] for first in (0, 40)]
+    llm = LLM(tmp_path / "next", config=CONFIG, kv_groups="all")
+    history: list[int] = []
+    expected = []
+    for prompt in prompts:
+        history += prompt
+        (completion,) = llm.generate([history], params)
+        expected.append(list(completion.tokens))
+        history += completion.tokens
+    sessions = sessions_on(llm.host(), SessionsConfig(defaults=SessionSettings(sink=4, window=128)))
+
+    async def talk() -> list[list[int]]:
+        session = await sessions.create("me")
+        said = []
+        for prompt in prompts:
+            await sessions.append("me", session, prompt)
+            said.append(
+                [one.token_id async for one in sessions.generate("me", session, params) if isinstance(one, Token)]
+            )
+        info = await sessions.info("me", session)
+        assert info.kv_bound_bytes is not None and 0 < info.kv_allocated_bytes <= info.kv_bound_bytes
+        assert (info.inv1_violations, info.inv2_violations) == (0, 0)
+        await sessions.shut_down()
+        return said
+
+    assert asyncio.run(talk()) == expected
 
 
 def test_layers_that_keep_less_say_the_same(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_the_tail_of_a_request_that_a_plan_still_computes_is_that_of_its_findabl
     keeps: str, cancel_after_ms: int
 ) -> None:
     """Its last page is full, and cannot be found: its token is not known when the request leaves."""
-    window = PartGroup(KvLayer("window", 1, 2, span=2), part_bytes=1)
+    window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=2), part_bytes=1)
     rows = [
         TraceRequest(index, 0, bytes(8), 8, num_output, cancel_after_ns=cancel)
         for index, num_output, cancel in ((0, 9, cancel_after_ms * NS_PER_MS), (1, 1, None))

@@ -3,9 +3,10 @@
 A sequence with a window attends, at position p, to positions that the layer attends to, and among these only to its
 own, to q >= p - window and to q < sink. So layers with a reach no longer than the window of the sequence retain their
 own window, with the part of the sink that is in it; others retain the window and, for as long as they reach it, the
-sink. Of a sink of the layers' own, the part that is also in that of the sequence is retained for ever, and the rest
-for as long as it is in the window of the sequence. A state is of all tokens whatever the sequence retains: layers with
-one never read earlier tokens. A sequence may also retain pages by the attention that they received (heavy hitters).
+sink. If layers have a sink of their own, its part that is also in that of the sequence is retained for ever, and the
+rest for as long as it is in the window of the sequence. A state is of all tokens whatever the sequence retains: layers
+with one never read earlier tokens. A sequence may also retain pages by the attention that they received (heavy
+hitters).
 """
 
 from __future__ import annotations
@@ -259,7 +260,7 @@ class OwnPages(Protocol):
 
     Promises: the pages that `grow` needs are available, for as many tokens as `most_tokens` returns. Only these calls
     change its pages. A page table leaves out the pages that were dropped, which are the first after those of the sink.
-    Of a model with states, a request that brings them begins with the first token that is not computed.
+    If the model has states, a request that brings them begins with the first token that is not computed.
     """
 
     keeps: SinkWindow
