@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.groups import PartGroup
+from kvarts.kv.groups import PartGroup, Retention
 from kvarts.kv.page_cache import PageCache
 from kvarts.report.requests import CANCELLED, COMPLETED, NO_REPLICA
 from kvarts.request import Request, RequestState
@@ -252,7 +252,7 @@ def test_one_replica_may_have_a_queue_in_its_router() -> None:
 @pytest.mark.parametrize("keeps", ["all", "tails"])
 @pytest.mark.parametrize("cancel_after_ms", range(0, 90, 10))
 def test_the_tail_of_a_request_that_a_plan_still_computes_is_that_of_its_findable_pages(
-    keeps: str, cancel_after_ms: int
+    keeps: Retention, cancel_after_ms: int
 ) -> None:
     """Its last page is full, and cannot be found: its token is not known when the request leaves."""
     window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=2), part_bytes=1)
