@@ -253,7 +253,7 @@ def build_engine(
         else:
             from kvarts.sched.group_loads import GroupLoads
 
-            loads = GroupLoads(lower, cast("GroupPages", cache), waiting, page_size, tell)
+            loads = GroupLoads(lower, cast("GroupPages", cache), pages, waiting, page_size, tell)
     batch: InputBatch | None = None
     if executor.needs_page_ids:
         if cache.settles:

@@ -125,7 +125,6 @@ REFUSED = (
         "Leave them out. Without pools, a session stays with its replica.",
     ),
     Refusal(("ranks", "fleet"), "it is not modelled", "Leave out {data_parallel}."),
-    Refusal(("tiers", "kv_groups", "several"), "a load would take memory from other models"),
     Refusal(("prices", "kv_groups", "plan"), "only replays count parts of pages", WHOLE),
     Refusal(("states_by_page", "uncached"), "it keeps no states for prefixes", "Leave {mamba_cache_mode} out."),
     Refusal(("states_by_page", "tiers"), "it is not modelled", "Leave it out."),

@@ -92,8 +92,13 @@ class RunAccount(PartCounts):
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that can be taken now, here or from others: the same as `free_bytes`, unless the memory is shared."""
-        return self.free_bytes if self.shared is None else self.shared.num_free_bytes
+        """Bytes that can be taken now and are not promised, here or from others if the memory is shared."""
+        return self.free_bytes - self.promised_bytes if self.shared is None else self.shared.num_free_bytes
+
+    @property
+    def vacant_bytes(self) -> int:
+        """Bytes that can be taken without an eviction, here or in a memory that is shared."""
+        return self.empty_bytes + (0 if self.shared is None else self.shared.num_empty_bytes)
 
     # A memory that others share ---------------------------------------------------------------------------
 
@@ -197,6 +202,8 @@ class RunAccount(PartCounts):
         assert oldest is not None
         entry.older, entry.newer = ring, oldest
         oldest.older = ring.newer = entry
+        if self.shared is not None:
+            entry.stamp = self.shared.before_all()
 
     # Counts -----------------------------------------------------------------------------------------------
 

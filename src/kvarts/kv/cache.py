@@ -115,6 +115,7 @@ class Cache:
         "names_decodes",
         "num_evicted",
         "num_free",
+        "num_promised",
         "num_published",
         "num_released",
         "num_reserved",
@@ -143,6 +144,8 @@ class Cache:
         """Blocks of a page with its parts in every group that keeps tokens: the need of a decode for its next page."""
         self.num_free = pool.num_empty
         """Blocks that can be taken now: empty or cached."""
+        self.num_promised = 0
+        """Free blocks that are reserved for requests that will take them; they are not in `num_free`."""
         self.num_evicted = 0
         self.num_released = 0
         """Total of blocks released since the beginning; the total of blocks taken into use is this plus `num_used`."""

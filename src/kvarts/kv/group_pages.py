@@ -108,7 +108,6 @@ class GroupPages(Cache):
         "block_bytes",
         "memory",
         "needs",
-        "num_promised",
         "page_size",
         "parts",
     )
@@ -154,8 +153,6 @@ class GroupPages(Cache):
             at_branches=at_branches,
         )
         self.match = self.parts.match
-        self.num_promised = 0
-        """Free blocks that are reserved for requests that will take them."""
         self._num_given = 0
         """Total of blocks returned by `give` since the beginning."""
         self.keeps_time = self.parts.note_request is not None

@@ -172,7 +172,14 @@ class SharedMemory(Protocol):
 
     @property
     def num_free_bytes(self) -> int:
-        """Bytes that the cache could take now: empty or cached, there or elsewhere."""
+        """Bytes that the cache could take now: empty or cached, there or elsewhere, and promised to no request."""
+
+    @property
+    def num_empty_bytes(self) -> int:
+        """Empty bytes that were returned to it."""
 
     def tick(self) -> int:
         """Return the stamp of a release that happens now: earlier releases, in any of the caches, have smaller ones."""
+
+    def before_all(self) -> int:
+        """Return a stamp older than all others."""

@@ -589,7 +589,7 @@ class RunCache(RunAccount):
         """Copy the states to separate parts, where such parts do not exist yet and fit."""
         span, page = self.tree.last_of(holding), holding.num_named
         missing = [index for index in self._of_states if not any(run.end == page for run in span.parts[index])]
-        if sum(self.part_bytes[index] for index in missing) > self.room_bytes - self.promised_bytes:
+        if sum(self.part_bytes[index] for index in missing) > self.room_bytes:
             return
         self.num_published += 1
         for index in missing:

@@ -174,7 +174,7 @@ class LazyParts:
     def choose(self) -> Iterator[tuple[PartRun, int, int]]:
         """Yield the wanted runs nearest to eviction. If there are copies, the oldest is chosen."""
         cache = self._cache
-        num_missing = self._target_bytes - cache.empty_bytes
+        num_missing = self._target_bytes - cache.vacant_bytes
         chosen: list[tuple[PartRun, int]] = []
         for entry in cache.entries():
             if num_missing <= 0:

@@ -13,6 +13,7 @@ from kvarts.kv.transfer import Awaited, Loaded, Offer, Weighed
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request
 from kvarts.sched.loads import GroupOffers, Loads, LoadUnderWay, LowerTiers
+from kvarts.sched.page_source import PageSource
 from kvarts.sched.policy import WaitingQueue
 
 __all__ = ["GroupLoads"]
@@ -30,11 +31,18 @@ class GroupLoads(Loads):
     """
 
     def __init__(
-        self, tiers: LowerTiers, cache: GroupPages, waiting: WaitingQueue, page_size: int, tell: Tell | None
+        self,
+        tiers: LowerTiers,
+        cache: GroupPages,
+        pages: PageSource,
+        waiting: WaitingQueue,
+        page_size: int,
+        tell: Tell | None,
     ) -> None:
         super().__init__(tiers, cache, waiting, page_size, tell)
         self._offers = cast("GroupOffers", tiers.layout)
         self._parts = cache
+        self._pages = pages
         self._needs = cache.needs
 
     def note_arrived(self, request: Request) -> None:
@@ -64,7 +72,8 @@ class GroupLoads(Loads):
 
     def _fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int, budget: int) -> bool:
         """Return whether the most blocks that `request` may hold at a time are free."""
-        return self._wanted(request, num_known) <= self._parts.num_free
+        num_wanted = self._wanted(request, num_known)
+        return num_wanted <= self._pages.num_free_to_admit(num_wanted)
 
     def _weigh(
         self, request: Request, offer: Offer, match: Match, num_known: int, num_behind: int, awaited: Awaited | None
@@ -73,7 +82,7 @@ class GroupLoads(Loads):
         weighed = super()._weigh(request, offer, match, num_known, num_behind, awaited)
         if weighed.num_front:
             num_blocks = self._wanted(request, num_known) + self._parts.num_front(match, weighed.num_front)
-            if num_blocks > self._parts.num_free:
+            if num_blocks > self._pages.num_free_to_admit(num_blocks):
                 without = replace(offer, most_front=(0,) * len(offer.by_tier))
                 return super()._weigh(request, without, match, num_known, num_behind, awaited)
         return weighed

@@ -788,7 +788,7 @@ class Scheduler:
                         # Where groups keep less than all tokens, loading takes fewer blocks than computing.
                         num_to_load = watermark + loads.num_to_load(request, match, num_known, num_new)
                         num_behind = waiting.num_waiting - 1
-                        if num_to_load > cache.num_free:
+                        if num_to_load > pages.num_free_to_admit(num_to_load):
                             least = min(least, num_to_load)
                         elif loads.try_start(request, match, num_known, num_behind, now_ns, watermark, num_new):
                             self._take_from_waiting(request)

@@ -481,7 +481,7 @@ class SharedDevice:
         found = debts(
             self.memory.num_bytes,
             {model: part.guaranteed_bytes for model, part in parts.items()},
-            {model: part.num_used_bytes for model, part in parts.items()},
+            {model: part.cache.num_used * part.page_bytes for model, part in parts.items()},
         )
         self._since_ns = {pair: self._since_ns.get(pair, now_ns) for pair in found}
         return [Loan(*pair, num_bytes, self._since_ns[pair]) for pair, num_bytes in found.items()]

@@ -178,10 +178,10 @@ class DeviceMemory:
 
     @property
     def num_free_bytes(self) -> int:
-        """Empty or cached bytes."""
+        """Empty or cached bytes that are promised to no request."""
         free = self.num_empty_bytes
         for part in self.parts.values():
-            free += part.cache.num_cached * part.page_bytes
+            free += (part.cache.num_cached - part.cache.num_promised) * part.page_bytes
         return free
 
     # Making room ------------------------------------------------------------------------------------------
@@ -352,9 +352,18 @@ class PartsMemory:
         """Bytes that the cache could take now: empty or cached, here or in other models' caches."""
         return self._memory.num_free_bytes // self._pool.page_bytes + self._parts.empty_bytes
 
+    @property
+    def num_empty_bytes(self) -> int:
+        """Empty bytes of the device."""
+        return self._memory.num_empty_bytes // self._pool.page_bytes
+
     def tick(self) -> int:
         """Return the stamp of the present release."""
         return self._memory.clock.tick()
+
+    def before_all(self) -> int:
+        """Return a stamp older than all others."""
+        return self._memory.clock.before_all()
 
     @property
     def next_stamp(self) -> int:
@@ -442,8 +451,8 @@ class DevicePart:
 
     @property
     def num_used_bytes(self) -> int:
-        """Bytes of the used pages."""
-        return self.cache.num_used * self.page_bytes
+        """Bytes of the used pages, and of those promised to requests that wait for loads."""
+        return (self.cache.num_used + self.cache.num_promised) * self.page_bytes
 
     @property
     def num_beyond_bytes(self) -> int:

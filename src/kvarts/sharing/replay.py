@@ -159,9 +159,10 @@ def open_tenant(
     """
     of_model = config.configs[name]
     prepare = preparation_of(of_model.offload)
-    below = None if prepare is None else prepare(of_model, of_model.eviction, None)
+    memory = None if of_model.kv_groups == "off" else of_model.memory
+    below = None if prepare is None else prepare(of_model, of_model.eviction, memory)
     register = partial(device.register, name, guaranteed_bytes=config.guaranteed_bytes[name])
-    if of_model.kv_groups == "off":
+    if memory is None:
         part = register(
             page_bytes=config.page_bytes[name],
             with_page_ids=with_ids,
@@ -173,16 +174,19 @@ def open_tenant(
         part = register(
             parts=open_group_cache(
                 of_model,
-                of_model.memory,
+                memory,
                 num_blocks=config.most_bytes(name) // config.counted_bytes[name],
                 tell=log.tell_details,
                 with_ids=with_ids,
+                num_below=0 if below is None else below.num_tiers,
+                watches_list=below is not None and below.is_lazy,
                 make_order=of_model.eviction,
             )
         )
     engine = build_engine(
         of_model,
         executor,
+        memory=memory,
         log=log,
         cache=part.cache,
         pages=part,
@@ -196,4 +200,4 @@ def open_tenant(
 
 
 def _preparation_of(config: ReplayConfig) -> dict[str, int]:
-    return {} if config.offload is None else config.offload.tiers(config.page_size)
+    return config.tiers
