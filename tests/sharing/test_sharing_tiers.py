@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from test_sharing_groups_laws import Device, devices
 from test_sharing_laws import Sharing, everything, sharings
 
 from kvarts import ConfigError, replay
@@ -101,6 +102,42 @@ def test_with_tiers_too_it_is_the_same_observed_and_step_by_step(
         assert not len(fast.devices[0].logs[name]) or rests["used"].max() == 0
         for tier in tiers.tiers(case.page_size):
             assert not len(fast.devices[0].logs[name]) or rests[f"{tier}_used"].max() == 0
+
+
+@st.composite
+def of_parts(draw: st.DrawFn) -> OffloadConfig:
+    """The same for parts of pages: hits of whole prompts are refused."""
+    return msgspec.structs.replace(draw(offloads()), full_prompt_hits=False)
+
+
+@given(devices(max_models=1), of_parts())
+def test_a_model_alone_with_groups_and_tiers_is_a_replay_of_one(case: Device, tiers: OffloadConfig) -> None:
+    """As above, in blocks: promises to requests that wait for loads are those of a device of its own."""
+    (model,) = case.models
+    model.guarantee, model.floor, model.ceiling = 0, 0, None
+    case.num_bytes -= case.num_bytes % model.whole_page
+    shared = case.run(offload=tiers, audit=HAS_AUDIT)
+    alone = replay(model.case.trace(), msgspec.structs.replace(shared.config.configs["m0"], audit=HAS_AUDIT))
+    report = shared.reports["m0"]
+    assert report.requests_jsonl() == alone.requests_jsonl()
+    for name, column in alone.steps.items():
+        assert report.steps[name].tolist() == column.tolist(), name
+
+
+@given(devices(max_models=3, max_requests=16), of_parts(), st.booleans())
+def test_with_groups_and_tiers_too_it_is_the_same_step_by_step(
+    case: Device, tiers: OffloadConfig, is_static: bool
+) -> None:
+    """L1, L2, L3 after every turn; L5: models with groups and with whole pages, each with tiers of its own."""
+    is_static = is_static and case.can_be_split
+    fast, slow = (
+        case.run(offload=tiers, static_split=is_static, audit=HAS_AUDIT, step_by_step=slowly)
+        for slowly in (False, True)
+    )
+    for name, report in fast.reports.items():
+        assert report.requests_jsonl() == slow.reports[name].requests_jsonl()
+        assert report.to_json() == slow.reports[name].to_json()
+        assert report.summary["num_failed"] == 0
 
 
 @given(sharings(), st.sampled_from(["eager", "lazy"]))

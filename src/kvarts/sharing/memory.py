@@ -182,7 +182,7 @@ class DeviceMemory:
         free = self.num_empty_bytes
         for part in self.parts.values():
             free += (part.cache.num_cached - part.cache.num_promised) * part.page_bytes
-        return free
+        return max(0, free)  # stores may hold what is promised; they give it back when it is taken
 
     # Making room ------------------------------------------------------------------------------------------
 
@@ -222,7 +222,10 @@ class DeviceMemory:
                 oldest, num_evicted = asker, asker.cache.num_cached
             else:
                 others = [part for part in self.parts.values() if part.cache.num_cached]
-                assert others, f"L1: {needed} bytes were free, and are not"
+                if not others:
+                    given_back = asker.give_back(missing)
+                    assert given_back, f"L1: {needed} bytes were free, and are not"
+                    continue
                 oldest, num_evicted = _oldest(others)
             num_missing = -(-missing // oldest.page_bytes)
             if num_missing < num_evicted:
@@ -546,6 +549,13 @@ class DevicePart:
         short_bytes = num_pages * self.page_bytes
         if short_bytes + num_matched * self.page_bytes > self._lent_bytes():
             return False
+        self.give_back(short_bytes)
+        self.refresh()
+        return True
+
+    def give_back(self, num_bytes: int) -> bool:
+        """Give up stores of this model, then of others, for `num_bytes` bytes; return whether there were any."""
+        short_bytes = num_bytes
         for part in (self, *(other for other in self.memory.parts.values() if other is not self)):
             num_lent = part.cache.num_lent()
             part.cache.give_back(min(num_lent, -(-short_bytes // part.page_bytes)))
@@ -553,8 +563,7 @@ class DevicePart:
             part.has_given_back |= part is not self and part.cache.num_lent() < num_lent
             if short_bytes <= 0:
                 break
-        self.refresh()
-        return True
+        return short_bytes < num_bytes
 
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Preempt requests of other models until `num_pages` can be taken for `request`; return success."""
