@@ -31,7 +31,7 @@ class MemoryOfOne:
     def __init__(self, cache: GroupedCache | RunCache) -> None:
         self._cache = cache
         self.num_empty_bytes = cache.total_bytes
-        self.num_stamps = 0
+        self.num_stamps = self.first_stamp = 0
         cache.share(self)
 
     def make_room(self, num_bytes: int) -> None:
@@ -52,6 +52,11 @@ class MemoryOfOne:
     def num_free_bytes(self) -> int:
         """Empty or cached."""
         return self.num_empty_bytes + self._cache.free_bytes
+
+    def before_all(self) -> int:
+        """Return a stamp older than all others."""
+        self.first_stamp -= 1
+        return self.first_stamp
 
     def tick(self) -> int:
         """Return one more than before."""
