@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace as with_changes
+from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvarts.content import Content, pack_units
+from kvarts.executor.cost import LinearCost
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
@@ -17,10 +20,14 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.offload.part_policy import LazyParts
 from kvarts.offload.part_tier import PartTier
 from kvarts.report.requests import REJECTED
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
+from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.case import Case, Row
 from builders.group_tiers import FAST, Grouped, grouped, overlapping, preempted, returning
 from builders.grouped import FULL, STATES, WINDOW, Told, assert_same_outcome, part_groups
+from builders.rooms import HAS_AUDIT
 
 pytestmark = pytest.mark.laws
 
@@ -170,3 +177,51 @@ def test_nothing_is_computed_again_that_could_be_hit(case: Case, groups: tuple[P
     # Where what leaves a window stays cached, the device itself may have more.
     as_much = found >= expected if keeps == "all" else found == expected
     assert as_much.all()
+
+
+@example(42)
+@example(290)
+@example(330)
+@example(358)
+@example(503)
+@given(st.integers(0, 100_000))
+def test_requests_whose_loads_have_ended_do_not_wait_for_each_other(seed: int) -> None:
+    """L8: prompts much longer than a window and a chunk, of which several are loaded at a time and then lack memory.
+
+    A whole chunk takes parts in windows that none of the rest needs together, so it may take more than was promised.
+    """
+    random = Random(seed)
+    groups = (
+        PartGroup(FULL, part_bytes=1),
+        PartGroup(
+            KvLayer(kind="window", num_heads=1, head_numbers=2, span=random.randint(2, 6)),
+            part_bytes=random.choice([1, 2, 4]),
+        ),
+    )
+    num_requests = random.randint(10, 40)
+    stems = [_units(random, random.randint(40, 120)) for _ in range(random.randint(2, 6))]
+    rows = []
+    for index in range(num_requests):
+        stem = random.choice(stems)
+        units = stem[: random.randint(len(stem) // 2, len(stem))] + _units(random, random.randint(10, 60))
+        rows.append(TraceRequest(index, 0, pack_units(units), 2 * len(units), random.randint(1, 4)))
+    config = ReplayConfig(
+        page_size=2,
+        num_pages=random.randint(180, 260) // random.randint(1, 2),
+        max_num_batched_tokens=random.choice([32, 64, 100]),
+        max_num_seqs=random.randint(1, 4),
+        groups=groups,
+        kv_groups="all",
+        concurrency=random.randint(2, 4),
+        cost=LinearCost(step_ms=1.0, chunk_token_ms=1.0),
+        audit=HAS_AUDIT,
+        offload=OffloadConfig(host_pages=800, load_kv="async", h2d=random.choice(["1MB/s", "100kB/s"]), d2h="1GB/s"),
+    )
+    trace = Trace(rows, unit_tokens=2)
+    fast, slow = (replay(trace, replace(config, step_by_step=slowly)) for slowly in (False, True))
+    assert_same_outcome(fast, slow)
+    assert fast.summary["num_completed"] + fast.summary["num_rejected"] == num_requests
+
+
+def _units(random: Random, count: int) -> list[int]:
+    return [random.randint(0, 10**6) for _ in range(count)]

@@ -144,7 +144,7 @@ class AsyncLoads(_ConnectorLoads):
         requests = [request for request in requests if request.state is RequestState.LOADING]
         requests += [request for request, _ in self.loaded]
         requests += [request for request in self._running.chunked if request.own is None]
-        return sum([self.num_to_run(request, 0) for request in requests])
+        return sum([self.num_to_run(request, 1) for request in requests])
 
     def num_to_run(self, request: Request, budget: int) -> int:
         """Return the pages that `request` lacks to compute its known tokens."""
@@ -217,22 +217,8 @@ class SyncLoads(_ConnectorLoads):
 
     is_sync = True
 
-    def try_start(
-        self,
-        request: Request,
-        match: Match,
-        num_known: int,
-        num_behind: int,
-        now_ns: int,
-        num_kept: int = 0,
-        budget: int = 0,
-    ) -> bool:
-        """Begin a load, to be used at once by `start_early`; return False if the pages are to be computed."""
-        if not super().try_start(request, match, num_known, num_behind, now_ns, num_kept, budget):
-            return False
-        load = self._loading.get(request.index)
-        if load is not None:
-            load.loaded = Loaded(request.index, load.end, load.by_tier, is_under_way=True)
-            self._ended.append(load)
-            self.early.append(load)
-        return True
+    def note_begun(self, load: LoadUnderWay) -> None:
+        """Let `start_early` use the load at once."""
+        load.loaded = Loaded(load.request.index, load.end, load.by_tier, is_under_way=True)
+        self._ended.append(load)
+        self.early.append(load)

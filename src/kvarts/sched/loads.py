@@ -420,7 +420,11 @@ class Loads:
         if weighed.num_front:
             load.end_ns = max(load.end_ns, now_ns + weighed.front_ns)
             self.fronts.append(load)
+        self.note_begun(load)
         return True
+
+    def note_begun(self, load: LoadUnderWay) -> None:
+        """Take note that `load` has begun."""
 
     def num_to_load(self, request: Request, match: Match, num_known: int, budget: int) -> int:
         """Return the blocks that must be free to load what the tiers have for `request` after `match`.

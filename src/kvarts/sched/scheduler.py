@@ -11,8 +11,10 @@ The scheduler reads no clock and no random number: `schedule` and `commit` recei
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvarts.config import EngineConfig
@@ -857,19 +859,21 @@ class Scheduler:
         has_places, loads.is_blocking = loads.takes_places, False
         while budget > 0 and (loads.loaded or (loads.early and self._prefill.may_wait)):
             request = loads.loaded[0][0] if loads.loaded else loads.early[0].request
+            most_tokens = budget
             if not has_places:
                 if self.num_seated >= self._max_num_seqs:
                     self.blocked, loads.is_blocking = FOR_SEQS, True
                     break
                 if not loads.begin_turn(*loads.loaded[0]):
                     break
-                if self._lacks_to_run(request, loads, min(budget, self._prefill.most_tokens)):
+                most_tokens = self._most_to_run(request, loads, min(budget, self._prefill.most_tokens))
+                if not most_tokens:
                     self.blocked, loads.is_blocking = FOR_PAGES, True
                     break
             if not self._prefill.has_room(request, request.num_prompt_tokens - 1, chunks):
                 return 0
             request, loaded = loads.loaded.pop(0) if loads.loaded else loads.start_early()
-            budget -= self._start_loaded(loads, request, loaded, now_ns, budget, chunks, admitted)
+            budget -= self._start_loaded(loads, request, loaded, now_ns, most_tokens, chunks, admitted)
         return budget
 
     def _go_on_after(
@@ -885,18 +889,27 @@ class Scheduler:
             budget = self._admit_loaded(loads, now_ns, budget, chunks, admitted)
         return budget
 
-    def _lacks_to_run(self, request: Request, loads: Loads, budget: int) -> bool:
-        """Return whether the known tokens of `request`, which has had its load, lack memory."""
+    def _most_to_run(self, request: Request, loads: Loads, num_tokens: int) -> int:
+        """Return how many tokens of `request`, which has had its load, may be computed: `num_tokens`, or 0 if they lack
+        memory.
+
+        If nothing runs, nothing will release memory, since other requests that have had their loads hold the rest. Then
+        it computes as many tokens as have room.
+        """
         watermark = self._watermark if self.running.num_running else 0
-        num_wanted = loads.num_to_run(request, budget) + watermark
+        num_wanted = loads.num_to_run(request, num_tokens) + watermark
         while (num_short := num_wanted - self.pages.num_free_to_admit(num_wanted)) > 0:
             if self.pages.reclaim(num_short):
                 continue
             if self.pins is not None and self.pins.num_pins and self.pins.give_up_oldest():
                 continue
             if not self.pages.make_way(request, num_wanted, to_admit=True):
-                return True
-        return False
+                break
+        else:
+            return num_tokens
+        if self.running.num_running:
+            return 0
+        return bisect_right(range(1, num_tokens), self.cache.num_free, key=partial(loads.num_to_run, request))
 
     def _start_loaded(
         self,
