@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +16,7 @@ from kvarts.executor.page_bytes import PageCopier
 from kvarts.executor.torch.tiny import FAMILIES
 from kvarts.kv.transfer import Direction, Move
 from kvarts.llm.llm import LLM
+from kvarts.llm.text import Completion
 from kvarts.sampling import SamplingParams
 
 from builders.rooms import HAS_AUDIT
@@ -87,3 +89,34 @@ def exchange_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         return move(copier, direction, of)
 
     monkeypatch.setattr(PageCopier, "_move", exchanged)
+
+
+def serve_at_random(
+    engine: LLM,
+    random: Random,
+    draw_prompt: Callable[[], Ids],
+    params: SamplingParams,
+    *,
+    num_turns: int = 40,
+    rate: float = 0.25,
+) -> list[tuple[Ids, Completion]]:
+    """Submit prompts with random priorities, cancel some, and check the laws of accounting after every step.
+
+    `rate`: the share of turns with a new prompt. Return the completions, each after its prompt.
+    """
+    prompts: dict[int, Ids] = {}
+    done = {}
+    for _ in range(num_turns):
+        if random.random() < rate:
+            prompt = draw_prompt()
+            prompts[engine.submit(prompt, params, priority=random.choice([0, 0, 1]))] = prompt
+        if prompts and random.random() < 0.08:
+            engine.cancel(random.choice(list(prompts)))
+        if engine.has_work:
+            done.update({completion.index: completion for completion in engine.step()})
+            engine.check()
+    while engine.has_work:
+        done.update({completion.index: completion for completion in engine.step()})
+    assert engine.kv_live_bytes() == 0
+    engine.check()
+    return [(prompts[index], completion) for index, completion in done.items()]

@@ -18,7 +18,16 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.sampling import SamplingParams
 
 from builders.guessing import Oracle, answers_of, guessing
-from builders.real_models import GREEDY, VOCABULARY, Ids, engine_of, exchange_loads, prompts_with_prefixes, undisturbed
+from builders.real_models import (
+    GREEDY,
+    VOCABULARY,
+    Ids,
+    engine_of,
+    exchange_loads,
+    prompts_with_prefixes,
+    serve_at_random,
+    undisturbed,
+)
 from builders.windowed_models import forgetting
 
 BRIEF = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -102,25 +111,14 @@ def test_requests_come_and_go_at_any_time(
         kv_groups=keeps,
         offload=OffloadConfig(host_pages=random.choice([5, 200]), policy=policy),
     )
+
+    def draw_prompt() -> Ids:  # a few, which transformers is asked for once
+        return random.choice(shared)[: random.choice([13, 21, 30])] + [1] * random.choice([1, 4])
+
     params = SamplingParams(max_tokens=6, ignore_eos=True)
-    asked: dict[int, Ids] = {}
-    done = {}
-    for _ in range(40):
-        if random.random() < 0.25:
-            # A few, which transformers is asked for once.
-            prompt = random.choice(shared)[: random.choice([13, 21, 30])] + [1] * random.choice([1, 4])
-            asked[engine.submit(prompt, params, priority=random.choice([0, 0, 1]))] = prompt
-        if asked and random.random() < 0.08:
-            engine.cancel(random.choice(list(asked)))
-        if engine.has_work:
-            done.update({completion.index: completion for completion in engine.step()})
-    while engine.has_work:
-        done.update({completion.index: completion for completion in engine.step()})
-    for index, completion in done.items():
+    for prompt, completion in serve_at_random(engine, random, draw_prompt, params):
         if completion.finish_reason != "cancelled":
-            assert list(completion.tokens) == undisturbed(reference, asked[index], params.max_tokens)
-    assert engine.kv_live_bytes() == 0
-    engine.check()
+            assert list(completion.tokens) == undisturbed(reference, prompt, params.max_tokens)
 
 
 def test_guesses_change_nothing_with_host_memory(

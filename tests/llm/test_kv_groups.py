@@ -23,7 +23,16 @@ from kvarts.llm.room import KVRoom
 from kvarts.request import RequestState
 from kvarts.sampling import SamplingParams
 
-from builders.real_models import GREEDY, PAGE_SIZE, VOCABULARY, Ids, engine_of, prompts_with_prefixes, undisturbed
+from builders.real_models import (
+    GREEDY,
+    PAGE_SIZE,
+    VOCABULARY,
+    Ids,
+    engine_of,
+    prompts_with_prefixes,
+    serve_at_random,
+    undisturbed,
+)
 from builders.windowed_models import FAMILIES, FULL, WINDOW, forgetting, types_of
 
 ROOMS = {"ample": (256, 2048), "chunked": (40, 16), "short": (28, 7)}
@@ -70,26 +79,14 @@ def test_requests_come_and_go_at_any_time(
         seqs=random.choice([1, 3, 6]),
         kv_groups=keeps,
     )
+
+    def draw_prompt() -> Ids:
+        return shared[: random.randrange(31)] + [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 9))]
+
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    prompts: dict[int, Ids] = {}
-    done = {}
-    for _ in range(40):
-        if random.random() < 0.25:
-            prompt = shared[: random.randrange(31)] + [
-                random.randrange(VOCABULARY) for _ in range(random.randrange(1, 9))
-            ]
-            prompts[engine.submit(prompt, params, priority=random.choice([0, 0, 1]))] = prompt
-        if prompts and random.random() < 0.08:
-            engine.cancel(random.choice(list(prompts)))
-        if engine.has_work:
-            done.update({completion.index: completion for completion in engine.step()})
-    while engine.has_work:
-        done.update({completion.index: completion for completion in engine.step()})
-    for index, completion in done.items():
+    for prompt, completion in serve_at_random(engine, random, draw_prompt, params):
         if completion.finish_reason != "cancelled":
-            assert list(completion.tokens) == undisturbed(reference, prompts[index], params.max_tokens)
-    assert engine.kv_live_bytes() == 0
-    engine.check()
+            assert list(completion.tokens) == undisturbed(reference, prompt, params.max_tokens)
 
 
 # Memory ---------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ from builders.real_models import (
     Ids,
     engine_of,
     prompts_with_prefixes,
+    serve_at_random,
     undisturbed,
 )
 from builders.rooms import HAS_RECORD
@@ -218,25 +219,13 @@ def test_requests_come_and_go_at_any_time(models: Callable[[str], tuple[Any, Any
     engine = engine_of(
         model, num_pages=random.choice([14, 20, 60]), budget=random.choice([5, 16, 256]), seqs=random.choice([1, 3, 6])
     )
+
+    def draw_prompt() -> Ids:
+        return shared[: random.randrange(21)] + [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 9))]
+
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    prompts: dict[int, Ids] = {}
-    done = {}
-    for _ in range(40):
-        if random.random() < 0.25:
-            prompt = shared[: random.randrange(21)] + [
-                random.randrange(VOCABULARY) for _ in range(random.randrange(1, 9))
-            ]
-            prompts[engine.submit(prompt, params, priority=random.choice([0, 0, 1]))] = prompt
-        if prompts and random.random() < 0.08:
-            engine.cancel(random.choice(list(prompts)))
-        if engine.has_work:
-            done.update({completion.index: completion for completion in engine.step()})
-    while engine.has_work:
-        done.update({completion.index: completion for completion in engine.step()})
-    for index, completion in done.items():
-        assert list(completion.tokens) == undisturbed(reference, prompts[index], params.max_tokens)
-    assert engine.kv_live_bytes() == 0
-    engine.check()
+    for prompt, completion in serve_at_random(engine, random, draw_prompt, params):
+        assert list(completion.tokens) == undisturbed(reference, prompt, params.max_tokens)
 
 
 def test_a_thousand_cancels_leave_nothing_behind(models: Callable[[str], tuple[Any, Any]]) -> None:

@@ -24,7 +24,16 @@ from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams
 
 from builders.guessing import Oracle, answers_of, guessing, untimed
-from builders.real_models import ATTENDING, GREEDY, VOCABULARY, Ids, engine_of, prompts_with_prefixes, undisturbed
+from builders.real_models import (
+    ATTENDING,
+    GREEDY,
+    VOCABULARY,
+    Ids,
+    engine_of,
+    prompts_with_prefixes,
+    serve_at_random,
+    undisturbed,
+)
 from builders.rooms import HAS_AUDIT
 from builders.windowed_models import forgetting
 
@@ -249,26 +258,14 @@ def test_requests_come_and_go_at_any_time(models: Models, seed: int, family: str
         engine = LLM(model, None, config, audit=HAS_AUDIT, speculative_config="ngram", kv_groups=keeps)
     if keeps != "off":
         forgetting(engine)
-    prompts: dict[int, Ids] = {}
-    done = {}
-    for _ in range(30):
-        if random.random() < 0.3:
-            prompt = shared[: random.randrange(21)] + [
-                random.randrange(VOCABULARY) for _ in range(random.randrange(1, 9))
-            ]
-            answers |= answers_of(model, [prompt], params)
-            prompts[engine.submit(prompt, params, priority=random.choice([0, 0, 1]))] = prompt
-        if prompts and random.random() < 0.08:
-            engine.cancel(random.choice(list(prompts)))
-            engine.check()
-        if engine.has_work:
-            done.update({completion.index: completion for completion in engine.step()})
-    while engine.has_work:
-        done.update({completion.index: completion for completion in engine.step()})
-    for index, completion in done.items():
-        assert list(completion.tokens) == answers[tuple(prompts[index])]
-    assert engine.kv_live_bytes() == 0
-    engine.check()
+
+    def draw_prompt() -> Ids:
+        prompt = shared[: random.randrange(21)] + [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 9))]
+        answers.update(answers_of(model, [prompt], params))
+        return prompt
+
+    for prompt, completion in serve_at_random(engine, random, draw_prompt, params, num_turns=30, rate=0.3):
+        assert list(completion.tokens) == answers[tuple(prompt)]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 from kvarts.offload.config import OffloadConfig
 from kvarts.sampling import SamplingParams
 
-from builders.real_models import VOCABULARY, Ids, engine_of, exchange_loads, undisturbed
+from builders.real_models import VOCABULARY, Ids, engine_of, exchange_loads, serve_at_random, undisturbed
 from builders.stateful_models import FAMILIES, state_pages, stateful_pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -129,21 +129,6 @@ def test_requests_come_and_go_at_any_time(stateful: Callable[[str], tuple[Any, A
         kv_groups="all",
         offload=OffloadConfig(host_pages=random.choice([2 * state_pages(model), 2000]), policy=policy),
     )
-    asked: dict[int, Ids] = {}
-    done = {}
-    for _ in range(40):
-        if random.random() < 0.3:
-            prompt = random.choice(asked_for)
-            asked[engine.submit(prompt, BRIEF, priority=random.choice([0, 0, 1]))] = prompt
-        if asked and random.random() < 0.08:
-            engine.cancel(random.choice(list(asked)))
-        if engine.has_work:
-            done.update({completion.index: completion for completion in engine.step()})
-            engine.check()
-    while engine.has_work:
-        done.update({completion.index: completion for completion in engine.step()})
-    for index, completion in done.items():
+    for prompt, completion in serve_at_random(engine, random, lambda: random.choice(asked_for), BRIEF, rate=0.3):
         if completion.finish_reason != "cancelled":
-            assert list(completion.tokens) == undisturbed(reference, asked[index], BRIEF.max_tokens)
-    assert engine.kv_live_bytes() == 0
-    engine.check()
+            assert list(completion.tokens) == undisturbed(reference, prompt, BRIEF.max_tokens)

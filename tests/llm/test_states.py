@@ -29,7 +29,7 @@ from kvarts.sched.group_batch import GroupBatch
 from kvarts.sched.plan import Snapshot
 
 from builders import real_models
-from builders.real_models import GREEDY, PAGE_SIZE, VOCABULARY, Ids, engine_of, prompts_with_prefixes
+from builders.real_models import GREEDY, PAGE_SIZE, VOCABULARY, Ids, engine_of, prompts_with_prefixes, serve_at_random
 from builders.stateful_models import FAMILIES, state_pages, stateful_pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -148,26 +148,15 @@ def test_requests_come_and_go_at_any_time(
         snapshots=snapshots,
         kv_groups="all",
     )
+
+    def draw_prompt() -> Ids:
+        end = random.choice([9, 18, 30, random.randrange(31)])
+        return shared[:end] + [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 6))]
+
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    prompts: dict[int, Ids] = {}
-    done = {}
-    for _ in range(30):
-        if random.random() < 0.25:
-            end = random.choice([9, 18, 30, random.randrange(31)])
-            prompt = shared[:end] + [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 6))]
-            prompts[engine.submit(prompt, params, priority=random.choice([0, 0, 1]))] = prompt
-        if prompts and random.random() < 0.08:
-            engine.cancel(random.choice(list(prompts)))
-        if engine.has_work:
-            done.update({completion.index: completion for completion in engine.step()})
-            engine.check()
-    while engine.has_work:
-        done.update({completion.index: completion for completion in engine.step()})
-    for index, completion in done.items():
+    for prompt, completion in serve_at_random(engine, random, draw_prompt, params, num_turns=30):
         if completion.finish_reason != "cancelled":
-            assert list(completion.tokens) == undisturbed(reference, prompts[index], params.max_tokens)
-    assert engine.kv_live_bytes() == 0
-    engine.check()
+            assert list(completion.tokens) == undisturbed(reference, prompt, params.max_tokens)
 
 
 def test_a_layer_that_goes_on_by_one_token_is_run_token_by_token(stateful: Callable[[str], tuple[Any, Any]]) -> None:

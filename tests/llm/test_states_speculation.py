@@ -23,8 +23,17 @@ from kvarts.executor.torch.states import PagedStates
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams
 
-from builders.guessing import Oracle, guessing
-from builders.real_models import GREEDY, PAGE_SIZE, VOCABULARY, Ids, engine_of, prompts_with_prefixes, undisturbed
+from builders.guessing import Oracle, guessing, untimed
+from builders.real_models import (
+    GREEDY,
+    PAGE_SIZE,
+    VOCABULARY,
+    Ids,
+    engine_of,
+    prompts_with_prefixes,
+    serve_at_random,
+    undisturbed,
+)
 from builders.stateful_models import FAMILIES, state_pages, stateful_pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -99,14 +108,18 @@ def test_drawn_tokens_are_those_without_guesses(stateful: Pairs, monkeypatch: py
     assert engine.drafts is not None and engine.drafts.num_accepted_tokens > 10
 
 
-def test_n_grams_are_guessed_beside_states(stateful: Pairs) -> None:
-    """With steps as they are timed here, of layers that run drafted tokens one after the other."""
+def test_n_grams_are_guessed_beside_states(stateful: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With steps as they are timed here, in which guesses may not pay, and with steps of one length."""
     model, reference = stateful("lfm2")
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     asked = [[7, 8, 9, 10, 11] * 6, [1, 2, 3], [5] * 30]
-    engine = engine_of(model, kv_groups="all", speculative_config={"prompt_lookup_min": 1, "prompt_lookup_max": 4})
-    for prompt, completion in zip(asked, engine.generate(asked, params), strict=True):
-        assert list(completion.tokens) == undisturbed(reference, prompt, 60)
+    ngrams = {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    engine = engine_of(model, kv_groups="all", speculative_config=ngrams)
+    untimed(monkeypatch)
+    engines = [engine, engine_of(model, kv_groups="all", speculative_config=ngrams)]
+    for engine in engines:
+        for prompt, completion in zip(asked, engine.generate(asked, params), strict=True):
+            assert list(completion.tokens) == undisturbed(reference, prompt, 60)
     assert engine.drafts is not None and engine.drafts.num_drafts > 0
 
 
@@ -131,26 +144,16 @@ def test_requests_come_and_go_at_any_time(stateful: Pairs, seed: int, family: st
             speculative_config="ngram",
         )
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    asked: dict[int, Ids] = {}
-    done = {}
-    for _ in range(30):
-        if random.random() < 0.25:
-            end = random.choice([9, 18, 30, random.randrange(31)])
-            prompt = shared[:end] + [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 6))]
-            answers[tuple(prompt)] = undisturbed(reference, prompt, params.max_tokens)
-            asked[engine.submit(prompt, params, priority=random.choice([0, 0, 1]))] = prompt
-        if asked and random.random() < 0.08:
-            engine.cancel(random.choice(list(asked)))
-        if engine.has_work:
-            done.update({completion.index: completion for completion in engine.step()})
-            engine.check()
-    while engine.has_work:
-        done.update({completion.index: completion for completion in engine.step()})
-    for index, completion in done.items():
+
+    def draw_prompt() -> Ids:
+        end = random.choice([9, 18, 30, random.randrange(31)])
+        prompt = shared[:end] + [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 6))]
+        answers[tuple(prompt)] = undisturbed(reference, prompt, params.max_tokens)
+        return prompt
+
+    for prompt, completion in serve_at_random(engine, random, draw_prompt, params, num_turns=30):
         if completion.finish_reason != "cancelled":
-            assert list(completion.tokens) == answers[tuple(asked[index])]
-    assert engine.kv_live_bytes() == 0
-    engine.check()
+            assert list(completion.tokens) == answers[tuple(prompt)]
 
 
 # States ---------------------------------------------------------------------------------------------------

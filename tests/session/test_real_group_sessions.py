@@ -277,6 +277,14 @@ def test_sessions_side_by_side_say_what_each_says_alone(windowed: Models) -> Non
     assert llm.kv_live_bytes() == 0
 
 
+def restored(llm: LLM, directory: Path, told: list[str]) -> Sessions:
+    """Sessions of `llm` with the checkpoints in `directory`; `told` receives what was found broken."""
+    table = SessionTable(llm.host(), SessionsConfig(chunk_tokens=16))
+    keeper = Keeper(table, directory, told.append)
+    llm.host().loop.call(lambda _: keeper.restore())
+    return Sessions(table, keeper)
+
+
 def test_a_session_goes_on_from_its_checkpoint(windowed: Models, tmp_path: Path) -> None:
     """By group; and where the groups are others, it is computed again."""
     model, reference = windowed("gemma2")
@@ -284,10 +292,7 @@ def test_a_session_goes_on_from_its_checkpoint(windowed: Models, tmp_path: Path)
 
     def reopen(groups: str) -> Sessions:
         llm = LLM(model, None, EngineConfig(num_pages=200, page_size=4), kv_groups=groups)
-        table = SessionTable(llm.host(), SessionsConfig(chunk_tokens=16))
-        keeper = Keeper(table, tmp_path, said.append)
-        llm.host().loop.call(lambda _: keeper.restore())
-        return Sessions(table, keeper)
+        return restored(llm, tmp_path, said)
 
     history = ids(Random(6), 60)
 
@@ -428,10 +433,7 @@ def test_a_state_outlives_the_process_and_a_wrong_one_is_noticed(tmp_path: Path)
 
     def opened() -> Sessions:
         llm, _ = open_on(model, page_size=4)
-        table = SessionTable(llm.host(), SessionsConfig(chunk_tokens=16))
-        keeper = Keeper(table, tmp_path, told.append)
-        llm.host().loop.call(lambda _: keeper.restore())
-        return Sessions(table, keeper)
+        return restored(llm, tmp_path, told)
 
     history = ids(Random(3), 40)
 

@@ -18,7 +18,7 @@ from kvarts.links import PeerLinks
 from kvarts.offload.channel import Channel
 from kvarts.offload.index import TierRun
 from kvarts.offload.offloader import Offloader
-from kvarts.offload.shared_store import Common, SharedChannel
+from kvarts.offload.shared_store import SharedChannel, SharedTier
 from kvarts.offload.tier import MemoryTier, Pin, TierLoad
 from kvarts.offload.weigher import Weigher
 
@@ -51,7 +51,7 @@ HostT = TypeVar("HostT")
 ViewT = TypeVar("ViewT")
 
 
-class Peers(Common[ViewT], Generic[HostT, ViewT]):
+class Peers(SharedTier[ViewT], Generic[HostT, ViewT]):
     """The host memory of all engines. `links`: carry it, in pages, or blocks of parts, of `unit_bytes` bytes each.
 
     Alone, a transfer takes `latency_ms` and has `bytes_per_s`. `before_change`: called with an engine before anything

@@ -28,7 +28,7 @@ from kvarts.offload.opening import TiersToOpen
 from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, TierLoad, TierStore
 from kvarts.offload.transfers import NEVER_NS
 
-__all__ = ["STORE", "Common", "Shared", "SharedChannel", "SharedStore", "StoreView", "Write"]
+__all__ = ["STORE", "Shared", "SharedChannel", "SharedStore", "SharedTier", "StoreView", "Write"]
 
 STORE = "store"
 
@@ -48,14 +48,14 @@ class Write:
 ViewT = TypeVar("ViewT")
 
 
-class Common(Generic[ViewT]):
-    """What is below the tiers of several engines: units of `unit_bytes` bytes, pages or blocks of parts."""
+class SharedTier(Generic[ViewT]):
+    """A tier below those of several engines, of units of `unit_bytes` bytes, pages or blocks of parts."""
 
     def __init__(self, unit_bytes: int) -> None:
         self.unit_bytes = unit_bytes
 
     def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> partial[TiersToOpen | None]:
-        """Return what prepares the tiers of `worker`: those of `offload`, and the tier of this below them.
+        """Return what prepares the tiers of `worker`: those of `offload`, and this one below them.
 
         `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` has them.
         """
@@ -84,18 +84,18 @@ class Common(Generic[ViewT]):
         return TiersToOpen(offload, specs, config, make_order, memory, more=[open_tier], on_opened=connect)
 
     def open_channels(self, worker: int) -> tuple[SharedChannel, SharedChannel]:
-        """Return the channels of `worker` to it and from it: the same one twice if nothing is stored there."""
+        """Return the channels of `worker` to this tier and from it: the same one twice if nothing is stored there."""
         raise NotImplementedError
 
     def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, tell: Tell | None) -> ViewT:
-        """Return it as a tier of `worker`. `memory`: the KV groups of its device; `tell` receives its events."""
+        """Return what `worker` sees of this tier. `memory`: the KV groups of its device; `tell` receives its events."""
         raise NotImplementedError
 
     def opened(self, worker: int, tiers: Offloader[Any]) -> None:
         """Note that all tiers of `worker` are open."""
 
 
-class Shared(Common[ViewT]):
+class Shared(SharedTier[ViewT]):
     """A store of `size` units: pages, or blocks of parts. `links`: carry them, with `unit_bytes` bytes each.
 
     `before_removal`: called with a worker before it receives the removal of its pages by another one.
