@@ -691,6 +691,7 @@ class Below:
             num_good = ask.num_good
             self._num_below[request] = start + num_good
             if len(self._workload.groups) > 1:  # vLLM knows only that something of it is missing
+                self._num_below[request] = start
                 start = num_good = 0
         self._loads.append((self._step + ask.load_steps, Loaded(request, start + num_good, (num_good,))))
         return 0
@@ -939,6 +940,8 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._has_failed.add(index)
             self._num_below[index] = start + ask.num_good
             has_failed = len(tables) > 1  # by blocks, vLLM refuses to be told it with several groups
+            if has_failed:
+                self._num_below[index] = start
             bad = set() if has_failed else set(tables[0][start + ask.num_good :])
         self._loads.append((self.step + ask.load_steps, request.request_id, bad, has_failed))
 

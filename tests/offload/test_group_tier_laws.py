@@ -7,13 +7,14 @@ from dataclasses import replace as with_changes
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvarts.content import Content, pack_units
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.runs import holding_of_transfer
-from kvarts.offload.config import OffloadConfig
+from kvarts.offload.config import LoadKv, OffloadConfig
 from kvarts.offload.part_policy import LazyParts
 from kvarts.offload.part_tier import PartTier
 from kvarts.report.requests import REJECTED
@@ -151,6 +152,37 @@ def test_snapshots_at_branches_go_below_and_come_back(tiers: Grouped, groups: tu
     assert_same_outcome(fast, tiers.replayed(snapshots="branches"))
     assert_same_outcome(fast, tiers.replayed(audit=False, snapshots="branches", step_by_step=True))
     assert_same_outcome(fast, tiers.replayed(lambda _: [Told()], snapshots="branches"))
+
+
+@given(WITH_CANCELS, st.sampled_from(["async", "sync"]), st.sampled_from([0, 0, 3, 8]), st.sampled_from([0.0, 0.1]))
+def test_leaps_and_readers_change_nothing_where_loads_are_those_of_a_connector(
+    tiers: Grouped, load_kv: LoadKv, threshold: int, watermark: float
+) -> None:
+    """L1, L2, L5, L8: the same with the audit, step by step, and with every part named."""
+    fail_every = 0 if load_kv == "sync" else tiers.offload.fail_every
+    tiers.offload = structs.replace(tiers.offload, load_kv=load_kv, load_overlap="none", fail_every=fail_every)
+    tiers.case.long_prefill_token_threshold, tiers.case.watermark = threshold, watermark
+    fast = tiers.replayed(audit=False)
+    assert_same_outcome(fast, tiers.replayed())
+    assert_same_outcome(fast, tiers.replayed(audit=False, step_by_step=True))
+    assert_same_outcome(fast, tiers.replayed(lambda _: [Told()]))
+
+
+@pytest.mark.parametrize("load_kv", ["async", "sync"])
+def test_a_load_takes_only_what_the_window_of_its_end_sees(load_kv: LoadKv) -> None:
+    """The request that comes back loads all pages of the full group, and of the window the last one."""
+    units, others = list(range(20)), [list(range(100 * base, 100 * base + 20)) for base in (1, 2, 3)]
+    prompts = [units, *others, [*units, 50]]
+    rows = [Row(index * 1000, prompt, len(prompt), 1, None, 0, None) for index, prompt in enumerate(prompts)]
+    offload = OffloadConfig(host_pages=500, load_kv=load_kv, **FAST)
+    tiers = Grouped(
+        Case(rows, 1, 1, 24, 64, 4, "default", 1), (PartGroup(FULL, 1), PartGroup(WINDOW.layer, 1)), "tails", offload
+    )
+    report = tiers.replayed()
+    assert report.request_columns["host_tokens"].tolist() == [0, 0, 0, 0, 20]
+    transfers = report.summary["transfers"]
+    assert transfers["num_loaded_parts_group0"] == 20
+    assert transfers["num_loaded_parts_group1"] < 20
 
 
 @given(returning(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]))
