@@ -396,8 +396,7 @@ class Cache:
     def num_to_go_on(self, holding: Holding, num_known: int, budget: int) -> int:
         """Return the blocks that must be free to compute the known tokens of a request whose load has ended.
 
-        `budget`: the most tokens that it may compute in the next step; 0: the other requests are asked for, which need
-        no more than they will have at one time.
+        `budget`: the most tokens that it may compute in the next step; 0 to ask only for the most blocks at one time.
         """
         raise NotImplementedError
 
