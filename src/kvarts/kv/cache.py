@@ -387,7 +387,7 @@ class Cache:
         raise NotImplementedError
 
     def num_to_admit_loaded(self, match: Match, found: Match, num_known: int, budget: int) -> int:
-        """Return the blocks that must be free for a request with `match` on the device, of which a load brings more.
+        """Return the blocks that must be free for a request that has `match` on the device, and more by a load.
 
         `budget`: the most tokens that it may compute in the step that admits it.
         """

@@ -153,7 +153,7 @@ class GroupNeeds:
         return most
 
     def to_load(self, missing: Sequence[int], idle: Sequence[int]) -> int:
-        """Return the blocks of a load. By group, `missing`: parts to load; `idle`: parts of the device without a holder."""
+        """Return the blocks of a load: by group, `missing` parts, and `idle` ones of the device without a holder."""
         return sum(part_blocks * (missing[index] + idle[index]) for index, (_, part_blocks) in enumerate(self._groups))
 
     def to_admit_loaded(
@@ -188,7 +188,7 @@ class GroupNeeds:
         return max(in_all, in_step) + self.to_load([0] * len(idle), idle)
 
     def to_go_on(self, num_taken: int, num_known: int, end: int, num_states: int) -> int:
-        """Return the blocks for the tokens after `num_taken` pages of a request, of which a step computes up to `end`.
+        """Return the blocks for the tokens after `num_taken` pages of a request; a step computes up to `end`.
 
         The rule is vLLM's, as of `to_admit`. `num_states`: the blocks of its own states, if it lacks them.
         """
