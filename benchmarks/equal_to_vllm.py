@@ -316,7 +316,7 @@ def draw_loads(workload: Workload, row: str, draw: random.Random) -> None:
         num_pages = (len(ask.prompt) + len(ask.output)) // workload.page_size
         ask.num_below = draw.choice([0, draw.randint(0, num_pages), num_pages])
         ask.load_steps = draw.randint(1, most_steps)
-        if row.startswith("failed") and draw.random() < 0.5:
+        if row == "failed-loads" and draw.random() < 0.5:
             ask.num_good = draw.choice([0, 0, 1, 2, 5])
     if row in ("async-loads", "async-group-loads"):
         workload.watermark = draw.choice([0.0, 0.0, 0.05])
@@ -340,7 +340,7 @@ def add_states(workload: Workload, row: str, draw: random.Random) -> None:
     workload.is_async = row.endswith("async")
 
 
-GROUP_LOAD_ROWS = ("group-loads", "async-group-loads", "failed-group-loads")
+GROUP_LOAD_ROWS = ("group-loads", "async-group-loads")
 LOAD_ROWS = ("loads", "async-loads", "failed-loads", *GROUP_LOAD_ROWS)
 ROWS = {
     "full": "one full group, first come, first served",
@@ -372,7 +372,6 @@ ROWS = {
     "failed-loads": "asynchronous loads of a connector, of which half bring fewer pages",
     "group-loads": "synchronous loads of a connector, with several windows and chunks, everything kept",
     "async-group-loads": "the same with asynchronous loads, some with a watermark or a threshold",
-    "failed-group-loads": "the same, of which half fail",
     "states-all": "states after all pages (mamba_cache_mode all), half with windows, chunks and three priorities",
     "states-align": "states at the ends of chunks (mamba_cache_mode align), half with windows, chunks and three "
     "priorities",
@@ -690,8 +689,6 @@ class Below:
             self._has_failed.add(request)
             num_good = ask.num_good
             self._num_below[request] = start + num_good
-            if len(self._workload.groups) > 1:  # vLLM knows only that something of it is missing
-                start = num_good = 0
         self._loads.append((self._step + ask.load_steps, Loaded(request, start + num_good, (num_good,))))
         return 0
 
@@ -915,7 +912,7 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._workload = workload
         self._num_below = [ask.num_below for ask in workload.asks]
         self._has_failed: set[int] = set()
-        self._loads: list[tuple[int, str, set[int], bool]] = []
+        self._loads: list[tuple[int, str, set[int]]] = []
         self.step = 0
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -934,13 +931,11 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         num_pages = num_external_tokens // size
         start = len(tables[0]) - num_pages
         bad: set[int] = set()
-        has_failed = False
         if index not in self._has_failed and ask.num_good < num_pages:
             self._has_failed.add(index)
             self._num_below[index] = start + ask.num_good
-            has_failed = len(tables) > 1  # by blocks, vLLM refuses to be told it with several groups
-            bad = set() if has_failed else set(tables[0][start + ask.num_good :])
-        self._loads.append((self.step + ask.load_steps, request.request_id, bad, has_failed))
+            bad = set(tables[0][start + ask.num_good :])
+        self._loads.append((self.step + ask.load_steps, request.request_id, bad))
 
     def take_ended(self) -> Any:
         """Return what a worker reports about the loads that the next plan knows to have ended; None without any."""
@@ -948,10 +943,8 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not ended:
             return None
         self._loads = [load for load in self._loads if load[0] > self.step + 1]
-        bad = set().union(*(blocks for _, _, blocks, _ in ended))
-        failed = {name for _, name, _, has_failed in ended if has_failed}
-        names = {name for _, name, _, _ in ended}
-        return KVConnectorOutput(finished_recving=names, failed_recving=failed, invalid_block_ids=bad)
+        bad = set().union(*(blocks for _, _, blocks in ended))
+        return KVConnectorOutput(finished_recving={name for _, name, _ in ended}, invalid_block_ids=bad)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Let the blocks of a request be free: nothing is stored."""

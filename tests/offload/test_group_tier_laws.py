@@ -16,7 +16,7 @@ from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.runs import holding_of_transfer
-from kvarts.offload.config import OffloadConfig
+from kvarts.offload.config import LoadKv, OffloadConfig
 from kvarts.offload.part_policy import LazyParts
 from kvarts.offload.part_tier import PartTier
 from kvarts.report.requests import REJECTED
@@ -160,6 +160,37 @@ def test_snapshots_at_branches_go_below_and_come_back(tiers: Grouped, groups: tu
     assert_same_outcome(fast, tiers.replayed(lambda _: [Told()], snapshots="branches"))
 
 
+@given(WITH_CANCELS, st.sampled_from(["async", "sync"]), st.sampled_from([0, 0, 3, 8]), st.sampled_from([0.0, 0.1]))
+def test_leaps_and_readers_change_nothing_where_loads_are_those_of_a_connector(
+    tiers: Grouped, load_kv: LoadKv, threshold: int, watermark: float
+) -> None:
+    """L1, L2, L5, L8: the same with the audit, step by step, and with every part named."""
+    fail_every = 0 if load_kv == "sync" else tiers.offload.fail_every
+    tiers.offload = replace(tiers.offload, load_kv=load_kv, load_overlap="none", fail_every=fail_every)
+    tiers.case.long_prefill_token_threshold, tiers.case.watermark = threshold, watermark
+    fast = tiers.replayed(audit=False)
+    assert_same_outcome(fast, tiers.replayed())
+    assert_same_outcome(fast, tiers.replayed(audit=False, step_by_step=True))
+    assert_same_outcome(fast, tiers.replayed(lambda _: [Told()]))
+
+
+@pytest.mark.parametrize("load_kv", ["async", "sync"])
+def test_a_load_takes_only_what_the_window_of_its_end_sees(load_kv: LoadKv) -> None:
+    """The request that comes back loads all pages of the full group, and of the window the last one."""
+    units, others = list(range(20)), [list(range(100 * base, 100 * base + 20)) for base in (1, 2, 3)]
+    prompts = [units, *others, [*units, 50]]
+    rows = [Row(index * 1000, prompt, len(prompt), 1, None, 0, None) for index, prompt in enumerate(prompts)]
+    offload = OffloadConfig(host_pages=500, load_kv=load_kv, **FAST)
+    tiers = Grouped(
+        Case(rows, 1, 1, 24, 64, 4, "default", 1), (PartGroup(FULL, 1), PartGroup(WINDOW.layer, 1)), "tails", offload
+    )
+    report = tiers.replayed()
+    assert report.request_columns["host_tokens"].tolist() == [0, 0, 0, 0, 20]
+    transfers = report.summary["transfers"]
+    assert transfers["num_loaded_parts_group0"] == 20
+    assert transfers["num_loaded_parts_group1"] < 20
+
+
 @given(returning(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]))
 def test_nothing_is_computed_again_that_could_be_hit(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
     """With room and bandwidth without end below, a small device finds what a device without end finds.
@@ -179,16 +210,20 @@ def test_nothing_is_computed_again_that_could_be_hit(case: Case, groups: tuple[P
     assert as_much.all()
 
 
-@example(42)
-@example(290)
-@example(330)
-@example(358)
-@example(503)
-@given(st.integers(0, 100_000))
-def test_requests_whose_loads_have_ended_do_not_wait_for_each_other(seed: int) -> None:
+@example(42, 0)
+@example(290, 0)
+@example(330, 0)
+@example(358, 0)
+@example(503, 0)
+@example(84, 9)
+@example(290, 3)
+@example(485, 2)
+@given(st.integers(0, 100_000), st.sampled_from([0, 1, 2, 3, 5, 9]))
+def test_requests_whose_loads_have_ended_do_not_wait_for_each_other(seed: int, fail_every: int) -> None:
     """L8: prompts much longer than a window and a chunk, of which several are loaded at a time and then lack memory.
 
     A whole chunk takes parts in windows that none of the rest needs together, so it may take more than was promised.
+    One whose load brought nothing waits again, before others whose loads have ended and hold the memory it needs.
     """
     random = Random(seed)
     groups = (
@@ -215,7 +250,13 @@ def test_requests_whose_loads_have_ended_do_not_wait_for_each_other(seed: int) -
         concurrency=random.randint(2, 4),
         cost=LinearCost(step_ms=1.0, chunk_token_ms=1.0),
         audit=HAS_AUDIT,
-        offload=OffloadConfig(host_pages=800, load_kv="async", h2d=random.choice(["1MB/s", "100kB/s"]), d2h="1GB/s"),
+        offload=OffloadConfig(
+            host_pages=800,
+            load_kv="async",
+            fail_every=fail_every,
+            h2d=random.choice(["1MB/s", "100kB/s"]),
+            d2h="1GB/s",
+        ),
     )
     trace = Trace(rows, unit_tokens=2)
     fast, slow = (replay(trace, replace(config, step_by_step=slowly)) for slowly in (False, True))

@@ -389,7 +389,7 @@ class Cache:
         raise NotImplementedError
 
     def num_to_admit_loaded(self, match: Match, found: Match, num_known: int, budget: int) -> int:
-        """Return the blocks that must be free for a request with `match` on the device, of which a load brings more.
+        """Return the blocks that must be free for a request that has `match` on the device, and more by a load.
 
         `budget`: the most tokens that it may compute in the step that admits it.
         """
@@ -398,8 +398,7 @@ class Cache:
     def num_to_go_on(self, holding: Holding, num_known: int, budget: int) -> int:
         """Return the blocks that must be free to compute the known tokens of a request whose load has ended.
 
-        `budget`: the most tokens that it may compute in the next step; 0: the other requests are asked for, which need
-        no more than they will have at one time.
+        `budget`: the most tokens that it may compute in the next step; 0 to ask only for the most blocks at one time.
         """
         raise NotImplementedError
 

@@ -153,7 +153,7 @@ class GroupNeeds:
         return most
 
     def to_load(self, missing: Sequence[int], idle: Sequence[int]) -> int:
-        """Return the blocks of a load: by group, the parts that the device lacks, and those that nothing holds."""
+        """Return the blocks of a load: by group, `missing` parts, and `idle` ones of the device without a holder."""
         return sum(part_blocks * (missing[index] + idle[index]) for index, (_, part_blocks) in enumerate(self._groups))
 
     def to_admit_loaded(
@@ -166,9 +166,8 @@ class GroupNeeds:
     ) -> int:
         """Return what `to_admit` does for a request that gets the tokens [start, loaded) by a load.
 
-        `loads`: by group, the parts that are loaded, those of the device that are not held, and those of the device
-        after `start`. A window that has passed pages before the end of the load needs none of them, so they count as
-        pages of the match do.
+        `loads`: by group, the numbers of parts to load, of parts of the device without a holder, and of parts of the
+        device after `start`. Pages that a window has passed before the end of the load count as pages of the match.
         """
         missing, idle, beyond = loads
         num_hit, num_pages = start // self._page_size, -(-num_known // self._page_size)
@@ -189,7 +188,7 @@ class GroupNeeds:
         return max(in_all, in_step) + self.to_load([0] * len(idle), idle)
 
     def to_go_on(self, num_taken: int, num_known: int, end: int, num_states: int) -> int:
-        """Return the blocks for the tokens after `num_taken` pages of a request, of which a step computes up to `end`.
+        """Return the blocks for the tokens after `num_taken` pages of a request; a step computes up to `end`.
 
         The rule is vLLM's, as of `to_admit`. `num_states`: the blocks of its own states, if it lacks them.
         """

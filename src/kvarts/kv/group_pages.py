@@ -490,7 +490,7 @@ class GroupPages(Cache):
         return self.parts.held_after(cast(RunMatch, found))
 
     def num_to_load(self, found: Match, end: int) -> int:
-        """Return the blocks of those that are loaded, or that nothing holds."""
+        """Return the blocks of parts to load, and of resident ones without a holder."""
         missing, idle, _ = self._counts_of(found, 0)
         return self.needs.to_load(missing, idle)
 
@@ -507,7 +507,7 @@ class GroupPages(Cache):
         return self.needs.to_go_on(parts.num_taken, num_known, end, self.parts.missing_state_bytes(parts))
 
     def _counts_of(self, found: Match, num_hit: int) -> tuple[list[int], list[int], list[int]]:
-        """Return, by group, how many parts of `found` a load brings, nothing holds, and are after a hit."""
+        """Return, by group, the numbers of parts of `found`: to load, without a holder, and resident after a hit."""
         missing: list[int] = []
         idle: list[int] = []
         beyond: list[int] = []

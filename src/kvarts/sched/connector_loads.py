@@ -32,6 +32,8 @@ class _ConnectorLoads(Loads):
     `offers`: what tiers offer in parts, of a cache with KV groups.
     """
 
+    settles_ends = True
+
     def __init__(
         self,
         tiers: LowerTiers,
@@ -137,6 +139,11 @@ class AsyncLoads(_ConnectorLoads):
         found = self._found(request, match)
         num_blocks = self._cache.num_to_load(found, end) + self._num_promised()
         return max(num_blocks, self._cache.num_to_admit_loaded(match, found, num_known, 0))
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing runs and nothing is loaded, so that only requests whose loads have ended can go on."""
+        return bool(self.loaded) and not self._loading and not self._running.num_running
 
     def _num_promised(self) -> int:
         """Return the pages that prefills and loads lack until their known tokens are computed."""

@@ -255,6 +255,9 @@ class Loads:
     """Whether a request that waits for its load has a place, all pages of its known tokens, and the seniority of one
     that was admitted then."""
 
+    settles_ends = False
+    """Whether a request that has finished first releases what its windows have passed, as with a connector."""
+
     is_sync = False
     """Whether a request runs in the step that begins its load."""
 
@@ -319,6 +322,11 @@ class Loads:
     def following(self) -> list[Request]:
         """Return the requests that wait for another request's load."""
         return [request for requests in self._followers.values() for request in requests]
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing runs and nothing is loaded, so that only requests whose loads have ended can go on."""
+        return False
 
     def note_arrived(self, request: Request) -> None:
         """Take note that a request waits: its content may be known to tiers that outlive the process."""

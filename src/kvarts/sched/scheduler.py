@@ -215,6 +215,8 @@ class Scheduler:
         """Whether a plan begins with `_begin`."""
         self._has_turns = self._drafts_first is not None or cache.releases
         """Whether decodes take their pages by `_take_turns`."""
+        self._settles_ends = loads is not None and loads.settles_ends and cache.releases
+        """Whether a request that has finished first releases what its windows have passed."""
         self._ends_more = self._settles or plans_ahead or handoffs is not None
         """Whether a step ends with `_end_more`."""
         self._given_up: list[Request] = []
@@ -844,6 +846,9 @@ class Scheduler:
                 budget -= self._join(ready, now_ns, admitted)
             if self.num_seated >= max_num_seqs:
                 self.blocked = FOR_SEQS  # as the next step would find
+        if loads is not None and loads.retried is not None and self.blocked is FOR_PAGES and loads.is_stuck:
+            # Those behind it have the memory that it waits for; vLLM's scheduler would plan nothing any more.
+            budget = self._admit_loaded(loads, now_ns, budget, chunks, admitted)
         if self.blocked is not NOT_BLOCKED and not (loads is not None and loads.is_blocking):
             self.blocked_head = request
             if tell is not None:
@@ -1108,12 +1113,21 @@ class Scheduler:
             self.running.keep(request)
             request.state = FINISHED
             return
+        if self._settles_ends and request.own is None:
+            self._settle_end(request)
         if self._tell is not None:
             self._tell(Finished(request.index, request.content))
         self.running.release(request)
         request.state = FINISHED
         if request.num_preemptions:
             self._end_below(request)
+
+    def _settle_end(self, request: Request) -> None:
+        """Release what the windows of `request`, which has finished, have passed, before all else that it holds."""
+        cache, holding = self.cache, holding_of(request)
+        cache.stop_decoding(holding, max(holding.num_pages, -(-request.num_computed // self._page_size)))
+        cache.settle(holding, request.num_computed)
+        cache.count()
 
     def _end_ahead(self, end_ns: int) -> None:
         """End a step after which the next one is planned already: release what ended if that one plans nothing."""
