@@ -23,7 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +77,8 @@ from vllm_setup import cache_config, model_config
 STEP_NS = 1_000_000
 NEVER = 1 << 62
 STOP = 99
+MOST_STEPS_WITHOUT_WORK = 400
+"""More steps than pass in any workload before the next request arrives or a load ends."""
 """The token that ends requests that stop."""
 MAX_MODEL_LEN = 262_144
 FULL: tuple[str, int | None] = ("full", None)
@@ -1211,6 +1213,8 @@ class Difference(msgspec.Struct):
     step: int
     kvarts: Step | None
     vllm: Step | None
+    is_end_of_vllm: bool = False
+    """Whether vLLM plans nothing from here on, though requests wait."""
 
     @property
     def is_of_uncomputed_page(self) -> bool:
@@ -1237,7 +1241,9 @@ def compare(workload: Workload, config: Any, counts: Counter[str]) -> Difference
         theirs_all = run_ranks(workload, lambda each: run_vllm(each, next(configs)), TheirFrontEnd(workload))
     for number, (ours, theirs) in enumerate(zip_longest(ours_all, theirs_all)):
         if not is_same(ours, theirs):
-            return Difference(number, ours, theirs)
+            rest = [theirs, *islice(theirs_all, MOST_STEPS_WITHOUT_WORK)]
+            is_end = len(rest) > MOST_STEPS_WITHOUT_WORK and not any(done is None or done.tokens for done in rest)
+            return Difference(number, ours, theirs, is_end)
         counts["steps"] += 1
         counts["preemptions"] += len(ours.preempted)
         counts["tokens hit"] += sum(ours.admitted.values())
@@ -1258,7 +1264,7 @@ def shrunk(workload: Workload, config: Any) -> tuple[Workload, Difference]:
             asks = workload.asks[:start] + workload.asks[start + size :]
             smaller = msgspec.structs.replace(workload, asks=asks)
             difference = compare(smaller, config, Counter()) if asks else None
-            if difference is not None and not difference.is_of_uncomputed_page:
+            if difference is not None and not (difference.is_of_uncomputed_page or difference.is_end_of_vllm):
                 workload, found = smaller, difference
                 break
         else:
@@ -1321,13 +1327,15 @@ def main() -> None:
     num_differing = 0
     for row in args.row or ROWS:
         counts = Counter()
-        differing = num_uncomputed = 0
+        differing = num_uncomputed = num_ended = 0
         began = time.monotonic()
         for seed in range(args.seed, args.seed + args.workloads):
             workload = draw_workload(row, seed)
             difference = compare(workload, config, counts)
             if difference is not None and difference.is_of_uncomputed_page:
                 num_uncomputed += 1
+            elif difference is not None and difference.is_end_of_vllm:
+                num_ended += 1
             elif difference is not None:
                 differing += 1
                 if differing <= args.most_shown:
@@ -1337,6 +1345,8 @@ def main() -> None:
         num_differing += differing
         if num_uncomputed:
             counts["workloads up to a page that vLLM finds and has not computed"] = num_uncomputed
+        if num_ended:
+            counts["workloads up to a step after which vLLM plans nothing"] = num_ended
         said = ", ".join(f"{number:,} {name}" for name, number in counts.items())
         print(
             f"{row} ({ROWS[row]}): {args.workloads:,} workloads, {differing} differ; {said}; "

@@ -264,5 +264,40 @@ def test_requests_whose_loads_have_ended_do_not_wait_for_each_other(seed: int, f
     assert fast.summary["num_completed"] + fast.summary["num_rejected"] == num_requests
 
 
+@example(2, 3, 1, 9)
+@example(4, 8, 4, 13)
+@example(6, 16, 4, 11)
+@given(st.integers(2, 6), st.sampled_from([2, 3, 4, 7, 8, 16]), st.integers(1, 4), st.integers(8, 40))
+def test_a_request_that_lacks_a_page_gets_the_memory_of_another_whose_load_has_ended(
+    span: int, part_bytes: int, num_rest: int, num_pages: int
+) -> None:
+    """L8: two requests whose loads leave less than a page of the window; each lacks one to compute its last tokens."""
+    groups = (
+        PartGroup(FULL, part_bytes=1),
+        PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=span), part_bytes=part_bytes),
+    )
+    stems = [list(range(1000 * base, 1000 * base + 40)) for base in range(1, 6)]
+    prompts = [(index * 100_000, stem) for index, stem in enumerate(stems)]
+    prompts += [(1_000_000, stems[index] + list(range(50 * index, 50 * index + num_rest))) for index in range(2)]
+    rows = [
+        TraceRequest(index, at_ms, pack_units(units), 2 * len(units), 1) for index, (at_ms, units) in enumerate(prompts)
+    ]
+    config = ReplayConfig(
+        page_size=2,
+        num_pages=num_pages,
+        max_num_batched_tokens=8,
+        max_num_seqs=4,
+        groups=groups,
+        kv_groups="all",
+        cost=LinearCost(step_ms=1.0, chunk_token_ms=1.0),
+        audit=HAS_AUDIT,
+        offload=OffloadConfig(host_pages=800, load_kv="async", h2d="5kB/s", d2h="1GB/s"),
+    )
+    trace = Trace(rows, unit_tokens=2)
+    fast, slow = (replay(trace, replace(config, step_by_step=slowly)) for slowly in (False, True))
+    assert_same_outcome(fast, slow)
+    assert fast.summary["num_completed"] + fast.summary["num_rejected"] == len(rows)
+
+
 def _units(random: Random, count: int) -> list[int]:
     return [random.randint(0, 10**6) for _ in range(count)]

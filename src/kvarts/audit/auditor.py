@@ -43,6 +43,7 @@ from kvarts.events import (
     Event,
     Finished,
     LoadAwaited,
+    LoadGivenUp,
     LoadStarted,
     LoadUsed,
     LoadWeighed,
@@ -76,6 +77,7 @@ OF_A_REQUEST = (
     Finished,
     Cancelled,
     LoadAwaited,
+    LoadGivenUp,
     LoadStarted,
     LoadUsed,
     LoadWeighed,
@@ -364,6 +366,9 @@ class Auditor:
             case LoadStarted():
                 self._settle()
                 self._load(event)
+            case LoadGivenUp():
+                self._settle()
+                self._below.give_up(event.request)
             case LoadUsed() if self._has_groups and self._loads_have_turns:
                 self._settle()
                 self._below.turn(event.request)

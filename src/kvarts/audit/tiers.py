@@ -347,6 +347,12 @@ class PartsBelow:
             part.stays = True
             self._held.publish(load.known, part.group, page, part)
 
+    def give_up(self, request: int) -> None:
+        """Release the parts of a load that has ended and had its turn."""
+        if not self._loads[request].has_arrived:
+            self._found.add("is given up before its load has ended", request)
+        self._drop(request)
+
     def cancel(self, request: int) -> bool:
         """Record that a request is cancelled; return whether a load for it is in progress, which keeps its parts."""
         load = self._loads.get(request)

@@ -26,6 +26,7 @@ from kvarts.events.details import (
     Finished,
     HeadBlocked,
     LoadAwaited,
+    LoadGivenUp,
     LoadStarted,
     LoadUsed,
     LoadWeighed,
@@ -68,6 +69,7 @@ __all__ = [
     "HeadBlocked",
     "LeapDone",
     "LoadAwaited",
+    "LoadGivenUp",
     "LoadStarted",
     "LoadUsed",
     "LoadWeighed",
@@ -114,6 +116,7 @@ Event = (
     | PromptReleased
     | StoreStarted
     | LoadAwaited
+    | LoadGivenUp
     | LoadStarted
     | LoadUsed
     | LoadWeighed

@@ -26,6 +26,7 @@ __all__ = [
     "Finished",
     "HeadBlocked",
     "LoadAwaited",
+    "LoadGivenUp",
     "LoadStarted",
     "LoadUsed",
     "LoadWeighed",
@@ -177,6 +178,12 @@ class LoadUsed(msgspec.Struct, frozen=True, gc=False):
     """
 
     transfer: int
+    request: int
+
+
+class LoadGivenUp(msgspec.Struct, frozen=True, gc=False):
+    """A request whose asynchronous load had ended lost its pages, since another one needed them; it waits again."""
+
     request: int
 
 

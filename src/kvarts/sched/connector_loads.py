@@ -14,7 +14,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from kvarts.event_log import Tell
-from kvarts.events import LoadUsed
+from kvarts.events import LoadGivenUp, LoadUsed
 from kvarts.kv.cache import Cache, Holding, Match
 from kvarts.kv.transfer import Awaited, Loaded, Offer, Weighed
 from kvarts.limits import MOST_COUNT
@@ -151,7 +151,7 @@ class AsyncLoads(_ConnectorLoads):
         requests = [request for request in requests if request.state is RequestState.LOADING]
         requests += [request for request, _ in self.loaded]
         requests += [request for request in self._running.chunked if request.own is None]
-        return sum([self.num_to_run(request, 1) for request in requests])
+        return sum([self.num_to_run(request, 0) for request in requests])
 
     def num_to_run(self, request: Request, budget: int) -> int:
         """Return the pages that `request` lacks to compute its known tokens."""
@@ -190,15 +190,30 @@ class AsyncLoads(_ConnectorLoads):
             if self._offers is not None:
                 self._offers.turn(request.index, is_used=True)
         else:
-            self.loaded = [entry for entry in self.loaded if entry[0] is not request]
-            del self._transfers[request.index]
-            self._release(request)
-            request.become(RequestState.WAITING)
-            request.goes_first = True
+            self._wait_again(request)
             self.retried = request
-            self._waiting.push(request)
         self._let_follow(request.index)
         return bool(loaded.num_pages)
+
+    def give_up_last(self) -> bool:
+        """Release the memory of the last request in `loaded`, which waits again; return False if it is the only one."""
+        if len(self.loaded) < 2:
+            return False
+        request, loaded = self.loaded[-1]
+        if self.begin_turn(request, loaded):
+            if self._tell is not None:
+                self._tell(LoadGivenUp(request.index))
+            self._wait_again(request)
+        return True
+
+    def _wait_again(self, request: Request) -> None:
+        """Release the memory of `request`, whose load has ended, and let it wait to be matched again, before others."""
+        self.loaded = [entry for entry in self.loaded if entry[0] is not request]
+        self._forget(request)
+        self._release(request)
+        request.become(RequestState.WAITING)
+        request.goes_first = True
+        self._waiting.push(request)
 
     def resume(self, request: Request, loaded: Loaded) -> int:
         """Count the loaded tokens of `request`, which starts to run; return the tokens that need no computing."""

@@ -328,6 +328,10 @@ class Loads:
         """Whether nothing runs and nothing is loaded, so that only requests whose loads have ended can go on."""
         return False
 
+    def give_up_last(self) -> bool:
+        """Give up a load that has ended, if others have; only requests without places need that."""
+        return False
+
     def note_arrived(self, request: Request) -> None:
         """Take note that a request waits: its content may be known to tiers that outlive the process."""
 

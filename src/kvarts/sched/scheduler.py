@@ -873,6 +873,8 @@ class Scheduler:
                     break
                 most_tokens = self._most_to_run(request, loads, min(budget, self._prefill.most_tokens))
                 if not most_tokens:
+                    if loads.is_stuck and loads.give_up_last():
+                        continue
                     self.blocked, loads.is_blocking = FOR_PAGES, True
                     break
             if not self._prefill.has_room(request, request.num_prompt_tokens - 1, chunks):
@@ -898,8 +900,8 @@ class Scheduler:
         """Return how many tokens of `request`, which has had its load, may be computed: `num_tokens`, or 0 if they lack
         memory.
 
-        If nothing runs, nothing will release memory, since other requests that have had their loads hold the rest. Then
-        it computes as many tokens as have room.
+        If nothing runs or is loaded, nothing will release memory, since other requests that have had their loads hold
+        the rest. Then it computes as many tokens as have room.
         """
         watermark = self._watermark if self.running.num_running else 0
         num_wanted = loads.num_to_run(request, num_tokens) + watermark
@@ -912,7 +914,7 @@ class Scheduler:
                 break
         else:
             return num_tokens
-        if self.running.num_running:
+        if not loads.is_stuck:
             return 0
         return bisect_right(range(1, num_tokens), self.cache.num_free, key=partial(loads.num_to_run, request))
 
