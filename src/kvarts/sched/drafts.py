@@ -185,9 +185,9 @@ class Drafts:
                 self._taken.append((request, tokens))
                 if self._tell is not None:
                     self._tell(DraftTaken(request.index, end, end + count))
-            cache.take_for(holding, end + count)
             # Those that begin in this step: their memory may be that of an earlier draft, or of the admission.
             for page in range(-(-start // page_size), -(-(end + count) // page_size)):
+                cache.take_for(holding, (page + 1) * page_size)
                 self._pages_of_turns.append((request, self._batch.new_page(request, page)))
             # The token of this step may still be withdrawn, for a more important request.
             self._publish(request, holding, end if running.is_in_order else start)
