@@ -133,7 +133,6 @@ REFUSED = (
     Refusal(("states_by_page", "plan"), "only replays keep them", "Replay the options you have in mind."),
     Refusal(("states_by_page", "several"), "it is not modelled", "Leave it out."),
     Refusal(("fused", "windows"), "it reads no sinks", "Take sdpa, or numba on a CPU."),
-    Refusal(("first_drafts", "kv_groups"), "parts of pages are taken at other places", WHOLE),
     Refusal(("sessions", "mocker"), "Dynamo's mocker knows no sessions", "Take another profile."),
     Refusal(("sessions", "several"), "sessions are of one model"),
     Refusal(("record", "sessions"), "it is replayed request by request"),

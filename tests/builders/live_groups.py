@@ -214,21 +214,25 @@ class ReadingExecutor:
                 for number, (block, place) in enumerate(self._slots(row, position)):
                     self.held[block, place] = self._content(number, row, position, end, guesses)
         if self.num_state_blocks:
-            self._keep_states(plan)
+            self._keep_states(plan, dict(accepted))
         for row, start, end, guesses in computed:
             for position in range(start, end + len(guesses)):
                 self._read(row, position, end, guesses)
         return StepResult(STEP_NS, sampled, transfer_reports=reports, accepted=tuple(accepted))
 
-    def _keep_states(self, plan: StepPlan) -> None:
-        """Read and write the states of decodes, then of chunk after chunk, and look whether all of them stay."""
+    def _keep_states(self, plan: StepPlan, accepted: dict[int, int]) -> None:
+        """Read and write the states of decodes, then of chunk after chunk, and look whether all of them stay.
+
+        `accepted`: by row, how many guesses were right, after which its state is.
+        """
         written: dict[tuple[int, ...], tuple[int, int]] = {}
         if plan.decodes is not None:
             of = plan.decodes
             for row, position in zip(of.rows.tolist(), of.positions.tolist(), strict=True):
                 self._read_state(self.states[row], row, position)
-                self._write_state(self.states[row], row, position + 1)
-                written[self.states[row]] = row, position + 1
+                end = position + 1 + accepted.get(row, 0)
+                self._write_state(self.states[row], row, end)
+                written[self.states[row]] = row, end
         snapshots = list(plan.snapshots)
         self.num_snapshots += len(snapshots)
         for chunk in plan.batch.chunks:
@@ -299,9 +303,13 @@ class LiveRun:
         *,
         tiers: PrepareTiers | None = None,
         drafter: Drafter | None = None,
+        num_draft_slots: int = 0,
         readers: Sequence[EventReader] = (),
     ) -> None:
-        """`requests`: of the naive engine, with all that they generate. `drafter`: guesses what that is."""
+        """`requests`: of the naive engine, with all that they generate. `drafter`: guesses what that is.
+
+        `num_draft_slots`: guesses come first, with up to so many tokens.
+        """
         self.steps = Steps()
         self.tokens: list[tuple[Any, list[int]]] = []
         for request in requests:
@@ -317,6 +325,7 @@ class LiveRun:
             audit=HAS_AUDIT,
             tiers=tiers,
             drafter=drafter,
+            num_draft_slots=num_draft_slots,
         )
         self.requests = [self._request(request, config) for request in requests]
 

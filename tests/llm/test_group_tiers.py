@@ -121,8 +121,9 @@ def test_requests_come_and_go_at_any_time(
             assert list(completion.tokens) == undisturbed(reference, prompt, params.max_tokens)
 
 
+@pytest.mark.parametrize("order", ["last", "first"])
 def test_guesses_change_nothing_with_host_memory(
-    windowed: Callable[[str], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+    windowed: Callable[[str], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
     """L6: pages that guesses filled are stored, and come back."""
     model, _ = windowed("gemma3_text")
@@ -132,10 +133,10 @@ def test_guesses_change_nothing_with_host_memory(
     engine = engine_of(
         model,
         num_pages=28,
-        budget=16,
+        budget={"last": 16, "first": 40}[order],
         kv_groups="tails",
         offload=OffloadConfig(host_pages=200),
-        speculative_config="ngram",
+        speculative_config={"num_speculative_tokens": {"last": 16, "first": 4}[order], "draft_order": order},
     )
     for _ in range(2):
         for prompt, completion in zip(asked, engine.generate(asked, GREEDY), strict=True):

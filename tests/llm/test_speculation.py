@@ -67,9 +67,12 @@ def test_greedy_tokens_are_those_of_an_undisturbed_run(
         assert engine.kv_live_bytes() == 0
 
 
-def test_guesses_before_prompts_change_no_token(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "kv_groups"), [("qwen3", "off"), ("gemma3", "all"), ("gemma3", "tails")])
+def test_guesses_before_prompts_change_no_token(
+    models: Models, monkeypatch: pytest.MonkeyPatch, family: str, kv_groups: str
+) -> None:
     """L6 with guesses that come first: requests are preempted for them, and keep the pages of wrong ones."""
-    model, _ = models("qwen3")
+    model, _ = models(family)
     prompts = prompts_with_prefixes()
     answers = answers_of(model, prompts)
     for num_tokens, page_size, count in ((1024, 16, 16), (160, 4, 3), (112, 1, 3)):
@@ -81,20 +84,13 @@ def test_guesses_before_prompts_change_no_token(models: Models, monkeypatch: pyt
             max_num_seqs=4,
         )
         wanted = {"num_speculative_tokens": count, "draft_order": "first"}
-        engine = LLM(model, None, config, kv_groups="off", speculative_config=wanted)
+        engine = LLM(model, None, config, kv_groups=kv_groups, speculative_config=wanted)
         for prompt, completion in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
             assert list(completion.tokens) == answers[tuple(prompt)]
         assert engine.drafts is not None
         assert 0 < engine.drafts.num_accepted_tokens < engine.drafts.num_drafted_tokens
         assert engine.kv_live_bytes() == 0
         engine.check()
-
-
-def test_guesses_before_prompts_need_whole_pages(models: Models) -> None:
-    model, _ = models("gemma3")
-    config = EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=128, max_num_seqs=4)
-    with pytest.raises(ConfigError, match="draft_order: does not go with KV groups"):
-        LLM(model, None, config, kv_groups="all", speculative_config={"draft_order": "first"})
 
 
 def test_n_grams_are_found_in_text_that_repeats(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,26 @@ def test_greedy_tokens_are_those_of_an_undisturbed_run(
         engine.check()
 
 
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_guesses_before_prompts_change_no_token(stateful: Pairs, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """L1 to L3, L6: requests are preempted for guesses, and states go on with those that were right."""
+    model, reference = stateful(family)
+    for num_pages, wrong in ((256, 0.3), (24, 0.3), (24, 0.0)):
+        answers = guesses(model, reference, monkeypatch, wrong=wrong, most=5)
+        engine = engine_of(
+            model,
+            num_pages=num_pages + 5 * state_pages(model),
+            budget=64,
+            kv_groups="all",
+            speculative_config={"num_speculative_tokens": 5, "draft_order": "first"},
+        )
+        for prompt, completion in zip(prompts(), engine.generate(prompts(), GREEDY), strict=True):
+            assert list(completion.tokens) == answers[tuple(prompt)]
+        assert engine.drafts is not None and engine.drafts.num_accepted_tokens > 20
+        assert engine.kv_live_bytes() == 0
+        engine.check()
+
+
 def test_drawn_tokens_are_those_without_guesses(stateful: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     model, reference = stateful("qwen3_5_text")
     params = replace(GREEDY, temperature=0.9, top_k=40, seed=5, repetition_penalty=1.2)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,10 +16,15 @@ from kvarts.kv.group_pages import PartHolding
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.request import Request, RequestState
 from kvarts.sched.drafts import Drafts
+from kvarts.sched.plan import Batch, StepPlan, StepResult
+from kvarts.sched.running import Running
 
 from builders.case import Case, Row, cases
 from builders.guesser import KNOWING, Knowing
-from builders.live_groups import FULL, LiveRun, live_groups, window, with_outputs
+from builders.live_groups import FULL, STATE, STEP_NS, LiveRun, live_groups, window, with_outputs
+from oracles.naive import run_naive
+from oracles.naive_drafts import DraftFn
+from oracles.naive_group_drafts import NaiveGroupDraftEngine
 from oracles.naive_kv_groups import seen_by
 
 pytestmark = pytest.mark.laws
@@ -74,6 +82,148 @@ def test_guesses_take_parts_and_those_that_were_wrong_give_them_back(
     assert live.engine.scheduler.cache.num_used == 0
 
 
+def run_first(
+    case: Case, groups: tuple[PartGroup, ...], keeps: Any, drafter: Knowing, num_slots: int, threshold: int = 0
+) -> LiveRun:
+    """A case with guesses that come first, and a look at what every decode holds in every step."""
+    memory = GroupMemory(groups, keeps)
+    config = EngineConfig(
+        num_pages=case.num_pages,
+        page_size=case.page_size,
+        max_num_batched_tokens=max(case.max_num_batched_tokens, case.max_num_seqs * (1 + num_slots)),
+        max_num_seqs=case.max_num_seqs,
+        long_prefill_token_threshold=threshold,
+    )
+    num_blocks = memory.num_blocks(case.num_pages)
+    live = LiveRun(
+        with_outputs(case.naive_requests()), memory, config, num_blocks, drafter=drafter, num_draft_slots=num_slots
+    )
+    drafter.tokens = live.tokens
+    execute = live.executor.execute
+
+    def look_and_execute(plan: StepPlan) -> StepResult:
+        scheduler = live.engine.scheduler
+        for request in live.requests:
+            if request.state is not RequestState.DECODING or not scheduler.wheel.has(request):
+                continue
+            assert isinstance(request.holding, PartHolding)
+            start, of_parts = scheduler.wheel.num_computed(request), request.holding.parts
+            for index, group in enumerate(groups):
+                if group.is_state:
+                    continue
+                parts = {page for run in of_parts.held[index] for page in range(run.start, run.end)}
+                parts.update(range(of_parts.first_open[index], of_parts.num_taken))
+                needed = {other // case.page_size for other in seen_by(group.layer, start)}
+                assert needed <= parts, "a decode holds what its next token sees"
+                assert {page for page in parts if page < start // case.page_size} <= needed, "and no page before that"
+        return execute(plan)
+
+    live.executor.execute = look_and_execute  # type: ignore[method-assign]
+    live.run(live.engine.scheduler.check)
+    return live
+
+
+@given(
+    case=cases(),
+    groups=live_groups(),
+    state=st.sampled_from([0, 0, 1, 3]),
+    keeps=st.sampled_from(["all", "tails"]),
+    drafter=KNOWING,
+    num_slots=st.sampled_from([1, 2, 5]),
+    threshold=st.sampled_from([0, 0, 0, 3]),
+)
+def test_guesses_that_come_first_take_parts_at_their_turns(
+    case: Case,
+    groups: tuple[PartGroup, ...],
+    state: int,
+    keeps: Any,
+    drafter: Knowing,
+    num_slots: int,
+    threshold: int,
+) -> None:
+    """L1 to L3, L6 and L8: on memory that is short now and then, and with states."""
+    case.num_pages = max(1, case.num_pages * 2 // 3)
+    groups = (*groups, PartGroup(STATE, state)) if state else groups
+    live = run_first(case, groups, keeps, drafter, num_slots, threshold)
+    for request in live.requests:
+        if request.state is RequestState.FINISHED:
+            assert request.num_computed == request.num_known - 1
+            known = request.content.tokens(0, request.content.num_known_tokens).tolist()
+            assert known == live.tokens[request.index][1][: len(known)]
+    assert live.engine.scheduler.cache.num_used == 0
+
+
+class Planned(Knowing):
+    """Guesses so many tokens after each, of which the first so many are right, as `drafts` says of it."""
+
+    def __init__(self, drafts: DraftFn) -> None:
+        super().__init__(0, 0.0, 1)
+        self.drafts = drafts
+
+    def draft(self, request: Request, num_most: int, batch: Batch) -> npt.NDArray[np.uint64]:
+        known = request.content.num_known_tokens
+        num_drafted, num_right = self.drafts(request.index, known - request.num_prompt_tokens)
+        assert num_drafted <= num_most
+        said = self.tokens[request.index][1][known:][:num_drafted]
+        return np.array([token + (place >= num_right) for place, token in enumerate(said)], np.uint64)
+
+
+@given(
+    case=cases(max_requests=16),
+    groups=live_groups(),
+    state=st.sampled_from([0, 0, 1, 3]),
+    keeps=st.sampled_from(["all", "tails"]),
+    seed=st.integers(0, 1 << 16),
+    num_slots=st.sampled_from([1, 2, 5]),
+)
+def test_every_step_with_guesses_that_come_first_is_as_in_the_naive_engine(
+    case: Case, groups: tuple[PartGroup, ...], state: int, keeps: Any, seed: int, num_slots: int
+) -> None:
+    """L1, L2, L4, L8: used and cached parts of every group at every step, and what requests find."""
+    case.num_pages, case.profile = max(1, case.num_pages * 2 // 3), "default"
+    for row in case.rows:
+        row.priority = 0
+    case.max_num_batched_tokens = max(case.max_num_batched_tokens, case.max_num_seqs * (1 + num_slots))
+    groups = (*groups, PartGroup(STATE, state)) if state else groups
+    requests = list(with_outputs(case.naive_requests()))
+
+    def drafts(seq: int, made: int) -> tuple[int, int]:
+        rng = Random(f"{seed} {seq} {made}")
+        num_most = max(0, min(num_slots, requests[seq].num_output - made - 1))
+        num_drafted = rng.choice([0, rng.randint(0, num_most), num_most])
+        return num_drafted, rng.choice([0, rng.randint(0, num_drafted), num_drafted])
+
+    live = run_first(case, groups, keeps, Planned(drafts), num_slots)
+    naive = NaiveGroupDraftEngine(
+        [(group.layer, group.part_bytes) for group in groups],
+        keeps_all=keeps == "all",
+        num_slots=num_slots,
+        drafts=drafts,
+        num_pages=case.num_pages,
+        page_size=case.page_size,
+        max_num_batched_tokens=case.max_num_batched_tokens,
+        max_num_seqs=case.max_num_seqs,
+        cost=lambda batch, engine: STEP_NS,
+    )
+    run_naive(requests, [naive])
+    block_bytes = GroupMemory(groups).block_bytes
+    for request, expected in zip(live.requests, requests, strict=True):
+        assert (request.state is RequestState.REJECTED) == expected.rejected
+        if not expected.rejected:
+            assert request.first_admitted_ns == expected.first_admitted_ns
+            assert request.last_token_ns == expected.last_token_ns
+            assert request.cached_tokens == expected.others_hit_tokens
+            assert request.num_preemptions == expected.preemptions
+    assert len(live.steps.done) == len(naive.steps)
+    for step, expected_step, counts in zip(live.steps.done, naive.steps, naive.counts, strict=True):
+        assert step.start_ns == expected_step.start_ns
+        assert step.num_used * block_bytes == expected_step.used
+        assert step.num_cached * block_bytes == expected_step.cached
+        assert step.tiers == counts
+        assert (step.num_running, step.num_waiting) == (expected_step.running, expected_step.waiting)
+        assert len(step.preemptions) == expected_step.preempted
+
+
 CASE = Case([Row(0, [1, 2, 3, 4, 5], 5, 40, None, 0, None)], 1, 2, 60, 16, 4, "default", 1)
 
 
@@ -99,3 +249,15 @@ def test_a_window_that_believes_a_guess_is_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Drafts, "_take_pages", take_and_believe)
     with pytest.raises(Exception, match=r"(next|later) token sees"):
         run(CASE, (PartGroup(FULL, 1), PartGroup(window(5), 2)), "tails", Knowing(1, 0.7, 5))
+
+
+def test_a_window_that_believes_a_guess_that_comes_first_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: at its turn a decode gives back what its draft, and not its next token, no longer sees."""
+    settle = Running.settle
+
+    def settle_and_believe(self: Running, request: Request, start: int) -> None:
+        settle(self, request, start + (request.state is RequestState.DECODING))
+
+    monkeypatch.setattr(Running, "settle", settle_and_believe)
+    with pytest.raises(Exception, match=r"(next|later) token sees"):
+        run_first(CASE, (PartGroup(FULL, 1), PartGroup(window(5), 2)), "tails", Knowing(1, 0.7, 5), 5)

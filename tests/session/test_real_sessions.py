@@ -290,8 +290,12 @@ def test_guesses_change_nothing_in_sessions(models: Models, monkeypatch: pytest.
     untimed(monkeypatch)
     model, _ = models("gemma3")
     said: list[list[int]] = []
-    for window, speculative_config in ((None, None), (None, {"prompt_lookup_min": 1}), (9, {"prompt_lookup_min": 1})):
-        llm, sessions = open_on(model, page_size=4, speculative_config=speculative_config)
+    last = {"prompt_lookup_min": 1}
+    first = {"prompt_lookup_min": 1, "num_speculative_tokens": 3, "draft_order": "first"}
+    for window, speculative_config, keeps in (
+        (None, None, "off"), (None, last, "off"), (9, last, "off"), (None, first, "off"), (None, first, "all"),
+    ):  # fmt: skip
+        llm, sessions = open_on(model, page_size=4, speculative_config=speculative_config, kv_groups=keeps)
 
         async def talk(sessions: Sessions = sessions, window: int | None = window) -> list[int]:
             session = await sessions.create(OWNER, SessionSettings(sink=3, window=window))
@@ -308,4 +312,4 @@ def test_guesses_change_nothing_in_sessions(models: Models, monkeypatch: pytest.
         if speculative_config is not None:
             assert llm.drafts is not None
             assert (llm.drafts.num_accepted_tokens > 0) is (window is None)
-    assert said[1] == said[0]
+    assert said[1] == said[3] == said[4] == said[0]

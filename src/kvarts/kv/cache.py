@@ -295,6 +295,10 @@ class Cache:
         """Take the next page of each of `holdings`, which decode. These pages must be free."""
         raise NotImplementedError
 
+    def num_named(self, holding: Holding) -> int:
+        """Return how many pages of `holding`, from its first on, were made findable."""
+        raise NotImplementedError
+
     def publish(self, holding: Holding, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable; these are computed or about to be."""
         raise NotImplementedError

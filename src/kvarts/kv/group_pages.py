@@ -311,7 +311,8 @@ class GroupPages(Cache):
 
     def num_to_run(self, holding: Holding, start: int, end: int) -> int:
         """Return the blocks that tokens [start, end) need and `holding` does not have."""
-        return self.parts.missing_bytes(cast(PartHolding, holding).parts, end - start)
+        parts = cast(PartHolding, holding).parts
+        return self.parts.missing_bytes(parts, end - parts.num_tokens)
 
     def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
         """Take the blocks of tokens up to `num_tokens`, and make the pages that they fill findable."""
@@ -345,6 +346,10 @@ class GroupPages(Cache):
         for holding in holdings:
             self.parts.take_next(cast(PartHolding, holding).parts, 1)
         self.count()
+
+    def num_named(self, holding: Holding) -> int:
+        """Return how many pages of `holding`, from its first on, were made findable."""
+        return cast(PartHolding, holding).parts.num_named
 
     def publish(self, holding: Holding, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable."""

@@ -380,6 +380,10 @@ class PageCache(Cache):
         """Make the full pages of the first `num_tokens` tokens findable."""
         self.publish(holding, num_tokens)
 
+    def num_named(self, holding: Holding) -> int:
+        """Return how many pages of `holding`, from its first on, can be found."""
+        return holding.path[-1].end if holding.path else 0
+
     def publish(self, holding: Holding, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable, as far as their tokens are known.
 

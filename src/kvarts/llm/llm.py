@@ -139,8 +139,6 @@ class LLM:
         if room.whole_pages:
             logger.info("pages are whole, though layers of the model keep less: %s", room.whole_pages)
         drafts_first = speculation is not None and speculation.draft_order == "first"
-        if room.cut is not None and drafts_first:
-            check_combination({"first_drafts": "speculative_config.draft_order", "kv_groups": "kv_groups"})
         if config is None:
             config = options.engine_config(room.num_pages(options.kv_memory))
         if config.snapshots != "ends" and not room.has_states:

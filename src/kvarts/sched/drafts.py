@@ -9,7 +9,8 @@ end of the step, accepted tokens are counted, and pages that contain only reject
 
 With `num_slots`, drafts are planned first, as in vLLM: each decode takes the pages of its draft at its turn, requests
 are preempted for them, and what is left of the budget is for prompts. A request keeps the pages of rejected tokens for
-its next ones, and pages that accepted tokens fill can be found from its next turn on.
+its next ones, and pages that accepted tokens fill can be found from its next turn on. What its windows have passed is
+released at its turn as well, after these pages, and before it takes others.
 """
 
 from __future__ import annotations
@@ -172,8 +173,11 @@ class Drafts:
             if num_most > 0:
                 tokens = self._drafter.draft(request, num_most, batch)
                 count = len(tokens)
-            first, last = holding.num_pages, -(-(end + count) // page_size)
-            if last > first and not preemptor.take_turn(request, last - first, now_ns, served):
+            if cache.releases:
+                self._publish(request, holding, start)
+                running.settle(request, start)
+            num_blocks = cache.num_to_run(holding, start, end + count)
+            if num_blocks > 0 and not preemptor.take_turn(request, num_blocks, now_ns, served):
                 return False
             served.add(request.index)
             if count:
@@ -181,17 +185,21 @@ class Drafts:
                 self._taken.append((request, tokens))
                 if self._tell is not None:
                     self._tell(DraftTaken(request.index, end, end + count))
-            for page in range(first, last):
-                cache.take_page(holding, page)
+            # Those that begin in this step: their memory may be that of an earlier draft, or of the admission.
+            for page in range(-(-start // page_size), -(-(end + count) // page_size)):
+                cache.take_for(holding, (page + 1) * page_size)
                 self._pages_of_turns.append((request, self._batch.new_page(request, page)))
             # The token of this step may still be withdrawn, for a more important request.
-            num_known = end if running.is_in_order else start
-            num_named = holding.path[-1].end if holding.path else 0
-            if num_known // page_size > num_named:
-                cache.publish(holding, num_known)
-                if self._loads is not None:
-                    self._loads.add_computed(request.content, num_known // page_size, holding)
+            self._publish(request, holding, end if running.is_in_order else start)
         return True
+
+    def _publish(self, request: Request, holding: Holding, num_tokens: int) -> None:
+        """Make the full pages of the first `num_tokens` tokens findable, if any are not; all tokens are known."""
+        num_full = num_tokens // self._page_size
+        if num_full > self._cache.num_named(holding):
+            self._cache.publish(holding, num_tokens)
+            if self._loads is not None:
+                self._loads.add_computed(request.content, num_full, holding)
 
     def num_planned(self) -> int:
         """Return the tokens drafted by the turns of this step, without those of requests preempted since."""

@@ -280,8 +280,7 @@ class Prefill:
                     else:
                         self._take_planned(planned)
                 if cache.releases:
-                    cache.settle(request.holding, start, running.num_in_flight(request))
-                    cache.count()
+                    running.settle(request, start)
                 if num_most > cache.num_free:
                     num_blocks = max(0, cache.num_to_run(request.holding, start, start + num_tokens))
                     num_decoding = running.wheel.num_decoding
@@ -307,9 +306,7 @@ class Prefill:
         num_freed = 0
         cache = self._cache
         if cache.releases and num_tokens > 0:
-            assert request.holding is not None
-            cache.settle(request.holding, start, running.num_in_flight(request))
-            cache.count()
+            running.settle(request, start)
         if (num_tokens // self._page_size + 2) * cache.page_blocks > cache.num_free:
             assert request.holding is not None
             num_blocks = max(0, cache.num_to_run(request.holding, start, start + num_tokens))

@@ -291,6 +291,15 @@ class Running(RunningOrder):
                 self.taken_off.append(request)
         self.chunked.sort(key=lambda request: request.admission)
 
+    def settle(self, request: Request, start: int) -> None:
+        """Let `request` release, at its turn, what no token from `start`, its next to compute, on attends to."""
+        cache, holding = self._cache, request.holding
+        assert holding is not None
+        if self.names_at_turns and start // self._page_size > cache.num_named(holding):
+            cache.publish(holding, start)  # accepted tokens have filled pages since
+        cache.settle(holding, start, self.num_in_flight(request))
+        cache.count()
+
     def shares(self, request: Request) -> bool:
         """Return whether other requests may hit pages that `request` generates, or its tokens must be kept."""
         if self._keeps_tokens:
@@ -368,7 +377,7 @@ class Running(RunningOrder):
                 num_pages = holding.num_pages
         num_full = num_computed // page_size - num_unnamed
         if self.names_at_turns:
-            num_full = holding.path[-1].end if holding.path else 0
+            num_full = self._cache.num_named(holding)
         self._cache.close(holding, num_full, num_pages)
         self.num_left += 1
         request.holding = None

@@ -175,7 +175,6 @@ class Scheduler:
             )
         self._drafts_first = self.drafts if num_draft_slots else None
         if self._drafts_first is not None:
-            assert not cache.settles, "parts of pages are taken at other places"
             self.running.names_at_turns = True
             if (most := config.max_num_seqs * (1 + num_draft_slots)) > config.max_num_batched_tokens:
                 raise ConfigError(
@@ -205,7 +204,8 @@ class Scheduler:
         self._settle_places = settle_places
         self._tell = tell
         self._told_blocked: tuple[int, Blocked] | None = None
-        self._settles = cache.settles
+        self._settles = cache.settles and self._drafts_first is None
+        """Whether the releases of decodes are settled for all of them before their turns."""
         # Else others take and release parts between steps, and may use what decodes release.
         self._settles_late = cache.releases and pages.is_alone and loads is None
         self.to_settle: list[Request] | None = None
