@@ -34,9 +34,25 @@ from kvarts.content import NOTHING, Content, PageKey
 from kvarts.kv.pool import CountPool, IdPool, PageId, Pool
 from kvarts.values import Value
 
-__all__ = ["ALL", "NodeState", "Placement", "Segment", "TierIndex", "TierRun", "check_index"]
+__all__ = [
+    "ALL",
+    "NodeState",
+    "OnRemoved",
+    "OnStored",
+    "Placement",
+    "Segment",
+    "TierIndex",
+    "TierRun",
+    "check_index",
+]
 
 ALL = 1 << 62
+
+OnStored = Callable[[Content, int, int, Content | None], object]
+"""Called for a run that becomes findable: content, first page, page after the last, the content before it."""
+
+OnRemoved = Callable[[Content, int, int], object]
+"""Called for a run that stops being findable: content, first page, page after the last."""
 
 MOST_RECENT = 64
 """How many contents the index remembers the place of."""
@@ -127,11 +143,15 @@ class Segment(Value):
 
 
 class Placement:
-    """Pages that are coming: `num_pages` in `segments`, in order of position. `run` is the deepest; it is pinned."""
+    """Pages of `content` that are coming: `num_pages` in `segments`, in order of position.
 
-    __slots__ = ("num_pages", "run", "segments")
+    `run` is the deepest; it is pinned.
+    """
 
-    def __init__(self, run: TierRun, segments: tuple[Segment, ...], num_pages: int) -> None:
+    __slots__ = ("content", "num_pages", "run", "segments")
+
+    def __init__(self, content: Content, run: TierRun, segments: tuple[Segment, ...], num_pages: int) -> None:
+        self.content = content
         self.run = run
         self.segments = segments
         self.num_pages = num_pages
@@ -143,14 +163,7 @@ class TierIndex:
     `on_stored` and `on_removed` are called for runs that become or stop being findable.
     """
 
-    def __init__(
-        self,
-        num_pages: int,
-        *,
-        with_slots: bool,
-        on_stored: Callable[[TierRun], object] | None = None,
-        on_removed: Callable[[Content, int, int], object] | None = None,
-    ) -> None:
+    def __init__(self, num_pages: int, *, with_slots: bool) -> None:
         self.pool: Pool = IdPool(num_pages) if with_slots else CountPool(num_pages)
         self.num_cached = 0
         """Findable pages that are not pinned."""
@@ -161,11 +174,11 @@ class TierIndex:
         """Runs of the tree that are holes."""
         self.writer = 0
         """The engine that stores from now on, where several share the tier."""
-        self.removed_of = 0
-        """The engine that had stored what `on_removed` is called for."""
+        self.told_of = 0
+        """The engine that had stored what `on_stored` or `on_removed` is called for."""
         self._with_slots = with_slots
-        self.on_stored = on_stored
-        self.on_removed = on_removed
+        self.on_stored: OnStored | None = None
+        self.on_removed: OnRemoved | None = None
         self._roots: dict[str | None, TierRun] = {}
         self._recent: dict[int, tuple[Content, TierRun, int]] = {}
         """By owner, how far the last walk of a content came: its run, and the page after the last in common."""
@@ -385,10 +398,10 @@ class TierIndex:
                 deepest.children = {}
             deepest.children[run.key] = run
             segment = Segment(position, last, None if slots is None else tuple(slots))
-            placement = run.placement = Placement(run, (segment,), num_missing)
+            placement = run.placement = Placement(content, run, (segment,), num_missing)
             self._note_recent(content, run, last)
             return placement
-        placement = Placement(deepest, (), num_missing)
+        placement = Placement(content, deepest, (), num_missing)
         segments = []
         num_left = num_missing
         for hole in holes:
@@ -440,7 +453,9 @@ class TierIndex:
         on_stored = self.on_stored
         if on_stored is not None:
             for run in arrived:
-                on_stored(run)
+                parent = run.parent
+                self.told_of = run.writer
+                on_stored(run.content, run.start, run.end, None if parent is None or not run.start else parent.content)
         # Last, because `touch` may join the stored runs to the run before them or after them.
         if is_stored:
             self.touch(last)
@@ -685,7 +700,7 @@ class TierIndex:
                 _unlist(run)
                 self._cut_off(run)
             if self.on_removed is not None:
-                self.removed_of = run.writer
+                self.told_of = run.writer
                 self.on_removed(run.content, start, end)
 
     def _drop(self, run: TierRun) -> None:
@@ -710,7 +725,7 @@ class TierIndex:
                 node.state = NodeState.DOOMED
         if self.on_removed is not None:
             for node in removed:
-                self.removed_of = node.writer
+                self.told_of = node.writer
                 self.on_removed(node.content, node.start, node.end)
 
     def _cut_off(self, run: TierRun) -> None:
