@@ -164,6 +164,7 @@ class PageLayout(Layout[MemoryTier]):
     ) -> None:
         super().__init__(
             connected,
+            policy,
             block_bytes=page_bytes,
             page_bytes=page_bytes,
             is_stored=lambda place, spill: bool(self.own[place].find(spill[0], *spill[2:])),
@@ -199,11 +200,6 @@ class PageLayout(Layout[MemoryTier]):
             order.on_grown = self._marks.mark_as_held
             # Safe pages may be in the second tier only, and files may contain pages that this process never wrote.
             order.hears_all = len(self.own) > 1
-
-    @property
-    def policy(self) -> PagePolicy:
-        """The choice of pages to store."""
-        return self._policy
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Record that the first `num_pages` pages of `content`, in `holding`, are complete."""

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-from mypy_extensions import mypyc_attr
-
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import Tell
@@ -212,7 +210,6 @@ class SharedStore(Shared["StoreView"]):
             on_removed(content, start, end)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class TierElsewhere(MemoryTier):
     """A tier that outlives the engine, or is of others. It counts this engine's transfers only."""
 
