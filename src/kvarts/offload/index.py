@@ -191,11 +191,6 @@ class TierIndex:
         """Pages that are pinned, coming, or doomed and not yet released."""
         return self.pool.total - self.pool.num_empty - self.num_cached
 
-    @property
-    def num_free(self) -> int:
-        """Pages that can be taken: empty or cached."""
-        return self.pool.num_empty + self.num_cached
-
     # Finding ----------------------------------------------------------------------------------------------
 
     def find(self, content: Content, start: int, limit: int) -> int:
