@@ -195,13 +195,13 @@ class TierIndex:
 
     def find(self, content: Content, start: int, limit: int) -> int:
         """Return how many consecutive pages of `content` in [start, limit) are stored, from `start` on."""
-        _, position, _ = self._stored_from(content, start, limit)
+        _, position, _ = self._walk(content, limit, start)
         return position - start if position > start else 0
 
     def find_whole(self, content: Content, start: int, limit: int) -> tuple[int, bool]:
         """Return what `find` does, and whether the pages before `start` are stored as well."""
-        node, position, _ = self._stored_from(content, start, limit)
-        if node is None or position <= start:
+        node, position, _ = self._walk(content, limit, start)
+        if position <= start:
             return 0, False
         stored = STORED
         while (parent := node.parent) is not None:
@@ -255,8 +255,8 @@ class TierIndex:
 
     def pin_stored(self, content: Content, start: int, limit: int) -> TierRun | None:
         """Pin the pages that `find` counts, and all runs before them; return the deepest run; None without pages."""
-        node, position, cut = self._stored_from(content, start, limit)
-        if node is None or position <= start:
+        node, position, cut = self._walk(content, limit, start)
+        if position <= start:
             return None
         if cut is not None:
             node = self._split(cut, position)
@@ -384,18 +384,6 @@ class TierIndex:
             num_missing = min(num_missing, room)
         if num_missing > num_empty:
             self._evict(num_missing - num_empty)
-        if not holes and position >= start:
-            # Usually, only the pages after `deepest` are missing.
-            last = position + num_missing
-            slots = pool.take(num_missing)
-            run = TierRun(content, content.key(position), position, last, deepest, COMING, 1, slots, self.writer)
-            if deepest.children is None:
-                deepest.children = {}
-            deepest.children[run.key] = run
-            segment = Segment(position, last, None if slots is None else tuple(slots))
-            placement = run.placement = Placement(content, run, (segment,), num_missing)
-            self._note_recent(content, run, last)
-            return placement
         placement = Placement(content, deepest, (), num_missing)
         segments = []
         num_left = num_missing
@@ -419,6 +407,7 @@ class TierIndex:
             run = self._add(run, content, position, position + num_left)
             segments.append(self._fill(run, placement, content))
             placement.run = run
+            self._note_recent(content, run, run.end)
         elif placement.run is not deepest:
             self._pin(placement.run)
             self.unpin(deepest)
@@ -532,9 +521,14 @@ class TierIndex:
             recent.clear()
         recent[content.owner] = content, run, end
 
-    def _walk(self, content: Content, end: int) -> tuple[TierRun, int, TierRun | None]:
-        """Return the deepest run wholly within `end` pages, the number of known pages, and a run cut by the end."""
-        near = self._near(content, end - 1 if end else 0)
+    def _walk(self, content: Content, end: int, start: int = ALL) -> tuple[TierRun, int, TierRun | None]:
+        """Return the deepest run wholly within `end` pages, the number of known pages, and a run cut by the end.
+
+        Stop before the first run that has pages from `start` on and is not stored.
+        """
+        stored = STORED
+        page = end - 1 if end else 0
+        near = self._near(content, start if start < page else page)
         position = 0
         if near is not None:
             assert near.parent is not None
@@ -550,24 +544,6 @@ class TierIndex:
             last = child.end
             stop = last if last < end else end
             other = child.content
-            position = stop if other is content else content.common_pages(other, position, stop)
-            if position < last:
-                return node, position, child
-            node = child
-        return node, position, None
-
-    def _stored_from(self, content: Content, start: int, limit: int) -> tuple[TierRun | None, int, TierRun | None]:
-        """Do the same as `_walk`, but stop before the first run that has pages from `start` on and is not stored."""
-        stored = STORED
-        near = self._near(content, start)
-        node, position = (self._roots.get(content.salt), 0) if near is None else (near.parent, near.start)
-        while node is not None and position < limit and node.children:
-            child = node.children.get(content.key(position))
-            if child is None:
-                break
-            last = child.end
-            stop = last if last < limit else limit
-            other = child.content
             common = stop if other is content else content.common_pages(other, position, stop)
             if common > start and child.state is not stored:
                 break
@@ -575,9 +551,9 @@ class TierIndex:
             if common < last:
                 if common > start:
                     self._note_recent(content, child, common)
-                return node, position, child
+                return node, common, child
             node = child
-        if node is not None and position > start:
+        if position > start:
             self._note_recent(content, node, position)
         return node, position, None
 
