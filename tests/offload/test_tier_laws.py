@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvarts.content import Content
-from kvarts.offload.tier import MemoryTier, TierLoad, TierStore
+from kvarts.offload.index import Placement
+from kvarts.offload.tier import MemoryTier, Pin
 
 from builders.pages import page_name
 from oracles.naive_tier import Entry, NaivePlacement, NaiveTier, Name, follows
@@ -20,13 +21,13 @@ pytestmark = pytest.mark.laws
 
 @dataclass
 class StoreUnderWay:
-    store: TierStore
+    store: Placement
     naive: NaivePlacement
 
 
 @dataclass
 class LoadUnderWay:
-    load: TierLoad
+    load: Pin
     names: list[Name]
     start: int
     pinned: list[Entry]
@@ -41,19 +42,14 @@ class TierMachine(RuleBasedStateMachine):
     def build(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
         self.removed: list[Name] = []
-        self.tier = MemoryTier(
-            "host",
-            num_pages,
-            with_slots=self.with_slots,
-            on_removed=self.on_removed,
-        )
+        self.tier = MemoryTier("host", num_pages, with_slots=self.with_slots)
+        self.tier.listen(None, self.on_removed)
         self.model = NaiveTier(num_pages)
         self.device: set[Name] = set()
         self.contents: list[Content] = []
         self.stores: list[StoreUnderWay] = []
         self.loads: list[LoadUnderWay] = []
         self.offers: dict[int, tuple[Content, int, int, list[Entry]]] = {}
-        self.ended: list[TierStore | TierLoad] = []
 
     def on_removed(self, content: Content, start: int, end: int) -> None:
         self.removed += self.names(content, end)[start:]
@@ -88,9 +84,8 @@ class TierMachine(RuleBasedStateMachine):
     @rule(data=st.data(), is_stored=st.sampled_from([True, True, True, False]))
     def complete_store(self, data: st.DataObject, is_stored: bool) -> None:
         done = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
-        assert self.tier.complete_store(done.store, is_stored=is_stored)
+        self.tier.complete_store(done.store, is_stored=is_stored)
         self.model.settle(done.naive, is_stored=is_stored)
-        self.ended.append(done.store)
 
     @precondition(lambda self: self.contents)
     @rule(data=st.data(), holder=st.integers(0, 2))
@@ -136,25 +131,13 @@ class TierMachine(RuleBasedStateMachine):
     def complete_load(self, data: st.DataObject, is_whole: bool) -> None:
         done = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
         num_good = None if is_whole else data.draw(st.integers(0, done.load.num_pages))
-        assert self.tier.complete_load(done.load, num_good)
+        self.tier.complete_load(done.load, num_good)
         if num_good is not None and num_good < done.load.num_pages:
             name = done.names[done.start + num_good]
             if name in self.model.entries:
                 self.model.drop(name)
         self.model.touch(done.pinned)
         self.model.unpin(done.pinned)
-        self.ended.append(done.load)
-
-    @precondition(lambda self: self.ended)
-    @rule(data=st.data())
-    def complete_again(self, data: st.DataObject) -> None:
-        ended = data.draw(st.sampled_from(self.ended))
-        before = self.tier.num_stray_completions
-        if isinstance(ended, TierStore):
-            assert not self.tier.complete_store(ended)
-        else:
-            assert not self.tier.complete_load(ended)
-        assert self.tier.num_stray_completions == before + 1
 
     @precondition(lambda self: self.device)
     @rule(data=st.data())

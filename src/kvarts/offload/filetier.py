@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from kvarts.content import Content
-from kvarts.offload.index import ALL, Segment
+from kvarts.offload.index import ALL, OnRemoved, OnStored, Placement, Segment
 from kvarts.offload.pagefiles import FileNames
-from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, TierLoad, TierStore
+from kvarts.offload.tier import MemoryTier, Pin
 
 __all__ = ["FileTier"]
 
@@ -20,17 +20,9 @@ class FileTier(MemoryTier):
     `take_dropped` returns the files to delete.
     """
 
-    def __init__(
-        self,
-        name: str,
-        num_pages: int,
-        *,
-        known_keys: Iterable[bytes] = (),
-        namespace: str = "",
-        on_stored: OnStored | None = None,
-        on_removed: OnRemoved | None = None,
-    ) -> None:
-        super().__init__(name, num_pages, on_stored=on_stored, on_removed=on_removed)
+    def __init__(self, name: str, num_pages: int, *, known_keys: Iterable[bytes] = (), namespace: str = "") -> None:
+        super().__init__(name, num_pages)
+        self.listen(None, None)
         names = self.names = FileNames(namespace)
         self.key = names.of
         for key in dict.fromkeys(known_keys):
@@ -69,13 +61,13 @@ class FileTier(MemoryTier):
         self._recognise(content, 0, min(limit, content.num_known_pages))
         return super().lookup(holder, content, start, limit)
 
-    def read(self, content: Content, start: int, end: int) -> TierLoad | None:
+    def read(self, content: Content, start: int, end: int) -> Pin | None:
         """Begin to read consecutive pages, also of earlier processes; their slots are keys."""
         self._recognise(content, 0, min(end, content.num_known_pages))
-        load = super().read(content, start, end)
-        if load is not None:
-            load.segments = self._named(load.content, load.segments)
-        return load
+        pin = super().read(content, start, end)
+        if pin is not None:
+            pin.slots = self._keys(content, start, pin.end)
+        return pin
 
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
         """Return the stretches of pages [start, end) that are stored, also by earlier processes."""
@@ -84,7 +76,7 @@ class FileTier(MemoryTier):
 
     def prepare_store(
         self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
-    ) -> TierStore | None:
+    ) -> Placement | None:
         """Make room for the missing pages of [start, end), at most `limit`; their slots are keys."""
         end = min(end, content.num_known_pages)
         self._recognise(content, 0, end)
@@ -95,31 +87,34 @@ class FileTier(MemoryTier):
             num_short -= 1
         store = super().prepare_store(content, start, end, deepest_first=deepest_first, limit=limit)
         if store is not None:
-            store.segments = self._named(content, store.segments)
-            self.names.use(_keys_of(store))
+            segments: list[Segment] = []
+            for segment in store.segments:
+                keys = self._keys(content, segment.start, segment.end)
+                segments.append(Segment(segment.start, segment.end, keys))
+                self.names.use(keys)
+            store.segments = tuple(segments)
         return store
 
-    def _note_ended(self, store: TierStore, here: list[tuple[int, int]]) -> None:
-        """Delete the files of pages that are not here, even if they were written."""
+    def complete_store(self, store: Placement, *, is_stored: bool = True) -> None:
+        """End a store, and delete the files of pages that are not here, even if they were written."""
         pages = [page for segment in store.segments for page in range(segment.start, segment.end)]
-        self._release_others(store.content, pages, here)
+        self._release_others(store.content, pages, self.index.settle(store, is_stored=is_stored))
 
     def _release_others(self, content: Content, pages: Iterable[int], here: list[tuple[int, int]]) -> None:
         gone = [page for page in pages if not any(start <= page < end for start, end in here)]
         self.names.release([self.key(content, page) for page in gone])
 
-    def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
+    def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> Pin:
         """Begin to load pages that were offered to `holder`; their slots are keys."""
         load = super().prepare_load(holder, num_pages, num_front)
-        load.segments = self._named(load.content, load.segments)
-        self.names.use(_keys_of(load))
+        keys = load.slots = self._keys(load.content, load.start, load.end)
+        self.names.use(keys)
         return load
 
-    def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
-        """End a load, and drop pages after the first `num_good_pages`; return False if it had ended before."""
-        if load.is_open:
-            self.names.release(_keys_of(load))
-        return super().complete_load(load, num_good_pages)
+    def complete_load(self, load: Pin, num_good_pages: int | None = None) -> None:
+        """End a load, and drop pages after the first `num_good_pages`."""
+        self.names.release(self._keys(load.content, load.start, load.end))
+        super().complete_load(load, num_good_pages)
 
     def reset(self) -> None:
         """Drop all pages, also those of earlier processes."""
@@ -128,15 +123,8 @@ class FileTier(MemoryTier):
             self._drop_unknown()
             self.index.pool.give(1, None)
 
-    def _named(self, content: Content, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        return tuple(
-            Segment(
-                segment.start,
-                segment.end,
-                tuple(self.key(content, page) for page in range(segment.start, segment.end)),
-            )
-            for segment in segments
-        )
+    def _keys(self, content: Content, start: int, end: int) -> tuple[bytes, ...]:
+        return tuple([self.key(content, page) for page in range(start, end)])
 
     def _find(self, content: Content, start: int, limit: int) -> int:
         self._recognise(content, 0, min(limit, content.num_known_pages))
@@ -167,13 +155,6 @@ class FileTier(MemoryTier):
         self.names.release([key])
 
     def _on_gone(self, content: Content, start: int, end: int) -> None:
-        self.names.release(self.key(content, page) for page in range(start, end))
+        self.names.release(self._keys(content, start, end))
         if self._tell_removed is not None:
             self._tell_removed(content, start, end)
-
-
-def _keys_of(moved: TierLoad | TierStore) -> Iterator[bytes]:
-    for segment in moved.segments:
-        for key in segment.slots or ():
-            assert isinstance(key, bytes)
-            yield key

@@ -34,9 +34,25 @@ from kvarts.content import NOTHING, Content, PageKey
 from kvarts.kv.pool import CountPool, IdPool, PageId, Pool
 from kvarts.values import Value
 
-__all__ = ["ALL", "NodeState", "Placement", "Segment", "TierIndex", "TierRun", "check_index"]
+__all__ = [
+    "ALL",
+    "NodeState",
+    "OnRemoved",
+    "OnStored",
+    "Placement",
+    "Segment",
+    "TierIndex",
+    "TierRun",
+    "check_index",
+]
 
 ALL = 1 << 62
+
+OnStored = Callable[[Content, int, int, Content | None], object]
+"""Called for a run that becomes findable: content, first page, page after the last, the content before it."""
+
+OnRemoved = Callable[[Content, int, int], object]
+"""Called for a run that stops being findable: content, first page, page after the last."""
 
 MOST_RECENT = 64
 """How many contents the index remembers the place of."""
@@ -127,11 +143,15 @@ class Segment(Value):
 
 
 class Placement:
-    """Pages that are coming: `num_pages` in `segments`, in order of position. `run` is the deepest; it is pinned."""
+    """Pages of `content` that are coming: `num_pages` in `segments`, in order of position.
 
-    __slots__ = ("num_pages", "run", "segments")
+    `run` is the deepest; it is pinned.
+    """
 
-    def __init__(self, run: TierRun, segments: tuple[Segment, ...], num_pages: int) -> None:
+    __slots__ = ("content", "num_pages", "run", "segments")
+
+    def __init__(self, content: Content, run: TierRun, segments: tuple[Segment, ...], num_pages: int) -> None:
+        self.content = content
         self.run = run
         self.segments = segments
         self.num_pages = num_pages
@@ -143,14 +163,7 @@ class TierIndex:
     `on_stored` and `on_removed` are called for runs that become or stop being findable.
     """
 
-    def __init__(
-        self,
-        num_pages: int,
-        *,
-        with_slots: bool,
-        on_stored: Callable[[TierRun], object] | None = None,
-        on_removed: Callable[[Content, int, int], object] | None = None,
-    ) -> None:
+    def __init__(self, num_pages: int, *, with_slots: bool) -> None:
         self.pool: Pool = IdPool(num_pages) if with_slots else CountPool(num_pages)
         self.num_cached = 0
         """Findable pages that are not pinned."""
@@ -161,11 +174,11 @@ class TierIndex:
         """Runs of the tree that are holes."""
         self.writer = 0
         """The engine that stores from now on, where several share the tier."""
-        self.removed_of = 0
-        """The engine that had stored what `on_removed` is called for."""
+        self.told_of = 0
+        """The engine that had stored what `on_stored` or `on_removed` is called for."""
         self._with_slots = with_slots
-        self.on_stored = on_stored
-        self.on_removed = on_removed
+        self.on_stored: OnStored | None = None
+        self.on_removed: OnRemoved | None = None
         self._roots: dict[str | None, TierRun] = {}
         self._recent: dict[int, tuple[Content, TierRun, int]] = {}
         """By owner, how far the last walk of a content came: its run, and the page after the last in common."""
@@ -178,22 +191,17 @@ class TierIndex:
         """Pages that are pinned, coming, or doomed and not yet released."""
         return self.pool.total - self.pool.num_empty - self.num_cached
 
-    @property
-    def num_free(self) -> int:
-        """Pages that can be taken: empty or cached."""
-        return self.pool.num_empty + self.num_cached
-
     # Finding ----------------------------------------------------------------------------------------------
 
     def find(self, content: Content, start: int, limit: int) -> int:
         """Return how many consecutive pages of `content` in [start, limit) are stored, from `start` on."""
-        _, position, _ = self._stored_from(content, start, limit)
+        _, position, _ = self._walk(content, limit, start)
         return position - start if position > start else 0
 
     def find_whole(self, content: Content, start: int, limit: int) -> tuple[int, bool]:
         """Return what `find` does, and whether the pages before `start` are stored as well."""
-        node, position, _ = self._stored_from(content, start, limit)
-        if node is None or position <= start:
+        node, position, _ = self._walk(content, limit, start)
+        if position <= start:
             return 0, False
         stored = STORED
         while (parent := node.parent) is not None:
@@ -247,8 +255,8 @@ class TierIndex:
 
     def pin_stored(self, content: Content, start: int, limit: int) -> TierRun | None:
         """Pin the pages that `find` counts, and all runs before them; return the deepest run; None without pages."""
-        node, position, cut = self._stored_from(content, start, limit)
-        if node is None or position <= start:
+        node, position, cut = self._walk(content, limit, start)
+        if position <= start:
             return None
         if cut is not None:
             node = self._split(cut, position)
@@ -376,19 +384,7 @@ class TierIndex:
             num_missing = min(num_missing, room)
         if num_missing > num_empty:
             self._evict(num_missing - num_empty)
-        if not holes and position >= start:
-            # Usually, only the pages after `deepest` are missing.
-            last = position + num_missing
-            slots = pool.take(num_missing)
-            run = TierRun(content, content.key(position), position, last, deepest, COMING, 1, slots, self.writer)
-            if deepest.children is None:
-                deepest.children = {}
-            deepest.children[run.key] = run
-            segment = Segment(position, last, None if slots is None else tuple(slots))
-            placement = run.placement = Placement(run, (segment,), num_missing)
-            self._note_recent(content, run, last)
-            return placement
-        placement = Placement(deepest, (), num_missing)
+        placement = Placement(content, deepest, (), num_missing)
         segments = []
         num_left = num_missing
         for hole in holes:
@@ -411,6 +407,7 @@ class TierIndex:
             run = self._add(run, content, position, position + num_left)
             segments.append(self._fill(run, placement, content))
             placement.run = run
+            self._note_recent(content, run, run.end)
         elif placement.run is not deepest:
             self._pin(placement.run)
             self.unpin(deepest)
@@ -440,7 +437,9 @@ class TierIndex:
         on_stored = self.on_stored
         if on_stored is not None:
             for run in arrived:
-                on_stored(run)
+                parent = run.parent
+                self.told_of = run.writer
+                on_stored(run.content, run.start, run.end, None if parent is None or not run.start else parent.content)
         # Last, because `touch` may join the stored runs to the run before them or after them.
         if is_stored:
             self.touch(last)
@@ -522,9 +521,14 @@ class TierIndex:
             recent.clear()
         recent[content.owner] = content, run, end
 
-    def _walk(self, content: Content, end: int) -> tuple[TierRun, int, TierRun | None]:
-        """Return the deepest run wholly within `end` pages, the number of known pages, and a run cut by the end."""
-        near = self._near(content, end - 1 if end else 0)
+    def _walk(self, content: Content, end: int, start: int = ALL) -> tuple[TierRun, int, TierRun | None]:
+        """Return the deepest run wholly within `end` pages, the number of known pages, and a run cut by the end.
+
+        Stop before the first run that has pages from `start` on and is not stored.
+        """
+        stored = STORED
+        page = end - 1 if end else 0
+        near = self._near(content, start if start < page else page)
         position = 0
         if near is not None:
             assert near.parent is not None
@@ -540,24 +544,6 @@ class TierIndex:
             last = child.end
             stop = last if last < end else end
             other = child.content
-            position = stop if other is content else content.common_pages(other, position, stop)
-            if position < last:
-                return node, position, child
-            node = child
-        return node, position, None
-
-    def _stored_from(self, content: Content, start: int, limit: int) -> tuple[TierRun | None, int, TierRun | None]:
-        """Do the same as `_walk`, but stop before the first run that has pages from `start` on and is not stored."""
-        stored = STORED
-        near = self._near(content, start)
-        node, position = (self._roots.get(content.salt), 0) if near is None else (near.parent, near.start)
-        while node is not None and position < limit and node.children:
-            child = node.children.get(content.key(position))
-            if child is None:
-                break
-            last = child.end
-            stop = last if last < limit else limit
-            other = child.content
             common = stop if other is content else content.common_pages(other, position, stop)
             if common > start and child.state is not stored:
                 break
@@ -565,9 +551,9 @@ class TierIndex:
             if common < last:
                 if common > start:
                     self._note_recent(content, child, common)
-                return node, position, child
+                return node, common, child
             node = child
-        if node is not None and position > start:
+        if position > start:
             self._note_recent(content, node, position)
         return node, position, None
 
@@ -685,7 +671,7 @@ class TierIndex:
                 _unlist(run)
                 self._cut_off(run)
             if self.on_removed is not None:
-                self.removed_of = run.writer
+                self.told_of = run.writer
                 self.on_removed(run.content, start, end)
 
     def _drop(self, run: TierRun) -> None:
@@ -710,7 +696,7 @@ class TierIndex:
                 node.state = NodeState.DOOMED
         if self.on_removed is not None:
             for node in removed:
-                self.removed_of = node.writer
+                self.told_of = node.writer
                 self.on_removed(node.content, node.start, node.end)
 
     def _cut_off(self, run: TierRun) -> None:

@@ -72,14 +72,15 @@ class Layout(Generic[TierT]):
     Promises: the source and the target of copies stay from their beginning to `end_store` or `end_load`, which is
     called once; nothing is findable in its target before that, except by `use_early`.
 
-    `connected`: the tiers, the fastest first. `block_bytes`, `page_bytes`: the bytes of a block, which tiers count,
-    and of a page with all its parts. `is_stored`: see Backlog. `store_within_ns`: a channel that could not carry
-    something within this time is behind. `with_page_ids`: copies name pages.
+    `connected`: the tiers, the fastest first. `policy`: chooses what is stored. `block_bytes`, `page_bytes`: the bytes
+    of a block, which tiers count, and of a page with all its parts. `is_stored`: see Backlog. `store_within_ns`: a
+    channel that could not carry something within this time is behind. `with_page_ids`: copies name pages.
     """
 
     def __init__(
         self,
         connected: Sequence[ConnectedTier[TierT]],
+        policy: PagePolicy | PartPolicy,
         *,
         block_bytes: int,
         page_bytes: int,
@@ -94,6 +95,7 @@ class Layout(Generic[TierT]):
         self.counts_blocks = False
         """Whether the event of the end of a transfer contains the number of blocks that arrived."""
         self.connected = connected
+        self.policy = policy
         self.tiers = tuple(each.tier for each in connected)
         self.block_bytes = block_bytes
         self.page_bytes = page_bytes
@@ -125,11 +127,6 @@ class Layout(Generic[TierT]):
         """Record that the request of `content`, which was preempted before, has ended."""
 
     # Stores and spills ----------------------------------------------------------------------------------------
-
-    @property
-    def policy(self) -> PagePolicy | PartPolicy:
-        """The choice of pages to store."""
-        raise NotImplementedError
 
     @property
     def has_work(self) -> bool:

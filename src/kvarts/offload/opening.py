@@ -168,49 +168,59 @@ def open_offloader(
     if offload.bus is not None and not with_page_ids:
         bus = Bus(offload.bytes_per_s("bus"))
         make = bus.open
-    layout: Layout[Any]
-    if memory is None:
-        whole = cast(PageCache, cache)
-        pages: list[ConnectedTier[MemoryTier]] = []
-        for spec in offload.tier_specs(page_size):
-            tier: MemoryTier
-            if spec.is_files and with_page_ids:
-                from kvarts.offload.filetier import FileTier
-
-                tier = FileTier(spec.name, spec.num_pages, known_keys=known_keys, namespace=namespace)
-            else:
-                tier = MemoryTier(spec.name, spec.num_pages, with_slots=with_page_ids)
-            pages.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
-        pages += more
-        policy: PagePolicy = EagerPolicy(whole)
-        assert (order is not None) == (offload.policy == "lazy"), "a lazy policy stores what `order` would evict next"
-        if order is not None:
-            num_pages = sum(connected.tier.num_pages for connected in pages)
-            policy = LazyPolicy(whole, order, _target_free(offload, num_pages, page_size, max_num_batched_tokens))
-        layout = PageLayout(
-            whole,
-            pages,
-            policy,
-            page_bytes=offload.kv_bytes_per_token * page_size,
-            order=order,
-            store_within_ns=round(offload.store_within_ms * 1e6),
-            swaps=offload.preemption_mode == "swap" and len(pages) > len(more),  # others would find no use for them
-            with_page_ids=with_page_ids,
-            tell=tell,
-        )
-    else:
-        layout = _layout_of_parts(
-            offload,
-            cast("GroupPages", cache),
+    connected: list[ConnectedTier[Any]] = []
+    for place, spec in enumerate(offload.specs(page_size, memory)):
+        tier = _open_tier(
+            spec,
+            place,
+            cache,
             memory,
-            page_size=page_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            make=make,
             with_page_ids=with_page_ids,
             tell=tell,
             known_keys=known_keys,
             namespace=namespace,
-            more=more,
+        )
+        connected.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
+    connected += more
+    swaps = offload.preemption_mode == "swap" and len(connected) > len(more)  # others would find no use for them
+    store_within_ns = round(offload.store_within_ms * 1e6)
+    layout: Layout[Any]
+    if memory is None:
+        whole = cast(PageCache, cache)
+        policy: PagePolicy = EagerPolicy(whole)
+        assert (order is not None) == offload.is_lazy, "a lazy policy stores what `order` would evict next"
+        if order is not None:
+            num_pages = sum(each.tier.num_pages for each in connected)
+            policy = LazyPolicy(whole, order, _target_free(offload, num_pages, page_size, max_num_batched_tokens))
+        layout = PageLayout(
+            whole,
+            connected,
+            policy,
+            page_bytes=offload.kv_bytes_per_token * page_size,
+            order=order,
+            swaps=swaps,
+            store_within_ns=store_within_ns,
+            with_page_ids=with_page_ids,
+            tell=tell,
+        )
+    else:
+        from kvarts.offload.part_layout import PartLayout
+        from kvarts.offload.part_policy import EagerParts, LazyParts, PartPolicy
+
+        pages = cast("GroupPages", cache)
+        of_parts: PartPolicy = EagerParts(pages.parts)
+        if offload.is_lazy:
+            num_pages = sum(each.tier.num_blocks for each in connected) * memory.block_bytes // memory.page_bytes
+            target_free = _target_free(offload, num_pages, page_size, max_num_batched_tokens)
+            of_parts = LazyParts(pages.parts, target_free * pages.parts.page_bytes)
+        layout = PartLayout(
+            pages,
+            connected,
+            of_parts,
+            swaps=swaps,
+            store_within_ns=store_within_ns,
+            with_page_ids=with_page_ids,
+            arrive_at_turns=offload.load_kv == "async",
         )
     return Offloader(
         cache,
@@ -229,49 +239,33 @@ def open_offloader(
     )
 
 
-def _layout_of_parts(
-    offload: OffloadConfig,
-    cache: GroupPages,
-    memory: GroupMemory,
+def _open_tier(
+    spec: TierSpec,
+    place: int,
+    cache: Cache,
+    memory: GroupMemory | None,
     *,
-    page_size: int,
-    max_num_batched_tokens: int,
-    make: MakeChannel,
     with_page_ids: bool,
     tell: Tell | None,
     known_keys: Iterable[bytes],
     namespace: str,
-    more: Sequence[ConnectedTier[Any]],
-) -> Layout[Any]:
-    """Open the tiers below a cache of parts in KV groups, and return their layout."""
-    from kvarts.offload.part_files import PartFiles
-    from kvarts.offload.part_layout import PartLayout
-    from kvarts.offload.part_policy import EagerParts, LazyParts, PartPolicy
+) -> Any:
+    """Return the tier of `spec`, below `place` others."""
+    has_keys = spec.is_files and with_page_ids
+    if memory is None and has_keys:
+        from kvarts.offload.filetier import FileTier
+
+        return FileTier(spec.name, spec.num_pages, known_keys=known_keys, namespace=namespace)
+    if memory is None:
+        return MemoryTier(spec.name, spec.num_pages, with_slots=with_page_ids)
+    size = spec.name, spec.num_pages, memory, cast("GroupPages", cache).parts.tree
+    if has_keys:
+        from kvarts.offload.part_files import PartFiles
+
+        return PartFiles(*size, place=place, known_keys=known_keys, namespace=namespace, tell=tell)
     from kvarts.offload.part_tier import PartTier
 
-    parts: list[ConnectedTier[PartTier]] = []
-    for place, spec in enumerate(offload.group_specs(memory, page_size)):
-        size = spec.name, spec.num_pages, memory, cache.parts.tree
-        if spec.is_files and with_page_ids:
-            tier: PartTier = PartFiles(*size, place=place, known_keys=known_keys, namespace=namespace, tell=tell)
-        else:
-            tier = PartTier(*size, place=place, with_slots=with_page_ids, tell=tell)
-        parts.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
-    parts += more
-    policy: PartPolicy = EagerParts(cache.parts)
-    if offload.policy == "lazy":
-        num_pages = sum(each.tier.num_blocks for each in parts) * memory.block_bytes // memory.page_bytes
-        target_free = _target_free(offload, num_pages, page_size, max_num_batched_tokens)
-        policy = LazyParts(cache.parts, target_free * cache.parts.page_bytes)
-    return PartLayout(
-        cache,
-        parts,
-        policy,
-        swaps=offload.preemption_mode == "swap" and len(parts) > len(more),
-        store_within_ns=round(offload.store_within_ms * 1e6),
-        with_page_ids=with_page_ids,
-        arrive_at_turns=offload.load_kv == "async",
-    )
+    return PartTier(*size, place=place, with_slots=with_page_ids, tell=tell)
 
 
 def _target_free(offload: OffloadConfig, num_pages: int, page_size: int, max_num_batched_tokens: int) -> int:

@@ -19,10 +19,11 @@ from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import PageId
 from kvarts.kv.transfer import Coming, Loaded, Offer
 from kvarts.kv.tree import Node, Path
+from kvarts.offload.index import NodeState, Placement
 from kvarts.offload.layout import ConnectedTier, Layout
 from kvarts.offload.safe_first import Below, SafeFirst
 from kvarts.offload.store_policy import PagePolicy, Spill
-from kvarts.offload.tier import MemoryTier, TierLoad, TierStore
+from kvarts.offload.tier import MemoryTier, Pin
 from kvarts.offload.transfers import ALL, Copies, Loading
 
 __all__ = ["Marks", "PageLayout"]
@@ -126,9 +127,9 @@ class PageCopies(Copies):
 
     def __init__(self, target: int) -> None:
         super().__init__(target)
-        self.stores: list[TierStore] = []
+        self.stores: list[Placement] = []
         self.held: list[list[Lent]] = []
-        self.sources: list[TierLoad] = []
+        self.sources: list[Pin] = []
 
 
 class PageLoading(Loading):
@@ -138,7 +139,7 @@ class PageLoading(Loading):
 
     def __init__(self, request: int, start: int) -> None:
         super().__init__(request, start)
-        self.loads: list[tuple[MemoryTier, TierLoad]] = []
+        self.loads: list[tuple[MemoryTier, Pin]] = []
 
 
 class PageLayout(Layout[MemoryTier]):
@@ -163,6 +164,7 @@ class PageLayout(Layout[MemoryTier]):
     ) -> None:
         super().__init__(
             connected,
+            policy,
             block_bytes=page_bytes,
             page_bytes=page_bytes,
             is_stored=lambda place, spill: bool(self.own[place].find(spill[0], *spill[2:])),
@@ -198,11 +200,6 @@ class PageLayout(Layout[MemoryTier]):
             order.on_grown = self._marks.mark_as_held
             # Safe pages may be in the second tier only, and files may contain pages that this process never wrote.
             order.hears_all = len(self.own) > 1
-
-    @property
-    def policy(self) -> PagePolicy:
-        """The choice of pages to store."""
-        return self._policy
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Record that the first `num_pages` pages of `content`, in `holding`, are complete."""
@@ -251,7 +248,7 @@ class PageLayout(Layout[MemoryTier]):
                 store, pages, num_here = self._prepare(content, start, end, where, room)
                 if store is not None:
                     copies = copies or PageCopies(0)
-                    self._add(copies, self.tiers[0], store)
+                    self._add(copies, store)
                     copies.held.append(pages)
                     if self._with_page_ids:
                         for part in pages:
@@ -267,8 +264,8 @@ class PageLayout(Layout[MemoryTier]):
                 break
         return copies
 
-    def _add(self, copies: PageCopies, tier: MemoryTier, store: TierStore) -> None:
-        """Add a store to `tier`, without the ids of its sources."""
+    def _add(self, copies: PageCopies, store: Placement) -> None:
+        """Add a store, without the ids of its sources."""
         copies.stores.append(store)
         copies.num_blocks += store.num_pages
         for segment in store.segments:
@@ -284,7 +281,7 @@ class PageLayout(Layout[MemoryTier]):
         end: int,
         where: Any,
         room: int,
-    ) -> tuple[TierStore | None, list[Lent], int]:
+    ) -> tuple[Placement | None, list[Lent], int]:
         """Prepare to store at most `room` of pages [start, end), and hold these; return None if there are none.
 
         Return also how many pages the device has.
@@ -410,11 +407,11 @@ class PageLayout(Layout[MemoryTier]):
             position = store.segments[-1].end
             source = upper.read(content, start, position)
             assert source is not None
-            self._add(copies, lower, store)
+            self._add(copies, store)
             copies.sources.append(source)
             room -= store.num_pages
             if self._with_page_ids:
-                slots = source.segments[0].slots
+                slots = source.slots
                 assert slots is not None
                 for segment in store.segments:
                     copies.source_ids += slots[segment.start - start : segment.end - start]
@@ -443,7 +440,7 @@ class PageLayout(Layout[MemoryTier]):
                     for segment in store.segments:
                         self._marks.mark_as_held(store.content, segment.start, segment.end)
             for parts, store in zip(of_pages.held, of_pages.stores, strict=False):
-                is_whole = is_stored and tier.is_stored(store)
+                is_whole = is_stored and store.run.state is NodeState.STORED
                 for part, segment in zip(parts, store.segments, strict=True):
                     assert part.pages is not None, "an order that is told what is below holds it"
                     if is_whole:
@@ -531,9 +528,8 @@ class PageLayout(Layout[MemoryTier]):
             source_ids: tuple[PageId | bytes, ...] = ()
             target_ids: tuple[PageId | bytes, ...] = ()
             if self._with_page_ids:
-                slots = load.segments[0].slots
-                assert holding.page_ids is not None and slots is not None
-                source_ids, target_ids = slots, tuple(holding.page_ids[position : position + count])
+                assert holding.page_ids is not None and load.slots is not None
+                source_ids, target_ids = load.slots, tuple(holding.page_ids[position : position + count])
             loading.reads.append((place, count, source_ids, target_ids))
             position += count
         loading.num_blocks, loading.by_tier = position - start, tuple(counts)

@@ -7,7 +7,7 @@ gets its name when it is complete. Other files in the directory, and files that 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from stat import S_ISREG
@@ -41,10 +41,6 @@ class FileNames:
         self._dropped: dict[bytes, None] = {}
         self.unknown: dict[bytes, list[PageId]] = {}
         """What earlier processes stored, the oldest first, with its blocks, if these have ids. They use its names."""
-
-    def __iter__(self) -> Iterator[bytes]:
-        """Iterate over the names in use."""
-        return iter(self._num_uses)
 
     def of(self, content: Content, page: int, group: int = 0) -> bytes:
         """Return the name of a page of known tokens, or of its part in `group`."""

@@ -111,6 +111,7 @@ class PartLayout(Layout[PartTier]):
     ) -> None:
         super().__init__(
             connected,
+            policy,
             block_bytes=cache.block_bytes,
             page_bytes=cache.memory.page_bytes,
             is_stored=self._is_stored,
@@ -142,11 +143,6 @@ class PartLayout(Layout[PartTier]):
         self._least_idle = max(*tier.part_blocks, cache.pool.total // MOST_IDLE)
         self._num_idle = 0
         """Blocks that stores hold and that were unused when these began."""
-
-    @property
-    def policy(self) -> PartPolicy:
-        """Which parts are to be stored."""
-        return self._policy
 
     def totals(self) -> dict[str, int]:
         """Return how many parts were stored, loaded and evicted, by group."""

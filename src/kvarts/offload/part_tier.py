@@ -24,7 +24,7 @@ from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, Spot, first_list
 from kvarts.kv.span_tree import SpanTree, find
 from kvarts.kv.transfer import Coming
 
-__all__ = ["PartTier", "ReadableParts"]
+__all__ = ["PLACE", "PartTier", "PartsElsewhere", "ReadableParts", "tree_elsewhere"]
 
 ReadableParts = tuple[RunMatch, tuple[tuple[int, int, int, int], ...]]
 """A match with parts of another engine, and the runs of these, see Offer."""
@@ -406,3 +406,27 @@ class PartTier(RunAccount):
 
 def _from_end(run: PartRun) -> int:
     return -run.start
+
+
+PLACE = 2
+"""The number of tiers that an engine may have above parts elsewhere: no run of its own is in a list of their index."""
+
+
+def tree_elsewhere(memory: GroupMemory, page_size: int) -> SpanTree:
+    """Return a tree for parts of `memory` that no device has."""
+    return SpanTree(memory, page_size, _never_moving, num_below=PLACE + 1)
+
+
+class PartsElsewhere(PartTier):
+    """Parts in a tree that is not that of the device: they outlive the engine, or are of others."""
+
+    def __init__(self, name: str, num_blocks: int, memory: GroupMemory, tree: SpanTree) -> None:
+        super().__init__(name, num_blocks, memory, tree, place=PLACE)
+        self.is_elsewhere = True
+
+    def reset(self) -> None:
+        """Do nothing: they stay if an engine that reads them fails."""
+
+
+def _never_moving(span: Span) -> None:
+    raise AssertionError("a decode has parts on its device only")

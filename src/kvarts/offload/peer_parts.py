@@ -19,13 +19,10 @@ from kvarts.event_log import Tell
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, holding_of_transfer
 from kvarts.kv.span_tree import SpanTree
-from kvarts.offload.part_tier import PartTier, ReadableParts
+from kvarts.offload.part_tier import PartsElsewhere, PartTier, ReadableParts, tree_elsewhere
 from kvarts.offload.peers import PEERS, Peers
 
 __all__ = ["PeerParts", "PeerPartsView"]
-
-PLACE = 2
-"""The number of tiers that an engine may have above the memory of others."""
 
 
 @mypyc_attr(native_class=False)
@@ -59,13 +56,11 @@ class PartsRead:
         self.tier = tier
 
 
-class PeerPartsView(PartTier):
+class PeerPartsView(PartsElsewhere):
     """The memory of the others as a tier of one engine, `worker`. It counts this engine's loads only."""
 
     def __init__(self, peers: PeerParts, worker: int, memory: GroupMemory, page_size: int) -> None:
-        tree = SpanTree(memory, page_size, _never_moving)
-        super().__init__(PEERS, 0, memory, tree, place=PLACE)
-        self.is_elsewhere = True
+        super().__init__(PEERS, 0, memory, tree_elsewhere(memory, page_size))
         self._peers = peers
         self._reads = peers.reads_of(worker)
         self._pinned: dict[RunHolding, PartsRead] = {}
@@ -164,13 +159,6 @@ class PeerPartsView(PartTier):
     def drop_state(self, content: Content, page: int) -> None:
         """Do nothing: nothing is kept there for a request of this engine."""
 
-    def reset(self) -> None:
-        """Do nothing: the memory is that of others."""
-
     def check(self, pins: Sequence[RunHolding]) -> None:
         """Assert law L2: everything that is pinned elsewhere is of a transfer or an offer. `pins`: all of these."""
         assert set(self._pinned) <= set(pins), "L2: parts of another engine are held by nobody"
-
-
-def _never_moving(span: Span) -> None:
-    raise AssertionError("no decode has parts in the memory of others")

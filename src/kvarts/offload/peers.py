@@ -18,8 +18,8 @@ from kvarts.links import PeerLinks
 from kvarts.offload.channel import Channel
 from kvarts.offload.index import TierRun
 from kvarts.offload.offloader import Offloader
-from kvarts.offload.shared_store import SharedChannel, SharedTier
-from kvarts.offload.tier import MemoryTier, Pin, TierLoad
+from kvarts.offload.shared_store import SharedChannel, SharedTier, TierElsewhere
+from kvarts.offload.tier import MemoryTier, Pin
 from kvarts.offload.weigher import Weigher
 
 __all__ = ["PEERS", "PeerMemory", "PeerView", "Peers"]
@@ -146,19 +146,13 @@ class PinnedRead(Pin):
         self.tier = tier
 
 
-class PeerView(MemoryTier):
+class PeerView(TierElsewhere):
     """The memory of the others as a tier of one engine, `worker`. It counts this engine's loads only."""
 
     def __init__(self, memory: PeerMemory, worker: int) -> None:
         super().__init__(PEERS, 0)
         self._reads = memory.reads_of(worker)
         self._memory = memory
-        self._num_moving = 0
-
-    @property
-    def num_used_blocks(self) -> int:
-        """Pages that this engine reads."""
-        return self._num_moving
 
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
         """Find the engine with most consecutive pages from `start` on, and pin them there for `holder`."""
@@ -187,33 +181,26 @@ class PeerView(MemoryTier):
             super().forget(holder)
             read.tier.num_guests -= 1
 
-    def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
+    def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> Pin:
         """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`."""
         load = super().prepare_load(holder, num_pages, num_front)
-        self._num_moving += load.num_pages
-        self._reads.unsent.append(_source_of(load.ticket).source)
+        self._reads.unsent.append(_source_of(load).source)
         return load
 
-    def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
-        """End a load; return False if it had ended before. Pages that did not arrive are still where they were."""
-        read = _source_of(load.ticket)
+    def complete_load(self, load: Pin, num_good_pages: int | None = None) -> None:
+        """End a load. Pages that did not arrive are still where they were."""
+        read = _source_of(load)
         self._memory.will_change(read.source)
-        is_first = super().complete_load(load)
-        if is_first:
-            read.tier.num_guests -= 1
-            self._num_moving -= load.num_pages
-            if num_good_pages is None or num_good_pages == load.num_pages:
-                self._reads.loaded(read.source, load.num_pages)
-        return is_first
-
-    def reset(self) -> None:
-        """Do nothing: the memory is that of others."""
+        super().complete_load(load)
+        read.tier.num_guests -= 1
+        if num_good_pages is None or num_good_pages == load.num_pages:
+            self._reads.loaded(read.source, load.num_pages)
 
     def check(self, is_above: Callable[[Content, int], bool]) -> None:
         """Do nothing: the engines that have the memory check it."""
 
 
-def _source_of(pin: object) -> PinnedRead:
+def _source_of(pin: Pin) -> PinnedRead:
     assert isinstance(pin, PinnedRead)
     return pin
 

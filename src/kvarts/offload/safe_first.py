@@ -126,10 +126,7 @@ class SafeFirst:
             for node in now_safe:
                 self._safe.released((node,))  # one by one, because they are on different paths
         if now_unsafe:
-            self._rest.put_back(now_unsafe)
-            for node in reversed(now_unsafe):
-                self._first_stamp -= 1
-                rest_stamps[node] = self._first_stamp
+            self.put_back(now_unsafe)
 
     def unsafe_nodes(self) -> Iterator[Node]:
         """Return unreferenced runs that are not safe, the next to be evicted first."""

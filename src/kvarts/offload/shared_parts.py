@@ -23,13 +23,10 @@ from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, first_list
 from kvarts.kv.span_tree import SpanTree
 from kvarts.kv.transfer import Coming
 from kvarts.links import StoreLinks
-from kvarts.offload.part_tier import PartTier
+from kvarts.offload.part_tier import PLACE, PartsElsewhere, PartTier, tree_elsewhere
 from kvarts.offload.shared_store import STORE, Shared
 
 __all__ = ["PartsView", "SharedParts"]
-
-PLACE = 2
-"""The number of tiers that engines may have above a store: no run of theirs is in a list of the same index."""
 
 
 @mypyc_attr(native_class=False)
@@ -45,8 +42,8 @@ class SharedParts(Shared["PartsView"]):
 
     def __init__(self, size: int, unit_bytes: int, links: StoreLinks, *, memory: GroupMemory, page_size: int) -> None:
         super().__init__(size, unit_bytes, links)
-        tree = self.tree = SpanTree(memory, page_size, _never_moving, num_below=PLACE + 1)
-        self.parts = PartTier(STORE, size, memory, tree, place=PLACE)
+        self.tree = tree_elsewhere(memory, page_size)
+        self.parts = PartTier(STORE, size, memory, self.tree, place=PLACE)
         self.events = self.parts.events = WritersEvents(self)
         self.parts.emits = True
         self.pins: dict[RunHolding, None] = {}
@@ -111,15 +108,14 @@ class WritersEvents(RunEvents):
         self._to_tell.clear()
 
 
-class PartsView(PartTier):
+class PartsView(PartsElsewhere):
     """The store as a tier of one engine, `worker`. It counts and emits this engine's transfers only.
 
     Its runs are those of `store`; in their bytes, blocks are as large as on a device of the engine.
     """
 
     def __init__(self, store: SharedParts, worker: int, memory: GroupMemory, tell: Tell | None) -> None:
-        super().__init__(STORE, store.size, memory, store.tree, place=PLACE)
-        self.is_elsewhere = True
+        super().__init__(STORE, store.size, memory, store.tree)
         self.worker = worker
         self._loaded_from = store.loaded_from.setdefault(worker, {})
         self._store = store
@@ -266,9 +262,6 @@ class PartsView(PartTier):
     def drop(self, pin: RunHolding, ends: Sequence[int]) -> None:
         """Do nothing: parts that did not arrive are still in the store."""
 
-    def reset(self) -> None:
-        """Do nothing: the store outlives an engine that fails."""
-
     # Laws -------------------------------------------------------------------------------------------------
 
     def check(self, pins: Sequence[RunHolding]) -> None:
@@ -276,10 +269,6 @@ class PartsView(PartTier):
         mine = [pin for pin in pins if pin in self._store.pins]
         assert self._num_moving == sum(map(self.num_pinned, mine)), "L2: parts of the store are held by nobody"
         self._parts.check(list(self._store.pins))
-
-
-def _never_moving(span: Span) -> None:
-    raise AssertionError("no decode has parts in a store")
 
 
 def _tell_nobody(event: object) -> None:

@@ -21,11 +21,11 @@ from kvarts.kv.transfer import Coming
 from kvarts.links import StoreLinks
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
-from kvarts.offload.index import ALL, TierIndex, TierRun, check_index
+from kvarts.offload.index import ALL, OnRemoved, OnStored, Placement, TierIndex, TierRun, check_index
 from kvarts.offload.layout import ConnectedTier
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.opening import TiersToOpen
-from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, TierLoad, TierStore
+from kvarts.offload.tier import MemoryTier, Pin
 from kvarts.offload.transfers import NEVER_NS
 
 __all__ = ["STORE", "Shared", "SharedChannel", "SharedStore", "SharedTier", "StoreView", "Write"]
@@ -168,7 +168,8 @@ class SharedStore(Shared["StoreView"]):
 
     def __init__(self, size: int, unit_bytes: int, links: StoreLinks) -> None:
         super().__init__(size, unit_bytes, links)
-        self.index = TierIndex(size, with_slots=False, on_stored=self._on_stored, on_removed=self._on_removed)
+        self.index = TierIndex(size, with_slots=False)
+        self.index.on_stored, self.index.on_removed = self._on_stored, self._on_removed
 
     def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, tell: Tell | None) -> StoreView:
         """Return the store as a tier of `worker`, whose layout emits its events."""
@@ -196,46 +197,62 @@ class SharedStore(Shared["StoreView"]):
         if view is not None:
             view.listen(None, None)
 
-    def _on_stored(self, run: TierRun) -> None:
-        parent = run.parent
-        before = None if parent is None or not run.start else parent.content
-        on_stored = self.views[run.writer].on_stored
+    def _on_stored(self, content: Content, start: int, end: int, before: Content | None) -> None:
+        on_stored = self.views[self.index.told_of].on_stored
         if on_stored is not None:
-            on_stored(run.content, run.start, run.end, before)
+            on_stored(content, start, end, before)
 
     def _on_removed(self, content: Content, start: int, end: int) -> None:
-        worker = self.index.removed_of
+        worker = self.index.told_of
         on_removed = self.views[worker].on_removed
         if on_removed is not None:
             self.told_removal(worker)
             on_removed(content, start, end)
 
 
-class StoreView(MemoryTier):
+class TierElsewhere(MemoryTier):
+    """A tier that outlives the engine, or is of others. It counts this engine's transfers only."""
+
+    def __init__(self, name: str, num_pages: int, index: TierIndex | None = None) -> None:
+        super().__init__(name, num_pages, index=index)
+        self._num_moving = 0
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Pages that transfers of this engine read or write."""
+        return self._num_moving
+
+    def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> Pin:
+        """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`."""
+        load = super().prepare_load(holder, num_pages, num_front)
+        self._num_moving += load.num_pages
+        return load
+
+    def complete_load(self, load: Pin, num_good_pages: int | None = None) -> None:
+        """End a load. Pages that did not arrive are still where they were."""
+        super().complete_load(load)
+        self._num_moving -= load.num_pages
+
+    def reset(self) -> None:
+        """Do nothing: it outlives an engine that fails."""
+
+
+class StoreView(TierElsewhere):
     """The store as a tier of one engine, `worker`. It counts and emits this engine's transfers only."""
 
     def __init__(self, store: SharedStore, worker: int) -> None:
+        super().__init__(STORE, store.size, store.index)
         self.on_stored: OnStored | None = None
         self.on_removed: OnRemoved | None = None
-        super().__init__(STORE, store.size)
         self.worker = worker
-        self.index = store.index
-        self.find = self.index.find
-        self.find_whole = self.index.find_whole
         self.lose = _keep
         self._loaded_from = store.loaded_from.setdefault(worker, {})
         self._store = store
-        self._num_moving = 0
         self._num_evicted = 0
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
         """Set the callbacks for runs of this engine that become findable or stop being findable."""
         self.on_stored, self.on_removed = on_stored, on_removed
-
-    @property
-    def num_used_blocks(self) -> int:
-        """Pages of the store that transfers of this engine read or write."""
-        return self._num_moving
 
     @property
     def num_cached_blocks(self) -> int:
@@ -254,7 +271,7 @@ class StoreView(MemoryTier):
 
     def prepare_store(
         self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
-    ) -> TierStore | None:
+    ) -> Placement | None:
         """Make room for the missing pages of [start, end)."""
         self.index.writer = self.worker
         num_evicted = self.index.num_evicted
@@ -262,7 +279,7 @@ class StoreView(MemoryTier):
         self._num_evicted += self.index.num_evicted - num_evicted
         if store is not None:
             self._num_moving += store.num_pages
-            self._store.begin_write(self.worker, store.ticket)
+            self._store.begin_write(self.worker, store)
         return store
 
     def coming(self, content: Content, start: int, limit: int, now_ns: int) -> Coming | None:
@@ -281,36 +298,22 @@ class StoreView(MemoryTier):
         """Note that a request of this engine waits for a write of another."""
         self._store.await_write(write, self.worker)
 
-    def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
-        """End a store; return False if it had ended before."""
-        is_first = super().complete_store(store, is_stored=is_stored)
-        if is_first:
-            self._num_moving -= store.num_pages
-            self._store.end_write(store.ticket, is_stored=is_stored)
-        return is_first
+    def complete_store(self, store: Placement, *, is_stored: bool = True) -> None:
+        """End a store: its pages become findable, or are dropped."""
+        super().complete_store(store, is_stored=is_stored)
+        self._num_moving -= store.num_pages
+        self._store.end_write(store, is_stored=is_stored)
 
-    def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
+    def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> Pin:
         """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`."""
         node: TierRun | None = self._pins[holder].run
         load = super().prepare_load(holder, num_pages, num_front)
-        self._num_moving += load.num_pages
-        (segment,) = load.segments
-        while node is not None and node.end > segment.start:
-            count = min(node.end, segment.end) - max(node.start, segment.start)
+        while node is not None and node.end > load.start:
+            count = min(node.end, load.end) - max(node.start, load.start)
             if count > 0:
                 self._loaded_from[node.writer] = self._loaded_from.get(node.writer, 0) + count
             node = node.parent
         return load
-
-    def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
-        """End a load; return False if it had ended before. Pages that did not arrive are still in the store."""
-        is_first = super().complete_load(load)
-        if is_first:
-            self._num_moving -= load.num_pages
-        return is_first
-
-    def reset(self) -> None:
-        """Do nothing: the store outlives an engine that fails."""
 
     def check(self, is_above: Callable[[Content, int], bool]) -> None:
         """Assert laws L1 and L2; L3 does not hold, as pages before those of the store may be with any engine."""

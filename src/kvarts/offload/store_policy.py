@@ -220,15 +220,13 @@ class LazyPolicy:
         target = self._target_free
         num_covered = self._cache.pool.num_empty + order.num_safe
         chosen: list[tuple[Content, int, int, Node]] = []
-        if num_covered >= target:
-            return chosen, num_covered
-        for node in order.unsafe_nodes():
+        for node in order.unsafe_nodes() if num_covered < target else ():
+            if num_covered >= target:
+                break
             start, end = node.start, node.end
             if node.notes.below:
                 # Most runs are stored or coming (`below` is not Below.NOT).
                 num_covered += end - start
-                if num_covered >= target:
-                    break
                 continue
             content = node.content
             known_end = content.num_known_pages
@@ -247,6 +245,4 @@ class LazyPolicy:
                     chosen.append((node.content, start, known_end, node))
             else:
                 num_covered += end - start
-            if num_covered >= target:
-                break
         return chosen, num_covered

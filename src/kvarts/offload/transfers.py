@@ -202,11 +202,6 @@ class Transfers:
 
     # Interface of the scheduler ---------------------------------------------------------------------------
 
-    def begin_step(self, now_ns: int) -> None:
-        """Take note that the step that starts at `now_ns` is planned."""
-        self._now_ns = now_ns
-        self._used.clear()
-
     def use_early(self, transfer: int) -> None:
         """Record that the planned step uses the pages of a load under way: no request waits for it any longer."""
         self._count_waits(self._under_way[transfer])
