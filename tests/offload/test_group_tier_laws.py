@@ -10,13 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kvarts.config import StateMode
 from kvarts.content import Content, pack_units
 from kvarts.executor.cost import LinearCost
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.runs import holding_of_transfer
-from kvarts.offload.config import OffloadConfig
+from kvarts.offload.config import LoadKv, OffloadConfig
 from kvarts.offload.part_policy import LazyParts
 from kvarts.offload.part_tier import PartTier
 from kvarts.report.requests import REJECTED
@@ -153,14 +154,14 @@ def test_what_a_store_alone_held_and_nothing_keeps_is_empty_after_it() -> None:
 @given(grouped(), st.sampled_from([STATES, (*STATES, WINDOW)]))
 def test_snapshots_at_branches_go_below_and_come_back(tiers: Grouped, groups: tuple[PartGroup, ...]) -> None:
     """L1, L2, L5, L8, with the audit: leaps, single steps, and every part named."""
-    tiers.groups = groups
+    tiers.groups, tiers.states = groups, "snapshots"
     fast = tiers.replayed(audit=False, snapshots="branches")
     assert_same_outcome(fast, tiers.replayed(snapshots="branches"))
     assert_same_outcome(fast, tiers.replayed(audit=False, snapshots="branches", step_by_step=True))
     assert_same_outcome(fast, tiers.replayed(lambda _: [Told()], snapshots="branches"))
 
 
-@given(returning(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]))
+@given(returning(max_requests=12), part_groups(by_page=True), st.sampled_from(["all", "tails"]))
 def test_nothing_is_computed_again_that_could_be_hit(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
     """With room and bandwidth without end below, a small device finds what a device without end finds.
 
@@ -177,6 +178,41 @@ def test_nothing_is_computed_again_that_could_be_hit(case: Case, groups: tuple[P
     # Where what leaves a window stays cached, the device itself may have more.
     as_much = found >= expected if keeps == "all" else found == expected
     assert as_much.all()
+
+
+@given(
+    returning(max_requests=12),
+    part_groups().filter(lambda groups: any(group.is_state for group in groups)),
+    st.sampled_from(["all", "align"]),
+    st.sampled_from(["async", "sync"]),
+    st.sampled_from([4, 5, 7, 16]),
+    st.sampled_from([1000, 100_000, 10**15]),
+)
+def test_states_by_page_come_back_to_requests_without_a_place(
+    case: Case, groups: tuple[PartGroup, ...], mode: StateMode, loads: LoadKv, budget: int, rate: int
+) -> None:
+    """L1, L2, L5, L8: in leaps and step by step, also where what is left of a step reaches no page end."""
+    case.max_num_batched_tokens = budget
+    offload = OffloadConfig(host_pages=500, load_kv=loads, h2d=rate, d2h=10**15, latency_us=0.0)
+    tiers = Grouped(case, groups, "all", offload, mode)
+    fast = tiers.replayed(audit=False)
+    assert_same_outcome(fast, tiers.replayed())
+    assert_same_outcome(fast, tiers.replayed(audit=False, step_by_step=True))
+    assert fast.summary["num_completed"] + fast.summary["num_rejected"] == len(case.rows)
+
+
+@pytest.mark.skipif(not HAS_AUDIT, reason="the room of the audit is not here")
+def test_after_its_load_a_request_computes_when_a_step_reaches_a_page_end() -> None:
+    """In `align`: the chunk of another request leaves two tokens of a step, short of a page of four."""
+    times_ms = 0, 1000, 2000, 2000
+    prompts = [list(range(20)), list(range(100, 160)), [*range(20), 50, 51, 52, 53, 54], list(range(200, 224))]
+    rows = [Row(*each, len(each[1]), 1, None, 0, None) for each in zip(times_ms, prompts, strict=True)]
+    offload = OffloadConfig(host_pages=500, load_kv="async", **FAST)
+    case = Case(rows, 1, 4, 16, 6, 4, "default", 1)
+    report = Grouped(case, STATES, "all", offload, "align").replayed()
+    assert report.request_columns["host_tokens"].tolist() == [0, 0, 20, 0]
+    # Five pages of one prompt after its first, and then the rest of the other.
+    assert report.step_logs[0].columns["tokens"].tolist()[-8:] == [4, 4, 4, 4, 4, 4, 4, 1]
 
 
 @example(42)

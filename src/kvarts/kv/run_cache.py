@@ -39,6 +39,7 @@ class RunCache(RunAccount):
         "_kept",
         "_less",
         "_of_states",
+        "_stored_whole",
         "_whole",
         "computed",
         "decodes",
@@ -78,6 +79,9 @@ class RunCache(RunAccount):
         self._in_every_page = [index for index in self._of_tokens if index not in self._aligned]
         self._by_page = by_page[0] if by_page else -1
         """A group of states by page, or -1."""
+        kept_states = by_page if self._keeps_all else []
+        self._stored_whole = sorted([*self._whole, *kept_states])
+        """Groups of which tiers below store every page: they keep all tokens, or a state after each page."""
         self.computed: list[tuple[Content, int, int]] = []
         """The contents and pages that became findable since the step began, if states are kept by page."""
         tree = self.tree = SpanTree(
@@ -540,7 +544,7 @@ class RunCache(RunAccount):
         if events is not None and end > num_told:
             events.told()
         if self.wants is not None and start < (known_end := min(end, holding.content.num_known_pages)):
-            for index in self._whole:
+            for index in self._stored_whole:
                 self.wants.complete(holding.content, index, start, known_end)
 
     def _place(self, run: PartRun, spans: Sequence[tuple[Span, int, int]], content: Content, num_told: int = 0) -> None:
