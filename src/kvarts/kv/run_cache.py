@@ -306,15 +306,22 @@ class RunCache(RunAccount):
             self.release(index, given, holding, is_passed=True)
 
     def _tell_given_back(self, holding: RunHolding, index: int, given: list[PartRun]) -> None:
-        """Emit the release of `given`, the deepest run first; consecutive runs are one event."""
+        """Emit the release of `given`, the deepest run first; consecutive runs are one event.
+
+        Of states after chunks, runs may not follow each other: all stretches but the last are released here.
+        """
         assert self.events is not None
         start, end = given[0].start, given[0].end
-        for run in given[1:]:
+        first = 0
+        for at in range(1, len(given)):
+            run = given[at]
             if run.end != start:
                 self.events.given_back(holding.content, index, start, end)
-                end = run.end
+                self.release(index, given[first:at], holding, is_passed=True)
+                first, end = at, run.end
             start = run.start
         self.events.given_back(holding.content, index, start, end)
+        del given[:first]
 
     def _give_open(self, holding: RunHolding, index: int, sink: int, first: int) -> None:
         """Release pages before `first` that cannot be found; they are listed if the sequence may find them again."""
