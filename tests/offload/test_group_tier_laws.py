@@ -201,6 +201,22 @@ def test_states_by_page_come_back_to_requests_without_a_place(
     assert fast.summary["num_completed"] + fast.summary["num_rejected"] == len(case.rows)
 
 
+def test_a_request_that_waits_for_the_memory_of_its_load_takes_back_what_stores_hold_in_leaps_as_well() -> None:
+    """L5: running requests take the memory that it has without a load, and then it looks for what is idle."""
+    prompts = [[200, 201], list(range(100, 128)), [*range(16), 1000], list(range(200, 229))]
+    outputs, priorities = (1, 1, 18, 1), (1, 0, 0, 0)
+    each = zip(prompts, (8, 112, 66, 114), outputs, priorities, strict=True)
+    rows = [
+        Row(0, units, num_tokens, num_outputs, None, priority, None)
+        for units, num_tokens, num_outputs, priority in each
+    ]
+    offload = OffloadConfig(host_pages=500, load_kv="async", h2d=3000, d2h=1000, latency_us=5000.0)
+    tiers = Grouped(Case(rows, 4, 4, 37, 7, 4, "default", 1), STATES, "all", offload, "align")
+    fast, slow = (tiers.replayed(audit=False, step_by_step=slowly) for slowly in (False, True))
+    assert_same_outcome(fast, slow)
+    assert fast.summary["transfers"]["num_given_up"]
+
+
 @pytest.mark.skipif(not HAS_AUDIT, reason="the room of the audit is not here")
 def test_after_its_load_a_request_computes_when_a_step_reaches_a_page_end() -> None:
     """In `align`: the chunk of another request leaves two tokens of a step, short of a page of four."""
