@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import strategies as st
 
+from kvarts.config import StateMode
 from kvarts.event_log import EventReader
 from kvarts.executor.cost import LinearCost
 from kvarts.kv.groups import PartGroup
@@ -33,6 +34,7 @@ class Grouped:
     groups: tuple[PartGroup, ...]
     keeps: str
     offload: OffloadConfig
+    states: StateMode = "snapshots"
 
     def replayed(self, readers_of: Callable[[int], Sequence[EventReader]] = lambda _: (), **changes: Any) -> Report:
         values = {
@@ -41,6 +43,7 @@ class Grouped:
             "offload": self.offload,
             "audit": HAS_AUDIT,
             "cost": COST,
+            "mamba_cache_mode": self.states if any(group.is_state for group in self.groups) else "snapshots",
         }
         values |= changes
         return replay(self.case.trace(), self.case.config(**values), observers_of=readers_of)
@@ -92,6 +95,7 @@ def overlapping(draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = Fals
             load_overlap=draw(st.sampled_from(["none", "layers"])),
             num_layers=draw(st.sampled_from([2, 8])),
         ),
+        draw(st.sampled_from(get_args(StateMode))),
     )
 
 
@@ -130,6 +134,7 @@ def preempted(draw: st.DrawFn, *, max_requests: int = 8, cancels: bool = False) 
             load_overlap=draw(st.sampled_from(["none", "layers"])),
             num_layers=4,
         ),
+        draw(st.sampled_from(get_args(StateMode))),
     )
 
 
@@ -159,4 +164,5 @@ def grouped(draw: st.DrawFn, *, max_requests: int = 24) -> Grouped:
             load_overlap=draw(st.sampled_from(["none", "layers"])),
             num_layers=draw(st.sampled_from([2, 8])),
         ),
+        draw(st.sampled_from(get_args(StateMode))),
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from hypothesis import strategies as st
 
+from kvarts.config import StateMode
 from kvarts.content import Content
 from kvarts.events import Event, LeapDone, PagesStored, StepDone, StepEnded, StepStarted
 from kvarts.hardware.kv_groups import KvKind, KvLayer
@@ -59,6 +60,15 @@ def part_groups(draw: st.DrawFn, *, by_page: bool = False) -> tuple[PartGroup, .
         layer = draw(layers(kind, st.sampled_from([1, 2, 3, 4, 6, 8, 16]), [0, 0, 0, 1, 3], by_page=by_page))
         groups.append(PartGroup(layer, draw(st.sampled_from([1, 1, 2, 4, 5]))))
     return tuple(groups)
+
+
+@st.composite
+def group_settings(draw: st.DrawFn) -> dict[str, Any]:
+    """Settings of replays with KV groups; layers with a state keep it at ends, or after pages."""
+    settings: dict[str, Any] = {"kv_groups": draw(st.sampled_from(["all", "tails"])), "groups": draw(part_groups())}
+    if any(group.is_state for group in settings["groups"]):
+        settings["mamba_cache_mode"] = draw(st.sampled_from(get_args(StateMode)))
+    return settings
 
 
 def naive_run(

@@ -36,7 +36,7 @@ NS_A_BLOCK = 5_000_000
 
 @st.composite
 def part_groups(draw: st.DrawFn, kinds: tuple[KvKind, ...]) -> PartGroup:
-    layer = draw(layers(draw(st.sampled_from(kinds)), st.integers(1, 9), [0, 0, 1, 3]))
+    layer = draw(layers(draw(st.sampled_from(kinds)), st.integers(1, 9), [0, 0, 1, 3], by_page=True))
     return PartGroup(layer, part_bytes=draw(st.sampled_from([1, 1, 2, 4])))
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvarts.config import StateMode
 from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
@@ -21,7 +20,7 @@ from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
 from builders.fleet import ENDS, SCALERS, FleetCase, assert_as_naive, fleets, replayed_with
-from builders.grouped import FULL, part_groups
+from builders.grouped import FULL, group_settings
 from builders.tiered import BYTES_PER_TOKEN, tiers_below
 
 pytestmark = pytest.mark.laws
@@ -30,12 +29,8 @@ pytestmark = pytest.mark.laws
 @st.composite
 def memories(draw: st.DrawFn) -> dict[str, Any]:
     """Settings of the memory of workers: KV groups, tiers below the device, both, or nothing."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = draw(group_settings()) if draw(st.booleans()) else {}
     if draw(st.booleans()):
-        settings = {"kv_groups": draw(st.sampled_from(["all", "tails"])), "groups": draw(part_groups())}
-        if any(group.is_state for group in settings["groups"]):
-            settings["mamba_cache_mode"] = draw(st.sampled_from(get_args(StateMode)))
-    if settings.get("mamba_cache_mode", "snapshots") == "snapshots" and draw(st.booleans()):
         settings["offload"] = draw(tiers_below(of_groups=bool(settings), sync_loads=not settings))
     return settings
 
@@ -52,7 +47,6 @@ def stores(draw: st.DrawFn) -> StoreSettings | None:
 
 def with_store(memory: dict[str, Any]) -> dict[str, Any]:
     """Settings with which a store can be: what is computed is stored at once, on channels of its own."""
-    memory.pop("mamba_cache_mode", None)  # states by page have no tiers below
     offload = memory.get("offload", OffloadConfig(kv_bytes_per_token=BYTES_PER_TOKEN))
     alone: dict[str, Any] = {"bus": None, "copy_slowdown": 0.0, "load_kv": "placed"}
     return {**memory, "offload": structs.replace(offload, policy="eager", **alone)}

@@ -27,7 +27,7 @@ from kvarts.sim.replay import replay
 from builders.case import Case, Row, cases
 from builders.fleet import FleetCase, assert_same_however_replayed, fleets
 from builders.group_tiers import COST, returning
-from builders.grouped import FULL, part_groups
+from builders.grouped import FULL, group_settings, part_groups
 from builders.tiered import tiers_below
 
 MS = 1_000_000
@@ -37,7 +37,7 @@ AT_ONCE = OffloadConfig(host_pages=5000, kv_bytes_per_token=1000, h2d=10**15, d2
 @st.composite
 def memories(draw: st.DrawFn) -> dict[str, Any]:
     """KV groups, and host memory that fills up."""
-    settings: dict[str, Any] = {"kv_groups": draw(st.sampled_from(["all", "tails"])), "groups": draw(part_groups())}
+    settings = draw(group_settings())
     swaps = draw(st.sampled_from(["swap", "recompute"]))
     offload = draw(tiers_below(of_groups=True, with_bus=False))
     settings["offload"] = structs.replace(offload, copy_slowdown=0.0, preemption_mode=swaps)
@@ -76,7 +76,7 @@ def test_leaps_laws_and_readers_of_every_event_change_nothing(drawn: tuple[Case,
 
 
 @pytest.mark.laws
-@given(returning(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]))
+@given(returning(max_requests=12), part_groups(by_page=True), st.sampled_from(["all", "tails"]))
 def test_two_workers_find_what_one_has_found_or_computed(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
     """With room and bandwidth without end, two workers in turn find what one device without end finds.
 
@@ -212,7 +212,7 @@ def all_of_parts(offer: Offer, start: int, num_tokens: int) -> float:
 
 
 @pytest.mark.laws
-@given(returning(max_requests=14), part_groups(), st.sampled_from(["all", "tails"]), st.integers(2, 3))
+@given(returning(max_requests=14), part_groups(by_page=True), st.sampled_from(["all", "tails"]), st.integers(2, 3))
 def test_a_router_knows_what_workers_could_read(
     case: Case, groups: tuple[PartGroup, ...], keeps: str, num_workers: int
 ) -> None:

@@ -22,7 +22,7 @@ from kvarts.sim.replay import replay
 from builders.case import Case, Row, cases
 from builders.fleet import FleetCase, assert_of_own_requests, assert_same_however_replayed, fleets
 from builders.group_tiers import COST, returning
-from builders.grouped import FULL, part_groups
+from builders.grouped import FULL, group_settings, part_groups
 from builders.tiered import tiers_below
 
 pytestmark = pytest.mark.laws
@@ -45,7 +45,7 @@ def stores(draw: st.DrawFn) -> StoreSettings:
 @st.composite
 def above(draw: st.DrawFn) -> dict[str, Any]:
     """KV groups, and what is between devices and store."""
-    settings: dict[str, Any] = {"kv_groups": draw(st.sampled_from(["all", "tails"])), "groups": draw(part_groups())}
+    settings = draw(group_settings())
     if draw(st.booleans()):
         offload = draw(tiers_below(of_groups=True))
         swaps = draw(st.sampled_from(["swap", "recompute"]))
@@ -93,7 +93,7 @@ def test_a_worker_tells_of_its_own_requests_though_another_had_the_same_prompt()
     assert num_told > 4
 
 
-@given(returning(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]), st.integers(1, 3))
+@given(returning(max_requests=12), part_groups(by_page=True), st.sampled_from(["all", "tails"]), st.integers(1, 3))
 def test_nothing_is_computed_again_that_any_worker_has_computed(
     case: Case, groups: tuple[PartGroup, ...], keeps: str, replicas: int
 ) -> None:

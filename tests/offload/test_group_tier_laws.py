@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kvarts.config import StateMode
 from kvarts.content import Content, pack_units
 from kvarts.executor.cost import LinearCost
 from kvarts.hardware.kv_groups import KvLayer
@@ -153,7 +154,7 @@ def test_what_a_store_alone_held_and_nothing_keeps_is_empty_after_it() -> None:
 @given(grouped(), st.sampled_from([STATES, (*STATES, WINDOW)]))
 def test_snapshots_at_branches_go_below_and_come_back(tiers: Grouped, groups: tuple[PartGroup, ...]) -> None:
     """L1, L2, L5, L8, with the audit: leaps, single steps, and every part named."""
-    tiers.groups = groups
+    tiers.groups, tiers.states = groups, "snapshots"
     fast = tiers.replayed(audit=False, snapshots="branches")
     assert_same_outcome(fast, tiers.replayed(snapshots="branches"))
     assert_same_outcome(fast, tiers.replayed(audit=False, snapshots="branches", step_by_step=True))
@@ -191,7 +192,7 @@ def test_a_load_takes_only_what_the_window_of_its_end_sees(load_kv: LoadKv) -> N
     assert transfers["num_loaded_parts_group1"] < 20
 
 
-@given(returning(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]))
+@given(returning(max_requests=12), part_groups(by_page=True), st.sampled_from(["all", "tails"]))
 def test_nothing_is_computed_again_that_could_be_hit(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
     """With room and bandwidth without end below, a small device finds what a device without end finds.
 
@@ -208,6 +209,57 @@ def test_nothing_is_computed_again_that_could_be_hit(case: Case, groups: tuple[P
     # Where what leaves a window stays cached, the device itself may have more.
     as_much = found >= expected if keeps == "all" else found == expected
     assert as_much.all()
+
+
+@given(
+    returning(max_requests=12),
+    part_groups().filter(lambda groups: any(group.is_state for group in groups)),
+    st.sampled_from(["all", "align"]),
+    st.sampled_from(["async", "sync"]),
+    st.sampled_from([4, 5, 7, 16]),
+    st.sampled_from([1000, 100_000, 10**15]),
+)
+def test_states_by_page_come_back_to_requests_without_a_place(
+    case: Case, groups: tuple[PartGroup, ...], mode: StateMode, loads: LoadKv, budget: int, rate: int
+) -> None:
+    """L1, L2, L5, L8: in leaps and step by step, also where what is left of a step reaches no page end."""
+    case.max_num_batched_tokens = budget
+    offload = OffloadConfig(host_pages=500, load_kv=loads, h2d=rate, d2h=10**15, latency_us=0.0)
+    tiers = Grouped(case, groups, "all", offload, mode)
+    fast = tiers.replayed(audit=False)
+    assert_same_outcome(fast, tiers.replayed())
+    assert_same_outcome(fast, tiers.replayed(audit=False, step_by_step=True))
+    assert fast.summary["num_completed"] + fast.summary["num_rejected"] == len(case.rows)
+
+
+def test_a_request_that_waits_for_the_memory_of_its_load_takes_back_what_stores_hold_in_leaps_as_well() -> None:
+    """L5: running requests take the memory that it has without a load, and then it looks for what is idle."""
+    prompts = [[200, 201], list(range(100, 128)), [*range(16), 1000], list(range(200, 229))]
+    outputs, priorities = (1, 1, 18, 1), (1, 0, 0, 0)
+    each = zip(prompts, (8, 112, 66, 114), outputs, priorities, strict=True)
+    rows = [
+        Row(0, units, num_tokens, num_outputs, None, priority, None)
+        for units, num_tokens, num_outputs, priority in each
+    ]
+    offload = OffloadConfig(host_pages=500, load_kv="async", h2d=3000, d2h=1000, latency_us=5000.0)
+    tiers = Grouped(Case(rows, 4, 4, 37, 7, 4, "default", 1), STATES, "all", offload, "align")
+    fast, slow = (tiers.replayed(audit=False, step_by_step=slowly) for slowly in (False, True))
+    assert_same_outcome(fast, slow)
+    assert fast.summary["transfers"]["num_given_up"]
+
+
+@pytest.mark.skipif(not HAS_AUDIT, reason="the room of the audit is not here")
+def test_after_its_load_a_request_computes_when_a_step_reaches_a_page_end() -> None:
+    """In `align`: the chunk of another request leaves two tokens of a step, short of a page of four."""
+    times_ms = 0, 1000, 2000, 2000
+    prompts = [list(range(20)), list(range(100, 160)), [*range(20), 50, 51, 52, 53, 54], list(range(200, 224))]
+    rows = [Row(*each, len(each[1]), 1, None, 0, None) for each in zip(times_ms, prompts, strict=True)]
+    offload = OffloadConfig(host_pages=500, load_kv="async", **FAST)
+    case = Case(rows, 1, 4, 16, 6, 4, "default", 1)
+    report = Grouped(case, STATES, "all", offload, "align").replayed()
+    assert report.request_columns["host_tokens"].tolist() == [0, 0, 20, 0]
+    # Five pages of one prompt after its first, and then the rest of the other.
+    assert report.step_logs[0].columns["tokens"].tolist()[-8:] == [4, 4, 4, 4, 4, 4, 4, 1]
 
 
 @example(42, 0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from oracles.naive_grouped import NaiveGroups, NaivePart, NaiveSequence, Name
+from oracles.naive_grouped import NaiveGroups, NaivePart, NaiveSequence, Name, has_state, is_bounded
 
 __all__ = ["NaiveBelow", "NaiveTier", "NaiveTieredGroups"]
 
@@ -129,6 +129,11 @@ class NaiveTieredGroups(NaiveGroups):
     def is_whole(self, group: int) -> bool:
         return self.groups[group][0].kind in ("full", "latent")
 
+    def is_stored_whole(self, group: int) -> bool:
+        """Return whether every page of a group is stored: states after pages, where those in between are kept."""
+        layer, _ = self.groups[group]
+        return self.is_whole(group) or (layer.kind == "state" and is_bounded(layer) and self.keeps_all)
+
     def in_order(self) -> list[int]:
         """Return the groups in the order in which they are used."""
         return sorted(range(len(self.groups)), key=self.is_whole)
@@ -148,7 +153,7 @@ class NaiveTieredGroups(NaiveGroups):
         sequence = super().open(tokens, salt, length, num_new, is_end=is_end)
         if sequence is not None and not self.is_private(tokens[: length * self.page_size]):
             for group, (layer, _) in enumerate(self.groups):
-                if layer.kind in ("window", "chunk"):
+                if is_bounded(layer):
                     pages = sorted(self.needed(layer, length * self.page_size))
                     self.wanted += [(group, self.name(tokens, salt, page)) for page in pages]
         return sequence
@@ -159,15 +164,15 @@ class NaiveTieredGroups(NaiveGroups):
         most = (sequence.num_tokens if num_known is None else num_known) // self.page_size * self.page_size
         keys = [(part.group, part.name) for part in fresh if part.name is not None and len(part.name[1]) <= most]
         for group in range(len(self.groups)):
-            if self.is_whole(group):
+            if self.is_stored_whole(group):
                 self.wanted += [key for key in keys if key[0] == group]
         num_tokens = sequence.num_tokens // self.page_size * self.page_size
         for group, (layer, _) in enumerate(self.groups if is_end and num_tokens <= most else ()):
-            for page in sorted(self.needed(layer, num_tokens)) if layer.kind in ("window", "chunk") else ():
+            for page in sorted(self.needed(layer, num_tokens)) if is_bounded(layer) else ():
                 held = sequence.parts[group].get(page)
                 if held is not None and held.name is not None:
                     self.wanted.append((group, held.name))
-        self.wanted += [key for key in keys if self.groups[key[0]][0].kind == "state"]
+        self.wanted += [key for key in keys if has_state(self.groups[key[0]][0])]
 
     def preempt(self, sequence: NaiveSequence, num_known: int) -> None:
         """Close a sequence that may come back, of which others know `num_known` tokens."""
@@ -188,7 +193,7 @@ class NaiveTieredGroups(NaiveGroups):
     def states_at(self, sequence: NaiveSequence) -> dict[int, Name]:
         """Return the groups of states, with the name of the last full page of `sequence`."""
         name = self.name(sequence.tokens, sequence.salt, sequence.num_tokens // self.page_size - 1)
-        return {group: name for group, (layer, _) in enumerate(self.groups) if layer.kind == "state"}
+        return {group: name for group, (layer, _) in enumerate(self.groups) if has_state(layer)}
 
     def keep_states(self, sequence: NaiveSequence) -> None:
         """What a sequence has computed stands for a snapshot at its last full page, if there is none."""
@@ -408,7 +413,7 @@ class NaiveTieredGroups(NaiveGroups):
             return None
         self.hold(front)
         for group, (layer, _) in enumerate(self.groups):
-            if layer.kind in ("window", "chunk"):
+            if is_bounded(layer):
                 self.wanted += [(group, self.name(tokens, salt, page)) for page in sorted(front.parts[group])]
         tail = self.begin_load(tokens, salt, length, first)
         assert tail is not None

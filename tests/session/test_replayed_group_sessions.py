@@ -18,7 +18,7 @@ from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 
-from builders.grouped import FULL, part_groups
+from builders.grouped import FULL, group_settings
 from builders.rooms import HAS_AUDIT, timelines_json
 from builders.session_traces import Talk, session_traces
 from oracles.naive_grouped import needed_pages
@@ -69,15 +69,17 @@ LIKE_GEMMA = (PartGroup(window_of(16), 5, 5), PartGroup(FULL, 1, 1))
             "max_num_batched_tokens": st.sampled_from([8, 32, 512]),
             "max_num_seqs": st.sampled_from([2, 8]),
             "concurrency": st.sampled_from([None, None, 1, 3]),
-            "kv_groups": st.sampled_from(["all", "tails"]),
-            "groups": part_groups(),
             "offload": st.none() | tiers(),
         }
     ),
+    group_settings(),
     st.sampled_from(KEPT),
 )
-def test_fast_forward_equals_step_by_step(talk: Talk, settings: dict[str, Any], kept: dict[str, Any]) -> None:
+def test_fast_forward_equals_step_by_step(
+    talk: Talk, settings: dict[str, Any], of_groups: dict[str, Any], kept: dict[str, Any]
+) -> None:
     """L5; the laws of every part hold after every step, and at rest only what sessions keep is in use."""
+    settings = {**settings, **of_groups}
     if settings["offload"] is None and kept.get("retention") == "host":
         kept = {"retention": "cache"}
     settings["max_num_seqs"] = min(settings["max_num_seqs"], settings["max_num_batched_tokens"])

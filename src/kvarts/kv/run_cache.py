@@ -39,6 +39,7 @@ class RunCache(RunAccount):
         "_kept",
         "_less",
         "_of_states",
+        "_stored_whole",
         "_whole",
         "computed",
         "decodes",
@@ -78,6 +79,9 @@ class RunCache(RunAccount):
         self._in_every_page = [index for index in self._of_tokens if index not in self._aligned]
         self._by_page = by_page[0] if by_page else -1
         """A group of states by page, or -1."""
+        kept_states = by_page if self._keeps_all else []
+        self._stored_whole = sorted([*self._whole, *kept_states])
+        """Groups of which tiers below store every page: they keep all tokens, or a state after each page."""
         self.computed: list[tuple[Content, int, int]] = []
         """The contents and pages that became findable since the step began, if states are kept by page."""
         tree = self.tree = SpanTree(
@@ -302,15 +306,22 @@ class RunCache(RunAccount):
             self.release(index, given, holding, is_passed=True)
 
     def _tell_given_back(self, holding: RunHolding, index: int, given: list[PartRun]) -> None:
-        """Emit the release of `given`, the deepest run first; consecutive runs are one event."""
+        """Emit the release of `given`, the deepest run first; consecutive runs are one event.
+
+        Of states after chunks, runs may not follow each other: all stretches but the last are released here.
+        """
         assert self.events is not None
         start, end = given[0].start, given[0].end
-        for run in given[1:]:
+        first = 0
+        for at in range(1, len(given)):
+            run = given[at]
             if run.end != start:
                 self.events.given_back(holding.content, index, start, end)
-                end = run.end
+                self.release(index, given[first:at], holding, is_passed=True)
+                first, end = at, run.end
             start = run.start
         self.events.given_back(holding.content, index, start, end)
+        del given[:first]
 
     def _give_open(self, holding: RunHolding, index: int, sink: int, first: int) -> None:
         """Release pages before `first` that cannot be found; they are listed if the sequence may find them again."""
@@ -540,7 +551,7 @@ class RunCache(RunAccount):
         if events is not None and end > num_told:
             events.told()
         if self.wants is not None and start < (known_end := min(end, holding.content.num_known_pages)):
-            for index in self._whole:
+            for index in self._stored_whole:
                 self.wants.complete(holding.content, index, start, known_end)
 
     def _place(self, run: PartRun, spans: Sequence[tuple[Span, int, int]], content: Content, num_told: int = 0) -> None:

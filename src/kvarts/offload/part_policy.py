@@ -2,7 +2,8 @@
 
 Both policies store the parts that RunCache selects: every page in groups that keep all tokens; in windows and chunks
 only those from which another sequence can resume, the tails of prompts and of finished requests. Parts in between serve
-no hit that a tail does not serve nearly as well, and would be most of the bytes.
+no hit that a tail does not serve nearly as well, and would be most of the bytes. A state after a page is a tail by
+itself: where the device keeps those in between, every one is stored, as vLLM's connector does.
 """
 
 from __future__ import annotations

@@ -195,6 +195,10 @@ class Prefill:
         if self._aligned is not None and request.holding is not None:
             branch = self._cache.branch(request.holding)
             num_allowed = num_tokens = self._aligned.num_tokens(request, hit_tokens, num_tokens, branch)
+            if not num_tokens:
+                # After its load, the budget reaches no page end: it computes in a later step.
+                self._running.chunked.append(request)
+                return 0
         if request.own is not None:
             num_tokens = request.own.most_tokens(hit_tokens, num_tokens)
         if self._itl is not None:
@@ -212,6 +216,10 @@ class Prefill:
         assert holding is not None and loads is not None and self._batch is None
         start, front_end = request.num_computed, load.front_end * self._page_size
         num_allowed = num_tokens = min(front_end - start, budget, self.most_tokens)
+        if self._aligned is not None:
+            num_allowed = num_tokens = self._aligned.num_tokens(request, start, num_tokens, 0)
+            if not num_tokens:
+                return 0  # the budget reaches no page end
         if self._itl is not None:
             num_tokens = self._itl.most_tokens(request, start, num_tokens, chunks)
             if not num_tokens:

@@ -819,6 +819,8 @@ class Scheduler:
                 if loads.num_short:
                     self.blocked = FOR_PAGES
                     self.num_pages_wanted = self._least_wanted = cache.num_free + loads.num_short
+                    if loads.tiers.has_work:
+                        self._least_wanted = num_wanted  # with less, a step takes back what stores hold
                     break
             waiting.remove(request)
             self._num_published = -1
