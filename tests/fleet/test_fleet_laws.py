@@ -375,3 +375,15 @@ def test_one_group_that_keeps_every_token_is_whole_pages(case: FleetCase) -> Non
     whole, grouped = replayed(case), replayed(case, kv_groups="all", groups=(PartGroup(FULL, 1),))
     for name in whole.requests.keys() - {"reason"}:  # it names blocks
         assert list(map(str, grouped.requests[name])) == list(map(str, whole.requests[name])), name
+
+
+def test_a_preempted_prompt_that_is_sent_by_layer_does_not_block_those_that_hold_its_pages() -> None:
+    """The first prompt has pages where it is sent to, loses its own, and lacks those that the second one holds."""
+    rows = [Row(0, list(range(10)), 20, 2, None, 0, None), Row(0, list(range(10, 16)), 12, 2, None, 0, None)]
+    case = FleetCase(
+        Case(rows, 2, 2, 12, 8, 8, "default", 1), 1, 1, 12, 8, 1000.0, 0.0, only_missing=False, num_layers=2
+    )
+    summary = replayed(case, long_prefill_token_threshold=4).summary
+    assert summary["num_completed"] == 2
+    assert summary["fleet"]["num_deadlocks"] == 0
+    assert summary["num_preemptions"] == 1

@@ -83,6 +83,41 @@ def test_a_journal_tells_which_parts_of_a_block_were_stored_below(kvarts: Kvarts
     assert "stored in host, of window 1,024" in kvarts("story", run, "--request", "0")[1]
 
 
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs kvarts.offload")
+@pytest.mark.parametrize("form", ["json", "jsonl", "parquet"])
+def test_a_preemption_beside_a_load_says_what_is_promised_to_it(kvarts: Kvarts, tmp_path: Path, form: str) -> None:
+    """Blocks that a request will need after its load are not in use, and not free for the request that preempts."""
+    config = {
+        "model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000,
+        "num_hidden_layers": 4, "intermediate_size": 128, "num_key_value_heads": 1, "head_dim": 24,
+        "sliding_window": 33, "layer_types": ["sliding_attention"] * 4,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = [
+        (10, 20, [3], "a"), (20, 17, [1, 2, 0, 0, 0], "a"), (70, 1, [0], "a"), (130, 20, [1, 2, 0], "b"),
+        (190, 8, [1, 3, 3, 0], "a"), (200, 10, [2, 1], "a"),
+    ]  # fmt: skip
+    rows = [
+        {"timestamp": ms, "input_length": len(ids), "output_length": count, "hash_ids": ids, "tenant": tenant}
+        for ms, count, ids, tenant in asked
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    timeline = tmp_path / f"timeline.{form}"
+    code, _, said = kvarts(
+        "replay", trace, "--model", tmp_path / "config.json", "--device", "h100-80gb", "--trace-block-size", "1",
+        "--page-size", "1", "--pages", "51", "--host-pages", "1", "--offload", "lazy", "--cost", "polynomial",
+        "--timeline", timeline,
+    )  # fmt: skip
+    assert code == 0, said
+    verdict = verify_file(timeline)
+    assert verdict.verdict == "ok", verdict.to_text()
+    if form == "jsonl":
+        lines = [json.loads(line) for line in timeline.read_text().splitlines()]
+        promised = [ask.get("promised_blocks", 0) for line in lines for ask in line.get("asked", ())]
+        assert promised == [0, 0, 0, 2]
+
+
 @pytest.mark.skipif(not {"sharing", "explain"} <= ROOMS, reason="needs kvarts.sharing and kvarts.explain")
 def test_models_that_share_a_device_have_journals_of_their_own_groups(
     kvarts: Kvarts, trace: Path, tmp_path: Path

@@ -470,3 +470,20 @@ def test_reserved_pages_are_those_of_each_step_also_after_a_leap(tmp_path: Path)
         told.append(reserved.tolist())
     assert len(set(told[1])) > 1
     assert told[0] == told[1]
+
+
+def test_a_session_leaves_room_for_a_request_that_joins_a_later_step() -> None:
+    """The request was accepted while a step ran, and is queued at the next plan: the session comes between."""
+    rows = [(0, 4, 8, None), (1, 20, 2, None), (1, 6, 2, "s")]
+    requests = [
+        TraceRequest(index, ms * 1_000_000, array("Q", range(num)).tobytes(), num, count, session_id=session)
+        for index, (ms, num, count, session) in enumerate(rows)
+    ]
+    trace = Trace(requests, unit_tokens=1)
+    sessions = SessionReplay(window=7, sink=3, chunk_tokens=4)
+    config = ReplayConfig(
+        page_size=1, num_pages=30, max_num_batched_tokens=8, max_num_seqs=4, sessions=sessions, async_scheduling=True
+    )
+    report = replay(trace, config)
+    assert report.summary["num_completed"] == 2
+    assert report.summary["sessions"]["num_refused_turns"] == 1

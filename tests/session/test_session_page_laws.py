@@ -284,3 +284,17 @@ class GroupPagesMachine(SessionPagesMachine):
 @pytest.mark.laws
 def test_pages_of_sessions_by_group() -> None:
     run_state_machine_as_test(GroupPagesMachine, settings=settings(stateful_step_count=25))
+
+
+def test_with_a_state_any_rollback_is_possible_since_all_is_computed_again() -> None:
+    reserve = PageReserve(PageCache(IdPool(40), PrefixTree(LruOrder())))
+    reserve.extend(40)
+    for num_state_blocks in (0, 2):
+        pages = SessionPages(SinkWindow(0, 4), reserve, ChunkRoom(3, 2, 1), num_state_blocks=num_state_blocks)
+        for end in range(4, 21, 4):
+            pages.settle(end - 4)
+            pages.grow(end - 4, end)
+        assert pages.tables[0].num_dropped
+        assert pages.can_shorten(6) is (num_state_blocks > 0)
+    assert pages.shorten(6, 20) == 0
+    assert not pages.page_ids

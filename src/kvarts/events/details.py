@@ -361,6 +361,7 @@ class Preemption(msgspec.Struct, frozen=True, gc=False):
     time. `num_computed_tokens`: tokens that the victim had computed and must find or compute again. `model`: if not
     empty, the model of the asking request, another one on the same device; pages are counted in the victim's size.
     `keeps_state`: its state is kept for it, to be stored below, unless its last full page has a snapshot already.
+    `num_promised`: blocks that were not in use and could not be taken, as requests that wait for loads will need them.
     """
 
     victim: int
@@ -371,6 +372,7 @@ class Preemption(msgspec.Struct, frozen=True, gc=False):
     num_computed_tokens: int
     model: str = ""
     keeps_state: bool = False
+    num_promised: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):

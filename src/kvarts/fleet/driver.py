@@ -34,6 +34,11 @@ __all__ = ["FleetDriver"]
 ENDED = (RequestState.FINISHED, RequestState.HELD)
 
 
+def order_of(handoff: Handoff) -> int:
+    """Return its place in the order of reservations."""
+    return handoff.order
+
+
 def rank_of(worker: Worker) -> int:
     """Return the place of a worker among those at which something happens at the same time."""
     return worker.rank
@@ -562,15 +567,25 @@ class FleetDriver(Moves):
         return has_any
 
     def _break_deadlock(self) -> bool:
-        """Fail one request when no request can proceed; return whether there was one.
+        """Let others proceed when no request can; return whether there was anything to do.
 
-        The requests behind it hold pages that it needs, and wait for it; without it they can proceed.
+        Sent layer by layer, a prompt has pages where its KV arrives from its first chunk on. If it is preempted then,
+        prompts that hold the pages that it needs may wait for those: it loses them, and is sent when it is computed. Of
+        several, the last that got pages loses them.
+        Else one request fails: those behind it hold pages that it needs, and wait for it.
         """
+        early = [each for each in self._of.values() if each.at_source and each.is_coming and each.held_ns < 0]
+        if early:
+            self._take_back(max(early, key=order_of), self.now_ns)
+            return True
         for worker in self.workers:
             if not worker.scheduler.waiting.num_waiting:
                 continue
             request = worker.scheduler.waiting.head(self.now_ns)
-            handoff = self._of.pop(request)
+            handoff = self._of[request]
+            if request is not handoff.decode:
+                continue  # its prompt waits for those held here, which wait for a worker that generates
+            del self._of[request]
             num_ready = len(worker.handoffs.ready())
             reason = (
                 f"deadlock: it was preempted, lacks pages, and {num_ready} requests that have theirs wait behind it"

@@ -898,6 +898,15 @@ class Moves:
         self._leave_target(handoff, worker)
         self._restart(handoff)
 
+    def _take_back(self, handoff: Handoff, now_ns: int) -> None:
+        """Release what is reserved for a request whose prompt is still to be computed; its target is idle."""
+        target = self.workers[handoff.target]
+        self._links.cancel(handoff, now_ns)
+        target.withdraw(handoff.decode, now_ns)
+        handoff.never_came()
+        self._leave_target(handoff, target)
+        self._try_again(target, now_ns, is_busy=False)
+
     def _lose_source(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
         """Continue a request without its source: its target, if it has one, computes the prompt."""
         prefill = handoff.prefill

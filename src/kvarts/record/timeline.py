@@ -120,6 +120,7 @@ class PreemptionCause(msgspec.Struct, frozen=True, gc=False, omit_defaults=True)
     """The reason of a preemption: `request` asked for more blocks than were free, and `victim` was preempted.
 
     `model`: set if the request belongs to another model on the same device; the preemption then preceded this step.
+    `promised_blocks`: unused blocks that were not free, as requests that wait for loads will need them.
     """
 
     request: str
@@ -128,6 +129,7 @@ class PreemptionCause(msgspec.Struct, frozen=True, gc=False, omit_defaults=True)
     victim: str
     lost_tokens: int
     model: str | None = None
+    promised_blocks: int | None = None
 
 
 class Row(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -164,6 +166,7 @@ def ask_of(preemption: Preemption, *, name_of: Callable[[int], str]) -> Preempti
         victim=name_of(preemption.victim),
         lost_tokens=preemption.num_computed_tokens,
         model=preemption.model or None,
+        promised_blocks=preemption.num_promised or None,
     )
 
 
@@ -401,6 +404,9 @@ class Timeline:
             file.write(encoder.encode_lines(slab))
         file.write(encoder.encode(self.totals) + b"\n")
 
+    def _has_promised(self) -> bool:
+        return any(ask.promised_blocks for asks in self.asked.values() for ask in asks)
+
     def _write_parquet(self, file: IO[bytes]) -> None:
         pa, pq = import_parquet()
         ask = pa.struct(
@@ -411,6 +417,7 @@ class Timeline:
                 ("victim", pa.string()),
                 ("lost_tokens", pa.int64()),
                 *([("model", pa.string())] if "withheld_blocks" in self.columns else []),
+                *([("promised_blocks", pa.int64())] if self._has_promised() else []),
             ]
         )
         floats = ("t_ms", "used_pct")

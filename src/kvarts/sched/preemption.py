@@ -207,7 +207,13 @@ class Preemptor:
         had_turn = has_turn and victim.admission < asker.admission
         num_unnamed = 0 if had_turn else running.num_unnamed(victim)
         preemption = Preemption(
-            victim.index, asker.index, num_pages, num_pages - cache.num_free, num_used, victim.num_computed
+            victim.index,
+            asker.index,
+            num_pages,
+            num_pages - cache.num_free,
+            num_used,
+            victim.num_computed,
+            num_promised=cache.num_promised,
         )
         self.preemptions.append(preemption)
         self._send_back(victim, preemption, num_unused, num_unnamed)

@@ -219,6 +219,8 @@ class Scheduler:
         """Whether a request that has finished first releases what its windows have passed."""
         self._ends_more = self._settles or plans_ahead or handoffs is not None
         """Whether a step ends with `_end_more`."""
+        self.coming: set[Request] = set()
+        """Requests that were accepted and are queued later."""
         self._given_up: list[Request] = []
         """Requests to drop when the next step is planned."""
         self.num_leaving = 0
@@ -318,8 +320,8 @@ class Scheduler:
         self._given_up.remove(request)
 
     def most_pages_needed(self) -> int:
-        """Return the most pages that any of the requests here may need, of those that take pages."""
-        requests = [*self.waiting, *self.running]
+        """Return the most pages that any of the requests here, or coming, may need, of those that take pages."""
+        requests = [*self.waiting, *self.running, *self.coming]
         if self.loads is not None:
             requests += [*self.loads.requests(), *self.loads.following()]
         return max((self._most_pages(request) for request in requests if request.own is None), default=0)

@@ -362,8 +362,11 @@ class SessionPages:
         return [*copies, *self._state.take_copies()]
 
     def can_shorten(self, num_tokens: int) -> bool:
-        """Return whether everything is present that the last of the first `num_tokens` tokens can see."""
-        return all(table.can_shorten(num_tokens) for table in self.tables)
+        """Return whether everything is present that the last of the first `num_tokens` tokens can see.
+
+        With a state it need not be: `shorten` lets all be computed again.
+        """
+        return self.has_state or all(table.can_shorten(num_tokens) for table in self.tables)
 
     def shorten(self, num_tokens: int, num_computed: int) -> int:
         """Release pages beyond the first `num_tokens` tokens, of which `num_computed` are computed or more.

@@ -60,7 +60,7 @@ class Replica:
         self._leaps = not step_by_step
         self._joining: Joining | None = None
         if plans_ahead:
-            self._joining = Joining()
+            self._joining = Joining(self.scheduler.coming)
         self._pool_tokens = engine.config.pool_tokens
         self._is_under_way = False
         self._plans_late = True
@@ -501,12 +501,13 @@ class Joining:
 
     An engine that plans step n + 1 while step n runs, as vLLM does since 0.14, has already made that plan when a
     request arrives during step n. The request joins step n + 2. An idle engine has made no plan, and loses no step; nor
-    does one whose plan was empty.
+    does one whose plan was empty. `coming`: the same requests, for a scheduler that has to have room for them.
     """
 
-    __slots__ = ("_arrived", "_due")
+    __slots__ = ("_arrived", "_coming", "_due")
 
-    def __init__(self) -> None:
+    def __init__(self, coming: set[Request]) -> None:
+        self._coming = coming
         self._arrived: list[Request] = []
         self._due: list[Request] = []
         """Requests that had arrived when the last step was planned."""
@@ -519,10 +520,12 @@ class Joining:
     def add(self, request: Request) -> None:
         """Let `request` join the step after the next."""
         self._arrived.append(request)
+        self._coming.add(request)
 
     def take_due(self) -> list[Request]:
         """Return the requests that the plan made last knows, in order of arrival. `plan_next` must follow."""
         due, self._due = self._due, []
+        self._coming.difference_update(due)
         return due
 
     def plan_next(self) -> None:
@@ -544,5 +547,6 @@ class Joining:
         for requests in (self._arrived, self._due):
             if request in requests:
                 requests.remove(request)
+                self._coming.remove(request)
                 return True
         return False

@@ -39,12 +39,13 @@ _Real = Annotated[float, msgspec.Meta(ge=0.0, le=LARGEST_REAL)]
 
 
 class RequestedBlocks(msgspec.Struct, gc=False):
-    """The blocks that a preempting step asked for, and how many were free."""
+    """The blocks that a preempting step asked for, how many were free, and how many unused ones were promised."""
 
     blocks: _Count
     free_blocks: _Count
     request: str | int | None = None
     model: str | None = None
+    promised_blocks: _Count | None = None
 
 
 class TimelineRow(msgspec.Struct, gc=False):
@@ -205,6 +206,7 @@ def _are_unambiguous(text: bytes, rows: list[TimelineRow]) -> bool:
             return False
         given = {"blocks": len(asks), "request": sum(ask.request is not None for ask in asks)}
         given["model"] = sum(ask.model is not None for ask in asks)
+        given["promised_blocks"] = sum(ask.promised_blocks is not None for ask in asks)
         if any(text.count(b'"%b"' % name.encode()) != count for name, count in given.items()):
             return False
     for name in PARTS:

@@ -333,7 +333,7 @@ class PreemptionNeeded(TimelineRule):
                         blocks=ask.blocks,
                         total_blocks=self._total,
                     )
-                elif ask.model is None and ask.free_blocks < free:
+                elif ask.model is None and ask.free_blocks + (ask.promised_blocks or 0) < free:
                     self.add(
                         f"{ask.free_blocks} blocks were free when {ask.blocks} were asked for{by}, but the step never "
                         f"had fewer than {free} free",
