@@ -9,8 +9,8 @@ end of the step, accepted tokens are counted, and pages that contain only reject
 
 With `num_slots`, drafts are planned first, as in vLLM: each decode takes the pages of its draft at its turn, requests
 are preempted for them, and what is left of the budget is for prompts. A request keeps the pages of rejected tokens for
-its next ones, and pages that accepted tokens fill can be found from its next turn on. What its windows have passed is
-released at its turn as well, after these pages, and before it takes others.
+its next ones, and pages that accepted tokens fill can be found from its next turn on. Pages that its windows have
+passed are released at its turn as well, after these are published, and before it takes others.
 """
 
 from __future__ import annotations

@@ -256,7 +256,8 @@ class Loads:
     that was admitted then."""
 
     settles_ends = False
-    """Whether a request that has finished first releases what its windows have passed, as with a connector."""
+    """Whether a request that has finished first releases the pages that its windows have passed, as with a
+    connector."""
 
     is_sync = False
     """Whether a request runs in the step that begins its load."""

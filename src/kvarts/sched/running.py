@@ -292,7 +292,7 @@ class Running(RunningOrder):
         self.chunked.sort(key=lambda request: request.admission)
 
     def settle(self, request: Request, start: int) -> None:
-        """Let `request` release, at its turn, what no token from `start`, its next to compute, on attends to."""
+        """Let `request` release, at its turn, the pages that no token from `start`, its next one, on attends to."""
         cache, holding = self._cache, request.holding
         assert holding is not None
         if self.names_at_turns and start // self._page_size > cache.num_named(holding):

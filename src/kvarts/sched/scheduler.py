@@ -216,7 +216,7 @@ class Scheduler:
         self._has_turns = self._drafts_first is not None or cache.releases
         """Whether decodes take their pages by `_take_turns`."""
         self._settles_ends = loads is not None and loads.settles_ends and cache.releases
-        """Whether a request that has finished first releases what its windows have passed."""
+        """Whether a request that has finished first releases the pages that its windows have passed."""
         self._ends_more = self._settles or plans_ahead or handoffs is not None
         """Whether a step ends with `_end_more`."""
         self.coming: set[Request] = set()
@@ -1129,7 +1129,7 @@ class Scheduler:
             self._end_below(request)
 
     def _settle_end(self, request: Request) -> None:
-        """Release what the windows of `request`, which has finished, have passed, before all else that it holds."""
+        """Release the pages that the windows of `request`, which has finished, have passed, before its others."""
         cache, holding = self.cache, holding_of(request)
         cache.stop_decoding(holding, max(holding.num_pages, -(-request.num_computed // self._page_size)))
         cache.settle(holding, request.num_computed)
