@@ -169,10 +169,10 @@ def build_engine(
     ledger. `drafter`: proposes draft tokens, for an executor that verifies them; executors in virtual time compute no
     tokens and do not support one. `num_draft_slots`: drafts come first, see Scheduler; this excludes the independent
     ledger. `holds_pages`: pages are kept in use between requests. `hands_over`: other engines compute the prompts of
-    requests or continue them; this excludes the independent ledger. `plans_ahead`: a step is
-    planned while the one before it runs, as in Scheduler; not for executors that compute tokens. `finds_prefixes`:
-    False for an engine without a prefix cache, whose requests find nothing. `step_ns`: the expected duration of a step,
-    for `max_itl_ms`. `leaps_told`: an engine with KV groups and readers of details may leap, see GroupPages.
+    requests or continue them; this excludes the independent ledger. `plans_ahead`: a step is planned while the one
+    before it runs, as in Scheduler; not for executors that compute tokens. `finds_prefixes`: False for an engine
+    without a prefix cache, whose requests find nothing. `step_ns`: the expected duration of a step, for `max_itl_ms`.
+    `leaps_told`: an engine with KV groups and readers of details may leap, see GroupPages.
 
     Raise ConfigError for an audit if the room `audit` is not installed, and for `max_itl_ms` without `step_ns`.
     """
