@@ -37,7 +37,7 @@ LOAD_PLACES = ("replay", "plan", "mock", "several", "fleet")
 FEATURES = {
     "kv_groups": Feature("KV groups"),
     "states": Feature("layers with a state", part_of="kv_groups"),
-    "states_by_page": Feature("states by page", ("replay", "several", "fleet"), part_of="kv_groups"),
+    "states_by_page": Feature("states by page", ("replay", "plan", "several", "fleet"), part_of="kv_groups"),
     "sinks": Feature("layers with a sink of their own", part_of="kv_groups"),
     "tiers": Feature("host memory"),
     "files": Feature("files below host memory", part_of="tiers"),
@@ -130,7 +130,6 @@ REFUSED = (
     Refusal(("states_by_page", "tiers"), "it is not modelled", "Leave it out."),
     Refusal(("states_by_page", "store"), "it is not modelled", "Leave {mamba_cache_mode} out."),
     Refusal(("states_by_page", "sessions"), "it is not modelled", "Leave it out."),
-    Refusal(("states_by_page", "plan"), "only replays keep them", "Replay the options you have in mind."),
     Refusal(("fused", "windows"), "it reads no sinks", "Take sdpa, or numba on a CPU."),
     Refusal(("first_drafts", "kv_groups"), "parts of pages are taken at other places", WHOLE),
     Refusal(("sessions", "mocker"), "Dynamo's mocker knows no sessions", "Take another profile."),
