@@ -143,6 +143,14 @@ def test_what_is_planned_in_whole_pages_only_is_refused(
     assert f"{option[0]}: does not go with KV groups and a plan" in said.err
 
 
+def test_states_by_page_are_not_planned_in_whole_pages(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--mamba-cache-mode", "align")
+    assert run_command("plan", SAMPLE, *model, "--league") == 2
+    assert "--league: does not go with KV groups and a plan: only replays count" in capsys.readouterr().err
+
+
 def test_by_default_what_is_planned_in_whole_pages_only_is_planned_so(
     tmp_path: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
