@@ -15,7 +15,6 @@ from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.groups import STATE_SPAN, GroupMemory, PartGroup, Retention
-from kvarts.offload.config import OffloadConfig
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sharing.device import SharedDevice
@@ -241,8 +240,8 @@ NUMBERS: dict[str, Any] = {"cost": "polynomial", "groups": GROUPS, "kv_groups": 
         ({"mamba_cache_mode": "all"}, {}, r"models\.a\.mamba_cache_mode: has no effect without layers with a state"),
         (
             {"mamba_cache_mode": "all", "groups": STATES},
-            {"offload": OffloadConfig(host_memory="1MiB")},
-            r"models\.a\.mamba_cache_mode: does not go with host memory",
+            {"no_prefix_caching": True},
+            r"models\.a\.mamba_cache_mode: does not go with an engine without a prefix cache",
         ),
     ],
 )
