@@ -37,7 +37,9 @@ LOAD_PLACES = ("replay", "plan", "mock", "several", "fleet")
 FEATURES = {
     "kv_groups": Feature("KV groups"),
     "states": Feature("layers with a state", part_of="kv_groups"),
-    "states_by_page": Feature("states by page", ("replay", "sessions", "fleet"), part_of="kv_groups"),
+    "states_by_page": Feature(
+        "states by page", ("replay", "plan", "sessions", "several", "fleet"), part_of="kv_groups"
+    ),
     "sinks": Feature("layers with a sink of their own", part_of="kv_groups"),
     "tiers": Feature("host memory"),
     "files": Feature("files below host memory", part_of="tiers"),
@@ -127,8 +129,6 @@ REFUSED = (
     Refusal(("ranks", "fleet"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("prices", "kv_groups", "plan"), "only replays count parts of pages", WHOLE),
     Refusal(("states_by_page", "uncached"), "it keeps no states for prefixes", "Leave {mamba_cache_mode} out."),
-    Refusal(("states_by_page", "plan"), "only replays keep them", "Replay the options you have in mind."),
-    Refusal(("states_by_page", "several"), "it is not modelled", "Leave it out."),
     Refusal(("fused", "windows"), "it reads no sinks", "Take sdpa, or numba on a CPU."),
     Refusal(("sessions", "mocker"), "Dynamo's mocker knows no sessions", "Take another profile."),
     Refusal(("sessions", "several"), "sessions are of one model"),

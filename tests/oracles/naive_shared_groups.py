@@ -10,7 +10,7 @@ from kvarts.hardware.kv_groups import KvLayer
 
 from oracles.naive import NaiveRequest, polynomial_ns
 from oracles.naive_group_engine import CountingGroups, NaiveGroupEngine
-from oracles.naive_grouped import NaivePart
+from oracles.naive_grouped import NaivePart, has_state, is_bounded
 from oracles.naive_shared import NaiveDevice, NaiveTenant
 
 __all__ = ["NaiveGroupTenant"]
@@ -29,7 +29,7 @@ class GroupsOnDevice(CountingGroups):
         for _ in range(part_bytes // self.tenant.page_bytes):
             self.tenant.device.make_room(self.tenant)
             self.empty_bytes -= self.tenant.page_bytes
-        return NaivePart(group, is_kept=self.keeps_all or layer.kind not in ("window", "chunk"))
+        return NaivePart(group, is_kept=self.keeps_all or not is_bounded(layer))
 
     def release(self, part: NaivePart, *, is_passed: bool = False) -> None:
         super().release(part, is_passed=is_passed)
@@ -57,7 +57,7 @@ class NaiveGroupTenant(NaiveTenant, NaiveGroupEngine):
         page_size: int,
         max_num_seqs: int,
     ) -> None:
-        whole_page = sum(part_bytes for layer, part_bytes in groups if layer.kind != "state")
+        whole_page = sum(part_bytes for layer, part_bytes in groups if not has_state(layer))
         NaiveGroupEngine.__init__(
             self,
             groups,

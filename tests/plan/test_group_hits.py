@@ -43,7 +43,7 @@ def one_by_one(trace: Trace) -> Trace:
     page_size=st.sampled_from([1, 2, 4]),
     num_pages=st.integers(1, 40),
     budget=st.sampled_from([1, 3, 8, 64]),
-    snapshots=st.sampled_from(["ends", "branches"]),
+    states=st.sampled_from(["ends", "branches", "all", "align"]),
     eviction=st.sampled_from([LruOrder, LruOrder, LeastHits]),
 )
 def test_hits_are_those_of_a_closed_loop_of_one(
@@ -53,7 +53,7 @@ def test_hits_are_those_of_a_closed_loop_of_one(
     page_size: int,
     num_pages: int,
     budget: int,
-    snapshots: Any,
+    states: Any,
     eviction: Any,
 ) -> None:
     config = ReplayConfig(
@@ -66,9 +66,11 @@ def test_hits_are_those_of_a_closed_loop_of_one(
         kv_groups=keeps,  # type: ignore[arg-type]
         groups=groups,
         audit=HAS_AUDIT,
-        snapshots=snapshots if any(group.is_state for group in groups) else "ends",
         eviction=eviction,
     )
+    if any(group.is_state for group in groups):
+        field = "snapshots" if states in ("ends", "branches") else "mamba_cache_mode"
+        config = msgspec.structs.replace(config, **{field: states})
     trace = one_by_one(trace)
     report = replay(trace, config)
     assert report.summary["num_preemptions"] == 0

@@ -6,13 +6,14 @@ import shlex
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvarts.config import StateMode
 from kvarts.executor.cost import LinearCost
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import PartGroup
@@ -21,6 +22,7 @@ from kvarts.plan.replays import Replays
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace
+from kvarts.units import as_memory
 
 from builders.plan_traces import small_traces
 
@@ -51,11 +53,13 @@ def test_the_least_memory_is_the_smallest_that_refuses_none(
         kv_groups="all",
         groups=(PartGroup(KvLayer(kind="full"), 128), *parts),
     )
+    if any(layer.kind == "state" for layer in layers):
+        config = msgspec.structs.replace(config, mamba_cache_mode=data.draw(st.sampled_from(get_args(StateMode))))
     plan = CachePlan(trace, 4)
     least = Replays(plan, config, command=str, router="prefix").least_pages
     assert refused(trace, config, least) == 0
     assert least == 1 or refused(trace, config, least - 1) > 0
-    whole = msgspec.structs.replace(config, kv_groups="off", groups=())
+    whole = msgspec.structs.replace(config, kv_groups="off", groups=(), mamba_cache_mode="snapshots")
     assert Replays(plan, whole, command=str, router="prefix").least_pages == plan.least_pages
 
 
@@ -92,6 +96,35 @@ def test_commands_replay_to_what_the_plan_says(
     assert as_given(latency["points"])["num_rejected"] < as_given(whole)["num_rejected"]
 
 
+def test_a_plan_with_states_by_page_says_what_its_commands_replay_to(
+    tmp_path: Path,
+    asked: Callable[..., Any],
+    run_command: Callable[..., int],
+    capsysbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    assert run_command("trace", "slice", SAMPLE, "--count", 20, "-o", trace) == 0
+    model = ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--page-size", 512)
+    options = ("--mamba-cache-mode", "align", "--at", "64,1024", "--slo-ttft-ms", 10000, "--slo-share", 0.8)
+    plan = asked("plan", trace, *model, *options, "--json")
+    assert {point["group_hit_ratio"] <= point["hit_ratio"] for point in plan["at"]} == {True}
+    page_bytes = plan["config"]["page_bytes"]
+    for each in plan["latency"]["options"]:
+        assert "--mamba-cache-mode align" in each["command"]
+        summary = asked(*shlex.split(each["command"])[1:], "--json")
+        assert summary["config"]["page_bytes"] == page_bytes
+        (point,) = (point for point in plan["latency"]["points"] if point["command"] == each["command"])
+        assert summary["prefix_hit_ratio"] == point["hit_ratio"]
+        assert summary["ttft_ms"]["p99"] == point["ttft_ms"]["p99"]
+    capsysbinary.readouterr()
+    assert run_command("plan", trace, *model, *options) == 0
+    (option, *_) = plan["latency"]["options"]
+    size = as_memory(option["pages"] * page_bytes)
+    assert f"{option['pages']:,} pages ({size})" in capsysbinary.readouterr().out.decode(), (
+        "a state is part of each page"
+    )
+
+
 def as_given(points: list[Any]) -> Any:
     """The replay of one replica with all its memory, at the rate and the cost that were given."""
     most = max(point["pages"] for point in points)
@@ -108,6 +141,14 @@ def test_what_is_planned_in_whole_pages_only_is_refused(
     said = capsys.readouterr()
     assert not said.out
     assert f"{option[0]}: does not go with KV groups and a plan" in said.err
+
+
+def test_states_by_page_are_not_planned_in_whole_pages(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--mamba-cache-mode", "align")
+    assert run_command("plan", SAMPLE, *model, "--league") == 2
+    assert "--league: does not go with KV groups and a plan: only replays count" in capsys.readouterr().err
 
 
 def test_by_default_what_is_planned_in_whole_pages_only_is_planned_so(

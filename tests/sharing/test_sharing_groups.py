@@ -14,7 +14,7 @@ from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_pages import GroupPages
-from kvarts.kv.groups import GroupMemory, PartGroup, Retention
+from kvarts.kv.groups import STATE_SPAN, GroupMemory, PartGroup, Retention
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sharing.device import SharedDevice
@@ -25,6 +25,7 @@ from builders.grouped import FULL
 PAGE_SIZE = 4
 WINDOW = KvLayer(kind="window", num_heads=1, head_numbers=2, span=PAGE_SIZE)
 GROUPS = (PartGroup(FULL, 10), PartGroup(WINDOW, 10))
+STATES = (PartGroup(FULL, 10), PartGroup(KvLayer(kind="state", state_bytes=10), 10))
 """Blocks of 10 bytes, two a page."""
 
 
@@ -235,6 +236,13 @@ NUMBERS: dict[str, Any] = {"cost": "polynomial", "groups": GROUPS, "kv_groups": 
         ({"groups": (), "kv_bytes_per_token": 8}, {}, r"models\.a\.kv_groups: says nothing where a model does not say"),
         ({}, {"profile": "mocker"}, "profile: does not go with KV groups"),
         ({}, {"kv_groups": "all", "groups": GROUPS}, "kv_groups: is for a replay of one model"),
+        ({"mamba_cache_mode": "none"}, {}, "mamba_cache_mode: must be 'snapshots', 'all' or 'align', got 'none'"),
+        ({"mamba_cache_mode": "all"}, {}, r"models\.a\.mamba_cache_mode: has no effect without layers with a state"),
+        (
+            {"mamba_cache_mode": "all", "groups": STATES},
+            {"no_prefix_caching": True},
+            r"models\.a\.mamba_cache_mode: does not go with an engine without a prefix cache",
+        ),
     ],
 )
 def test_what_cannot_be_is_named(share: dict[str, Any], each: dict[str, Any], says: str) -> None:
@@ -252,6 +260,27 @@ def test_several_models_say_it_each(run_command: Callable[..., int], capsys: pyt
     tiers = ["--model", "a=gemma-3-27b:kv_groups=all", *models[2:], "--profile", "mocker"]
     assert run_command("replay", *tiers) == 2
     assert "does not go with KV groups" in capsys.readouterr().err
+
+
+def test_states_by_page_are_said_of_each_model(
+    run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    """States by page are parts of pages, and draw on the memory that the models share."""
+    chat, code = tmp_path / "chat.csv", tmp_path / "code.csv"
+    for whole, short in ((CHAT, chat), (CODE, code)):
+        short.write_text("".join(whole.read_text().splitlines(keepends=True)[:80]))
+    traces = ["--trace", f"chat={chat}", "--trace", f"code={code}"]
+    models = ["--model", "chat=granite-4.0-h-tiny:mamba_cache_mode=align", "--model", "code=qwen3-8b"]
+    assert run_command("replay", *models, *traces, *SHORT, "--run-dir", tmp_path / "run", "--audit") == 0
+    of_models = msgspec.json.decode(capsysbinary.readouterr().out)["models"]
+    (state,) = [group for group in of_models["chat"]["kv_groups"] if group["kind"] == "state"]
+    assert state["tokens"] == STATE_SPAN and state["num_evicted_parts"] > 0
+    for name in ("chat", "code"):
+        assert run_command("verify", tmp_path / "run" / name / "timeline.json.gz") == 0
+        capsysbinary.readouterr()
+    assert run_command("replay", *models, *traces, *SHORT, "--mamba-cache-mode", "align") == 2
+    said = capsysbinary.readouterr().err.decode()
+    assert "Say it of each: --model NAME=MODEL:mamba_cache_mode=align." in said
 
 
 def test_a_split_is_cut_in_blocks_and_lends_nothing() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts import replay
+from kvarts.config import StateMode
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.groups import PartGroup
+from kvarts.kv.groups import PartGroup, with_states
 from kvarts.report.requests import REJECTED
 from kvarts.sharing.config import ModelShare, SharingConfig
 from kvarts.sharing.report import SharedReport
@@ -43,10 +44,15 @@ class OneOf:
     weight: int = 1
     floor: int = 0
     ceiling: int | None = None
+    mode: StateMode = "snapshots"
+
+    @property
+    def kept(self) -> tuple[PartGroup, ...]:
+        return with_states(self.groups, self.mode)
 
     @property
     def whole_page(self) -> int:
-        return sum(group.part_bytes for group in self.groups if not group.is_state) or self.page_bytes
+        return sum(group.part_bytes for group in self.kept if not group.is_state) or self.page_bytes
 
     @property
     def most(self) -> int:
@@ -55,7 +61,7 @@ class OneOf:
         pages = max(
             (-(-(row.num_prompt_tokens + row.num_output_tokens - 1) // page_size) for row in self.case.rows), default=1
         )
-        return pages * self.whole_page + 2 * sum(group.part_bytes for group in self.groups if group.is_state)
+        return pages * self.whole_page + 2 * sum(group.part_bytes for group in self.kept if group.is_state)
 
     def share(self) -> ModelShare:
         return ModelShare(
@@ -67,6 +73,7 @@ class OneOf:
             guarantee=f"{self.guarantee}B",
             kv_groups=self.keeps if self.groups else "off",  # type: ignore[arg-type]
             groups=self.groups,
+            mamba_cache_mode=self.mode,
         )
 
 
@@ -107,7 +114,14 @@ class Device:
 
 
 @st.composite
-def devices(draw: st.DrawFn, *, max_models: int = 3, max_requests: int = 10, all_grouped: bool = False) -> Device:
+def devices(
+    draw: st.DrawFn,
+    *,
+    max_models: int = 3,
+    max_requests: int = 10,
+    all_grouped: bool = False,
+    modes: tuple[StateMode, ...] = get_args(StateMode),
+) -> Device:
     count = draw(st.integers(1, max_models))
     page_size = draw(st.sampled_from([1, 2, 4]))
     models = []
@@ -117,7 +131,10 @@ def devices(draw: st.DrawFn, *, max_models: int = 3, max_requests: int = 10, all
         has_groups = all_grouped or place == 0 or draw(st.booleans())
         groups = draw(part_groups()) if has_groups else ()
         page_bytes = page_size * draw(st.sampled_from([1, 2, 3, 5]))
-        models.append(OneOf(case, groups, draw(st.sampled_from(["all", "tails"])), page_bytes))
+        model = OneOf(case, groups, draw(st.sampled_from(["all", "tails"])), page_bytes)
+        if any(group.is_state for group in groups):
+            model.mode = draw(st.sampled_from(modes))
+        models.append(model)
     most = max(model.most for model in models)
     num_bytes = most * draw(st.sampled_from([2, 3, 4, 4, 5, 8])) // 4 + draw(st.integers(0, 7))
     num_bytes = max(num_bytes, *(model.whole_page for model in models), 1)
@@ -150,7 +167,7 @@ def naive_tenant(device: NaiveDevice, model: OneOf, max_num_seqs: int) -> NaiveT
     }
     if not model.groups:
         return NaiveTenant(device, page_bytes=model.page_bytes, **settings)
-    groups = [(group.layer, group.part_bytes) for group in model.groups]
+    groups = [(group.layer, group.part_bytes) for group in model.kept]
     return NaiveGroupTenant(device, groups, keeps_all=model.keeps == "all", **settings)
 
 
@@ -186,7 +203,7 @@ def assert_as_naive(report: SharedReport, name: str, tenant: NaiveTenant, reques
     assert report.summary["models"][name]["num_preemptions_for_others"] == tenant.num_given
 
 
-@given(devices())
+@given(devices(modes=("snapshots", "all")))
 def test_every_turn_and_every_part_is_as_in_the_naive_models(case: Device) -> None:
     """L4, L8: turns, what is evicted of whom and who gives way, against a device that shares no code."""
     assert_as_in_naive(case)

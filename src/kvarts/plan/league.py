@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.group_needs import GroupNeeds
@@ -26,7 +25,9 @@ from kvarts.plan.orders import HintedOrder, SoonestReturnOrder, finishing
 from kvarts.plan.replays import share_kept, summary_of
 from kvarts.plan.weighted import AutoOrder
 from kvarts.processes import Processes
+from kvarts.request import Request
 from kvarts.rooms import code_named
+from kvarts.sched.prefill import AlignedChunks
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.trace import Trace
 
@@ -187,6 +188,8 @@ class GroupHits:
         self._at_branches = config.snapshots == "branches"
         self._make_order = config.eviction
         self._most_new = config.max_num_batched_tokens
+        aligns = self._memory.aligns
+        self._aligned = AlignedChunks(config.page_size, config.max_num_batched_tokens) if aligns else None
         self._needs = GroupNeeds(self._memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
         self._num_prompt_tokens = sum(request.num_prompt_tokens for request in trace)
         self._found: dict[int, int] = {}
@@ -219,14 +222,15 @@ class GroupHits:
             if self._needs.of_request(num_prompt, num_output) <= num_blocks:
                 content = self._trace.content(request, page_size=page_size, owner=index)
                 cache.now_ns = request.arrival_ns
-                num_found += self._serve(cache, content, num_prompt, max(num_prompt, num_prompt + num_output - 1))
+                num_found += self._serve(cache, Request(index, content, num_prompt, num_output))
         return num_found
 
-    def _serve(self, cache: RunCache, content: Content, num_prompt: int, num_tokens: int) -> int:
-        """Compute the tokens of one request; return the number of pages that it found."""
-        page_size, most_new = self._page_size, self._most_new
-        match = cache.match(content, (num_prompt - 1) // page_size)
-        holding = cache.begin(content, match)
+    def _serve(self, cache: RunCache, request: Request) -> int:
+        """Compute the tokens of `request`; return the number of pages that it found."""
+        page_size, most_new, num_prompt = self._page_size, self._most_new, request.num_prompt_tokens
+        num_tokens = max(num_prompt, num_prompt + request.max_tokens - 1)
+        match = cache.match(request.content, (num_prompt - 1) // page_size)
+        holding = cache.begin(request.content, match)
         at = match.num_pages * page_size
         while at < num_tokens:
             # A chunk of the prompt, or generated tokens up to the end of a page.
@@ -234,8 +238,11 @@ class GroupHits:
             end = min(num_prompt, at + most_new) if is_prompt else min(num_tokens, at + page_size - at % page_size)
             if end - at > most_new:
                 end = at + most_new
+            if is_prompt and self._aligned is not None:
+                end = at + self._aligned.num_tokens(request, at, end - at, holding.branch)
             cache.extend(holding, end, is_end=is_prompt and end == num_prompt)
             cache.settle(holding, end)
             at = end
         cache.close(holding, at // page_size)
+        cache.computed.clear()  # its steps are over
         return match.num_pages

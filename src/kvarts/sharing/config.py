@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 import msgspec
 
 from kvarts.combines import check_combination
+from kvarts.config import StateMode
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_BYTES_PER_TOKEN, MOST_COUNT, MOST_SECONDS, brief, check_number, check_whole
 from kvarts.settings import AtLeastOne, Given, Section, SettingError, parts_of_error, setting, settings_of
@@ -84,8 +85,8 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
     `shares_of`. `guarantee`: KV memory that it can always reclaim, as a size or as a fraction of the whole;
     by default, the part by weight of the memory that other guarantees leave. `priority` is added to that of each of its
     requests. `kv_groups`: as in ReplayConfig; the model then draws on the memory in blocks, and its states are counted.
-    None: `all` if its layers keep less and nothing refuses it, else `off`. `groups`, which only Python can give:
-    PartGroups that are counted instead of those of the model.
+    None: `all` if its layers keep less and nothing refuses it, else `off`. `mamba_cache_mode`: as in ReplayConfig.
+    `groups`, which only Python can give: PartGroups that are counted instead of those of the model.
     """
 
     weight: Annotated[float, setting("Its part of the time and the memory, relative to the others.", flag=None)] = 1.0
@@ -102,6 +103,9 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
     kv_groups: Annotated[
         KvGroupsName | None, setting("Count for each of its layers what it keeps: off, all or tails.", flag=None)
     ] = None
+    mamba_cache_mode: Annotated[
+        StateMode, setting("States that its layers keep for prefixes: snapshots, all or align.", flag=None)
+    ] = "snapshots"
     # Any, as in ReplayConfig.
     groups: tuple[Any, ...] = ()
 
@@ -113,6 +117,10 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
             check_whole(self.kv_bytes_per_token, "kv_bytes_per_token", most=MOST_BYTES_PER_TOKEN)
         if self.kv_groups not in (None, *get_args(KvGroupsName)):
             raise SettingError(f"must be 'off', 'all' or 'tails', got {self.kv_groups!r}", "kv_groups")
+        if self.mamba_cache_mode not in get_args(StateMode):
+            raise SettingError(
+                f"must be 'snapshots', 'all' or 'align', got {self.mamba_cache_mode!r}", "mamba_cache_mode"
+            )
         part = self.part
         if part is not None and not 0.0 <= part <= 1.0:
             raise SettingError(f"must be a size as 20GiB, or a part from 0 to 1, got {part:g}", "guarantee")
@@ -231,7 +239,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         if share.model is None:
             token_bytes = share.kv_bytes_per_token
             if share.groups:
-                token_bytes = -(-_page_bytes_of(share.groups) // self.each.page_size)
+                token_bytes = -(-_page_bytes_of(_kept_of(share, share.groups)) // self.each.page_size)
             if token_bytes is None or cost is None:
                 raise SettingError(
                     "names no model",
@@ -249,7 +257,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
     @cached_property
     def groups(self) -> dict[str, tuple[PartGroup, ...]]:
         """KV groups that are counted, by model; empty if all its layers keep all tokens or are counted so."""
-        return {name: self._groups_of(name, share) for name, share in self.models.items()}
+        return {name: _kept_of(share, self._groups_of(name, share)) for name, share in self.models.items()}
 
     def _groups_of(self, name: str, share: ModelShare) -> tuple[PartGroup, ...]:
         if share.kv_groups is None and not share.groups:
@@ -297,6 +305,9 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         parallel = ("data_parallel", "expert_parallel", "pipeline_parallel")
         asked = {field: "pipeline" if field == "pipeline_parallel" else "ranks" for field in parallel}
         given = {name: field for field, name in asked.items() if getattr(self, field) > 1}
+        for name, share in self.models.items():
+            if share.mamba_cache_mode != "snapshots":
+                given["states_by_page"] = f"models.{name}.mamba_cache_mode"
         return {"several": "models", **self.each.features, **given}
 
     @property
@@ -403,7 +414,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
                 num_layers = None if placed.geometry is None else placed.geometry.num_layers
                 offload = offload.for_model(placed.kv_bytes_per_token, num_layers)
             groups, kv_groups = self.groups[name], self.models[name].kv_groups or "all"
-            with _errors_of(name, ("kv_groups", "groups")):
+            with _errors_of(name, ("kv_groups", "groups", "mamba_cache_mode")):
                 configs[name] = msgspec.structs.replace(
                     self.each,
                     num_pages=most // page_bytes,
@@ -412,6 +423,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
                     offload=offload,
                     kv_groups=kv_groups if groups else "off",
                     groups=groups,
+                    mamba_cache_mode=self.models[name].mamba_cache_mode,
                     whole_pages=self._whole_pages if self._default_groups[name] and not groups else "",
                 )
         return configs
@@ -430,6 +442,15 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         for name in self.models:
             if name not in given:
                 raise ConfigError("has no trace", field=f"models.{name}", hint=f"Give --trace {name}=FILE.")
+
+
+def _kept_of(share: ModelShare, groups: tuple[PartGroup, ...]) -> tuple[PartGroup, ...]:
+    """Return `groups` with the states that a model keeps for prefixes."""
+    if share.mamba_cache_mode == "snapshots":
+        return groups
+    from kvarts.kv.groups import with_states
+
+    return with_states(groups, share.mamba_cache_mode)
 
 
 def _page_bytes_of(groups: Sequence[PartGroup]) -> int:
@@ -470,7 +491,8 @@ SECTIONS = (
 
 
 TOKEN_BYTES = "offload.kv_bytes_per_token"
-KV_GROUPS = "kv_groups"
+OF_EACH = {"kv_groups": "all", "mamba_cache_mode": "align"}
+"""Settings of a replay of one model that each of several has, and a value of each, for hints."""
 
 
 def resolve_shares(given: Given, sections: Sequence[Section]) -> SharingConfig:
@@ -487,10 +509,11 @@ def resolve_shares(given: Given, sections: Sequence[Section]) -> SharingConfig:
             "is for a replay of one model: a token of each of several weighs what its model says",
             hint="Say it of each: --model NAME=MODEL:kv_bytes_per_token=131072.",
         )
-    if KV_GROUPS in given:
-        raise given.error(
-            KV_GROUPS, "is for a replay of one model", hint="Say it of each: --model NAME=MODEL:kv_groups=all."
-        )
+    for key, value in OF_EACH.items():
+        if key in given:
+            raise given.error(
+                key, "is for a replay of one model", hint=f"Say it of each: --model NAME=MODEL:{key}={value}."
+            )
     each = build_replay(given, sections, {})
     try:
         return given.build(SharingConfig, models=models, each=each)

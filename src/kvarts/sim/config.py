@@ -646,6 +646,8 @@ def resolve_replay(
     try:
         return _resolved(given, sections, asked or {}, counts_groups=True)
     except ConfigError as refused:
+        if "mamba_cache_mode" in given and given["mamba_cache_mode"] != "snapshots":
+            raise  # whole pages have no states
         config = _resolved(given, sections, asked or {}, counts_groups=False)
         return msgspec.structs.replace(config, whole_pages=_reason(refused))
 
