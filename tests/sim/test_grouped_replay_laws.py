@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_needs import GroupNeeds
-from kvarts.kv.groups import GroupMemory, PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup, with_states
+from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, branching_cases, cases, following_cases
@@ -308,3 +310,13 @@ def test_a_sink_is_not_extended_by_what_the_window_passes() -> None:
     rows = [Row(0, [1, 1, 0], 3, 4, [1, 1, 1, 0], 0, None), Row(100, [0], 1, 2, [0, 0], 0, None)]
     window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=1, sink=3), part_bytes=1)
     assert_grouped_as_in_naive(Case(rows, 1, 1, 20, 4, 1, "default", 1), (window,), "all")
+
+
+def test_groups_that_have_states_by_page_already_are_refused_where_these_are() -> None:
+    """From Python, without an option of a model that says so."""
+    layer = KvLayer(kind="state", state_bytes=8)
+    groups = with_states((PartGroup(FULL, 8), PartGroup(layer, 8)), "all")
+    settings: dict[str, Any] = {"num_pages": 8, "page_size": 4, "groups": groups, "kv_groups": "all"}
+    assert ReplayConfig(**settings).features["states_by_page"] == "groups"
+    with pytest.raises(ConfigError, match="groups: does not go with an engine without a prefix cache"):
+        ReplayConfig(no_prefix_caching=True, **settings)

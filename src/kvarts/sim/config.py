@@ -352,10 +352,13 @@ class ReplayConfig(
     @property
     def features(self) -> dict[str, str]:
         """The features of `combines` that this replay uses, each with the setting that asks for it."""
+        by_page = "groups" if any(group.has_states_by_page for group in self.groups) else ""
+        if self.mamba_cache_mode != "snapshots":
+            by_page = "mamba_cache_mode"
         of_field = {
             "kv_groups": self.kv_groups != "off" and "kv_groups",
             "states": any(group.layer.kind == "state" for group in self.groups) and "kv_groups",
-            "states_by_page": self.mamba_cache_mode != "snapshots" and "mamba_cache_mode",
+            "states_by_page": by_page,
             "sinks": any(group.layer.sink for group in self.groups) and "kv_groups",
             "windows": getattr(self.sessions, "window", None) is not None and "sessions.window",
             "tiers": self.offload is not None and "offload",
