@@ -11,7 +11,7 @@ from oracles.naive_grouped import has_state
 
 
 class NaiveGroupDraftEngine(NaiveGroupEngine):
-    """Decodes release at their turns, and what accepted tokens fill is findable from the next turn on."""
+    """Decodes release at their turns, and what they have of the pages that accepted tokens fill is findable then."""
 
     def __init__(self, *given: Any, num_slots: int, drafts: DraftFn, **settings: Any) -> None:
         super().__init__(*given, **settings)
@@ -59,10 +59,6 @@ class NaiveGroupDraftEngine(NaiveGroupEngine):
                 if part is not None and part.name is None:
                     self.groups.publish(part, self.groups.name(sequence.tokens, sequence.salt, page))
         self.named[request.seq] = num_tokens // self.page_size
-
-    def settle(self, request: NaiveRequest) -> None:
-        self.name_full(request, request.computed)
-        super().settle(request)
 
     def fill(self, request: NaiveRequest) -> None:
         self.count_computed(request, request.computed + 1)
