@@ -262,7 +262,7 @@ def draw_workload(row: str, seed: int) -> Workload:
         workload.long_prefill_token_threshold = draw.choice([1, 2, page_size, 3 * page_size + 1, 8 * page_size])
     if row in ("watermark", "limited", "async-limited"):
         workload.watermark = draw.choice([0.01, 0.05, 0.2, 0.5])
-    if row == "drafts":
+    if row in ("drafts", "group-drafts"):
         draw_drafts(workload, draw)
     if row in LOAD_ROWS:
         draw_loads(workload, row, draw)
@@ -276,7 +276,7 @@ def draw_workload(row: str, seed: int) -> Workload:
     if row == "ranks":
         workload.num_ranks = draw.randint(2, 4)
         workload.report_every = draw.choice([1, 5, 20, 100])
-    if has_groups or row in GROUP_LOAD_ROWS:
+    if has_groups or row in GROUP_LOAD_ROWS or row == "group-drafts":
         windows = [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 3))]
         chunks = [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(1, 3))]
         workload.groups = [FULL, *windows, *chunks]
@@ -369,6 +369,7 @@ ROWS = {
     "token, clients give up 3 of 10 requests",
     "async-limited": "asynchronous scheduling, a threshold and a watermark, three priorities",
     "drafts": "drafts of tokens, planned before prompts",
+    "group-drafts": "the same, with several windows and chunks, everything kept",
     "loads": "synchronous loads of a connector",
     "async-loads": "asynchronous loads of a connector, some with a watermark or a threshold",
     "failed-loads": "asynchronous loads of a connector, of which half bring fewer pages",

@@ -324,11 +324,20 @@ class RunCache(RunAccount):
         del given[:first]
 
     def _give_open(self, holding: RunHolding, index: int, sink: int, first: int) -> None:
-        """Release pages before `first` that cannot be found; they are listed if the sequence may find them again."""
-        assert self.blocks is None and self.events is None, (
-            "a page with ids or events is findable as soon as it is full"
-        )
+        """Release pages before `first` that cannot be found; they are listed if the sequence may find them again.
+
+        Blocks with ids become empty: accepted drafts filled these pages, and the window has passed them at once.
+        """
         start = holding.first_open[index]
+        if self.blocks is not None:
+            if start >= sink:  # else they are released once they can be found
+                self.note_empty(index, first - start)
+                at = (first - start) * self.part_blocks[index]
+                self.give_ids(holding.open_ids[index][:at])
+                holding.open_ids[index] = holding.open_ids[index][at:]
+                holding.first_open[index] = first
+            return
+        assert self.events is None, "a page with events is findable as soon as it is full"
         if start < sink:
             run = PartRun(index, None, start, sink, [holding], is_kept=self._kept[index])
             holding.held[index].append(run)

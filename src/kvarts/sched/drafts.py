@@ -10,7 +10,8 @@ end of the step, accepted tokens are counted, and pages that contain only reject
 With `num_slots`, drafts are planned first, as in vLLM: each decode takes the pages of its draft at its turn, requests
 are preempted for them, and what is left of the budget is for prompts. A request keeps the pages of rejected tokens for
 its next ones, and pages that accepted tokens fill can be found from its next turn on. Pages that its windows have
-passed are released at its turn as well, after these are published, and before it takes others.
+passed are released at its turn as well, before it takes others; so a page that a window passes with the tokens that
+fill it is not found in the group of that window.
 """
 
 from __future__ import annotations
@@ -174,7 +175,6 @@ class Drafts:
                 tokens = self._drafter.draft(request, num_most, batch)
                 count = len(tokens)
             if cache.releases:
-                self._publish(request, holding, start)
                 running.settle(request, start)
             num_blocks = cache.num_to_run(holding, start, end + count)
             if num_blocks > 0 and not preemptor.take_turn(request, num_blocks, now_ns, served):

@@ -295,8 +295,6 @@ class Running(RunningOrder):
         """Let `request` release, at its turn, the pages that no token from `start`, its next one, on attends to."""
         cache, holding = self._cache, request.holding
         assert holding is not None
-        if self.names_at_turns and start // self._page_size > cache.num_named(holding):
-            cache.publish(holding, start)  # accepted tokens have filled pages since
         cache.settle(holding, start, self.num_in_flight(request))
         cache.count()
 
