@@ -17,7 +17,7 @@ from kvarts.kv.account import RunEvents
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.kv.group_pages import HeldByOthers
-from kvarts.kv.groups import GroupMemory, PartGroup, Retention
+from kvarts.kv.groups import STATE_SPAN, GroupMemory, PartGroup, Retention
 from kvarts.kv.pool import IdPool, PageError
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.runs import RunHolding
@@ -546,3 +546,20 @@ def test_decodes_that_pass_the_same_pages_leave_them_in_one_piece_until_the_last
     assert [(run.start, run.end) for run in first.held[1] if run.start < 8] == [(6, 8)]
     cache.close(first, first.num_named, num_taken[0])
     cache.check([])
+
+
+def test_states_after_two_chunks_are_given_back_and_gone_one_after_the_other() -> None:
+    """The chunks end after pages 0 and 2; both are released when the plan of the step after them is made."""
+    by_page = PartGroup(KvLayer(kind="state", state_bytes=1, span=STATE_SPAN), 1)
+    told: list[Event] = []
+    memory = GroupMemory((PartGroup(FULL, 1), by_page), "tails", aligns=True)
+    cache = RunCache(memory, page_size=1, total_bytes=20, events=RunEvents(told.append))
+    content = Content.from_tokens(range(6), page_size=1, owner=0)
+    holding = cache.begin(content, cache.match(content, 0))
+    for num_tokens in (1, 3, 4):
+        cache.extend(holding, num_tokens)
+    told.clear()
+    cache.settle(holding, 4)
+    cache.check([holding])
+    pages = [(type(event), event.start_page) for event in told if isinstance(event, (PartsGivenBack, PagesRemoved))]
+    assert pages == [(PartsGivenBack, 2), (PagesRemoved, 2), (PartsGivenBack, 0), (PagesRemoved, 0)]

@@ -232,6 +232,23 @@ def test_states_by_page_come_back_to_requests_without_a_place(
     assert fast.summary["num_completed"] + fast.summary["num_rejected"] == len(case.rows)
 
 
+@pytest.mark.skipif(not HAS_AUDIT, reason="the room of the audit is not here")
+def test_a_preempted_request_may_compute_nothing_in_the_step_after_its_load() -> None:
+    """The audit asks for what its next token sees, and not for what it saw before it was preempted."""
+    rows = [
+        Row(65, [*range(100, 105), 1000, 1003, 1001], 31, 17, None, 0, None),
+        Row(65, [*range(100, 106), 1002, 1000], 32, 13, None, 0, None),
+        Row(115, list(range(100, 103)), 12, 1, None, 0, None),
+    ]
+    offload = OffloadConfig(
+        host_pages=500, disk_pages=20, load_kv="async", h2d=100, d2h=1000, latency_us=0.0, disk_read=10_000,
+        disk_write=100, disk_latency_us=100.0,
+    )  # fmt: skip
+    groups = PartGroup(FULL, 2), PartGroup(STATES[1].layer, 1)
+    report = Grouped(Case(rows, 4, 4, 15, 7, 4, "default", 1), groups, "tails", offload, "align").replayed()
+    assert report.summary["num_preemptions"] and report.summary["transfers"]["num_loads"]
+
+
 def test_a_request_that_waits_for_the_memory_of_its_load_takes_back_what_stores_hold_in_leaps_as_well() -> None:
     """L5: running requests take the memory that it has without a load, and then it looks for what is idle."""
     prompts = [[200, 201], list(range(100, 128)), [*range(16), 1000], list(range(200, 229))]

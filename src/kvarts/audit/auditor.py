@@ -674,6 +674,7 @@ class Auditor:
         known.num_named = num_pages
         known.computed = num_pages * self._page_size
         self._held.resume(known)
+        known.began = min(known.began, known.computed)  # its step may compute none of its tokens
         known.branch = 0
         known.is_running = True
 
