@@ -780,7 +780,11 @@ class Scheduler:
                 if 1 + num_padded > budget:
                     self.blocked = FOR_BUDGET
                     break
-                num_wanted = max(num_wanted, cache.num_to_admit(match, num_known + num_padded, num_new, watermark))
+                num_with_draft = cache.num_to_admit(match, num_known + num_padded, num_new, watermark)
+                if num_with_draft > cache.num_free and not running.num_running:
+                    num_padded = 0  # nothing that runs will release memory, so it would wait for ever
+                else:
+                    num_wanted = max(num_wanted, num_with_draft)
             num_short = num_wanted - (cache.num_free if self._is_alone else pages.num_free_to_admit(num_wanted))
             if num_short > 0:
                 num_matched = 0 if cache.lender is None else cache.num_lent_of(match)
