@@ -81,7 +81,7 @@ class RunCache(RunAccount):
         """A group of states by page, or -1."""
         kept_states = by_page if self._keeps_all else []
         self._stored_whole = sorted([*self._whole, *kept_states])
-        """Groups of which tiers below store every page: they keep all tokens, or a state after each page."""
+        """Groups whose pages are all stored in tiers below: those that keep all tokens, or a state after each page."""
         self.computed: list[tuple[Content, int, int]] = []
         """The contents and pages that became findable since the step began, if states are kept by page."""
         tree = self.tree = SpanTree(
@@ -308,7 +308,7 @@ class RunCache(RunAccount):
     def _tell_given_back(self, holding: RunHolding, index: int, given: list[PartRun]) -> None:
         """Emit the release of `given`, the deepest run first; consecutive runs are one event.
 
-        Of states after chunks, runs may not follow each other: all stretches but the last are released here.
+        States after chunks need not follow each other: all stretches but the last are released here.
         """
         assert self.events is not None
         start, end = given[0].start, given[0].end
