@@ -29,6 +29,7 @@ __all__ = [
     "HeldLine",
     "JournalGroup",
     "Line",
+    "LoadLostLine",
     "LoadedLine",
     "LoadingLine",
     "PreemptedLine",
@@ -227,6 +228,10 @@ class LoadedLine(Line, tag="loaded", frozen=True, kw_only=True, gc=False):
     good_pages: Count
 
 
+class LoadLostLine(Line, tag="load_lost", frozen=True, kw_only=True, gc=False):
+    """The request, whose load had ended, lost its pages because another one needed them; it waits again."""
+
+
 class RemovedLine(Line, tag="removed", frozen=True, kw_only=True, gc=False):
     """Pages of the request's sequence were evicted, the last first. `is_copy`: another copy can still be found.
 
@@ -260,6 +265,7 @@ AnyLine = (
     | StoredBelowLine
     | RemovedBelowLine
     | LoadingLine
+    | LoadLostLine
     | LoadedLine
 )
 

@@ -12,9 +12,14 @@ from kvarts.audit.auditor import AuditError, Finding
 from kvarts.audit.ledger import Ledger, LedgerGroup, LedgerPart
 from kvarts.audit.tiers import EvictionsTold, TierBooks
 from kvarts.config import EngineConfig
+from kvarts.content import pack_units
 from kvarts.events import Event, LoadStarted, PagesRemoved, PagesStored, StoreStarted
-from kvarts.offload.config import OffloadConfig
+from kvarts.executor.cost import LinearCost
+from kvarts.offload.config import LoadKv, OffloadConfig
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
 from kvarts.sim.replica import Replica
+from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.engines import make_replica, whole_pages
 from builders.tampering import PAGE_SIZE, SHARED, hear, request, tamper, wrap
@@ -168,3 +173,30 @@ def test_an_eviction_of_what_is_in_use_is_found() -> None:
     evictions.ledger.reserve(1)
     assert parts["a"].name is None and parts["b"].name == b"b"
     assert findings == [("was evicted while it was in use", b"b")]
+
+
+@pytest.mark.parametrize(("load_kv", "num_loads"), [("placed", 1), ("async", 2)])
+def test_a_client_that_gives_up_during_a_load_leaves_what_the_audit_expects(load_kv: LoadKv, num_loads: int) -> None:
+    """With asynchronous loads, pages of a load that nobody waits for any more are not findable."""
+    prompts = [list(range(10)), list(range(100, 110)), list(range(10)), list(range(10))]
+    rows = [
+        TraceRequest(
+            index,
+            index * 100_000_000,
+            pack_units(units),
+            len(units),
+            2,
+            cancel_after_ns=1_000_000 if index == 2 else None,
+        )
+        for index, units in enumerate(prompts)
+    ]
+    config = ReplayConfig(
+        page_size=1,
+        num_pages=12,
+        cost=LinearCost(step_ms=1.0, chunk_token_ms=5.0),
+        audit=True,
+        offload=OffloadConfig(host_pages=40, load_kv=load_kv, h2d="1MB/s", d2h="1GB/s", kv_bytes_per_token=1000),
+    )
+    report = replay(Trace(rows), config)
+    assert report.summary["num_cancelled"] == 1
+    assert report.summary["transfers"]["num_loads"] == num_loads

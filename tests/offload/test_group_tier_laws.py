@@ -348,9 +348,7 @@ def test_a_request_that_lacks_a_page_gets_the_memory_of_another_whose_load_has_e
     stems = [list(range(1000 * base, 1000 * base + 40)) for base in range(1, 6)]
     prompts = [(index * 100_000, stem) for index, stem in enumerate(stems)]
     prompts += [(1_000_000, stems[index] + list(range(50 * index, 50 * index + num_rest))) for index in range(2)]
-    rows = [
-        TraceRequest(index, at_ms, pack_units(units), 2 * len(units), 1) for index, (at_ms, units) in enumerate(prompts)
-    ]
+    rows = [TraceRequest(index, ns, pack_units(units), 2 * len(units), 1) for index, (ns, units) in enumerate(prompts)]
     config = ReplayConfig(
         page_size=2,
         num_pages=num_pages,

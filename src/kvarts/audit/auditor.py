@@ -366,7 +366,7 @@ class Auditor:
             case LoadStarted():
                 self._settle()
                 self._load(event)
-            case LoadGivenUp():
+            case LoadGivenUp() if self._has_groups:
                 self._settle()
                 self._below.give_up(event.request)
             case LoadUsed() if self._has_groups and self._loads_have_turns:
@@ -507,7 +507,7 @@ class Auditor:
             if has_front and not known.is_cancelled:
                 self._loaded.append(request)  # what is before the loaded pages is still to be computed
                 continue
-            if not has_front:
+            if not has_front and not self._loads_have_turns:
                 self._held.name(known, known.load.stop)
             self._end_lead(request)
             if known.is_cancelled:

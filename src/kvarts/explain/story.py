@@ -20,6 +20,7 @@ from kvarts.journal import (
     Line,
     LoadedLine,
     LoadingLine,
+    LoadLostLine,
     PreemptedLine,
     RejectedLine,
     ReleasedLine,
@@ -385,6 +386,8 @@ class _RequestStory:
                 self._say(line, f"waits for {asked}, after {_pages(line.hit_pages)} found on the device{front}")
             case LoadedLine():
                 self._say(line, f"its load ended: {_pages(line.good_pages)} arrived")
+            case LoadLostLine():
+                self._say(line, "lost the pages of its load to another request, and waits again")
             case StoredBelowLine():
                 self._say(line, f"of its sequence, {named_pages(line)} stored in {line.tier}{self._in(line.group)}")
             case StoreFailedLine():

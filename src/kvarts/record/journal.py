@@ -21,6 +21,7 @@ from kvarts.events import (
     Event,
     Finished,
     HeadBlocked,
+    LoadGivenUp,
     LoadStarted,
     PagesRemoved,
     PagesStored,
@@ -51,6 +52,7 @@ from kvarts.journal import (
     Line,
     LoadedLine,
     LoadingLine,
+    LoadLostLine,
     PreemptedLine,
     RejectedLine,
     ReleasedLine,
@@ -218,6 +220,10 @@ class JournalWriter:
         return CancelledLine(**place, request=event.request)
 
 
+def _load_lost(_: JournalWriter, event: LoadGivenUp, place: dict[str, Any]) -> Line:
+    return LoadLostLine(**place, request=event.request)
+
+
 def _held(_: JournalWriter, event: PromptHeld, place: dict[str, Any]) -> Line:
     return HeldLine(**place, request=event.request)
 
@@ -328,6 +334,7 @@ _MAKERS: dict[type, Callable[[JournalWriter, Any, dict[str, Any]], Line]] = {
     HeadBlocked: _blocked,
     Admitted: _admitted,
     LoadStarted: _loading,
+    LoadGivenUp: _load_lost,
     TransferEnded: JournalWriter._loaded,
     ChunkComputed: _computed,
     DraftJudged: _drafted,

@@ -217,7 +217,8 @@ class Prefill:
         start, front_end = request.num_computed, load.front_end * self._page_size
         num_allowed = num_tokens = min(front_end - start, budget, self.most_tokens)
         if self._aligned is not None:
-            num_allowed = num_tokens = self._aligned.num_tokens(request, start, num_tokens, 0)
+            branch = self._cache.branch(holding)
+            num_allowed = num_tokens = self._aligned.num_tokens(request, start, num_tokens, branch)
             if not num_tokens:
                 return 0  # the budget reaches no page end
         if self._itl is not None:

@@ -856,7 +856,10 @@ class Scheduler:
                 self.blocked = FOR_SEQS  # as the next step would find
         if loads is not None and loads.retried is not None and self.blocked is FOR_PAGES and loads.is_stuck:
             # Those behind it have the memory that it waits for; vLLM's scheduler would plan nothing any more.
+            num_loaded = len(loads.loaded)
             budget = self._admit_loaded(loads, now_ns, budget, chunks, admitted)
+            if not admitted and len(loads.loaded) < num_loaded:
+                return self._admit(now_ns, budget, chunks)  # one of them has lost its memory
         if self.blocked is not NOT_BLOCKED and not (loads is not None and loads.is_blocking):
             self.blocked_head = request
             if tell is not None:
