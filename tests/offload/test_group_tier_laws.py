@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
 from dataclasses import replace as with_changes
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -28,7 +31,7 @@ from kvarts.traffic.trace import Trace, TraceRequest
 from builders.case import Case, Row
 from builders.group_tiers import FAST, Grouped, grouped, overlapping, preempted, returning
 from builders.grouped import FULL, STATES, WINDOW, Told, assert_same_outcome, part_groups
-from builders.rooms import HAS_AUDIT
+from builders.rooms import HAS_AUDIT, HAS_RECORD
 
 pytestmark = pytest.mark.laws
 
@@ -341,6 +344,31 @@ def test_a_request_that_lacks_a_page_gets_the_memory_of_another_whose_load_has_e
     span: int, part_bytes: int, num_rest: int, num_pages: int
 ) -> None:
     """L8: two requests whose loads leave less than a page of the window; each lacks one to compute its last tokens."""
+    trace, config = _two_that_lack_a_page(span, part_bytes, num_rest, num_pages)
+    fast, slow = (replay(trace, replace(config, step_by_step=slowly)) for slowly in (False, True))
+    assert_same_outcome(fast, slow)
+    assert fast.summary["num_completed"] + fast.summary["num_rejected"] == 7
+
+
+@pytest.mark.skipif(not HAS_RECORD, reason="the room of journals is not here")
+def test_a_journal_says_that_a_load_was_given_up() -> None:
+    """The last of the two, which then waits and loads again."""
+    from kvarts.record.journal import JournalWriter
+
+    trace, config = _two_that_lack_a_page(4, 8, 4, 13)
+    file = io.BytesIO()
+    sizes: dict[str, Any] = {"total_blocks": config.num_blocks, "block_size_tokens": config.page_size}
+    writer = JournalWriter(file, **sizes, memory=config.memory.to_builtins())
+    replay(trace, config, observers_of=lambda _: [writer])
+    writer.close()
+    lines = [json.loads(line) for line in file.getvalue().splitlines()[1:]]
+    of_last = [line["event"] for line in lines if line["request"] == 6]
+    assert of_last.count("load_lost") == 1
+    assert "admitted" in of_last[of_last.index("load_lost") :]
+
+
+def _two_that_lack_a_page(span: int, part_bytes: int, num_rest: int, num_pages: int) -> tuple[Trace, ReplayConfig]:
+    """Return a replay in which two requests come back whose stems others have evicted, and its configuration."""
     groups = (
         PartGroup(FULL, part_bytes=1),
         PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=span), part_bytes=part_bytes),
@@ -360,10 +388,7 @@ def test_a_request_that_lacks_a_page_gets_the_memory_of_another_whose_load_has_e
         audit=HAS_AUDIT,
         offload=OffloadConfig(host_pages=800, load_kv="async", h2d="5kB/s", d2h="1GB/s"),
     )
-    trace = Trace(rows, unit_tokens=2)
-    fast, slow = (replay(trace, replace(config, step_by_step=slowly)) for slowly in (False, True))
-    assert_same_outcome(fast, slow)
-    assert fast.summary["num_completed"] + fast.summary["num_rejected"] == len(rows)
+    return Trace(rows, unit_tokens=2), config
 
 
 def _units(random: Random, count: int) -> list[int]:
