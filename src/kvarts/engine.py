@@ -73,11 +73,10 @@ class Engine:
         if now_ns > self.now_ns:
             self.now_ns = now_ns
         reason = self.scheduler.add(request)
-        tell = self.log.tell_details
         if reason is not None:
-            if tell is not None:
-                tell(Rejected(request.index, now_ns, reason, request.request_id))
+            self.refuse(request, reason, now_ns)
             return reason
+        tell = self.log.tell_details
         self._is_at_rest = False
         if tell is not None:
             asked = request.num_prompt_tokens, request.max_tokens, request.priority
@@ -89,6 +88,11 @@ class Engine:
                 arrived = replace(arrived, stops=request.stops, num_generated=request.num_output_tokens)
             tell(arrived)
         return None
+
+    def refuse(self, request: Request, reason: str, now_ns: int) -> None:
+        """Tell readers that `request`, which is not queued, was refused at `now_ns`, because of `reason`."""
+        if self.log.tell_details is not None:
+            self.log.tell_details(Rejected(request.index, now_ns, reason, request.request_id))
 
     def cancel(self, request: Request) -> None:
         """Drop `request` between steps. Its pages become free immediately."""

@@ -121,6 +121,17 @@ def test_what_is_below_is_known_whatever_comes_back_to_the_device(
 
     drive(cache, seed, 300, after=after, transfers=offloader.holds)
     assert offloader.counts.num_stores > 0
+    marked = [(node, order.below(node)) for node in cache.tree.nodes()]
+    marked = [(node, below) for node, below in marked if below in (Below.NOT, Below.STORED)]
+    assert {below for _, below in marked} == {Below.NOT, Below.STORED}
+    for node, below in marked:  # a wrong mark of any run is noticed
+        order.mark([node], Below.STORED if below == Below.NOT else Below.NOT)
+        order.regroup()
+        with pytest.raises(AssertionError, match="L4"):
+            offloader.check()
+        order.mark([node], below)
+        order.regroup()
+        offloader.check()
 
 
 def test_a_run_that_is_split_while_it_waits_to_move_moves_with_all_its_parts() -> None:

@@ -455,7 +455,7 @@ def test_a_state_outlives_the_process_and_a_wrong_one_is_noticed(tmp_path: Path)
         assert (after.inv1_violations, after.inv2_violations) == (0, 0)
         pages = sessions._table.get(OWNER, session).pages
         assert pages is not None
-        pages._state.page_ids = list(pages.tables[0].page_ids[: len(pages.state)])
+        pages._state.page_ids = list(pages.page_ids[: len(pages.state)])
         assert (await sessions.info(OWNER, session)).inv1_violations > 0
         pages._state.page_ids = []
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import kvarts
 from kvarts.errors import ConfigError
+from kvarts.events import Arrived, Rejected
 from kvarts.report.requests import RequestLog
 from kvarts.request import Request
 from kvarts.session.pages import SessionPages
@@ -28,6 +29,7 @@ from kvarts.sim.replica import Replica
 from kvarts.sim.router import RoundRobin
 from kvarts.traffic.trace import Trace, TraceRequest
 
+from builders.kept import Kept
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, ROUTERS, timelines_json
 from builders.session_traces import Talk, session_traces
 
@@ -335,6 +337,19 @@ def test_at_capacity_a_turn_is_refused_or_the_session_idle_longest_goes() -> Non
     # c evicts a, whose second turn evicts b, whose second turn finds room: a has ended.
     assert (evicted["num_refused_turns"], evicted["num_evicted"]) == (0, 2)
     assert evicted["num_history_tokens_computed"] == 2 * 11
+
+
+def test_readers_are_told_of_a_refused_turn_as_of_any_refused_request() -> None:
+    turns = [("a", 8, 4, 0), ("b", 8, 4, 0), ("c", 8, 4, 0), ("a", 20, 4, 0), ("b", 20, 4, 0)]
+    told = Kept()
+    sessions = SessionReplay(window=16, sink=4, chunk_tokens=32)  # 6 pages each, and 8 for chunks
+    config = ReplayConfig(page_size=4, num_pages=20, audit=HAS_AUDIT, sessions=sessions)
+    report = replay(talk_of(*turns), config, observers_of=lambda replica: [told])
+    refused = [(index, reason) for index, reason in enumerate(report.requests["reason"]) if reason]
+    assert [(event.request, event.reason) for event in told.events if isinstance(event, Rejected)] == refused
+    assert len(refused) == 1
+    arrived = {event.request for event in told.events if isinstance(event, Arrived)}
+    assert sorted(arrived | {refused[0][0]}) == list(range(5)) and refused[0][0] not in arrived
 
 
 def test_a_pin_keeps_what_others_would_evict() -> None:

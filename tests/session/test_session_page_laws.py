@@ -6,7 +6,9 @@ is by definition. A step writes tokens to the slots that page tables name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -79,9 +81,13 @@ class SessionPagesMachine(RuleBasedStateMachine):
     def most_pages(self, keeps: SinkWindow) -> int:
         return -(-keeps.sink // self.page_size) + -(-keeps.window // self.page_size) + 1
 
-    def page_of(self, table: SessionPageTable, position: int) -> PageId:
+    def tables_of(self, pages: SessionPages) -> list[tuple[SessionPageTable, Sequence[PageId]]]:
+        """Every page table: those of its group, and its page ids."""
+        return [(table, block) for table in pages.tables for block in table.by_block]
+
+    def page_of(self, table: SessionPageTable, block: Sequence[PageId], position: int) -> PageId:
         page = position // self.page_size
-        return table.page_ids[page if page < table.num_sink_pages else page - table.num_dropped]
+        return block[page if page < table.num_sink_pages else page - table.num_dropped]
 
     def some(self, index: int) -> Known:
         return self.sessions[index % len(self.sessions)]
@@ -99,9 +105,9 @@ class SessionPagesMachine(RuleBasedStateMachine):
     def write(self, session: Known, start: int) -> None:
         """Write the tokens from `start` on where the page tables say."""
         for position in range(start, len(session.history)):
-            for number, table in enumerate(session.pages.tables):
-                page = self.page_of(table, position)
-                assert not self.reserve.is_shared(page), "a page that another has is written"
+            for number, (table, block) in enumerate(self.tables_of(session.pages)):
+                page = self.page_of(table, block, position)
+                assert not self.is_shared(page), "a page that another has is written"
                 self.memory[page, position % self.page_size] = number, session.history[position]
 
     def copy(self, sessions: list[Known]) -> None:
@@ -110,6 +116,9 @@ class SessionPagesMachine(RuleBasedStateMachine):
                 for slot in range(self.page_size):
                     if (source, slot) in self.memory:
                         self.memory[target, slot] = self.memory[source, slot]
+
+    def is_shared(self, page: PageId) -> bool:
+        return sum(page in session.pages.page_ids for session in self.sessions) > 1
 
     @rule(sink=st.integers(0, 9), window=st.integers(1, 20))
     @precondition(lambda self: len(self.sessions) < 5)
@@ -183,7 +192,7 @@ class SessionPagesMachine(RuleBasedStateMachine):
         if not session.pages.can_shorten(length):
             assert any(
                 self.is_gone(table, session.seen_from(length - 1, layer) | {length - 1})
-                for table, layer in zip(session.pages.tables, self.layers, strict=True)
+                for (table, _), layer in zip(self.tables_of(session.pages), self.layers, strict=True)
             )
             return
         del session.history[length:]
@@ -204,12 +213,12 @@ class SessionPagesMachine(RuleBasedStateMachine):
         assert pages.most_held <= most + self.room_pages
         assert len(set(pages.page_ids)) == held
         last = max(0, length - 1)  # it may be computed again
-        for number, (table, layer) in enumerate(zip(pages.tables, self.layers, strict=True)):
+        for number, ((table, block), layer) in enumerate(zip(self.tables_of(pages), self.layers, strict=True)):
             for position in session.seen_from(length, layer) | session.seen_from(last, layer):
-                page = self.page_of(table, position)
+                page = self.page_of(table, block, position)
                 assert self.memory[page, position % self.page_size] == (number, session.history[position])
             kept = {position // self.page_size for position in (*kept_for(layer, session.keeps, last), last)}
-            assert len(table.page_ids) <= len(kept), "a page is kept that no later token sees"
+            assert len(block) == table.num_pages <= len(kept), "a page is kept that no later token sees"
 
     @invariant()
     def all_is_held(self) -> None:
@@ -225,9 +234,9 @@ class SessionPagesMachine(RuleBasedStateMachine):
         assert holding is not None and holding.page_ids is not None
         assert len(set(holding.page_ids)) == self.reserve.num_pages
         assert held <= set(holding.page_ids)
-        for page in held:
-            num_sharing = sum(page in session.pages.page_ids for session in self.sessions)
-            assert self.reserve.is_shared(page) == (num_sharing > 1)
+        firsts = {page for session in self.sessions for table in session.pages.tables for page in table.by_block[0]}
+        for page in firsts:
+            assert self.reserve.is_shared(page) == self.is_shared(page)
         self.cache.check([(holding, holding.num_pages)])
 
     def teardown(self) -> None:
@@ -274,8 +283,7 @@ class GroupPagesMachine(SessionPagesMachine):
         )
 
     def open(self, keeps: SinkWindow) -> SessionPages:
-        tables = [one for one, blocks in retained_by_group(self.groups, keeps) for _ in range(blocks)]
-        return SessionPages(keeps, self.reserve, self.room, tables)
+        return SessionPages(keeps, self.reserve, self.room, retained_by_group(self.groups, keeps))
 
     def most_pages(self, keeps: SinkWindow) -> int:
         return most_blocks(self.groups, keeps, self.page_size)
@@ -298,3 +306,51 @@ def test_with_a_state_any_rollback_is_possible_since_all_is_computed_again() -> 
         assert pages.can_shorten(6) is (num_state_blocks > 0)
     assert pages.shorten(6, 20) == 0
     assert not pages.page_ids
+
+
+class CountedReserve:
+    """A reserve that counts how often pages are taken or released."""
+
+    def __init__(self, reserve: PageReserve) -> None:
+        self.reserve = reserve
+        self.count = 0
+
+    def take(self, num_pages: int = 1) -> PageId:
+        self.count += 1
+        return self.reserve.take(num_pages)
+
+    def release(self, page_id: PageId) -> None:
+        self.count += 1
+        self.reserve.release(page_id)
+
+    def is_shared(self, page_id: PageId) -> bool:
+        return self.reserve.is_shared(page_id)
+
+    def beside(self, page_id: PageId) -> Sequence[PageId]:
+        return self.reserve.beside(page_id)
+
+
+def test_a_page_of_many_blocks_is_taken_and_released_as_often_as_one_of_a_block() -> None:
+    """A state by page takes thousands of blocks."""
+    counts = []
+    for num_blocks in (1, 3_000):
+        state = KvLayer(kind="state", num_heads=0, head_numbers=0, span=2)
+        groups = GroupMemory((PartGroup(FULL, 4, 1), PartGroup(state, 4 * num_blocks, num_blocks)))
+        page_blocks = 1 + num_blocks
+        cache = GroupPages(groups, num_blocks=20 * page_blocks, page_size=2, most_new_tokens=8, with_ids=True)
+        reserve, room = PageReserve(cache), ChunkRoom(4 * page_blocks, 2, page_blocks)
+        reserve.extend(cache.num_free)
+        keeps = SinkWindow(0, 6)
+        counted: Any = CountedReserve(reserve)
+        pages = SessionPages(keeps, counted, room, retained_by_group(groups, keeps))
+        for start in range(0, 64, 8):
+            pages.settle(start)
+            pages.grow(start, start + 8)
+        pages.settle(63)
+        assert room.num_used == 0
+        assert reserve.num_taken == len(set(pages.page_ids)) == len(pages.page_ids)
+        assert len(pages.page_tables) == page_blocks
+        pages.release()
+        assert reserve.num_taken == 0
+        counts.append(counted.count)
+    assert counts == [2 * 32 * 2] * 2, "a page of each group is taken and released once"

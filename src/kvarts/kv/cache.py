@@ -18,6 +18,7 @@ use for later, as long as no request needs their memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 from kvarts.content import Content
@@ -537,12 +538,14 @@ class PageReserve:
         """The count of page numbers handed out; where pages are only counted, the reserve numbers its pages itself."""
         self._free_ids: list[PageId] = []
         self._num_sharing: dict[PageId, int] = {}
-        """The number of sharers of each taken page."""
+        """The number of sharers of each taken page, or of the first page of several taken as one."""
+        self._beside: dict[PageId, list[PageId]] = {}
+        """The other pages of several taken as one, by their first page."""
 
     @property
     def num_taken(self) -> int:
         """Pages that are taken."""
-        return len(self._num_sharing)
+        return len(self._num_sharing) + sum(map(len, self._beside.values()))
 
     def extend(self, num_pages: int) -> None:
         """Take `num_pages` from the cache. Raise PageError for more than are free."""
@@ -570,11 +573,23 @@ class PageReserve:
         if self._tell is not None:
             self._tell(PagesReserved(self.num_pages))
 
-    def take(self) -> PageId:
-        """Take a page. One is available: a taker has reserved the most pages that it takes."""
+    def take(self, num_pages: int = 1) -> PageId:
+        """Take a page, or several as one, and return the first; it is shared and released for all of them.
+
+        They are available: a taker has reserved the most pages that it takes.
+        """
         page_id = self._free_ids.pop()
         self._num_sharing[page_id] = 1
+        if num_pages > 1:
+            at = len(self._free_ids) - num_pages + 1
+            assert at >= 0, "more pages were taken than the taker has reserved"
+            self._beside[page_id] = self._free_ids[at:]
+            del self._free_ids[at:]
         return page_id
+
+    def beside(self, page_id: PageId) -> Sequence[PageId]:
+        """Return the other pages that were taken with a page, as one."""
+        return self._beside.get(page_id, ())
 
     def share(self, page_id: PageId) -> None:
         """Add a sharer of a page."""
@@ -592,12 +607,16 @@ class PageReserve:
         else:
             del self._num_sharing[page_id]
             self._free_ids.append(page_id)
+            if page_id in self._beside:
+                self._free_ids += self._beside.pop(page_id)
 
     def holding(self) -> Holding | None:
         """Return a holding of all pages; None without pages."""
         if not self.num_pages:
             return None
-        page_ids = [*self._free_ids, *self._num_sharing] if self.has_page_ids else None
+        page_ids = None
+        if self.has_page_ids:
+            page_ids = [*self._free_ids, *self._num_sharing, *chain.from_iterable(self._beside.values())]
         assert page_ids is None or len(page_ids) == self.num_pages, "L1: the reserve has lost a page"
         return self._cache.reserved(self.num_pages, page_ids)
 

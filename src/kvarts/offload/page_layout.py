@@ -603,6 +603,31 @@ class PageLayout(Layout[MemoryTier]):
         held = [part.pages for parts in cast(PageCopies, copies).held for part in parts]
         return [pages for pages in held if pages is not None]
 
+    def _check_marks(self, order: SafeFirst) -> None:
+        """Assert that each run on the device is marked as what is below says, with one look for a run and those before
+        it, which have the same pages below.
+        """
+        seen: set[int] = set()
+        for deepest in reversed(list(self._cache.tree.nodes())):
+            branch: list[Node] = []
+            node: Node | None = deepest
+            while node is not None and node.end and id(node) not in seen:
+                seen.add(id(node))
+                branch.append(node)
+                node = node.parent
+            if not branch:
+                continue
+            start = branch[-1].start
+            pages = bytearray(deepest.end - start)
+            for tier in self.own:
+                for first, last in tier.held(deepest.content, start, deepest.end):
+                    pages[first - start : last - start] = b"\1" * (last - first)
+            for node in branch:
+                num_held = pages.count(1, node.start - start, node.end - start)
+                below = order.below(node)
+                num_expected = node.end - node.start if below == Below.STORED else 0
+                assert num_held == num_expected, f"L4: {node} is marked {below}; {num_held} pages are below"
+
     def check(self, under_way: Sequence[Copies]) -> None:
         """Assert laws L1 to L3 in every tier, given the copies under way."""
 
@@ -610,14 +635,7 @@ class PageLayout(Layout[MemoryTier]):
             return self._num_above(place, content, num_pages) >= num_pages
 
         if self._order is not None:
-            for node in self._cache.tree.nodes():
-                held: set[int] = set()
-                for tier in self.own:
-                    for first, last in tier.held(node.content, node.start, node.end):
-                        held.update(range(first, last))
-                below = self._order.below(node)
-                num_expected = node.end - node.start if below == Below.STORED else 0
-                assert len(held) == num_expected, f"L4: {node} is marked {below}; {len(held)} pages are below"
+            self._check_marks(self._order)
         for place, tier in enumerate(self.tiers):
             tier.check(partial(is_above, place))
         if not under_way:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,14 +63,17 @@ class ChunkRoom:
 
 
 class SessionPageTable:
-    """One page table of a session, with page ids from `reserve`.
+    """The page tables of a session in one KV group, with page ids from `reserve`: `num_blocks` tables, which differ in
+    their ids only. A page is taken and released in all of them as one.
 
-    The reserve contains `retained.most_pages` pages for it, in addition to those of `room`.
+    The reserve contains `retained.most_pages` pages for each, in addition to those of `room`.
     """
 
-    def __init__(self, retained: Retained, reserve: PageReserve, room: ChunkRoom) -> None:
+    def __init__(self, retained: Retained, reserve: PageReserve, room: ChunkRoom, num_blocks: int = 1) -> None:
         self.retained = retained
         """The tokens retained by the layers that use the table."""
+        self.num_blocks = num_blocks
+        """Number of tables: the blocks of a page."""
         self.num_dropped = 0
         """Number of pages dropped so far after those of the sink."""
         self._reserve = reserve
@@ -79,14 +83,23 @@ class SessionPageTable:
         self.num_sink_pages = retained.num_sink_pages(room.page_size)
         """Number of its first pages, which stay when later ones are dropped."""
         self._page_ids: list[PageId] = []
+        """Its pages in order of position, each by the id of its first block."""
         self._copies: list[tuple[PageId, PageId]] = []
         self._num_borrowed = 0
-        """Number of pages of `room` in use by it in the current step."""
+        """Number of its pages in the current step that are from `room`."""
 
     @property
-    def page_ids(self) -> Sequence[PageId]:
-        """The pages that it holds, in order of position."""
-        return self._page_ids
+    def num_pages(self) -> int:
+        """The number of pages that it holds."""
+        return len(self._page_ids)
+
+    @property
+    def by_block(self) -> Sequence[Sequence[PageId]]:
+        """The ids of the pages that it holds, in order of position: a sequence for each block of a page."""
+        if self.num_blocks == 1:
+            return (self._page_ids,)
+        beside = [self._reserve.beside(page_id) for page_id in self._page_ids]
+        return [self._page_ids, *([others[place] for others in beside] for place in range(self.num_blocks - 1))]
 
     def page_numbers(self) -> npt.NDArray[np.int64]:
         """Return the numbers of the pages that it holds, in the history."""
@@ -111,7 +124,7 @@ class SessionPageTable:
         has_dropped = self._drop(position)
         if self._num_borrowed:
             num_borrowed = max(0, len(self._page_ids) - self._most_pages)
-            self._room.num_used -= self._num_borrowed - num_borrowed
+            self._room.num_used -= (self._num_borrowed - num_borrowed) * self.num_blocks
             self._num_borrowed = num_borrowed
         return has_dropped
 
@@ -152,16 +165,17 @@ class SessionPageTable:
         for place in range(start // size - self.num_dropped, len(page_ids)):
             shared = page_ids[place]
             if reserve.is_shared(shared):
-                page_ids[place] = reserve.take()
+                page_ids[place] = own = reserve.take(self.num_blocks)
                 reserve.release(shared)
-                self._copies.append((shared, page_ids[place]))
+                self._copies.append((shared, own))
+                self._copies += zip(reserve.beside(shared), reserve.beside(own), strict=True)
                 took = True
         for _ in range(-(-end // size) - self.num_dropped - len(page_ids)):
-            page_ids.append(reserve.take())
+            page_ids.append(reserve.take(self.num_blocks))
             took = True
         num_over = len(page_ids) - self._most_pages - self._num_borrowed
         if num_over > 0:
-            self._room.num_used += num_over
+            self._room.num_used += num_over * self.num_blocks
             self._num_borrowed += num_over
             assert self._room.num_used <= self._room.num_pages, "a chunk took more pages than there are for chunks"
         return took
@@ -216,7 +230,7 @@ class SessionPageTable:
         """Take pages for KV that was saved elsewhere. The table must be empty."""
         assert not self._page_ids
         num_pages, self.num_dropped, self.num_sink_pages = layout
-        self._page_ids = [self._reserve.take() for _ in range(num_pages)]
+        self._page_ids = [self._reserve.take(self.num_blocks) for _ in range(num_pages)]
 
     def release(self) -> None:
         """Release all pages, between steps; nothing is computed then."""
@@ -279,8 +293,8 @@ class SessionState:
 class SessionPages:
     """OwnPages of a session with a sink and a window. Methods other than those of OwnPages are called between steps.
 
-    `retained`: the tokens retained by each page table, one table per block of a page; by default, a single table that
-    retains the same as the session. The tables of one KV group have the same pages. `make_table`: makes these tables.
+    `retained`: of each KV group, the tokens retained by its page tables, and their number, the blocks of a page; by
+    default, a single table that retains the same as the session. `make_table`: makes the tables of a group.
     `num_state_blocks`: the blocks of the state of a model with states.
     """
 
@@ -289,12 +303,13 @@ class SessionPages:
         keeps: SinkWindow,
         reserve: PageReserve,
         room: ChunkRoom,
-        retained: Sequence[Retained] | None = None,
-        make_table: Callable[[Any, PageReserve, ChunkRoom], SessionPageTable] = SessionPageTable,
+        retained: Sequence[tuple[Retained, int]] | None = None,
+        make_table: Callable[[Any, PageReserve, ChunkRoom, int], SessionPageTable] = SessionPageTable,
         num_state_blocks: int = 0,
     ) -> None:
         self.keeps = keeps
-        self.tables = [make_table(one, reserve, room) for one in ((keeps,) if retained is None else retained)]
+        groups = ((keeps, 1),) if retained is None else retained
+        self.tables = [make_table(one, reserve, room, num_blocks) for one, num_blocks in groups]
         self.places = set().union(*(table.retained.places(room.page_size) for table in self.tables))
         """The offsets in a page at which a token no longer needs a page that the previous token needed."""
         self.has_state = num_state_blocks > 0
@@ -307,7 +322,7 @@ class SessionPages:
     @property
     def page_ids(self) -> Sequence[PageId]:
         """The pages that it holds, table by table, and the blocks of its state."""
-        page_ids = [page_id for table in self.tables for page_id in table.page_ids]
+        page_ids = [page_id for table in self.tables for block in table.by_block for page_id in block]
         return page_ids + self._state.page_ids if self.has_state else page_ids
 
     @property
@@ -321,12 +336,13 @@ class SessionPages:
         late = self.keeps.rotates_late
         return tuple(
             PageTable(
-                tuple(table.page_ids),
+                tuple(block),
                 table.num_dropped,
                 table.num_sink_pages,
                 table.seen(late),
             )
             for table in self.tables
+            for block in table.by_block
         )
 
     def settle(self, position: int) -> bool:
@@ -393,13 +409,16 @@ class SessionPages:
 
     def layout(self) -> tuple[TableLayout, ...]:
         """Return the layout of the pages, table by table, and of a state as if it were one, for `restore`."""
-        tables = tuple(table.layout() for table in self.tables)
+        tables = tuple(chain.from_iterable(repeat(table.layout(), table.num_blocks) for table in self.tables))
         return (*tables, (len(self._state.page_ids), 0, 0)) if self.has_state else tables
 
     def restore(self, layout: Sequence[TableLayout]) -> Sequence[PageId]:
         """Take pages for KV that was saved elsewhere, and return them, table by table. All tables must be empty."""
-        for table, of_table in zip(self.tables, layout[: len(self.tables)], strict=True):
-            table.restore(of_table)
+        first = 0
+        for table in self.tables:
+            table.restore(layout[first])
+            first += table.num_blocks
+        assert first + self.has_state == len(layout), "the layout is of another model"
         if self.has_state:
             self._state.restore(layout[-1][0])
         self._note_held()
@@ -412,7 +431,7 @@ class SessionPages:
         self._state.release()
 
     def _note_held(self) -> None:
-        num_held = sum(len(table.page_ids) for table in self.tables) + len(self._state.page_ids)
+        num_held = sum(table.num_pages * table.num_blocks for table in self.tables) + len(self._state.page_ids)
         if num_held > self.most_held:
             self.most_held = num_held
 
@@ -423,8 +442,8 @@ class HeavyTable(SessionPageTable):
     Owner of the scores of its pages, and of the position of the last decision.
     """
 
-    def __init__(self, keeps: HeavyPages, reserve: PageReserve, room: ChunkRoom) -> None:
-        super().__init__(keeps, reserve, room)
+    def __init__(self, keeps: HeavyPages, reserve: PageReserve, room: ChunkRoom, num_blocks: int = 1) -> None:
+        super().__init__(keeps, reserve, room, num_blocks)
         self._keeps = keeps
         self._front = list(range(self.num_sink_pages))
         """The numbers of its first `num_sink_pages` pages; those after them have consecutive numbers."""
@@ -512,7 +531,8 @@ class HeavyTable(SessionPageTable):
 
 def count_retained(slots: PageSlots, pages: SessionPages, page_size: int, num_computed: int) -> list[int]:
     """Return, per page table, how many of the first `num_computed` tokens it holds that a later token can see."""
-    return [_count(slots, table, page_size, num_computed) for table in pages.tables]
+    counts = (_counts(slots, table, page_size, num_computed) for table in pages.tables)
+    return [count for of_table in counts for count in of_table]
 
 
 def holds_what_it_should(slots: PageSlots, pages: SessionPages, page_size: int, num_computed: int) -> bool:
@@ -520,8 +540,8 @@ def holds_what_it_should(slots: PageSlots, pages: SessionPages, page_size: int, 
     state is that after the last computed token.
     """
     is_right = all(
-        _count(slots, table, page_size, num_computed) == table.retained.num_retained(num_computed)
-        and len(table.page_ids) <= table.retained.most_pages(page_size)
+        set(_counts(slots, table, page_size, num_computed)) == {table.retained.num_retained(num_computed)}
+        and table.num_pages <= table.retained.most_pages(page_size)
         for table in pages.tables
     )
     if not (pages.has_state and num_computed):
@@ -529,17 +549,16 @@ def holds_what_it_should(slots: PageSlots, pages: SessionPages, page_size: int, 
     return is_right and len(pages.state) > 0 and bool((slots.positions(pages.state) == num_computed - 1).all())
 
 
-def _count(slots: PageSlots, table: SessionPageTable, page_size: int, num_computed: int) -> int:
-    """Return how many tokens a page table holds that a later token can see.
+def _counts(slots: PageSlots, table: SessionPageTable, page_size: int, num_computed: int) -> list[int]:
+    """Return how many tokens the page tables of a KV group hold that a later token can see, table by table.
 
     A token counts only if it was written to its own slot, the one given by page table and position.
     """
-    held = slots.positions(table.page_ids)
-    if not held.size:
-        return 0
+    if not table.num_pages:
+        return [0] * table.num_blocks
     expected = table.page_numbers()[:, None] * page_size + np.arange(page_size)
-    seen = table.retained.sees(expected, num_computed)
-    return int(np.count_nonzero((held == expected) & seen & (expected < num_computed)))
+    seen = table.retained.sees(expected, num_computed) & (expected < num_computed)
+    return [int(np.count_nonzero((slots.positions(block) == expected) & seen)) for block in table.by_block]
 
 
 class SessionMemory:
@@ -574,7 +593,5 @@ class SessionMemory:
         make_table = HeavyTable if keeps.is_scored else SessionPageTable  # all layers have one table for what is scored
         if groups is None:
             return SessionPages(keeps, reserve, room, make_table=make_table)
-        retained: list[Retained] | None = None
-        if not keeps.is_scored:
-            retained = [one for one, blocks in retained_by_group(groups, keeps) for _ in range(blocks)]
+        retained = None if keeps.is_scored else retained_by_group(groups, keeps)
         return SessionPages(keeps, reserve, room, retained, make_table, groups.num_state_blocks)

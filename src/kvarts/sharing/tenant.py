@@ -73,6 +73,10 @@ class Tenant:
             self.is_fresh = True
         return reason
 
+    def refuse(self, request: Request, reason: str, now_ns: int) -> None:
+        """Tell readers that `request` was refused at `now_ns` before it was queued, for `reason`."""
+        self.engine.refuse(request, reason, now_ns)
+
     def cancel(self, request: Request, now_ns: int) -> None:
         """Drop `request` at `now_ns`, between turns; models that wait for memory try again."""
         num_released = self.cache.num_released

@@ -143,6 +143,7 @@ class Arrivals(Informed):
         if self._sessions is not None:
             reason = self._sessions.begin(request, row, index)
             if reason is not None:
+                self.engines[index].refuse(request, reason, now_ns)
                 return reason
         return self.engines[index].submit(request, now_ns)
 

@@ -118,6 +118,10 @@ class Replica:
                 return None
         return self.engine.submit(request, now_ns)
 
+    def refuse(self, request: Request, reason: str, now_ns: int) -> None:
+        """Tell readers that `request` was refused at `now_ns` before it was queued, for `reason`."""
+        self.engine.refuse(request, reason, now_ns)
+
     def cancel(self, request: Request, now_ns: int = 0) -> None:
         """Drop `request` between steps, at `now_ns` if the engine is not beyond that. Its pages are free at once.
 

@@ -49,6 +49,9 @@ class Routed(Protocol):
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Queue `request` at `now_ns`, or return the reason why it can never run."""
 
+    def refuse(self, request: Request, reason: str, now_ns: int) -> None:
+        """Tell readers of its events that `request` was refused at `now_ns` before it was queued, for `reason`."""
+
     def cancel(self, request: Request, now_ns: int) -> None:
         """Drop `request` at `now_ns`, between steps."""
 
