@@ -540,12 +540,14 @@ class PageReserve:
         self._num_sharing: dict[PageId, int] = {}
         """The number of sharers of each taken page, or of the first page of several taken as one."""
         self._beside: dict[PageId, list[PageId]] = {}
-        """The other pages of several taken as one, by their first page."""
+        """The other pages of several taken as one, by their first page; they stay together when they are released."""
+        self._free_parts: dict[int, list[PageId]] = {}
+        """The first pages of several that were taken as one and released, by how many they are."""
 
     @property
     def num_taken(self) -> int:
         """Pages that are taken."""
-        return len(self._num_sharing) + sum(map(len, self._beside.values()))
+        return sum(1 + len(self.beside(page_id)) for page_id in self._num_sharing)
 
     def extend(self, num_pages: int) -> None:
         """Take `num_pages` from the cache. Raise PageError for more than are free."""
@@ -560,6 +562,8 @@ class PageReserve:
 
     def shrink(self, num_pages: int) -> None:
         """Return `num_pages` pages that are not taken to the cache."""
+        if num_pages > len(self._free_ids):
+            self._break_up()
         assert num_pages <= len(self._free_ids), f"{num_pages} pages to give back, {len(self._free_ids)} are free"
         at = len(self._free_ids) - num_pages
         page_ids = self._free_ids[at:]
@@ -578,6 +582,12 @@ class PageReserve:
 
         They are available: a taker has reserved the most pages that it takes.
         """
+        if num_pages > 1 and (parts := self._free_parts.get(num_pages)):
+            page_id = parts.pop()
+            self._num_sharing[page_id] = 1
+            return page_id
+        if num_pages > len(self._free_ids):
+            self._break_up()
         page_id = self._free_ids.pop()
         self._num_sharing[page_id] = 1
         if num_pages > 1:
@@ -606,9 +616,18 @@ class PageReserve:
             self._num_sharing[page_id] = num_sharing
         else:
             del self._num_sharing[page_id]
+            beside = self._beside.get(page_id)
+            if beside is None:
+                self._free_ids.append(page_id)
+            else:
+                self._free_parts.setdefault(1 + len(beside), []).append(page_id)
+
+    def _break_up(self) -> None:
+        """Let released pages that were taken as one be taken one by one."""
+        for page_id in chain.from_iterable(self._free_parts.values()):
             self._free_ids.append(page_id)
-            if page_id in self._beside:
-                self._free_ids += self._beside.pop(page_id)
+            self._free_ids += self._beside.pop(page_id)
+        self._free_parts.clear()
 
     def holding(self) -> Holding | None:
         """Return a holding of all pages; None without pages."""
@@ -616,7 +635,8 @@ class PageReserve:
             return None
         page_ids = None
         if self.has_page_ids:
-            page_ids = [*self._free_ids, *self._num_sharing, *chain.from_iterable(self._beside.values())]
+            page_ids = [*self._free_ids, *self._num_sharing, *chain.from_iterable(self._free_parts.values())]
+            page_ids += chain.from_iterable(self._beside.values())
         assert page_ids is None or len(page_ids) == self.num_pages, "L1: the reserve has lost a page"
         return self._cache.reserved(self.num_pages, page_ids)
 
