@@ -129,7 +129,7 @@ def test_what_is_below_is_known_whatever_comes_back_to_the_device(
         order.regroup()
         with pytest.raises(AssertionError, match="L4"):
             offloader.check()
-        order.mark([node], below)
+        order.mark([node], Below(below))
         order.regroup()
         offloader.check()
 
