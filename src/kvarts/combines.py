@@ -128,7 +128,9 @@ REFUSED = (
     ),
     Refusal(("ranks", "fleet"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("prices", "kv_groups", "plan"), "only replays count parts of pages", WHOLE),
-    Refusal(("states_by_page", "uncached"), "it keeps no states for prefixes", "Leave {mamba_cache_mode} out."),
+    Refusal(
+        ("states_by_page", "uncached"), "such an engine keeps no states for prefixes", "Leave {mamba_cache_mode} out."
+    ),
     Refusal(("fused", "windows"), "it reads no sinks", "Take sdpa, or numba on a CPU."),
     Refusal(("sessions", "mocker"), "Dynamo's mocker knows no sessions", "Take another profile."),
     Refusal(("sessions", "several"), "sessions are of one model"),
