@@ -159,7 +159,7 @@ def test_in_align_the_chunks_of_a_prompt_end_at_pages() -> None:
         ({"model": "gemma-3-27b", "mamba_cache_mode": "all"}, "has no effect without layers with a state"),
         ({"mamba_cache_mode": "all", "kv_groups": "off"}, "has no effect without layers with a state"),
         ({"mamba_cache_mode": "all", "snapshots": "branches"}, "snapshots: has no effect"),
-        ({"mamba_cache_mode": "align", "no_prefix_caching": True}, "it keeps no states for prefixes"),
+        ({"mamba_cache_mode": "align", "no_prefix_caching": True}, "such an engine keeps no states for prefixes"),
     ],
 )
 def test_what_does_not_go_with_states_by_page_is_refused(changes: dict[str, Any], why: str) -> None:
