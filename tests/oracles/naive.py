@@ -494,6 +494,9 @@ class NaiveEngine:
             num_padded = self.num_padded(head, hits)
             if 1 + num_padded > budget:
                 break
+            with_draft = self.pages_for(head.known + num_padded) - shared
+            if num_padded and not self.running and not self.fits(head, with_draft):
+                num_padded = 0  # nothing will release memory
             if not self.fits(head, self.pages_for(head.known + num_padded) - shared + self.num_kept(self.num_pages)):
                 break
             place = self.waiting.index(head)

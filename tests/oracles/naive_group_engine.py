@@ -12,7 +12,7 @@ from typing import Any
 
 from kvarts.hardware.kv_groups import KvLayer
 
-from oracles.naive import Batch, NaiveEngine, NaiveRequest, NaiveStep
+from oracles.naive import Batch, NaiveEngine, NaiveRequest, NaiveStep, Page
 from oracles.naive_grouped import NaiveGroups, NaivePart, NaiveSequence, has_state
 from oracles.naive_kv_groups import kept_pages
 
@@ -184,7 +184,7 @@ class NaiveGroupEngine(NaiveEngine):
         self.count_computed(request, end)
 
     def take_pages_of(self, request: NaiveRequest, want: int) -> None:
-        """A chunk takes its parts at the request's turn, before it is certain that they are computed."""
+        """Parts are taken at the request's turn, before it is certain that the tokens are computed."""
         sequence = self.sequences[request.seq]
         pages = {(request.computed + each) // self.page_size for each in range(want)}
         for group, (layer, _) in enumerate(self.layers):
@@ -192,12 +192,9 @@ class NaiveGroupEngine(NaiveEngine):
                 if page >= -(-request.computed // self.page_size):
                     sequence.parts[group][page] = self.groups.take(group)
 
-    def begin_page(self, request: NaiveRequest) -> None:
-        """A decode takes parts for the page of its next token."""
-        page = request.computed // self.page_size
-        for group, (layer, _) in enumerate(self.layers):
-            if not has_state(layer):
-                self.sequences[request.seq].parts[group][page] = self.groups.take(group)
+    def missing(self, request: NaiveRequest, want: int) -> int:
+        """The bytes that the next tokens of a request need and it does not have."""
+        return self.groups.missing(self.sequences[request.seq], want)
 
     def fill(self, request: NaiveRequest) -> None:
         """A decode computes a token; its page can be found if that is the last one of the page."""
@@ -216,11 +213,10 @@ class NaiveGroupEngine(NaiveEngine):
         """What no later token needs goes back, the deepest first."""
         sequence = self.sequences[request.seq]
         for group, (layer, _) in enumerate(self.layers):
-            needed = set(self.groups.needed(layer, request.computed))
-            if request.computed % self.page_size:
-                needed.add(request.computed // self.page_size)
+            needed = self.groups.needed(layer, request.computed)
+            next_page = request.computed // self.page_size  # drafts take pages from it on
             for page in sorted(sequence.parts[group], reverse=True):
-                if page not in needed:
+                if page < next_page and page not in needed:
                     self.groups.release(sequence.parts[group].pop(page))
 
     def can_settle(self, joined: set[int]) -> bool:
@@ -289,12 +285,13 @@ class NaiveGroupEngine(NaiveEngine):
             if request not in self.running:
                 continue
             want = min(request.known - request.computed, budget, self.most_tokens)
+            want += self.num_drafted(request)
             is_decode = request.seq in self.decoding
             priorities = [other.priority for other in self.running]
             if not is_decode and priorities == sorted(priorities)[::-1]:
                 compute_planned()  # none of these can be preempted any more
             self.settle(request)
-            missing = self.groups.missing(self.sequences[request.seq], want)
+            missing = self.missing(request, want)
             while missing > self.groups.free_bytes():
                 if self.others_make_way(request, missing):
                     break
@@ -314,12 +311,11 @@ class NaiveGroupEngine(NaiveEngine):
                 break
             if not is_decode:
                 chunks.add(request.seq)
-                self.take_pages_of(request, want)
-            elif request.computed % self.page_size == 0:
-                self.begin_page(request)
+            self.take_pages_of(request, want)
             took[request.seq] = (request, want)
             budget -= want
         compute_planned()
+        self.begin_admissions(before)
         while not num_preempted and self.waiting and len(self.running) < self.max_num_seqs and budget:
             head = self.choose_head(self.waiting, now_ns)
             tokens = self.tokens_of(head, head.known)
@@ -333,7 +329,13 @@ class NaiveGroupEngine(NaiveEngine):
             if any(self.is_of_step(group, tokens, head.tenant, length) for group in range(len(self.layers))):
                 break
             want = min(head.known - hit_tokens, budget, self.most_tokens)
-            wanted = self.wanted(hit_tokens, head.known, hit_tokens + want, sequence.parts)
+            num_padded = self.num_padded(head, [Page()] * length)
+            if 1 + num_padded > budget:
+                break
+            wanted = self.wanted(hit_tokens, head.known + num_padded, hit_tokens + want + num_padded, sequence.parts)
+            if num_padded and not self.running and not self.fits(head, wanted):
+                num_padded = 0  # nothing will release memory
+                wanted = self.wanted(hit_tokens, head.known, hit_tokens + want, sequence.parts)
             if not self.fits(head, wanted + self.block_bytes * self.num_kept(self.total_bytes // self.block_bytes)):
                 break
             self.waiting.remove(head)
@@ -353,8 +355,10 @@ class NaiveGroupEngine(NaiveEngine):
             head.others_hit_tokens += max(0, hit_tokens - head.furthest)
             head.furthest = max(head.furthest, hit_tokens)
             head.computed = before[head.seq] = hit_tokens
+            if num_padded:
+                self.take_pages_of(head, want + num_padded)
             self.compute_chunk(head, want)
-            budget -= want
+            budget -= want + num_padded
         look()
         self.budget_left, self.num_preempted = budget, num_preempted
         self.end_step()
@@ -374,7 +378,9 @@ class NaiveGroupEngine(NaiveEngine):
         joined: set[int] = set()
         for request in list(self.running):
             if request.seq in before and request.computed == request.known:
-                request.made += 1
+                if num_right := self.num_right(request):
+                    self.count_computed(request, request.computed + num_right)
+                request.made += 1 + num_right
                 if request.seq not in self.decoding:
                     joined.add(request.seq)
                 self.decoding.add(request.seq)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +17,15 @@ from kvarts.kv.group_pages import PartHolding
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.request import Request, RequestState
 from kvarts.sched.drafts import Drafts
-from kvarts.sched.plan import StepPlan, StepResult
+from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sched.running import Running
 
 from builders.case import Case, Row, cases
 from builders.guesser import KNOWING, Knowing
-from builders.live_groups import FULL, STATE, LiveRun, live_groups, window, with_outputs
+from builders.live_groups import FULL, STATE, STEP_NS, LiveRun, live_groups, window, with_outputs
+from oracles.naive import run_naive
+from oracles.naive_drafts import DraftFn
+from oracles.naive_group_drafts import NaiveGroupDraftEngine
 from oracles.naive_kv_groups import seen_by
 
 pytestmark = pytest.mark.laws
@@ -155,6 +161,77 @@ def test_guesses_that_come_first_take_parts_at_their_turns(
     assert live.engine.scheduler.cache.num_used == 0
 
 
+class Planned(Knowing):
+    """Guesses so many tokens after each, of which the first so many are right, as `drafts` says of it."""
+
+    def __init__(self, drafts: DraftFn) -> None:
+        super().__init__(0, 0.0, 1)
+        self.drafts = drafts
+
+    def draft(self, request: Request, num_most: int, batch: Batch) -> npt.NDArray[np.uint64]:
+        known = request.content.num_known_tokens
+        num_drafted, num_right = self.drafts(request.index, known - request.num_prompt_tokens)
+        assert num_drafted <= num_most
+        said = self.tokens[request.index][1][known:][:num_drafted]
+        return np.array([token + (place >= num_right) for place, token in enumerate(said)], np.uint64)
+
+
+@given(
+    case=cases(max_requests=16),
+    groups=live_groups(),
+    state=st.sampled_from([0, 0, 1, 3]),
+    keeps=st.sampled_from(["all", "tails"]),
+    seed=st.integers(0, 1 << 16),
+    num_slots=st.sampled_from([1, 2, 5]),
+)
+def test_every_step_with_guesses_that_come_first_is_as_in_the_naive_engine(
+    case: Case, groups: tuple[PartGroup, ...], state: int, keeps: Any, seed: int, num_slots: int
+) -> None:
+    """L1, L2, L4, L8: used and cached parts of every group at every step, and what requests find."""
+    case.num_pages, case.profile = max(1, case.num_pages * 2 // 3), "default"
+    for row in case.rows:
+        row.priority = 0
+    case.max_num_batched_tokens = max(case.max_num_batched_tokens, case.max_num_seqs * (1 + num_slots))
+    groups = (*groups, PartGroup(STATE, state)) if state else groups
+    requests = list(with_outputs(case.naive_requests()))
+
+    def drafts(seq: int, made: int) -> tuple[int, int]:
+        rng = Random(f"{seed} {seq} {made}")
+        num_most = max(0, min(num_slots, requests[seq].num_output - made - 1))
+        num_drafted = rng.choice([0, rng.randint(0, num_most), num_most])
+        return num_drafted, rng.choice([0, rng.randint(0, num_drafted), num_drafted])
+
+    live = run_first(case, groups, keeps, Planned(drafts), num_slots)
+    naive = NaiveGroupDraftEngine(
+        [(group.layer, group.part_bytes) for group in groups],
+        keeps_all=keeps == "all",
+        num_slots=num_slots,
+        drafts=drafts,
+        num_pages=case.num_pages,
+        page_size=case.page_size,
+        max_num_batched_tokens=case.max_num_batched_tokens,
+        max_num_seqs=case.max_num_seqs,
+        cost=lambda batch, engine: STEP_NS,
+    )
+    run_naive(requests, [naive])
+    block_bytes = GroupMemory(groups).block_bytes
+    for request, expected in zip(live.requests, requests, strict=True):
+        assert (request.state is RequestState.REJECTED) == expected.rejected
+        if not expected.rejected:
+            assert request.first_admitted_ns == expected.first_admitted_ns
+            assert request.last_token_ns == expected.last_token_ns
+            assert request.cached_tokens == expected.others_hit_tokens
+            assert request.num_preemptions == expected.preemptions
+    assert len(live.steps.done) == len(naive.steps)
+    for step, expected_step, counts in zip(live.steps.done, naive.steps, naive.counts, strict=True):
+        assert step.start_ns == expected_step.start_ns
+        assert step.num_used * block_bytes == expected_step.used
+        assert step.num_cached * block_bytes == expected_step.cached
+        assert step.tiers == counts
+        assert (step.num_running, step.num_waiting) == (expected_step.running, expected_step.waiting)
+        assert len(step.preemptions) == expected_step.preempted
+
+
 CASE = Case([Row(0, [1, 2, 3, 4, 5], 5, 40, None, 0, None)], 1, 2, 60, 16, 4, "default", 1)
 
 
@@ -166,6 +243,18 @@ def test_guesses_that_are_right_save_steps() -> None:
         steps[most] = len(run(CASE, groups, "all", drafter).steps.done)
     assert drafter.num_accepted == drafter.num_drafted > 20
     assert steps[5] < steps[0] / 2
+
+
+@pytest.mark.parametrize("groups", [(PartGroup(FULL, 1),), (PartGroup(FULL, 1), PartGroup(window(2), 1))])
+def test_a_request_beside_which_nothing_runs_takes_no_room_for_a_draft_that_memory_lacks(
+    groups: tuple[PartGroup, ...],
+) -> None:
+    """L8: the second finds all but the last token of the first, and would wait for ever."""
+    prompt = [1, 2, 3, 4, 5]
+    case = Case([Row(at_ms, prompt, 5, 1, None, 0, None) for at_ms in (0, 100)], 1, 1, 5, 16, 1, "default", 1)
+    live = run_first(case, groups, "all", Knowing(1, 0.0, 3), 3)
+    assert [request.state for request in live.requests] == [RequestState.FINISHED] * 2
+    assert live.requests[1].cached_tokens == 4
 
 
 def test_a_window_that_believes_a_guess_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
