@@ -77,9 +77,9 @@ from vllm_setup import cache_config, model_config
 STEP_NS = 1_000_000
 NEVER = 1 << 62
 STOP = 99
+"""The token that ends requests that stop."""
 MOST_STEPS_WITHOUT_WORK = 400
 """More steps than pass in any workload before the next request arrives or a load ends."""
-"""The token that ends requests that stop."""
 MAX_MODEL_LEN = 262_144
 FULL: tuple[str, int | None] = ("full", None)
 

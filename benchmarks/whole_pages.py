@@ -74,7 +74,7 @@ def main() -> None:
                     found[name].append(measure(source, args.trace, num_pages, page_size))
             for name, taken in found.items():
                 print(
-                    f"{page_size:4} tokens a page, {kind:8}{name:7}"
+                    f"{page_size:4} tokens per page, {kind:8}{name:7}"
                     f"least {min(taken):.3f} s, {min(taken) / min(found['before']):.3f} times, "
                     f"median {statistics.median(taken):.3f} s, "
                     f"{statistics.median(taken) / statistics.median(found['before']):.3f} times",

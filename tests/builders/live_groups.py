@@ -24,9 +24,12 @@ from kvarts.sched.plan import StepPlan, StepResult
 
 from builders.rooms import HAS_AUDIT
 from oracles.naive import NaiveRequest
+from oracles.naive_group_engine import NaiveGroupEngine
 from oracles.naive_kv_groups import seen_by
 
 STEP_NS = 1_000_000
+MOST_IDLE = 1000
+"""More steps than any workload waits for a transfer."""
 
 
 FULL = KvLayer(kind="full", num_heads=1, head_numbers=2)
@@ -346,14 +349,35 @@ class LiveRun:
         """Run all, each from its arrival on."""
         engine = self.engine
         waiting = sorted(self.requests, key=lambda request: request.arrival_ns)
-        now_ns = 0
+        now_ns = num_idle = 0
         while waiting or engine.has_work:
             while waiting and waiting[0].arrival_ns <= now_ns:
                 engine.submit(waiting.pop(0), now_ns)
             if engine.has_work:
                 engine.step(now_ns)
+                num_idle = 0 if engine.batch.num_decodes or engine.batch.chunks else num_idle + 1
+                assert num_idle < MOST_IDLE, "L8: there is work, and no step computes anything"
                 now_ns = engine.now_ns
                 between_steps()
             else:
                 now_ns = waiting[0].arrival_ns if waiting else now_ns
         assert all(request.state in (RequestState.FINISHED, RequestState.REJECTED) for request in self.requests)
+
+
+def assert_as_naive(live: LiveRun, requests: Sequence[NaiveRequest], naive: NaiveGroupEngine, block_bytes: int) -> None:
+    """When requests run and what they find, and used and cached parts of every group at every step."""
+    for request, expected in zip(live.requests, requests, strict=True):
+        assert (request.state is RequestState.REJECTED) == expected.rejected
+        if not expected.rejected:
+            assert request.first_admitted_ns == expected.first_admitted_ns
+            assert request.last_token_ns == expected.last_token_ns
+            assert request.cached_tokens == expected.others_hit_tokens
+            assert request.num_preemptions == expected.preemptions
+    assert len(live.steps.done) == len(naive.steps)
+    for step, expected_step, counts in zip(live.steps.done, naive.steps, naive.counts, strict=True):
+        assert step.start_ns == expected_step.start_ns
+        assert step.num_used * block_bytes == expected_step.used
+        assert step.num_cached * block_bytes == expected_step.cached
+        assert step.tiers == counts
+        assert (step.num_running, step.num_waiting) == (expected_step.running, expected_step.waiting)
+        assert len(step.preemptions) == expected_step.preempted

@@ -22,7 +22,7 @@ from kvarts.sched.running import Running
 
 from builders.case import Case, Row, cases
 from builders.guesser import KNOWING, Knowing
-from builders.live_groups import FULL, STATE, STEP_NS, LiveRun, live_groups, window, with_outputs
+from builders.live_groups import FULL, STATE, STEP_NS, LiveRun, assert_as_naive, live_groups, window, with_outputs
 from oracles.naive import run_naive
 from oracles.naive_drafts import DraftFn
 from oracles.naive_group_drafts import NaiveGroupDraftEngine
@@ -214,22 +214,7 @@ def test_every_step_with_guesses_that_come_first_is_as_in_the_naive_engine(
         cost=lambda batch, engine: STEP_NS,
     )
     run_naive(requests, [naive])
-    block_bytes = GroupMemory(groups).block_bytes
-    for request, expected in zip(live.requests, requests, strict=True):
-        assert (request.state is RequestState.REJECTED) == expected.rejected
-        if not expected.rejected:
-            assert request.first_admitted_ns == expected.first_admitted_ns
-            assert request.last_token_ns == expected.last_token_ns
-            assert request.cached_tokens == expected.others_hit_tokens
-            assert request.num_preemptions == expected.preemptions
-    assert len(live.steps.done) == len(naive.steps)
-    for step, expected_step, counts in zip(live.steps.done, naive.steps, naive.counts, strict=True):
-        assert step.start_ns == expected_step.start_ns
-        assert step.num_used * block_bytes == expected_step.used
-        assert step.num_cached * block_bytes == expected_step.cached
-        assert step.tiers == counts
-        assert (step.num_running, step.num_waiting) == (expected_step.running, expected_step.waiting)
-        assert len(step.preemptions) == expected_step.preempted
+    assert_as_naive(live, requests, naive, GroupMemory(groups).block_bytes)
 
 
 CASE = Case([Row(0, [1, 2, 3, 4, 5], 5, 40, None, 0, None)], 1, 2, 60, 16, 4, "default", 1)

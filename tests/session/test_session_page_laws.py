@@ -326,8 +326,8 @@ class CountedReserve:
     def is_shared(self, page_id: PageId) -> bool:
         return self.reserve.is_shared(page_id)
 
-    def beside(self, page_id: PageId) -> Sequence[PageId]:
-        return self.reserve.beside(page_id)
+    def taken_with(self, page_id: PageId) -> Sequence[PageId]:
+        return self.reserve.taken_with(page_id)
 
 
 def test_a_page_of_many_blocks_is_taken_and_released_as_often_as_one_of_a_block() -> None:

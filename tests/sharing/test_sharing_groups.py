@@ -193,13 +193,20 @@ CHAT, CODE = DATA / "azure-conv-1000.csv", DATA / "azure-code-1000.csv"
 SHORT = ["--device", "h100-80gb", "--tensor-parallel", "2", "--kv-memory", "2GiB", "--json"]
 
 
+def short_traces(folder: Path) -> list[str]:
+    """Options for the first requests of two traces, of models `chat` and `code`."""
+    options = []
+    for name, whole in (("chat", CHAT), ("code", CODE)):
+        short = folder / f"{name}.csv"
+        short.write_text("".join(whole.read_text().splitlines(keepends=True)[:80]))
+        options += ["--trace", f"{name}={short}"]
+    return options
+
+
 def test_the_option_changes_nothing_for_layers_that_keep_all(
     run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
-    chat, code = tmp_path / "chat.csv", tmp_path / "code.csv"
-    for whole, short in ((CHAT, chat), (CODE, code)):
-        short.write_text("".join(whole.read_text().splitlines(keepends=True)[:80]))
-    traces = ["--trace", f"chat={chat}", "--trace", f"code={code}"]
+    traces = short_traces(tmp_path)
     printed = []
     for option in ("", ",kv_groups=all"):
         models = ["--model", f"chat=llama-3.1-8b:weight=2{option}", "--model", f"code=qwen3-8b:weight=1{option}"]
@@ -209,8 +216,8 @@ def test_the_option_changes_nothing_for_layers_that_keep_all(
     config = tmp_path / "share.toml"
     config.write_text(
         'device = "h100-80gb"\nkv_memory = "2GiB"\ntensor_parallel = 2\n'
-        f'[models.chat]\nmodel = "gemma-3-27b"\nkv_groups = "tails"\ntrace = "{chat}"\n'
-        f'[models.code]\nmodel = "qwen3-8b"\ntrace = "{code}"\n'
+        f'[models.chat]\nmodel = "gemma-3-27b"\nkv_groups = "tails"\ntrace = "{tmp_path}/chat.csv"\n'
+        f'[models.code]\nmodel = "qwen3-8b"\ntrace = "{tmp_path}/code.csv"\n'
     )
     assert run_command("replay", "--config", config, "--json") == 0
     from_file = capsysbinary.readouterr().out
@@ -266,10 +273,7 @@ def test_states_by_page_are_said_of_each_model(
     run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
     """States by page are parts of pages, and draw on the memory that the models share."""
-    chat, code = tmp_path / "chat.csv", tmp_path / "code.csv"
-    for whole, short in ((CHAT, chat), (CODE, code)):
-        short.write_text("".join(whole.read_text().splitlines(keepends=True)[:80]))
-    traces = ["--trace", f"chat={chat}", "--trace", f"code={code}"]
+    traces = short_traces(tmp_path)
     models = ["--model", "chat=granite-4.0-h-tiny:mamba_cache_mode=align", "--model", "code=qwen3-8b"]
     assert run_command("replay", *models, *traces, *SHORT, "--run-dir", tmp_path / "run", "--audit") == 0
     of_models = msgspec.json.decode(capsysbinary.readouterr().out)["models"]

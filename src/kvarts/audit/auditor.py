@@ -366,7 +366,7 @@ class Auditor:
             case LoadStarted():
                 self._settle()
                 self._load(event)
-            case LoadGivenUp() if self._has_groups:
+            case LoadGivenUp() if self._has_groups:  # whole pages are promised until all known tokens have theirs
                 self._settle()
                 self._below.give_up(event.request)
             case LoadUsed() if self._has_groups and self._loads_have_turns:

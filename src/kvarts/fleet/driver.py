@@ -569,10 +569,10 @@ class FleetDriver(Moves):
     def _break_deadlock(self) -> bool:
         """Let others proceed when no request can; return whether there was anything to do.
 
-        Sent layer by layer, a prompt has pages where its KV arrives from its first chunk on. If it is preempted then,
-        prompts that hold the pages that it needs may wait for those: it loses them, and is sent when it is computed. Of
-        several, the last that got pages loses them.
-        Else one request fails: those behind it hold pages that it needs, and wait for it.
+        A prompt that is sent layer by layer has pages on its target from its first chunk on. If it is preempted, it may
+        lack pages that other prompts hold until they get those on the target. So it loses these, and is sent when it
+        is computed; of several such prompts, the last that got pages loses them. If there is none, one request fails:
+        those behind it hold pages that it needs, and wait for it.
         """
         early = [each for each in self._of.values() if each.at_source and each.is_coming and each.held_ns < 0]
         if early:
@@ -584,7 +584,7 @@ class FleetDriver(Moves):
             request = worker.scheduler.waiting.head(self.now_ns)
             handoff = self._of[request]
             if request is not handoff.decode:
-                continue  # its prompt waits for those held here, which wait for a worker that generates
+                continue  # a prompt: it waits for prompts that are held here until their targets have room
             del self._of[request]
             num_ready = len(worker.handoffs.ready())
             reason = (

@@ -899,7 +899,7 @@ class Moves:
         self._restart(handoff)
 
     def _take_back(self, handoff: Handoff, now_ns: int) -> None:
-        """Release what is reserved for a request whose prompt is still to be computed; its target is idle."""
+        """Release the pages that an idle target has reserved for a request whose prompt is still to be computed."""
         target = self.workers[handoff.target]
         self._links.cancel(handoff, now_ns)
         target.withdraw(handoff.decode, now_ns)

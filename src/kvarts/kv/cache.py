@@ -539,15 +539,15 @@ class PageReserve:
         self._free_ids: list[PageId] = []
         self._num_sharing: dict[PageId, int] = {}
         """The number of sharers of each taken page, or of the first page of several taken as one."""
-        self._beside: dict[PageId, list[PageId]] = {}
+        self._others: dict[PageId, list[PageId]] = {}
         """The other pages of several taken as one, by their first page; they stay together when they are released."""
-        self._free_parts: dict[int, list[PageId]] = {}
-        """The first pages of several that were taken as one and released, by how many they are."""
+        self._free_as_one: dict[int, list[PageId]] = {}
+        """First pages of several that were taken as one and released, by the number of these."""
 
     @property
     def num_taken(self) -> int:
         """Pages that are taken."""
-        return sum(1 + len(self.beside(page_id)) for page_id in self._num_sharing)
+        return sum(1 + len(self.taken_with(page_id)) for page_id in self._num_sharing)
 
     def extend(self, num_pages: int) -> None:
         """Take `num_pages` from the cache. Raise PageError for more than are free."""
@@ -582,8 +582,8 @@ class PageReserve:
 
         They are available: a taker has reserved the most pages that it takes.
         """
-        if num_pages > 1 and (parts := self._free_parts.get(num_pages)):
-            page_id = parts.pop()
+        if num_pages > 1 and (free := self._free_as_one.get(num_pages)):
+            page_id = free.pop()
             self._num_sharing[page_id] = 1
             return page_id
         if num_pages > len(self._free_ids):
@@ -593,13 +593,13 @@ class PageReserve:
         if num_pages > 1:
             at = len(self._free_ids) - num_pages + 1
             assert at >= 0, "more pages were taken than the taker has reserved"
-            self._beside[page_id] = self._free_ids[at:]
+            self._others[page_id] = self._free_ids[at:]
             del self._free_ids[at:]
         return page_id
 
-    def beside(self, page_id: PageId) -> Sequence[PageId]:
+    def taken_with(self, page_id: PageId) -> Sequence[PageId]:
         """Return the other pages that were taken with a page, as one."""
-        return self._beside.get(page_id, ())
+        return self._others.get(page_id, ())
 
     def share(self, page_id: PageId) -> None:
         """Add a sharer of a page."""
@@ -616,18 +616,18 @@ class PageReserve:
             self._num_sharing[page_id] = num_sharing
         else:
             del self._num_sharing[page_id]
-            beside = self._beside.get(page_id)
-            if beside is None:
+            others = self._others.get(page_id)
+            if others is None:
                 self._free_ids.append(page_id)
             else:
-                self._free_parts.setdefault(1 + len(beside), []).append(page_id)
+                self._free_as_one.setdefault(1 + len(others), []).append(page_id)
 
     def _break_up(self) -> None:
-        """Let released pages that were taken as one be taken one by one."""
-        for page_id in chain.from_iterable(self._free_parts.values()):
+        """Let pages that were taken as one, and released, be taken one by one."""
+        for page_id in chain.from_iterable(self._free_as_one.values()):
             self._free_ids.append(page_id)
-            self._free_ids += self._beside.pop(page_id)
-        self._free_parts.clear()
+            self._free_ids += self._others.pop(page_id)
+        self._free_as_one.clear()
 
     def holding(self) -> Holding | None:
         """Return a holding of all pages; None without pages."""
@@ -635,8 +635,8 @@ class PageReserve:
             return None
         page_ids = None
         if self.has_page_ids:
-            page_ids = [*self._free_ids, *self._num_sharing, *chain.from_iterable(self._free_parts.values())]
-            page_ids += chain.from_iterable(self._beside.values())
+            page_ids = [*self._free_ids, *self._num_sharing, *chain.from_iterable(self._free_as_one.values())]
+            page_ids += chain.from_iterable(self._others.values())
         assert page_ids is None or len(page_ids) == self.num_pages, "L1: the reserve has lost a page"
         return self._cache.reserved(self.num_pages, page_ids)
 

@@ -301,27 +301,22 @@ class RunCache(RunAccount):
             self._give_open(holding, index, sink, first)
         if given:
             given.reverse()
-            if self.events is not None:
-                self._tell_given_back(holding, index, given)
-            self.release(index, given, holding, is_passed=True)
+            if self.events is None:
+                self.release(index, given, holding, is_passed=True)
+            else:
+                self._give_back(self.events, holding, index, given)
 
-    def _tell_given_back(self, holding: RunHolding, index: int, given: list[PartRun]) -> None:
-        """Emit the release of `given`, the deepest run first; consecutive runs are one event.
+    def _give_back(self, events: RunEvents, holding: RunHolding, index: int, given: list[PartRun]) -> None:
+        """Release `given`, the deepest run first, with an event for each stretch of consecutive runs.
 
-        States after chunks need not follow each other: all stretches but the last are released here.
+        Stretches can be apart: those of states after chunks.
         """
-        assert self.events is not None
-        start, end = given[0].start, given[0].end
         first = 0
-        for at in range(1, len(given)):
-            run = given[at]
-            if run.end != start:
-                self.events.given_back(holding.content, index, start, end)
-                self.release(index, given[first:at], holding, is_passed=True)
-                first, end = at, run.end
-            start = run.start
-        self.events.given_back(holding.content, index, start, end)
-        del given[:first]
+        for end in range(1, len(given) + 1):
+            if end == len(given) or given[end].end != given[end - 1].start:
+                events.given_back(holding.content, index, given[end - 1].start, given[first].end)
+                self.release(index, given[first:end], holding, is_passed=True)
+                first = end
 
     def _give_open(self, holding: RunHolding, index: int, sink: int, first: int) -> None:
         """Release pages before `first` that cannot be found; they are listed if the sequence may find them again.

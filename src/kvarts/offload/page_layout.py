@@ -604,8 +604,9 @@ class PageLayout(Layout[MemoryTier]):
         return [pages for pages in held if pages is not None]
 
     def _check_marks(self, order: SafeFirst) -> None:
-        """Assert that each run on the device is marked as what is below says, with one look for a run and those before
-        it, which have the same pages below.
+        """Assert that the mark of each run on the device is right: whether lower tiers have its pages.
+
+        Tiers are asked once for a run and all runs before it that were not checked yet.
         """
         seen: set[int] = set()
         for deepest in reversed(list(self._cache.tree.nodes())):

@@ -198,12 +198,7 @@ class Replays:
 
     def named(self, step: SizeOption) -> str:
         """Return a step in words: `2 x 28,392 pages (55.5 GiB)`."""
-        config, size = self._config, ""
-        if config.placement is not None:
-            page_bytes = config.page_size * config.placement.kv_bytes_per_token
-            if self.counts_groups:
-                page_bytes = config.memory.page_bytes  # with a state, where states are kept by page
-            size = f" ({as_memory(step.pages * page_bytes)})"
+        size = "" if self._config.placement is None else f" ({as_memory(step.pages * self._config.page_bytes)})"
         each = self.devices_per_replica
         devices = f", {step.replicas * each:,} devices" if each > 1 else ""
         return f"{step.replicas} x {step.pages:,} pages{size}{devices}"

@@ -22,7 +22,7 @@ from kvarts.plan.policy import check_policy, with_policy
 from kvarts.plan.sweep import Row, Values, fronts, load_of, points_of, run_sweep, with_changes
 from kvarts.report.words import number
 from kvarts.settings import Flags, Given, Section, given_in
-from kvarts.sim.config import SECTIONS, ReplayConfig, optional_sections, resolve_replay
+from kvarts.sim.config import SECTIONS, optional_sections, resolve_replay
 from kvarts.sim.replay import replay
 from kvarts.traffic.settings import SECTION as TRAFFIC
 from kvarts.traffic.settings import load_given
@@ -275,14 +275,6 @@ def _given(point: Values, base: Path = Path()) -> Given:
     return given_in(point["values"], _sections(), path)
 
 
-def _page_bytes(config: ReplayConfig) -> int:
-    """Return the bytes of a page of a model on a device, with its parts in every KV group that is counted."""
-    if config.kv_groups != "off":
-        return config.memory.page_bytes
-    assert config.placement is not None
-    return config.page_size * config.placement.kv_bytes_per_token
-
-
 def run_point(point: Values, base: Path) -> Row:
     """Replay one point and return its row. `base`: the directory that its relative path starts from."""
     given = _given(point, base)
@@ -293,7 +285,7 @@ def run_point(point: Values, base: Path) -> Row:
     row = {
         **point["changes"],
         "kv_tokens": (kv_tokens := config.num_pages * config.page_size * config.replicas),
-        "kv_bytes": None if config.placement is None else kv_tokens // config.page_size * _page_bytes(config),
+        "kv_bytes": None if config.placement is None else kv_tokens // config.page_size * config.page_bytes,
         "hit_ratio": summary["prefix_hit_ratio"],
     }
     for name in MEASURES:

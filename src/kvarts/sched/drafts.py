@@ -185,7 +185,7 @@ class Drafts:
                 self._taken.append((request, tokens))
                 if self._tell is not None:
                     self._tell(DraftTaken(request.index, end, end + count))
-            # Those that begin in this step: their memory may be that of an earlier draft, or of the admission.
+            # Pages that begin in this step. An earlier draft, or the admission, may have taken their memory.
             for page in range(-(-start // page_size), -(-(end + count) // page_size)):
                 cache.take_for(holding, (page + 1) * page_size)
                 self._pages_of_turns.append((request, self._batch.new_page(request, page)))

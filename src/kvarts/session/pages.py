@@ -98,8 +98,8 @@ class SessionPageTable:
         """The ids of the pages that it holds, in order of position: a sequence for each block of a page."""
         if self.num_blocks == 1:
             return (self._page_ids,)
-        beside = [self._reserve.beside(page_id) for page_id in self._page_ids]
-        return [self._page_ids, *([others[place] for others in beside] for place in range(self.num_blocks - 1))]
+        taken = [self._reserve.taken_with(page_id) for page_id in self._page_ids]
+        return [self._page_ids, *([others[place] for others in taken] for place in range(self.num_blocks - 1))]
 
     def page_numbers(self) -> npt.NDArray[np.int64]:
         """Return the numbers of the pages that it holds, in the history."""
@@ -168,7 +168,7 @@ class SessionPageTable:
                 page_ids[place] = own = reserve.take(self.num_blocks)
                 reserve.release(shared)
                 self._copies.append((shared, own))
-                self._copies += zip(reserve.beside(shared), reserve.beside(own), strict=True)
+                self._copies += zip(reserve.taken_with(shared), reserve.taken_with(own), strict=True)
                 took = True
         for _ in range(-(-end // size) - self.num_dropped - len(page_ids)):
             page_ids.append(reserve.take(self.num_blocks))

@@ -447,7 +447,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
 def _kept_of(share: ModelShare, groups: tuple[PartGroup, ...]) -> tuple[PartGroup, ...]:
     """Return `groups` with the states that a model keeps for prefixes."""
     if share.mamba_cache_mode == "snapshots":
-        return groups
+        return groups  # without importing anything of groups, which may not be counted
     from kvarts.kv.groups import with_states
 
     return with_states(groups, share.mamba_cache_mode)

@@ -475,6 +475,13 @@ class ReplayConfig(
         return self.offload.group_tiers(self.memory, self.page_size)
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of a page on each device, with its parts in all counted KV groups; 0 without these and a model."""
+        if self.kv_groups != "off":
+            return self.memory.page_bytes
+        return 0 if self.placement is None else self.page_size * self.placement.kv_bytes_per_token
+
+    @property
     def memory(self) -> GroupMemory:
         """The counted KV groups, where `kv_groups` is not off."""
         from kvarts.kv.groups import GroupMemory, with_states

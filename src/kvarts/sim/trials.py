@@ -146,8 +146,7 @@ class ReplayTrials:
 
     @property
     def _page_bytes(self) -> int:
-        config = self._config
-        return self.token_bytes * config.page_size if config.kv_groups == "off" else config.memory.page_bytes
+        return self._config.page_bytes or self.token_bytes * self._config.page_size
 
     def with_memory(self, **sizes: int | None) -> ReplayConfig:
         """Return the configuration with tiers of these sizes. Raise ConfigError if it cannot have tiers."""
