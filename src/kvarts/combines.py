@@ -38,7 +38,7 @@ FEATURES = {
     "kv_groups": Feature("KV groups"),
     "states": Feature("layers with a state", part_of="kv_groups"),
     "states_by_page": Feature(
-        "states by page", ("replay", "plan", "sessions", "several", "fleet"), part_of="kv_groups"
+        "states by page", ("replay", "plan", "mock", "sessions", "several", "fleet"), part_of="kv_groups"
     ),
     "sinks": Feature("layers with a sink of their own", part_of="kv_groups"),
     "tiers": Feature("host memory"),
@@ -59,6 +59,7 @@ FEATURES = {
     "prices": Feature("policies and prices of memory", ("plan",)),
     "record": Feature("a journal of what a server was asked", ("mock", "model")),
     "ranks": Feature("ranks in lock step", ("replay", "sessions")),
+    "ahead": Feature("asynchronous scheduling", ("replay", "plan", "sessions", "several", "fleet")),
     "late_events": Feature("events that reach routers late", ("replay", "plan", "mock", "several", "fleet")),
     "store": Feature("a store that workers share", ("replay", "mock", "fleet")),
     "pulls": Feature("pages from other workers' host memory", ("replay", "mock", "fleet")),
@@ -161,6 +162,7 @@ REFUSED = (
     Refusal(("uncached", "sessions"), "sessions go on from their pages"),
     Refusal(("uncached", "plan"), "a plan is about what is found", "Replay the options you have in mind."),
     Refusal(("uncached", "several"), "it is not modelled", "Leave it out."),
+    Refusal(("ahead", "several"), "models take turns, and a turn is planned when it begins", "Leave it out."),
 )
 
 

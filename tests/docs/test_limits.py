@@ -16,22 +16,27 @@ from builders.rooms import has_every_room
 PAGE = (Path(__file__).parents[2] / "docs" / "limits.md").read_text()
 GEMMA = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all")
 LLAMA = ("--model", "llama-3.1-8b", "--device", "h100-80gb")
+HYBRID = ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--mamba-cache-mode", "align")
 EXPERTS = ("--model", "qwen3-30b-a3b", "--device", "h100-80gb")
 ASKED: dict[str, dict[str, tuple[str, ...]]] = {
     "replay": {
         "kv_groups": GEMMA,
+        "states_by_page": HYBRID,
         "tiers": ("--host-pages", "64"),
         "files": ("--host-pages", "64", "--disk-pages", "64"),
         "orders": ("--eviction", "s3-fifo"),
         "mocker": ("--profile", "mocker"),
         "late_events": ("--replicas", "2", "--router", "prefix", "--router-event-lag", "10ms"),
+        "ahead": ("--async-scheduling",),
         "ranks": (*EXPERTS, "--data-parallel", "2"),
         "pipeline": (*LLAMA, "--pipeline-parallel", "2"),
     },
     "several": {
         "kv_groups": ("--model", "a=gemma-3-12b:kv_groups=all"),
+        "states_by_page": ("--model", "a=granite-4.0-h-tiny:mamba_cache_mode=align"),
         "tiers": ("--host-pages", "64"),
         "files": ("--host-pages", "64", "--disk-pages", "64"),
+        "ahead": ("--async-scheduling",),
         "ranks": ("--data-parallel", "2"),
         "pipeline": ("--pipeline-parallel", "2"),
     },

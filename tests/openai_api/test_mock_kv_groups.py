@@ -86,6 +86,27 @@ def test_one_of_two_models_counts_its_groups() -> None:
         assert states["elsewhere"] == 0, "what others have cached is free"
 
 
+@pytest.mark.parametrize(
+    "models",
+    [
+        "--served-model-name chat --model granite-4.0-h-tiny --mamba-cache-mode align",
+        "--model code=qwen3-8b --model chat=granite-4.0-h-tiny:mamba_cache_mode=align",
+    ],
+)
+def test_states_by_page_let_a_request_go_on_from_an_answer(models: str) -> None:
+    """Without them, a snapshot is taken where a prompt ends, and nothing of its answer is found."""
+    engine = ("--device", "h100-80gb", "--kv-memory", "4GiB", "--max-seqs", "16")
+    found = []
+    for mode in ("snapshots", "align"):
+        with mocked(*models.replace("align", mode).split(), *engine) as url:
+            prompt = " ".join(["word"] * 100)
+            first = call(url, "/v1/completions", {"model": "chat", "prompt": prompt, "max_tokens": 200})
+            again = prompt + first.json["choices"][0]["text"]
+            second = call(url, "/v1/completions", {"model": "chat", "prompt": again, "max_tokens": 1})
+            found.append(second.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert 0 < found[0] < 100 < 200 < found[1]
+
+
 def test_host_memory_keeps_what_the_device_evicts() -> None:
     prompts = [" ".join([word] * 4001) for word in "abcdefgh"]
     tier = ("--kv-groups", "tails", "--host-memory", "8GiB", "--h2d", "10TB/s", "--d2h", "10TB/s")

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kvarts.events import StepDone
 from kvarts.executor.cost import LinearCost
-from kvarts.kv.groups import PartGroup
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.openai_api.opening import Door, open_mock
 from kvarts.openai_api.served import Ask, Limits
@@ -23,7 +22,7 @@ from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.logs import RecordedRow, recorded_trace
 
-from builders.grouped import part_groups
+from builders.grouped import group_settings
 from builders.parity import Heard, Sent, shifted
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 
@@ -110,8 +109,7 @@ requests = st.builds(
     budget=st.sampled_from([4, 16, 64]),
     seqs=st.integers(1, 4),
     has_host=st.booleans(),
-    groups=st.one_of(st.just(()), part_groups()),
-    keeps=st.sampled_from(["all", "tails"]),
+    kept=st.one_of(st.just({}), group_settings()),
 )
 def test_a_recorded_run_replays_to_the_same_events(
     sent: list[Sent],
@@ -120,12 +118,10 @@ def test_a_recorded_run_replays_to_the_same_events(
     budget: int,
     seqs: int,
     has_host: bool,
-    groups: tuple[PartGroup, ...],
-    keeps: str,
+    kept: dict[str, Any],
 ) -> None:
-    config = small(pages, page_size, budget, seqs, has_host=has_host and HAS_OFFLOAD and not groups)
-    if groups:
-        config = msgspec.structs.replace(config, groups=groups, kv_groups=keeps)
+    config = small(pages, page_size, budget, seqs, has_host=has_host and HAS_OFFLOAD)
+    config = msgspec.structs.replace(config, **kept)
     rows, live = served_live(config, sent, speedup=1.0)
     assert len(rows) == len(sent)
     assert_same(config, rows, live)

@@ -25,6 +25,7 @@ from kvarts.traffic.trace import Trace
 from kvarts.units import as_memory
 
 from builders.plan_traces import small_traces
+from builders.rooms import HAS_OFFLOAD
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
 MODEL = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all")
@@ -96,7 +97,9 @@ def test_commands_replay_to_what_the_plan_says(
     assert as_given(latency["points"])["num_rejected"] < as_given(whole)["num_rejected"]
 
 
+@pytest.mark.parametrize("below", [(), ("--host-memory", "8GiB", "--kv-groups", "tails")])
 def test_a_plan_with_states_by_page_says_what_its_commands_replay_to(
+    below: tuple[str, ...],
     tmp_path: Path,
     asked: Callable[..., Any],
     run_command: Callable[..., int],
@@ -104,7 +107,9 @@ def test_a_plan_with_states_by_page_says_what_its_commands_replay_to(
 ) -> None:
     trace = tmp_path / "trace.jsonl"
     assert run_command("trace", "slice", SAMPLE, "--count", 20, "-o", trace) == 0
-    model = ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--page-size", 512)
+    if below and not HAS_OFFLOAD:
+        pytest.skip("the room of host memory is not here")
+    model = ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--page-size", 512, *below)
     options = ("--mamba-cache-mode", "align", "--at", "64,1024", "--slo-ttft-ms", 10000, "--slo-share", 0.8)
     plan = asked("plan", trace, *model, *options, "--json")
     assert {point["group_hit_ratio"] <= point["hit_ratio"] for point in plan["at"]} == {True}

@@ -242,6 +242,7 @@ NUMBERS: dict[str, Any] = {"cost": "polynomial", "groups": GROUPS, "kv_groups": 
         ({"kv_groups": "off"}, {}, r"models\.a\.groups: are given, and kv_groups is off"),
         ({"groups": (), "kv_bytes_per_token": 8}, {}, r"models\.a\.kv_groups: says nothing where a model does not say"),
         ({}, {"profile": "mocker"}, "profile: does not go with KV groups"),
+        ({}, {"async_scheduling": True}, "async_scheduling: does not go with several models on a device"),
         ({}, {"kv_groups": "all", "groups": GROUPS}, "kv_groups: is for a replay of one model"),
         ({"mamba_cache_mode": "none"}, {}, "mamba_cache_mode: must be 'snapshots', 'all' or 'align', got 'none'"),
         ({"mamba_cache_mode": "all"}, {}, r"models\.a\.mamba_cache_mode: has no effect without layers with a state"),

@@ -52,6 +52,14 @@ def test_python_says_the_same_with_values() -> None:
     assert {name: of_model.num_pages for name, of_model in split.configs.items()} == {"a": 1536, "b": 512}
 
 
+def test_an_engine_does_not_plan_ahead_where_models_take_turns() -> None:
+    command = "--model a=:cost=polynomial,kv_bytes_per_token=8 --kv-memory 1MiB --engine vllm"
+    (of_model,) = resolve_shares(parsed(*command.split()), SECTIONS).configs.values()
+    assert (of_model.max_num_batched_tokens, of_model.engine, of_model.async_scheduling) == (8192, "vllm", False)
+    with pytest.raises(ConfigError, match="does not go with several models on a device: models take turns"):
+        resolve_shares(parsed(*command.split()[:-2], "--async-scheduling"), SECTIONS)
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [

@@ -23,6 +23,7 @@ from kvarts.kv.eviction import LruOrder
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.opening import prepare_tiers
 from kvarts.request import Request
+from kvarts.sharing.config import SharingConfig
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.report import SharedReport
 
@@ -151,13 +152,24 @@ def test_host_memory_of_no_pages_is_none(case: Sharing, policy: Any) -> None:
 @given(sharings(max_models=2, max_requests=20), offloads(), st.data())
 def test_models_that_fall_ill_leave_nothing_behind(case: Sharing, tiers: OffloadConfig, data: st.DataObject) -> None:
     """Requests that wait for loads are cancelled while these are under way; a degraded model admits what it loads."""
-    names = st.sampled_from([f"m{place}" for place in range(len(case.cases))])
+    traces = {f"m{place}": of_model.trace() for place, of_model in enumerate(case.cases)}
+    assert_nothing_left(case.config(offload=tiers, audit=True), traces, data)
+
+
+@given(devices(max_models=2, max_requests=16), of_parts(), st.data())
+def test_models_with_groups_that_fall_ill_leave_nothing_behind(
+    case: Device, tiers: OffloadConfig, data: st.DataObject
+) -> None:
+    """As above: what is promised to such requests, and parts that their loads hold, states by page among them."""
+    assert_nothing_left(case.config(offload=tiers, audit=HAS_AUDIT), case.traces, data)
+
+
+def assert_nothing_left(config: SharingConfig, traces: dict[str, Any], data: st.DataObject) -> None:
+    names = st.sampled_from(list(traces))
     states = st.sampled_from(["dead", "dead", "degraded", "healthy"])
     changes = data.draw(st.lists(st.tuples(names, states, st.integers(0, 400)), min_size=1, max_size=4))
     health = tuple(f"{name}={state}@{ms / 1000:.3f}" for name, state, ms in changes)
-    config = msgspec.structs.replace(case.config(offload=tiers, audit=True), health=health)
-    traces = {f"m{place}": of_model.trace() for place, of_model in enumerate(case.cases)}
-    report: SharedReport = replay(traces, config)
+    report: SharedReport = replay(traces, msgspec.structs.replace(config, health=health))
     for name, of_model in report.reports.items():
         summary = of_model.summary
         ended = summary["num_completed"] + summary["num_rejected"] + summary["num_failed"]
@@ -223,6 +235,27 @@ def test_each_model_has_host_memory_of_its_own(
         if HAS_RECORD:
             assert run_command("verify", tmp_path / name / "timeline.json.gz") == 0
         assert "host" in (tmp_path / name / "report.json").read_text()
+
+
+@pytest.mark.slow
+def test_a_model_with_states_by_page_has_them_in_its_host_memory(
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], short_traces: list[str]
+) -> None:
+    models = ["--model", "chat=granite-4.0-h-tiny:mamba_cache_mode=align,kv_groups=tails", "--model", "code=qwen3-8b"]
+    below = ["--host-memory", "8GiB", "--disk-memory", "8GiB", "--store-within", 0.1, "--page-size", 256]
+    command = ["replay", *models, *short_traces, *DEVICE, *below, "--json"]
+    assert run_command(*command, "--audit", "--run-dir", tmp_path) == 0
+    printed = capsysbinary.readouterr().out
+    assert run_command(*command, "--step-by-step") == 0
+    of_models = msgspec.json.decode(printed)["models"]
+    again = msgspec.json.decode(capsysbinary.readouterr().out)["models"]
+    for name in ("chat", "code"):
+        assert again[name]["ttft_ms"] == of_models[name]["ttft_ms"]
+        capsysbinary.readouterr()
+        if HAS_RECORD:
+            assert run_command("verify", tmp_path / name / "timeline.json.gz") == 0
+    (state,) = [place for place, group in enumerate(of_models["chat"]["kv_groups"]) if group["kind"] == "state"]
+    assert of_models["chat"]["transfers"][f"num_stored_parts_group{state}"] > 0
 
 
 def test_bytes_of_a_token_are_those_of_each_model(

@@ -55,6 +55,7 @@ KEYS = (
     "cost",
     "kv_groups",
     "snapshots",
+    "mamba_cache_mode",
     "audit",
     "eviction",
 )

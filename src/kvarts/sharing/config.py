@@ -308,6 +308,8 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         for name, share in self.models.items():
             if share.mamba_cache_mode != "snapshots":
                 given["states_by_page"] = f"models.{name}.mamba_cache_mode"
+        if self.each.async_scheduling and self.each.engine == "none":  # else it is a default of the engine
+            given["ahead"] = "async_scheduling"
         return {"several": "models", **self.each.features, **given}
 
     @property
@@ -424,6 +426,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
                     kv_groups=kv_groups if groups else "off",
                     groups=groups,
                     mamba_cache_mode=self.models[name].mamba_cache_mode,
+                    async_scheduling=False,
                     whole_pages=self._whole_pages if self._default_groups[name] and not groups else "",
                 )
         return configs

@@ -17,12 +17,11 @@ from kvarts.fleet.config import FleetConfig, PoolConfig, Role, StoreSettings
 from kvarts.fleet.faults import Fault, Kind
 from kvarts.fleet.replay import replay_fleet
 from kvarts.fleet.scaling import parse_scaler
-from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.routers.config import Routing
 from kvarts.traffic.formats import load_trace
 
-from builders.grouped import part_groups
+from builders.grouped import group_settings
 from builders.live_fleet import Sent, replayed, served_live, small_pool
 from builders.parity import shifted
 from builders.rooms import HAS_AUDIT
@@ -98,8 +97,7 @@ requests = st.builds(
     least_remote=st.sampled_from([None, None, 8]),
     hold_s=st.sampled_from([0.0, 0.002, 30.0]),
     late=st.booleans(),
-    groups=st.one_of(st.just(()), st.just(()), part_groups()),
-    keeps=st.sampled_from(["all", "tails"]),
+    kept=st.one_of(st.just({}), st.just({}), group_settings()),
 )
 def test_a_recorded_fleet_replays_to_the_same_events(
     sent: list[Sent],
@@ -114,8 +112,7 @@ def test_a_recorded_fleet_replays_to_the_same_events(
     least_remote: int | None,
     hold_s: float,
     late: bool,
-    groups: tuple[PartGroup, ...],
-    keeps: str,
+    kept: dict[str, Any],
 ) -> None:
     config = small_fleet(
         shape,
@@ -129,7 +126,7 @@ def test_a_recorded_fleet_replays_to_the_same_events(
         latency_ms=0.3 if late else 0.0,
         least_remote=least_remote if shape != MIXED else None,
         hold_s=hold_s,
-        pool={"groups": groups, "kv_groups": keeps} if groups else {},
+        pool=kept,
     )
     assert_same(config, sent)
 
@@ -153,7 +150,7 @@ def test_a_recorded_fleet_replays_to_the_same_events(
     has_host=st.booleans(),
     below=st.sampled_from(["", "store", "pulls"]),
     staleness_ms=st.sampled_from([0.0, 0.0, 0.7]),
-    groups=st.one_of(st.just(()), part_groups()),
+    kept=st.one_of(st.just({}), group_settings()),
 )
 def test_failures_tiers_and_a_store_change_nothing_of_that(
     sent: list[Sent],
@@ -163,10 +160,10 @@ def test_failures_tiers_and_a_store_change_nothing_of_that(
     has_host: bool,
     below: str,
     staleness_ms: float,
-    groups: tuple[PartGroup, ...],
+    kept: dict[str, Any],
 ) -> None:
-    settings: dict[str, Any] = {"groups": groups, "kv_groups": "all"} if groups else {}
-    if staleness_ms and not groups:
+    settings: dict[str, Any] = dict(kept)
+    if staleness_ms and not kept:
         router, settings["routing"] = "llm-d", Routing(staleness=f"{staleness_ms}ms")
     if has_host or below == "pulls":
         settings["offload"] = OffloadConfig(host_pages=30, policy="eager")

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvarts.executor.cost import LinearCost
-from kvarts.kv.groups import PartGroup
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.openai_api.opening import Door
 from kvarts.openai_api.served import Ask, Limits
@@ -24,7 +23,7 @@ from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.logs import RecordedRow, recorded_trace
 
-from builders.grouped import part_groups
+from builders.grouped import group_settings
 from builders.parity import Heard, Sent, shifted
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 
@@ -39,9 +38,9 @@ def shared(
     *,
     has_host: bool,
     step_ms: float = 0.05,
-    groups: tuple[PartGroup, ...] = (),
+    kept: dict[str, Any] | None = None,
 ) -> SharingConfig:
-    """Two models. `groups`: those of the first."""
+    """Two models. `kept`: settings of what layers of the first keep, if not every token."""
     offload = None
     if has_host:
         from kvarts.offload.config import OffloadConfig
@@ -60,8 +59,8 @@ def shared(
         name: ModelShare(cost=cost, kv_bytes_per_token=TOKEN_BYTES[name], weight=weight)
         for name, weight in zip(NAMES, (2.0, 1.0), strict=True)
     }
-    if groups:
-        models["chat"] = ModelShare(cost=cost, weight=2.0, kv_groups="all", groups=groups)
+    if kept:
+        models["chat"] = ModelShare(cost=cost, weight=2.0, **kept)
     return SharingConfig(models=models, kv_memory=pages * 16, each=each)
 
 
@@ -177,7 +176,7 @@ requests = st.tuples(
     budget=st.sampled_from([4, 16, 64]),
     seqs=st.integers(1, 4),
     has_host=st.booleans(),
-    groups=st.one_of(st.just(()), part_groups()),
+    kept=st.one_of(st.just({}), group_settings()),
 )
 def test_a_recorded_run_of_several_models_replays_to_the_same_events(
     sent: list[tuple[str, Sent]],
@@ -185,10 +184,9 @@ def test_a_recorded_run_of_several_models_replays_to_the_same_events(
     budget: int,
     seqs: int,
     has_host: bool,
-    groups: tuple[PartGroup, ...],
+    kept: dict[str, Any],
 ) -> None:
-    has_host = has_host and HAS_OFFLOAD and not groups
-    config = shared(pages, budget, seqs, has_host=has_host, groups=groups)
+    config = shared(pages, budget, seqs, has_host=has_host and HAS_OFFLOAD, kept=kept)
     rows, live = served_live(config, sent)
     assert sum(map(len, rows.values())) == len(sent)
     if all(row.num_output_tokens for of_model in rows.values() for row in of_model) and all(rows.values()):
