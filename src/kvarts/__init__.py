@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvarts.kv.tree import PrefixTree as PrefixTree
     from kvarts.llm.llm import LLM as LLM
     from kvarts.offload.config import OffloadConfig as OffloadConfig
+    from kvarts.offload.config import TierConfig as TierConfig
     from kvarts.plan import Plan as Plan
     from kvarts.plan import plan as plan
     from kvarts.plan.sweeping import Sweep as Sweep
@@ -97,6 +98,7 @@ _HOMES = {
     "ModelShare": "kvarts.sharing.config",
     "Needs": "kvarts.routers.view",
     "OffloadConfig": "kvarts.offload.config",
+    "TierConfig": "kvarts.offload.config",
     "OutputError": "kvarts.errors",
     "PageCache": "kvarts.kv.page_cache",
     "PageError": "kvarts.kv.pool",

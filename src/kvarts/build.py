@@ -52,8 +52,8 @@ class PreparedTiers(Protocol):
     load_kv: LoadKv
     """How requests wait for their loads."""
 
-    num_tiers: int
-    """The number of tiers whose parts are in the tree of the device, if there are KV groups."""
+    tier_names: Sequence[str]
+    """The names of the tiers of this engine alone, the fastest first. With KV groups their parts are in its tree."""
 
     def open_below(
         self,
@@ -97,17 +97,25 @@ class TierSettings(Protocol):
     def copy_slowdown(self) -> float:
         """How much longer a step takes while pages are copied: 0.5 for half as long again."""
 
-    def tiers(self, page_size: int) -> dict[str, int]:
-        """Return the pages of each tier by its name, the fastest tier first."""
-
-    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
-        """Return, by name, the blocks of each tier below a device with the KV groups of `memory`.
+    def sizes(self, page_size: int, memory: GroupMemory | None = None) -> dict[str, int]:
+        """Return the pages of each tier by its name, the fastest first; the blocks with KV groups, of `memory`.
 
         Raise ConfigError if a tier supports whole pages only.
         """
 
-    def bytes_per_s(self, field: str) -> int:
-        """Return the bandwidth of a channel, such as `h2d`."""
+    @property
+    def are_files(self) -> tuple[bool, ...]:
+        """Whether each tier is of files, the fastest first."""
+
+    @property
+    def read_rates(self) -> dict[str, int]:
+        """The bandwidth from each tier, by its name, the fastest first."""
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Return the settings as a report has them."""
+
+    def with_sizes(self, *sizes: int) -> Self:
+        """Return the same settings with `sizes` in bytes of the first tiers; 0 for none."""
 
     def for_model(self, kv_bytes_per_token: int, num_layers: int | None = None) -> Self:
         """Return the same settings for a model with `kv_bytes_per_token`, and with `num_layers` layers if known."""
@@ -195,6 +203,7 @@ def build_engine(
             safe_first=below is not None and below.evicts_safe_first,
             stores_go_first=is_lazy,
             is_lru=make_order is LruOrder,
+            tiers=() if below is None else below.tier_names,
             full_prompt_hits=below is not None and below.full_prompt_hits,
             loads_have_turns=below is not None and below.load_kv == "async",
             at_branches=config.snapshots == "branches",
@@ -223,7 +232,7 @@ def build_engine(
                 num_blocks=num_blocks,
                 tell=tell,
                 with_ids=executor.needs_page_ids or holds_pages or (below is not None and moves_pages),
-                num_below=0 if below is None else below.num_tiers,
+                num_below=0 if below is None else len(below.tier_names),
                 watches_list=is_lazy,
                 make_order=make_order,
                 plans_ahead=plans_ahead,

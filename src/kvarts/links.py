@@ -242,12 +242,20 @@ class StoreLinks:
     """The links between a store and the workers that share it.
 
     A transfer begins after `latency_ns`. Then it shares, with all that go in the same direction, the rate of the store,
-    and with those of its worker the rate of that worker.
+    and with those of its worker the rate of that worker. `write_bytes_per_s`: that of a worker's writes, if it differs
+    from that of its reads.
     """
 
-    def __init__(self, store_bytes_per_s: float, worker_bytes_per_s: float, latency_ns: int) -> None:
+    def __init__(
+        self,
+        store_bytes_per_s: float,
+        worker_bytes_per_s: float,
+        latency_ns: int,
+        write_bytes_per_s: float | None = None,
+    ) -> None:
         self._store_rate = store_bytes_per_s / 1e9
         self._worker_rate = worker_bytes_per_s / 1e9
+        self._write_rate = self._worker_rate if write_bytes_per_s is None else write_bytes_per_s / 1e9
         self._latency_ns = latency_ns
         self._shared = SharedRates()
         self._coming: list[tuple[int, int, StoreTransfer]] = []
@@ -324,5 +332,5 @@ class StoreLinks:
         return ended
 
     def _ends(self, worker: int, *, is_read: bool) -> tuple[tuple[End, float], ...]:
-        direction = "read" if is_read else "write"
-        return ((direction, -1), self._store_rate), ((direction, worker), self._worker_rate)
+        direction, rate = ("read", self._worker_rate) if is_read else ("write", self._write_rate)
+        return ((direction, -1), self._store_rate), ((direction, worker), rate)

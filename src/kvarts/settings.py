@@ -166,7 +166,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     """A group of settings: those of `struct`, in `table` of a file, under `title` in the help.
 
     `is_named`: the file has one such table per name, such as `[models.chat]`. `is_listed`: these tables form a list,
-    `[[pool]]`; the key `name` names each, else its position, from 1.
+    `[[pool]]`; the key `name` names each, else its position, from 1. `into`: the setting that has this list.
     """
 
     struct: type[msgspec.Struct]
@@ -174,6 +174,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     table: str = ""
     is_named: bool = False
     is_listed: bool = False
+    into: str = ""
 
     @property
     def settings(self) -> tuple[Setting, ...]:
@@ -406,6 +407,12 @@ class Given:
         except ConfigError as error:
             raise self.named(error, settings_of(struct, table)) from error
 
+    def listed(self, struct: type[StructT], table: str) -> tuple[StructT, ...]:
+        """Build a `struct` of each table `[[table]]`, in order. One without a name of its own has an empty `name`."""
+        return tuple(
+            self.build(struct, f"{table}.{name}", name="" if name.isdigit() else name) for name in self.names(table)
+        )
+
     def error(self, key: str, what: str, *, hint: str | None = None) -> ConfigError:
         """Return an error about the value given for `key`."""
         given = self._values[key]
@@ -539,7 +546,15 @@ def given_by_keywords(values: Mapping[str, Any], sections: Sequence[Section]) ->
     settings = [setting for section in sections if not section.is_named for setting in section.settings]
     known = {keyword_of(setting): setting for setting in settings}
     known.update({setting.field: setting for setting in settings if "." not in setting.key})
+    listed = {section.table: section for section in sections if section.into}
     for name, value in values.items():
+        if name in listed:
+            tables = [
+                {key: each for key, each in dict(msgspec.to_builtins(table)).items() if each is not None}
+                for table in value
+            ]
+            given = given_in({name: tables}, [listed[name]]).over(given)
+            continue
         if name not in known:
             hint = did_you_mean(name, list(known)) or f"Known: {', '.join(sorted(map(keyword_of, settings)))}."
             raise ConfigError("unknown setting", field=name, hint=hint)

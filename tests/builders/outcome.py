@@ -31,7 +31,7 @@ def run_kvarts(case: Case, **changes: Any) -> Outcome:
     """The case through kvarts, with page events and the audit on."""
     config = case.config(**{"audit": HAS_AUDIT, **changes})
     trace = case.trace()
-    tiers = {} if config.offload is None else config.offload.tiers(config.page_size)
+    tiers = {} if config.offload is None else config.offload.sizes(config.page_size)
     requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
     steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
     kept = [Kept() for _ in steps]

@@ -221,7 +221,7 @@ def test_what_reading_saves_is_what_is_computed_later_without_it(
     times, _ = naive.ask(0, tokens, set())
     memory = PeerMemory(1000, Any, latency_ms=float(latency_ms), bytes_per_s=1000 / page_ms * 1000)  # type: ignore[arg-type]
     cost = LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)
-    gain = memory.gain(PrefillCost(cost, token_budget=8192, pool_tokens=1000).prefill_ns, 10)
+    gain = memory.gain(PrefillCost(cost, token_budget=8192, pool_tokens=1000).prefill_ns, 10, "host")
     saved_ns = gain.saved_pages(start, num_pages, len(tokens)) * 10 * MS
     assert saved_ns >= max(0, times[0] - times[num_pages]) - 1000
     assert any(abs(times[0] - took_ns - saved_ns) < 1000 for took_ns in times)

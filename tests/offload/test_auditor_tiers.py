@@ -127,7 +127,7 @@ def test_a_tier_that_says_something_twice_is_found(kind: type[Any], what: str) -
 
 def told(used: str | None = None, *below: str) -> tuple[EvictionsTold, dict[str, LedgerPart], list[tuple[str, bytes]]]:
     """Pages a, then b and c after it, all cached but the one in use; some of them are below."""
-    books = TierBooks(full_prompt_hits=False)
+    books = TierBooks(("host", "disk"), full_prompt_hits=False)
     findings: list[tuple[str, bytes]] = []
     evictions = EvictionsTold(books, lambda what, group, name: findings.append((what, name)))
     ledger = evictions.ledger = Ledger((LedgerGroup("full", 1),), 3, choose=evictions.choose)

@@ -94,7 +94,7 @@ def test_every_token_is_counted_once(tiers: Tiered) -> None:
     outcome = run_kvarts(tiers.case, offload=tiers.offload)
     assert_tokens_counted_once(outcome)
     rows = outcome.requests.columns
-    below = sum(rows[f"{name}_tokens"] for name in tiers.offload.tiers(tiers.case.page_size))
+    below = sum(rows[f"{name}_tokens"] for name in tiers.offload.sizes(tiers.case.page_size))
     assert (below <= rows["cached_tokens"]).all()
 
 

@@ -66,7 +66,7 @@ def batches_of(case: Case, cost: CostModel, most_ms: float | None, offload: Any 
         for one in executors
     ]
     trace = case.trace()
-    tiers = {} if offload is None else offload.tiers(config.page_size)
+    tiers = {} if offload is None else offload.sizes(config.page_size)
     requests = RequestLog(largest_hit_counts=False, tiers=tiers)
     Driver([Arrivals(trace, config.source(trace), RoundRobin(len(engines)), engines, requests)], engines).run()
     return [batch for one in executors for batch in one.batches], requests

@@ -101,7 +101,7 @@ def test_with_tiers_too_it_is_the_same_observed_and_step_by_step(
         assert summary["num_failed"] == 0
         rests = fast.devices[0].logs[name].rests
         assert not len(fast.devices[0].logs[name]) or rests["used"].max() == 0
-        for tier in tiers.tiers(case.page_size):
+        for tier in tiers.sizes(case.page_size):
             assert not len(fast.devices[0].logs[name]) or rests[f"{tier}_used"].max() == 0
 
 

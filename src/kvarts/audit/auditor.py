@@ -97,14 +97,14 @@ class Auditor:
     `groups`: its KV groups; by default pages are whole, and a block is a page. `keeps_all`: parts released by windows
     stay cached; otherwise only the tails of prompts and requests do. `safe_first`: the engine evicts first the pages
     that a tier below also holds; `stores_go_first`: with KV groups, it evicts next the parts stored below. `is_lru`:
-    the eviction order is known; under any other order, the evicted part is taken from the events and checked.
-    `full_prompt_hits`: a load may bring a whole prompt. `at_branches`: snapshots of states are also made where prompts
-    leave others. `plans_ahead`: a step is planned while the step before it runs. A request that has ended then keeps
-    its parts until the next plan is made; a page that a decode fills is published a step later, and a part that a
-    window has passed is released a step later. `finds_prefixes`: requests find cached pages. `loads_have_turns`: loaded
-    pages become findable when their request has its turn, and not before the step after their load. `account`: returns
-    the engine's account of its memory; if given, `observe` compares it with the ledger and raises AuditError. Nothing
-    is repaired.
+    the eviction order is known; under any other order, the evicted part is taken from the events and checked. `tiers`:
+    names of the tiers below, the fastest first. `full_prompt_hits`: a load may bring a whole prompt. `at_branches`:
+    snapshots of states are also made where prompts leave others. `plans_ahead`: a step is planned while the step before
+    it runs. A request that has ended then keeps its parts until the next plan is made; a page that a decode fills is
+    published a step later, and a part that a window has passed is released a step later. `finds_prefixes`: requests
+    find cached pages. `loads_have_turns`: loaded pages become findable when their request has its turn, and not before
+    the step after their load. `account`: returns the engine's account of its memory; if given, `observe` compares it
+    with the ledger and raises AuditError. Nothing is repaired.
     """
 
     wants_details = True
@@ -119,6 +119,7 @@ class Auditor:
         safe_first: bool = False,
         stores_go_first: bool = False,
         is_lru: bool = True,
+        tiers: Sequence[str] = ("host", "disk"),
         full_prompt_hits: bool = False,
         at_branches: bool = False,
         plans_ahead: bool = False,
@@ -133,7 +134,8 @@ class Auditor:
         self._unit = "blocks" if groups else "pages"
         self._digests = PageDigests()
         self._found = Findings()
-        self._books = TierBooks(full_prompt_hits=full_prompt_hits)
+        self._first_tier = tiers[0] if tiers else ""
+        self._books = TierBooks(tiers, full_prompt_hits=full_prompt_hits)
         self._evictions: EvictionsTold | None = None
         if safe_first or not is_lru:
             self._evictions = EvictionsTold(self._books if safe_first else None, self._find_page)
@@ -154,6 +156,7 @@ class Auditor:
             self._digests,
             self._found,
             page_size,
+            tiers=tiers,
             goes_first=stores_go_first,
             has_turns=loads_have_turns,
         )
@@ -934,8 +937,8 @@ class Auditor:
             known.load = None
 
     def _keep(self, event: StoreStarted) -> None:
-        if event.medium != "host":
-            return  # read from host memory, which holds its own pages
+        if event.medium != self._first_tier:
+            return  # read from the tier above, which holds its own pages
         for content, start, end in event.runs:
             for page in range(start, end):
                 kept = self.ledger.keep(0, self._digest(content, page))

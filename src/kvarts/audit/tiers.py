@@ -17,19 +17,16 @@ from kvarts.events import LoadStarted, PagesRemoved, PagesStored, StoreStarted, 
 
 __all__ = ["EvictionsTold", "PartsBelow", "TierBooks"]
 
-MEDIA = "host", "disk"
-"""The tiers, the fastest first."""
-
 
 class TierBooks:
     """Pages that can be found in each tier below, by digest.
 
-    `full_prompt_hits`: as in OffloadConfig.
+    `tiers`: their names, the fastest first. `full_prompt_hits`: as in OffloadConfig.
     """
 
-    def __init__(self, *, full_prompt_hits: bool) -> None:
+    def __init__(self, tiers: Sequence[str], *, full_prompt_hits: bool) -> None:
         self.full_prompt_hits = full_prompt_hits
-        self._stored: dict[str, set[bytes]] = {"host": set(), "disk": set()}
+        self._stored: dict[str, set[bytes]] = {name: set() for name in tiers}
 
     def add(self, medium: str, digest: bytes) -> bool:
         """Record a page that a tier has stored. Return False if it was there already."""
@@ -136,8 +133,9 @@ class _Load(msgspec.Struct, eq=False):
 class PartsBelow:
     """Owner of the holds of transfers in `ledger`. `found` receives the findings.
 
-    `goes_first`: the device evicts stored parts next. `has_turns`: loaded parts are findable from the turn of their
-    request on, and a request whose load is incomplete keeps its parts until then.
+    `tiers`: the names of the tiers, the fastest first. `goes_first`: the device evicts stored parts next. `has_turns`:
+    loaded parts are findable from the turn of their request on, and a request whose load is incomplete keeps its parts
+    until then.
     """
 
     def __init__(
@@ -148,9 +146,11 @@ class PartsBelow:
         found: Findings,
         page_size: int,
         *,
+        tiers: Sequence[str],
         goes_first: bool,
         has_turns: bool = False,
     ) -> None:
+        self._tiers = tiers
         self._has_turns = has_turns
         self._held = held
         self._ledger = ledger
@@ -186,14 +186,15 @@ class PartsBelow:
                 self._stored.remove(part)
 
     def begin_store(self, event: StoreStarted) -> None:
-        """Hold the parts that are copied: the oldest copy of each. A spill copies those of host memory."""
+        """Hold the parts that are copied: the oldest copy of each. A spill copies those of the tier above."""
         runs: list[list[LedgerPart]] = []
-        if event.medium != MEDIA[0]:
+        if event.medium != self._tiers[0]:
             self._stores[event.transfer] = runs
+            above = self._tiers[self._tiers.index(event.medium) - 1]
             for (content, start, end), group in zip(event.runs, event.groups, strict=True):
                 for page in range(start, end):
-                    if (MEDIA[0], group, self._digests.of(content, page)) not in self._stored:
-                        what = f"is to be stored in {event.medium} and is not in {MEDIA[0]}{self._ledger.words(group)}"
+                    if (above, group, self._digests.of(content, page)) not in self._stored:
+                        what = f"is to be stored in {event.medium} and is not in {above}{self._ledger.words(group)}"
                         self._found.add(what, content.owner, page)
             return
         for (content, start, end), group in zip(event.runs, event.groups, strict=True):
@@ -233,7 +234,7 @@ class PartsBelow:
                     ledger.hold(part)
                     known.parts[index][page] = part
                     continue
-                having = (tier for tier, medium in enumerate(MEDIA) if (medium, index, digest) in self._stored)
+                having = (tier for tier, medium in enumerate(self._tiers) if (medium, index, digest) in self._stored)
                 tier = next(having, None)
                 if tier is None:
                     self._found.add(f"is loaded, and no tier has it{ledger.words(index)}", event.request, page)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
-from kvarts.cli.options import DIRECTORY
+from kvarts.cli.options import DIRECTORY, GroupedOption
 from kvarts.cli.parts import CommandPart
 from kvarts.errors import ConfigError
-from kvarts.offload.config import OffloadConfig
+from kvarts.offload.config import TIERS, OffloadConfig
 from kvarts.settings import Flags, Given, Section
+from kvarts.settings import settings_of as settings_of_struct
 
 __all__ = ["PART", "add_options", "settings_of"]
 
@@ -29,8 +31,47 @@ OPTIONS = (
 class OffloadPart(CommandPart):
     """Host memory and files: options, and the table [offload]."""
 
-    sections = (Section(struct=OffloadConfig, title="Host memory and files", table=TABLE),)
+    sections = (Section(struct=OffloadConfig, title="Host memory and files", table=TABLE), TIERS)
+    is_of_engines = True
     tier_flag = "--host-pages"
+
+    def options(self) -> Sequence[click.Option]:
+        """Return `--tier`, which may be repeated."""
+        return (
+            GroupedOption(
+                ["--tier", "tiers"], group=TIERS.title, multiple=True, metavar="NAME:KEY=VALUE,...",
+                help="A tier below the device, the fastest first, or what is different in that [[tier]] of the file: "
+                f"{', '.join(each.field for each in settings_of_struct(TIERS.struct))}. Instead of --host-memory "
+                "and --disk-memory, for other tiers than host memory and files.",
+            ),
+        )  # fmt: skip
+
+    def given(self, params: dict[str, Any]) -> Given:
+        """Return the settings from `--tier`."""
+        given = Given()
+        for text in params.pop("tiers", None) or ():
+            name, _, rest = text.partition(":")
+            flag = f"--tier {name}"
+            if not re.fullmatch(r"[\w-]+", name):
+                raise ConfigError(
+                    f"{text!r} is not NAME:KEY=VALUE", field="--tier", hint="For example --tier dram:size=64GiB."
+                )
+            if name in given.names(TIERS.table):
+                raise ConfigError("is given twice", field=flag, hint="Give each tier a different name.")
+            settings = {each.field: each for each in settings_of_struct(TIERS.struct, f"{TIERS.table}.{name}")}
+            spellings = {each.key: f"{flag}: {each.field}" for each in settings.values()}
+            source = Flags({**spellings, f"[{TIERS.table}.{name}]": flag})
+            given.add_name(TIERS.table, name, source)
+            for part in filter(None, rest.split(",")):
+                key, equals, value = (word.strip() for word in part.partition("="))
+                if not equals or key not in settings:
+                    raise ConfigError(
+                        f"{part!r} is not known", field=flag, hint=f"Known: {', '.join(settings)}, each with =VALUE."
+                    )
+                if settings[key].key in given:
+                    raise ConfigError("is given twice", field=f"{flag}: {key}", hint="Keep one of them.")
+                given.add(settings[key], _number(value) if key in NUMBERS else value, source)
+        return given
 
     def check(self, given: Given) -> None:
         """Raise ConfigError for an offload option without a size for host memory."""
@@ -38,10 +79,23 @@ class OffloadPart(CommandPart):
         tables = (TABLE, "prefill", "decode", *(f"pool.{name}" for name in given.names("pool")))
         sizes = [f"{table}.{name}" for table in tables for name in ("host_pages", "host_memory")]
         sizes += ["store.pages", "store.memory"]  # what a token weighs, it weighs there, too
-        if by_flags and not any(size in given for size in sizes):
+        if by_flags and not given.names(TIERS.table) and not any(size in given for size in sizes):
             raise given.error(
                 by_flags[0], "has no effect without a size", hint="Give --host-pages or --host-memory as well."
             )
+
+
+NUMBERS = ("pages", "latency_us")
+
+
+def _number(text: str) -> int | float | str:
+    """Return the number that `text` is; else the text, which the setting then refuses."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 PART = OffloadPart()

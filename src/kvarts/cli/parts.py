@@ -93,6 +93,8 @@ class CommandPart:
     """Settings: command-line options, and tables of a settings file."""
     of_one_model = True
     """Whether its settings also apply to replays of one model; `kvarts plan` has only those."""
+    is_of_engines = False
+    """Whether its own options are settings of an engine, which `kvarts plan` and `kvarts mock` have as well."""
     tier_flag: str | None = None
     """The option that adds pages below the device."""
 

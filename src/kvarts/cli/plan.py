@@ -14,7 +14,7 @@ from kvarts.cli.effects import NO_REPLAY, check_effects
 from kvarts.cli.options import DIRECTORY, INPUT, OUTPUT, Command, grouped, open_option, options_of
 from kvarts.cli.outputs import check_opening, open_page
 from kvarts.cli.parts import load_parts
-from kvarts.cli.plan_options import TIER_NAMES, PlanOptions, Share, ShareType, divided, fleet_kinds
+from kvarts.cli.plan_options import PlanOptions, Share, ShareType, divided, fleet_kinds
 from kvarts.cli.process import Progress, print_bytes, print_json, tell_whole_pages
 from kvarts.cli.replaying import all_sections, load_traffic, over_sample_settings, paths_in, read_settings, set_by
 from kvarts.config import EngineConfig
@@ -82,6 +82,7 @@ def _options() -> list[click.Parameter]:
     several = [section for part in load_parts() if not part.of_one_model for section in part.sections]
     for option in options_of(section for section in all_sections() if section not in several):
         by_flag.setdefault(option.opts[0], option)
+    by_flag.update({option.opts[0]: option for part in load_parts() if part.is_of_engines for option in part.options()})
     return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values()]
 
 
@@ -125,10 +126,8 @@ class _Prices(click.ParamType[Any]):
                 price = float(text)
             except ValueError:
                 price = -1.0
-            if name not in TIER_NAMES or not 1e-12 <= price <= 1e12:
-                self.fail(
-                    f"{brief(part)} is not TIER=X, a tier of {', '.join(TIER_NAMES)} and a number above 0", param, ctx
-                )
+            if not name or not 1e-12 <= price <= 1e12:
+                self.fail(f"{brief(part)} is not TIER=X, the name of a tier and a number above 0", param, ctx)
             prices[name] = price
         return prices
 
@@ -269,7 +268,11 @@ def plan_command(
     from kvarts.plan.tables import render_fleets
 
     sections = all_sections()
-    given = given_by_flags(params, sections).over(read_settings(config_file, sections))
+    given = given_by_flags(params, sections)
+    for part in load_parts():
+        if part.is_of_engines:
+            given = part.given(params).over(given)
+    given = given.over(read_settings(config_file, sections))
     if several := given.names("models"):
         hint = "Plan for each alone, or divide memory among traces with --share."
         raise given.error(f"[models.{several[0]}]", "a plan is for one model", hint=hint)

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
     from kvarts.traffic.trace import Trace
 
-__all__ = ["TIER_NAMES", "PlanOptions", "Share", "ShareType", "divided", "fleet_kinds"]
+__all__ = ["PlanOptions", "Share", "ShareType", "divided", "fleet_kinds"]
 
-TIER_NAMES = ("device", "host", "disk")
 GIVE_MODEL = "Give --model and --device."
 KEYS = ("model", "bytes", "weight")
 

@@ -25,6 +25,7 @@ class SessionsPart(CommandPart):
                     f"{TABLE}.{key}", "is of bounded sessions", hint="Give --session-window as well, or leave it out."
                 )
         has_host = not {"offload.host_pages", "offload.host_memory"}.isdisjoint(given.in_table("offload"))
+        has_host = has_host or bool(given.names("tier"))
         if "retention" in keys and given[f"{TABLE}.retention"] == "host" and not has_host:
             raise given.error(f"{TABLE}.retention", "needs host memory", hint="Give --host-memory or --host-pages.")
 

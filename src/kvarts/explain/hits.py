@@ -3,7 +3,7 @@
 Every prompt token of every admitted request is of one of these kinds:
 
 * `device_hit`: found in pages that other requests had left on the device;
-* `host_hit`, `disk_hit`: found in a tier below the device, if there are tiers;
+* `host_hit`, `disk_hit`: found in a tier below the device, if there are tiers, by its name;
 * `never_seen`: no earlier sequence had computed this prefix up to this token;
 * `evicted`: an earlier sequence had, and its page was in the cache but has been evicted; with KV groups, a part that
   some group needed to resume from there or later has been evicted;
@@ -240,7 +240,8 @@ class _Reading:
             for owner, content in journal.contents.items()
         }
         self._requests: dict[int, _Request] = {}
-        self._has_tiers = False
+        self._below: dict[str, None] = {}
+        """The kinds of hits in tiers below the device that were seen."""
         self._ended = [[0, 0] for _ in journal.groups]
         """For each KV group: hits that it cut short, and tokens by which another group could have extended them."""
         self._evicted_ago_ms: list[Column] = []
@@ -296,7 +297,7 @@ class _Reading:
         end = hit
         for tier, count in reversed(loaded_pages.items()):
             start = min(end, (-(-end // size) - count) * size)
-            self._has_tiers = True
+            self._below[f"{tier}_hit"] = None
             request.parts += _new_part(start, min(end, prompt), request.furthest, f"{tier}_hit")
             end = start
         request.parts += _new_part(0, min(end, prompt), request.furthest, "device_hit")
@@ -389,7 +390,8 @@ class _Reading:
 
     def ledger(self) -> HitLedger:
         by_request = {index: self._account(request) for index, request in sorted(self._requests.items())}
-        kinds = (KINDS[0], *BELOW, *KINDS[1:]) if self._has_tiers else KINDS
+        below = () if not self._below else BELOW if self._below.keys() <= set(BELOW) else tuple(self._below)
+        kinds = (KINDS[0], *below, *KINDS[1:])
         if self._journal.groups:
             kinds = (*kinds[:-2], NOT_KEPT, *kinds[-2:])
         tokens = {kind: sum(account.get(kind, 0) for account in by_request.values()) for kind in kinds}

@@ -220,12 +220,16 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         setting("A store that all workers share: 1TiB.", metavar="SIZE", default="none", replaces=("pages",)),
     ] = None
     rate: Annotated[
-        str,
+        int | str,
         setting("Bytes a second that the store reads, and that it writes, for all workers together.", metavar="RATE"),
     ] = "80GB/s"
     worker_rate: Annotated[
-        str, setting("Bytes a second that each worker reads from the store, and that it writes.", metavar="RATE")
+        int | str, setting("Bytes a second that each worker reads from the store, and that it writes.", metavar="RATE")
     ] = "10GB/s"
+    worker_write_rate: Annotated[
+        int | str | None,
+        setting("Bytes a second that each worker writes to it.", metavar="RATE", default="as it reads"),
+    ] = None
     latency_us: Annotated[
         float, setting("On top of every transfer to or from the store.", flag="--store-latency-us", metavar="US")
     ] = 100.0
@@ -237,19 +241,31 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             check_whole(self.pages, "pages", most=MOST_PAGES)
         if self.memory is not None:
             check_whole(self._parsed(parse_bytes, "memory"), "memory", most=MOST_BYTES)
-        for field in ("rate", "worker_rate"):
+        for field in ("rate", "worker_rate", *(() if self.worker_write_rate is None else ("worker_write_rate",))):
             check_whole(self._parsed(parse_rate, field), field, most=MOST_BYTES)
         check_number(self.latency_us, "latency_us", most=MOST_MS)
 
     @property
-    def bytes_per_s(self) -> tuple[int, int]:
-        """The rates of the store and of a worker."""
-        return self._parsed(parse_rate, "rate"), self._parsed(parse_rate, "worker_rate")
+    def bytes_per_s(self) -> tuple[int, int, int]:
+        """The rates of the store, of a worker that reads, and of one that writes."""
+        written = "worker_rate" if self.worker_write_rate is None else "worker_write_rate"
+        return (
+            self._parsed(parse_rate, "rate"),
+            self._parsed(parse_rate, "worker_rate"),
+            self._parsed(parse_rate, written),
+        )
 
     @property
     def latency_ns(self) -> int:
         """The time on top of every transfer."""
         return round(self.latency_us * 1e3)
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Return the settings as a report has them."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        if self.worker_write_rate is None:
+            del values["worker_write_rate"]
+        return values
 
     def num_units(self, unit_bytes: int, unit: str = "page") -> int:
         """Return the pages, or blocks, of the store. Raise SettingError for a size that holds none."""
@@ -379,6 +395,9 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: Annotated[
         str | None, setting("Name by which requests ask for its model.", flag=None, default="that of the model")
     ] = None
+    tiers: Annotated[
+        list[str] | None, setting("Names of the [[tier]] tables that its workers have.", flag=None, default="all")
+    ] = None
 
 
 TIERS = ("target_free", "h2d", "d2h", "disk_pages", "disk_memory", "disk_read", "disk_write")
@@ -386,6 +405,16 @@ IN_TABLE = (*OF_POOL[1:], "model", "engine", "async_scheduling", "cost_factor", 
 """Settings that a table `[[pool]]` can have of its workers."""
 
 POOL = "pool"
+TIER = "tier"
+OF_STORE = {
+    "pages": "pages",
+    "size": "memory",
+    "read": "worker_rate",
+    "write": "worker_write_rate",
+    "rate": "rate",
+    "latency_us": "latency_us",
+}
+"""The settings of a store, by those of a tier of scope `all`."""
 
 SECTIONS = (
     Section(struct=pool_settings("compute prompts"), title="Prefill and decode apart", table="prefill"),
@@ -415,7 +444,8 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 def is_of_fleet(given: Given) -> bool:
     """Return whether a setting of pools, of the links between them, or of a shared store was given."""
-    return any(given.in_table(section.table) for section in SECTIONS) or bool(given.names(POOL))
+    is_shared = bool(_shared_tiers(given))
+    return is_shared or any(given.in_table(section.table) for section in SECTIONS) or bool(given.names(POOL))
 
 
 def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
@@ -423,11 +453,16 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
 
     Raise ConfigError that names the setting and its source.
     """
+    given = _with_store(given, sections)
     of_all = Given()
     for section in sections:
-        if section.is_named or section in SECTIONS:
+        if section in SECTIONS or (section.is_named and not section.into):
             continue
-        for each in section.settings:
+        settings = () if section.is_named else section.settings
+        for name in given.names(section.table) if section.into else ():
+            of_all.add_name(section.table, name, given.source_of(f"[{section.table}.{name}]"))
+            settings = (*settings, *settings_of(section.struct, f"{section.table}.{name}"))
+        for each in settings:
             if each.key in given:
                 of_all.add(each, given.value_of(each.key), given.source_of(each.key))
     tables = _tables(given, of_all)
@@ -516,6 +551,36 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         raise given.named(error, of_tables) from error
 
 
+def _shared_tiers(given: Given) -> list[str]:
+    """Return the names of the tiers of scope `all`."""
+    scopes = {name: f"{TIER}.{name}.scope" for name in given.names(TIER)}
+    return [name for name, key in scopes.items() if key in given and given.value_of(key) == "all"]
+
+
+def _with_store(given: Given, sections: Sequence[Section]) -> Given:
+    """Return the settings with a tier of scope `all` as the store that it is."""
+    shared = _shared_tiers(given)
+    if not shared:
+        return given
+    name, *others = shared
+    if others:
+        hint = "Keep one of them."
+        raise given.error(f"[{TIER}.{others[0]}]", "is a second tier that all engines share", hint=hint)
+    if given.names(TIER)[-1] != name:
+        raise given.error(f"[{TIER}.{name}]", "is shared by all engines, and is not the last", hint="Put it last.")
+    if keys := given.in_table("store"):
+        raise given.error(keys[0], "says what a tier of scope all says", hint="Keep one of them.")
+    (tiers,) = (section for section in sections if section.table == TIER)
+    given.build(tiers.struct, f"{TIER}.{name}", name="" if name.isdigit() else name)  # raises if it cannot be
+    store = {each.field: each for each in settings_of(StoreSettings, "store")}
+    as_store = given.without({f"[{TIER}.{name}]", *given.in_table(f"{TIER}.{name}")})
+    for each in settings_of(tiers.struct, f"{TIER}.{name}"):
+        if each.key in given and each.field in OF_STORE:
+            of_store = store[OF_STORE[each.field]]
+            as_store.add(of_store, given.value_of(each.key), Within(given.source_of(each.key), each, is_alike=True))
+    return as_store
+
+
 def _tables(given: Given, of_all: Given) -> list[tuple[str, Role, str]]:
     """Return the name and role of each pool, and the table of its own settings; "" for none."""
     names = given.names(POOL)
@@ -566,6 +631,7 @@ def _resolve_pool(given: Given, table: str, of_all: Given, sections: Sequence[Se
     """Build the configuration of the workers of a pool, from its own settings and those for all."""
     known = of_workers()
     own = Given()
+    of_all = _with_tiers_of(given, table, of_all)
     for key in given.in_table(table) if table else ():
         inner = key.removeprefix(f"{table}.")
         if inner in known:
@@ -578,6 +644,20 @@ def _resolve_pool(given: Given, table: str, of_all: Given, sections: Sequence[Se
         return resolve_replay(own.over(of_all), sections, asked=asked)
     except ConfigError as error:
         raise given.named(error, ()) from error  # it may name a setting of the fleet
+
+
+def _with_tiers_of(given: Given, table: str, of_all: Given) -> Given:
+    """Return the settings of all workers with those tiers only that a pool names."""
+    key = f"{table}.tiers"
+    if not table or key not in given:
+        return of_all
+    names, known = given[key], of_all.names(TIER)
+    if other := [name for name in names if name not in known]:
+        hint = f"The tiers of workers are {', '.join(known)}." if known else "Add a [[tier]]."
+        raise given.error(key, f"has no [[tier]] {brief(other[0])}", hint=hint)
+    left_out = [name for name in known if name not in names]
+    keys = {key for name in left_out for key in (f"[{TIER}.{name}]", *of_all.in_table(f"{TIER}.{name}"))}
+    return of_all.without(keys)
 
 
 def _sizes_of_store(given: Given) -> list[str]:
@@ -676,7 +756,7 @@ class ModelPools(msgspec.Struct, frozen=True):
     @property
     def num_host_pages(self) -> int:
         """Pages of the host memory of all workers."""
-        return sum(pool.each.replicas * pool.each.tiers.get("host", 0) for pool in self.pools)
+        return sum(pool.each.replicas * next(iter(pool.each.tiers.values()), 0) for pool in self.pools)
 
     @property
     def stored_unit_bytes(self) -> int:
@@ -828,7 +908,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise SettingError(what, "transfer.pull", hint="Leave {transfer.mode} out.")
         if self.first.profile == "mocker":
             raise SettingError("is not in Dynamo's mocker", "transfer.pull", hint="Take another profile.")
-        if not all("host" in pool.each.tiers for pool in self.pools):
+        if not all(pool.each.tiers for pool in self.pools):
             hint = "Give {offload.host_memory} as well."
             raise SettingError("needs workers with host memory", "transfer.pull", hint=hint)
         for of_model in self.of_models:
@@ -950,5 +1030,5 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "token_bytes": self.token_bytes,
             },
             **({"scaler": self.scaling, "startup_s": self.startup_s} if self.scaler is not None else {}),
-            **({"store": msgspec.to_builtins(self.store)} if self.store is not None else {}),
+            **({"store": self.store.to_builtins()} if self.store is not None else {}),
         }

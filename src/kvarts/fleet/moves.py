@@ -179,7 +179,7 @@ class PeersOfWorkers(Protocol):
     def leave(self, worker: int) -> bool:
         """Stop reading from `worker`, which was removed; return whether it was still registered."""
 
-    def gain(self, prefill: PrefillNs, page_size: int) -> PeersGain:
+    def gain(self, prefill: PrefillNs, page_size: int, tier: str) -> PeersGain:
         """Return the savings of a worker that reads pages, instead of computing them in the time of `prefill`."""
 
 

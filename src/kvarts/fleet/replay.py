@@ -135,7 +135,10 @@ class BuiltFleet:
         self._num_waiting = num_waiting
         self._behind = config.behind_routers(by_model=by_model)
         settings = config.store
-        self.store_links = None if settings is None else StoreLinks(*settings.bytes_per_s, settings.latency_ns)
+        self.store_links = None
+        if settings is not None:
+            rate, read_rate, write_rate = settings.bytes_per_s
+            self.store_links = StoreLinks(rate, read_rate, settings.latency_ns, write_rate)
         self.stores = (
             [] if self.store_links is None else [open_store(config, each, self.store_links) for each in self._behind]
         )
@@ -204,7 +207,9 @@ class BuiltFleet:
         most_tiers = max(pools, key=lambda each: len(each.tiers))
         of_all = structs.replace(pools[0], replicas=num_workers, offload=most_tiers.offload)
         replicas: list[Replica] = []
-        peers_gain = self.peers[place].gain(prefill_cost(of_all), of_all.page_size) if self.peers else None
+        peers_gain = None
+        if self.peers:
+            peers_gain = self.peers[place].gain(prefill_cost(of_all), of_all.page_size, next(iter(of_all.tiers)))
         router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off", peers=peers_gain)
         return Front(router, replicas)
 

@@ -156,11 +156,15 @@ class LLM:
             check_combination({"bus": "offload.bus", "model": "model"})
         if self.offload is not None and self.offload.copy_slowdown:
             check_combination({"copies": "offload.copy_slowdown", "model": "model"})
-        if ("disk" in self.tiers) != (disk_path is not None):
+        are_files = () if self.offload is None else self.offload.are_files
+        if are_files not in ((), (False,), (False, True)):
+            what = "a model runs above one tier of memory, and one of files below that at most"
+            raise ConfigError(what, field="offload", hint="Leave out the other tiers.")
+        if any(are_files) != (disk_path is not None):
             raise ConfigError(
                 "a tier of files needs both its size and its directory",
                 field="disk_path",
-                hint="Give disk_pages or disk_memory in offload, and disk_path.",
+                hint="Give a size of files in offload, and disk_path.",
             )
         files = None
         if disk_path is not None and self.offload is not None:
@@ -174,7 +178,7 @@ class LLM:
             model,
             config,
             sampler,
-            num_host_pages=self.tiers.get("host", 0),
+            num_host_pages=next(iter(self.tiers.values()), 0),
             files=files,
             attention=options.attention,
             layers=options.layers,
@@ -462,7 +466,7 @@ def _tiers_of(offload: TierSettings | None, room: KVRoom, page_size: int) -> dic
     """Return the pages or blocks of each tier below the device. Raise ConfigError for what a room cannot have."""
     if offload is None:
         return {}
-    return offload.tiers(page_size) if room.cut is None else offload.group_tiers(room.cut.memory, page_size)
+    return offload.sizes(page_size, None if room.cut is None else room.cut.memory)
 
 
 def _eos_ids(model: Any) -> frozenset[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
+import re
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 
@@ -11,14 +12,18 @@ from kvarts.errors import ConfigError
 from kvarts.kv.transfer import LoadKv
 from kvarts.limits import MOST_BYTES, MOST_BYTES_PER_TOKEN, MOST_LAYERS, MOST_MS, MOST_PAGES, check_number, check_whole
 from kvarts.offload.channel import ChannelSpec, TierSpec
-from kvarts.settings import SettingError, setting
+from kvarts.settings import Section, SettingError, setting
 from kvarts.units import meant_size, parse_bytes, parse_rate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvarts.kv.groups import GroupMemory
 
-__all__ = ["LoadKv", "OffloadConfig"]
+__all__ = ["TIERS", "LoadKv", "OffloadConfig", "TierConfig", "TierKind", "TierScope"]
 
+TierKind = Literal["memory", "files"]
+TierScope = Literal["engine", "all"]
 LoadOverlap = Literal["none", "layers"]
 OffloadPolicy = Literal["eager", "lazy"]
 PreemptionMode = Literal["swap", "recompute"]
@@ -30,24 +35,120 @@ Rate = int | str
 """Bytes per second, as a number or with a unit: 50GB/s."""
 
 
-class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Host memory, and files, below one engine. Raises ConfigError for a value out of range.
+NAMES: dict[TierKind, str] = {"memory": "host", "files": "disk"}
+"""The name of a tier that has none, by its kind."""
+SHARED = "store"
+"""The name of the tier that all engines share."""
+TAKEN = {"cached", "device", "free", "input", "max", "output", "peers", "prompt", "recomputed", "reserved", "used"}
+"""Names that reports have for something else."""
+DEFAULTS: dict[str, tuple[str, str, float]] = {"memory": ("50GB/s", "50GB/s", 10.0), "files": ("5GB/s", "3GB/s", 100.0)}
+"""Bandwidths from and to a tier, and the microseconds on top, by its kind."""
+CHANNELS = {"host": ("h2d", "d2h")}
+"""The names of the channels from and to a tier, by its name, where they are not `NAME_read` and `NAME_write`."""
+SHORT = {
+    "host": ("host_pages", "host_memory", "h2d", "d2h", "latency_us"),
+    "disk": ("disk_pages", "disk_memory", "disk_read", "disk_write", "disk_latency_us"),
+}
+"""The settings of host memory and of files in the short form of a list: pages, size, read, write and latency."""
 
-    `host_pages` or `host_memory`: the size of host memory; without either, nothing is stored. `policy`: `eager` stores
-    a page in the step after it became complete; `lazy` stores cached pages so that the next `target_free` allocated
-    pages lose nothing (default: eight times the pages of a step's token budget, but at most an eighth of host memory,
-    and at least twice the budget). `h2d`, `d2h`: bandwidth to and from the device; `latency_us` is added to every
-    transfer. `bus`: a bandwidth that all channels share evenly. `kv_bytes_per_token`: bytes of a token; the default is
-    that of Llama 3.1 8B in 16 bits.
-    `full_prompt_hits`: a load may cover a whole prompt; then only its last token is computed again. `workers`: how many
-    must report a transfer before it is complete. `preemption_mode`: with `swap`, pages that only a preempted request
-    can find, those of generated tokens without ids, are stored in host memory until it ends; with `recompute` they are
-    not. `load_overlap`: with `layers`, the first step of a request computes one of `num_layers` layers while later ones
-    are loaded; with `none` it waits for its whole load. `load_kv`: with `placed`, a request that waits for its load has
-    a place among the running requests and all pages of its prompt; with `async` it has no place, and only the pages
-    that are loaded or found, as with vLLM's `load_kv_async`; with `sync` it runs at once, and the step lasts as long as
-    the load. `copy_slowdown`: a step takes 1 + this times as long while
-    pages are copied from or to the device.
+
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tier below a device: a table `[[tier]]`. Raises ConfigError for a value out of range.
+
+    `name`: its name in reports; left out, `host` for memory and `disk` for files. `pages` or `size`: its size; 0 for no
+    such tier. `read`, `write`: bandwidths of its channels; `latency_us` is added to every transfer; left out, they are
+    those of host memory or of files. `scope`: `engine` for a tier below each engine, `all` for one that all engines
+    share, which is the last; then `read` and `write` are each engine's, and `rate` is what the tier reads, and writes,
+    for all of them together.
+    """
+
+    name: str = ""
+    kind: Annotated[
+        TierKind, setting("What it is: memory, or files, whose pages outlive a process that runs a model.", flag=None)
+    ] = "memory"
+    pages: Annotated[int | None, setting("Its size, in pages.", flag=None, replaces=("size",))] = None
+    size: Annotated[Size | None, setting("Its size, such as 64GiB.", flag=None, replaces=("pages",))] = None
+    read: Annotated[
+        Rate | None, setting("Bandwidth from it.", flag=None, default="50GB/s of memory, 5GB/s of files")
+    ] = None
+    write: Annotated[
+        Rate | None, setting("Bandwidth to it.", flag=None, default="50GB/s of memory, 3GB/s of files")
+    ] = None
+    latency_us: Annotated[
+        float | None, setting("On top of every transfer.", flag=None, default="10 of memory, 100 of files")
+    ] = None
+    scope: Annotated[
+        TierScope, setting("Below each engine, or all: one that all engines share, as --store-memory.", flag=None)
+    ] = "engine"
+    rate: Annotated[
+        Rate | None,
+        setting("What a tier of scope all reads, and writes, for all engines together.", flag=None, default="80GB/s"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        for field, kinds in (("kind", TierKind), ("scope", TierScope)):
+            if (value := getattr(self, field)) not in get_args(kinds):
+                raise SettingError(f"must be {' or '.join(map(repr, get_args(kinds)))}, got {value!r}", field)
+        if not self.name:
+            msgspec.structs.force_setattr(self, "name", SHARED if self.is_shared else NAMES[self.kind])
+        if self.is_shared != (self.name == SHARED):
+            what = "is the name of the tier that all engines share"
+            if self.is_shared:
+                what = f"of a tier that all engines share is {SHARED}"
+            raise SettingError(what, "name", hint="Leave it out." if self.is_shared else "Take another.")
+        if not re.fullmatch(r"[a-z][a-z0-9]{0,30}", self.name) or self.name in TAKEN:
+            raise SettingError(
+                f"cannot be {self.name!r}", "name", hint="It is a part of names of columns: small letters and digits."
+            )
+        if (self.pages is None) == (self.size is None):
+            what = "says no size" if self.pages is None else "is given beside {size}"
+            raise SettingError(what, "pages", hint="Give {pages} or {size}.")
+        if self.pages is not None:
+            check_whole(self.pages, "pages", least=0, most=MOST_PAGES)
+        if self.size is not None:
+            check_whole(bytes_of(self.size, "size"), "size", least=0, most=MOST_BYTES)
+        for field in ("read", "write", "rate"):
+            if (rate := getattr(self, field)) is not None:
+                check_rate(rate, field)
+        if self.latency_us is not None:
+            check_number(self.latency_us, "latency_us", most=MOST_MS)
+        if self.rate is not None and not self.is_shared:
+            raise SettingError("is of a tier that all engines share", "rate", hint="Give {read} and {write}.")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all engines share it."""
+        return self.scope == "all"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no such tier."""
+        return not self.pages and (self.size is None or not bytes_of(self.size, "size"))
+
+    @property
+    def is_files(self) -> bool:
+        """Whether its pages outlive the process."""
+        return self.kind == "files"
+
+
+class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tiers below one engine: host memory, and files. Raises ConfigError for a value out of range.
+
+    `tiers`: the list of tiers, the fastest first. Host memory alone, or with files, has a short form: `host_pages` or
+    `host_memory`, the size of host memory. Without any, nothing is stored. `policy`: `eager` stores a page in the step
+    after it became complete; `lazy` stores cached pages so that the next `target_free` allocated pages lose nothing
+    (default: eight times the pages of a step's token budget, but at most an eighth of host memory, and at least twice
+    the budget). `h2d`, `d2h`: bandwidth to and from the device; `latency_us` is added to every transfer. `bus`: a
+    bandwidth that all channels share evenly. `kv_bytes_per_token`: bytes of a token; the default is that of Llama 3.1
+    8B in 16 bits. `full_prompt_hits`: a load may cover a whole prompt; then only its last token is computed again.
+    `workers`: how many must report a transfer before it is complete. `preemption_mode`: with `swap`, pages that only a
+    preempted request can find, those of generated tokens without ids, are stored in host memory until it ends; with
+    `recompute` they are not. `load_overlap`: with `layers`, the first step of a request computes one of `num_layers`
+    layers while later ones are loaded; with `none` it waits for its whole load. `load_kv`: with `placed`, a request
+    that waits for its load has a place among the running requests and all pages of its prompt; with `async` it has no
+    place, and only the pages that are loaded or found, as with vLLM's `load_kv_async`; with `sync` it runs at once, and
+    the step lasts as long as the load. `copy_slowdown`: a step takes 1 + this times as long while pages are copied from
+    or to the device.
 
     `disk_pages` or `disk_memory`: the size of the files below host memory, which are written as soon as a page is in
     host memory; `disk_read`, `disk_write` and `disk_latency_us` are those of the files. `store_within_ms`: a page is
@@ -58,6 +159,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     opened_by: ClassVar[str] = "kvarts.offload.opening:prepare_tiers"
 
+    tiers: tuple[TierConfig, ...] = ()
     host_pages: Annotated[
         int | None,
         setting(
@@ -187,14 +289,17 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     fail_every: Annotated[int, setting("Every so many transfers one fails; 0: none.", flag=None)] = 0
 
     def __post_init__(self) -> None:
-        for pages, memory in (("host_pages", "host_memory"), ("disk_pages", "disk_memory")):
+        msgspec.structs.force_setattr(self, "tiers", tuple(self.tiers))
+        if self.tiers:
+            self._check_list()
+        for pages, memory, *_ in SHORT.values():
             count, size = getattr(self, pages), getattr(self, memory)
             if count is not None and size is not None:
                 raise SettingError(f"is given beside {{{memory}}}", pages, hint="Keep one of them.")
             if count is not None:
                 check_whole(count, pages, least=0, most=MOST_PAGES)
             if size is not None:
-                check_whole(self._bytes(memory), memory, least=0, most=MOST_BYTES)
+                check_whole(bytes_of(size, memory), memory, least=0, most=MOST_BYTES)
         if self.policy not in ("eager", "lazy"):
             raise SettingError(f"must be 'eager' or 'lazy', got {self.policy!r}", "policy")
         if self.preemption_mode not in ("swap", "recompute"):
@@ -213,9 +318,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.target_free is not None:
             check_whole(self.target_free, "target_free", least=0, most=MOST_PAGES)
         for field in ("h2d", "d2h", "disk_read", "disk_write", *(() if self.bus is None else ("bus",))):
-            if self.bytes_per_s(field) < 1:
-                raise SettingError(f"must be at least one byte a second, got {getattr(self, field)}", field)
-            check_whole(self.bytes_per_s(field), field, most=MOST_BYTES)
+            check_rate(getattr(self, field), field)
         for field in ("latency_us", "disk_latency_us"):
             check_number(getattr(self, field), field, most=MOST_MS)
         check_whole(self.kv_bytes_per_token, "kv_bytes_per_token", most=MOST_BYTES_PER_TOKEN)
@@ -231,109 +334,132 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 "needs host memory above it", "disk_pages", "disk_memory", of=self, hint="Give {host_pages} as well."
             )
 
-    def num_host_pages(self, page_size: int) -> int:
-        """Return the pages of host memory, of `page_size` tokens each."""
-        return self._num_pages("host_pages", "host_memory", page_size)
+    def _check_list(self) -> None:
+        """Raise SettingError for a list of tiers that cannot be, or that is given beside its short form."""
+        for field in msgspec.structs.fields(self):
+            if any(field.name in names for names in SHORT.values()) and getattr(self, field.name) != field.default:
+                raise SettingError("does not go with a list of tiers", field.name, hint="Say it in [[tier]].")
+        names = [tier.name for tier in self.tiers]
+        for place, tier in enumerate(self.tiers):
+            if tier.name in names[:place]:
+                raise SettingError("two tiers have this name", f"tier.{tier.name}", "tiers", hint="Name each.")
+            if tier.is_shared:
+                what = "is a tier that all engines share, and these are the tiers of one"
+                raise SettingError(what, f"tier.{tier.name}.scope", "tiers", hint="Give it to a fleet, as its store.")
 
-    def num_disk_pages(self, page_size: int) -> int:
-        """Return the pages in files, of `page_size` tokens each."""
-        return self._num_pages("disk_pages", "disk_memory", page_size)
+    @property
+    def listed(self) -> tuple[TierConfig, ...]:
+        """The tiers, the fastest first, in the form of a list; empty without any."""
+        if self.tiers:
+            return tuple(tier for tier in self.tiers if not tier.is_empty)
+        found = []
+        for kind, name in NAMES.items():
+            pages, size, read, write, latency_us = (getattr(self, field) for field in SHORT[name])
+            if pages is None and size is None:
+                break
+            tier = TierConfig(kind=kind, pages=pages, size=size, read=read, write=write, latency_us=latency_us)
+            if tier.is_empty:
+                break  # files need host memory above them
+            found.append(tier)
+        return tuple(found)
 
-    def tiers(self, page_size: int) -> dict[str, int]:
-        """Return the pages of each lower tier, the fastest first, by its name."""
-        return {spec.name: spec.num_pages for spec in self.tier_specs(page_size)}
+    @property
+    def are_files(self) -> tuple[bool, ...]:
+        """Whether each tier is of files, the fastest first."""
+        return tuple(tier.is_files for tier in self.listed)
 
-    def tier_specs(self, page_size: int) -> tuple[TierSpec, ...]:
-        """Return the lower tiers, the fastest first; empty without host memory."""
-        host = self.num_host_pages(page_size)
-        return self._specs(host, self.num_disk_pages(page_size)) if host else ()
+    @property
+    def read_rates(self) -> dict[str, int]:
+        """The bandwidth from each tier, by its name, the fastest first; in the short form, of both of its tiers."""
+        if self.tiers:
+            return {tier.name: rate_of(tier.read or DEFAULTS[tier.kind][0], "read") for tier in self.tiers}
+        return {name: rate_of(getattr(self, fields[2]), fields[2]) for name, fields in SHORT.items()}
 
-    def _specs(self, host: int, disk: int) -> tuple[TierSpec, ...]:
-        """Return host memory of `host` pages or blocks, and files of `disk` pages or blocks unless that is 0."""
-        write = ChannelSpec("d2h", self.bytes_per_s("d2h"), self.latency_us)
-        read = ChannelSpec("h2d", self.bytes_per_s("h2d"), self.latency_us)
-        specs = (TierSpec("host", host, write, read),)
-        if not disk:
-            return specs
-        write = ChannelSpec("disk_write", self.bytes_per_s("disk_write"), self.disk_latency_us)
-        read = ChannelSpec("disk_read", self.bytes_per_s("disk_read"), self.disk_latency_us)
-        return (*specs, TierSpec("disk", disk, write, read, is_files=True))
+    def sizes(self, page_size: int, memory: GroupMemory | None = None) -> dict[str, int]:
+        """Return the pages of each tier by its name, the fastest first; the blocks with KV groups, of `memory`.
+
+        Raise ConfigError for options that support whole pages only.
+        """
+        return {spec.name: spec.num_pages for spec in self.specs(page_size, memory)}
 
     def specs(self, page_size: int, memory: GroupMemory | None = None) -> tuple[TierSpec, ...]:
         """Return the tiers below a device, the fastest first. `memory`: its KV groups, if it has any."""
-        return self.tier_specs(page_size) if memory is None else self.group_specs(memory, page_size)
+        if memory is not None:
+            given = {"kv_groups": "kv_groups"}
+            if self.full_prompt_hits:
+                given["full_prompt_hits"] = "full_prompt_hits"
+            if self.load_overlap == "layers":
+                given["layers"] = "load_overlap"
+            if self.load_kv != "placed":
+                given[f"{self.load_kv}_loads"] = "load_kv"
+            check_combination(given)
+        specs = []
+        for tier in self.listed:
+            num_units = self._num_units(tier, self.kv_bytes_per_token * page_size, memory)
+            names = CHANNELS.get(tier.name, (f"{tier.name}_read", f"{tier.name}_write"))
+            read_rate, write_rate, latency_us = DEFAULTS[tier.kind]
+            latency_us = latency_us if tier.latency_us is None else tier.latency_us
+            read = ChannelSpec(names[0], rate_of(tier.read or read_rate, "read"), latency_us)
+            write = ChannelSpec(names[1], rate_of(tier.write or write_rate, "write"), latency_us)
+            specs.append(TierSpec(tier.name, num_units, write, read, is_files=tier.is_files))
+        return tuple(specs)
+
+    def _num_units(self, tier: TierConfig, page_bytes: int, memory: GroupMemory | None) -> int:
+        """Return the pages of a tier, or with KV groups its blocks. Raise SettingError for a size that holds none."""
+        pages, size = SHORT.get(tier.name, ("", ""))[:2]
+        if self.tiers:
+            pages, size = f"tier.{tier.name}.pages", f"tier.{tier.name}.size"
+        unit, unit_bytes = ("page", page_bytes) if memory is None else ("block", memory.block_bytes)
+        if tier.size is None:
+            assert tier.pages is not None
+            num_units = tier.pages if memory is None else memory.num_blocks(tier.pages)
+        else:
+            num_units = bytes_of(tier.size, size) // unit_bytes
+            if not num_units:
+                shown = f"{tier.size} bytes" if str(tier.size).strip().isdecimal() else tier.size
+                raise SettingError(
+                    f"{shown} hold no {unit} of {unit_bytes:,} bytes", size, hint=meant_size(tier.size, unit_bytes)
+                )
+        if memory is not None and num_units > MOST_PAGES:
+            raise SettingError(
+                f"makes {num_units:,} blocks of {unit_bytes:,} bytes, more than {MOST_PAGES:,}",
+                pages if tier.size is None else size,
+            )
+        return num_units
 
     @property
     def is_lazy(self) -> bool:
         """Whether stores depend on the next evictions of the device."""
         return self.policy == "lazy"
 
-    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
-        """Return the blocks of each tier below a device with the KV groups of `memory`, by its name.
+    def to_builtins(self) -> dict[str, Any]:
+        """Return the settings as a report has them: the list of tiers, or its short form."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        left_out = ["tiers"]
+        if self.tiers:
+            left_out = [name for names in SHORT.values() for name in names]
+            values["tiers"] = [
+                {name: value for name, value in tier.items() if value is not None} for tier in values["tiers"]
+            ]
+        return {name: value for name, value in values.items() if name not in left_out}
 
-        Raise ConfigError for options that support whole pages only.
-        """
-        return {spec.name: spec.num_pages for spec in self.group_specs(memory, page_size)}
+    @property
+    def bus_bytes_per_s(self) -> int | None:
+        """The bandwidth that all channels share; None if each has its own."""
+        return None if self.bus is None else rate_of(self.bus, "bus")
 
-    def group_specs(self, memory: GroupMemory, page_size: int) -> tuple[TierSpec, ...]:
-        """Return the tiers below a device with the KV groups of `memory`, in blocks, the fastest first."""
-        given = {"kv_groups": "kv_groups"}
-        if self.full_prompt_hits:
-            given["full_prompt_hits"] = "full_prompt_hits"
-        if self.load_overlap == "layers":
-            given["layers"] = "load_overlap"
-        if self.load_kv != "placed":
-            given[f"{self.load_kv}_loads"] = "load_kv"
-        check_combination(given)
-        host = self._num_blocks("host_pages", "host_memory", memory)
-        return self._specs(host, self._num_blocks("disk_pages", "disk_memory", memory)) if host else ()
-
-    def _num_blocks(self, pages: str, size: str, memory: GroupMemory) -> int:
-        """Return the blocks of a tier, of the option `pages` or `size`; 0 for no tier."""
-        count: int | None = getattr(self, pages)
-        if count is not None:
-            num_blocks = memory.num_blocks(count)
-        elif getattr(self, size) is None:
-            num_blocks = 0
-        else:
-            self._refuse_less_than(memory.block_bytes, size, "block")
-            num_blocks = self._bytes(size) // memory.block_bytes
-        if num_blocks > MOST_PAGES:
-            raise SettingError(
-                f"makes {num_blocks:,} blocks of {memory.block_bytes:,} bytes, more than {MOST_PAGES:,}",
-                pages,
-                size,
-                of=self,
+    def with_sizes(self, *sizes: int) -> OffloadConfig:
+        """Return this configuration with `sizes` in bytes of its first tiers; 0 for none."""
+        if self.tiers:
+            changed = (
+                msgspec.structs.replace(tier, pages=None, size=size)
+                for tier, size in zip(self.tiers, sizes, strict=False)
             )
-        return num_blocks
-
-    def bytes_per_s(self, field: str) -> int:
-        """Return the bandwidth of option `field`."""
-        value: Rate = getattr(self, field)
-        return value if isinstance(value, int) else _parsed(parse_rate, value, field)
-
-    def _num_pages(self, pages: str, memory: str, page_size: int) -> int:
-        count: int | None = getattr(self, pages)
-        if count is not None:
-            return count
-        if getattr(self, memory) is None:
-            return 0
-        page_bytes = self.kv_bytes_per_token * page_size
-        self._refuse_less_than(page_bytes, memory, "page")
-        return self._bytes(memory) // page_bytes
-
-    def _refuse_less_than(self, least_bytes: int, memory: str, what: str) -> None:
-        """Raise SettingError for a size smaller than one unit, unless it is 0, which means no tier."""
-        if 0 < self._bytes(memory) < least_bytes:
-            size = getattr(self, memory)
-            shown = f"{size} bytes" if str(size).strip().isdecimal() else size
-            raise SettingError(
-                f"{shown} hold no {what} of {least_bytes:,} bytes", memory, hint=meant_size(size, least_bytes)
-            )
-
-    def _bytes(self, field: str) -> int:
-        value: Size = getattr(self, field)
-        return value if isinstance(value, int) else _parsed(parse_bytes, value, field)
+            return msgspec.structs.replace(self, tiers=(*changed, *self.tiers[len(sizes) :]))
+        fields: dict[str, int | None] = {}
+        for (pages, memory, *_), size in zip(SHORT.values(), sizes, strict=False):
+            fields |= {pages: None, memory: size or None}
+        return msgspec.structs.replace(self, **fields)
 
     def for_model(self, kv_bytes_per_token: int, num_layers: int | None = None) -> OffloadConfig:
         """Return this configuration for a model with tokens of `kv_bytes_per_token`, and `num_layers` if known."""
@@ -341,9 +467,36 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return msgspec.structs.replace(self, kv_bytes_per_token=kv_bytes_per_token, num_layers=num_layers)
 
 
-def _parsed(parse: object, text: str, field: str) -> int:
+TIERS = Section(
+    struct=TierConfig,
+    title="Host memory and files",
+    table="tier",
+    is_named=True,
+    is_listed=True,
+    into="offload.tiers",
+)
+"""The tables `[[tier]]` of a file."""
+
+
+def bytes_of(size: Size, *fields: str) -> int:
+    """Return a size in bytes. Raise SettingError that blames `fields`."""
+    return size if isinstance(size, int) else _parsed(parse_bytes, size, fields)
+
+
+def rate_of(rate: Rate, *fields: str) -> int:
+    """Return a bandwidth in bytes per second. Raise SettingError that blames `fields`."""
+    return rate if isinstance(rate, int) else _parsed(parse_rate, rate, fields)
+
+
+def check_rate(rate: Rate, field: str) -> None:
+    """Raise SettingError for a bandwidth out of range."""
+    if rate_of(rate, field) < 1:
+        raise SettingError(f"must be at least one byte a second, got {rate}", field)
+    check_whole(rate_of(rate, field), field, most=MOST_BYTES)
+
+
+def _parsed(parse: Callable[[str], int], text: str, fields: tuple[str, ...]) -> int:
     try:
-        parsed: int = parse(text)  # type: ignore[operator]
+        return parse(text)
     except ConfigError as error:
-        raise SettingError(error.what, field, hint=error.hint) from error
-    return parsed
+        raise SettingError(error.what, *fields, hint=error.hint) from error

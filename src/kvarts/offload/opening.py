@@ -62,12 +62,12 @@ def open_page_files(
     """
     from kvarts.offload.pagefiles import PAGE_KEY_BYTES, PART_KEY_BYTES, PageFiles, file_bytes
 
+    num_files = sum(spec.num_pages for spec in offload.specs(page_size, memory) if spec.is_files)
     if memory is None:
         page_bytes = offload.kv_bytes_per_token * page_size
-        num_bytes = offload.num_disk_pages(page_size) * file_bytes(PAGE_KEY_BYTES, page_bytes)
+        num_bytes = num_files * file_bytes(PAGE_KEY_BYTES, page_bytes)
     else:  # at most one file per block
-        num_blocks = offload.group_tiers(memory, page_size)["disk"]
-        num_bytes = num_blocks * file_bytes(PART_KEY_BYTES, memory.block_bytes)
+        num_bytes = num_files * file_bytes(PART_KEY_BYTES, memory.block_bytes)
     return PageFiles(directory, max_bytes=num_bytes)
 
 
@@ -107,7 +107,7 @@ class TiersToOpen:
         self.evicts_safe_first = self._safe_first is not None
         self.full_prompt_hits = offload.full_prompt_hits
         self.load_kv = offload.load_kv
-        self.num_tiers = len(specs)
+        self.tier_names: Sequence[str] = [spec.name for spec in specs]
 
     def open_below(
         self,
@@ -165,8 +165,9 @@ def open_offloader(
     """
     make: MakeChannel = MeasuredChannel if with_page_ids else Channel
     bus = None
-    if offload.bus is not None and not with_page_ids:
-        bus = Bus(offload.bytes_per_s("bus"))
+    bus_bytes_per_s = offload.bus_bytes_per_s
+    if bus_bytes_per_s is not None and not with_page_ids:
+        bus = Bus(bus_bytes_per_s)
         make = bus.open
     connected: list[ConnectedTier[Any]] = []
     for place, spec in enumerate(offload.specs(page_size, memory)):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvarts.settings import Given, Section
+from kvarts.settings import Given, Section, settings_of
 
 __all__ = ["CommandLines", "command_line"]
 
@@ -32,9 +32,7 @@ def command_line(
         words += ["--config", str(config_file)]
     dropped = {key for changed in changes for key in DROPPED_BY.get(changed, ())}
     for section in sections:
-        if section.is_named:
-            continue
-        for setting in section.settings:
+        for setting in () if section.is_named else section.settings:
             if setting.flag is None or setting.key in dropped:
                 continue
             if setting.flag in words:
@@ -49,7 +47,27 @@ def command_line(
                 words.append(setting.flag)
             elif value is not False and value is not None:
                 words += [setting.flag, _text(value)]
+        if section.into:
+            words += _listed_words(given, section, changes)
     return shlex.join(words)
+
+
+def _listed_words(given: Given, section: Section, changes: Mapping[str, Any]) -> list[str]:
+    """Return an option for each table of a list that has values from the command line, or changes."""
+    words = []
+    for name in given.names(section.table):
+        settings = {each.field: each for each in settings_of(section.struct, f"{section.table}.{name}")}
+        dropped = {key for each in settings.values() if each.key in changes for key in each.replaces}
+        values = {}
+        for field, each in settings.items():
+            if each.key in changes:
+                values[field] = changes[each.key]
+            elif each.key in given and each.key not in dropped and _is_from_command_line(given, each.key):
+                values[field] = given[each.key]
+        if values:
+            text = ",".join(f"{field}={_text(value)}" for field, value in values.items())
+            words += [f"--{section.table}", f"{name}:{text}"]
+    return words
 
 
 def _is_from_command_line(given: Given, key: str) -> bool:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["SLO_SHARE", "TOKEN_BYTES", "Plan", "make_plan"]
 
 SLO_SHARE = 0.99
-RATES = {"host": ("h2d", "50GB/s"), "disk": ("disk_read", "5GB/s")}
-"""The channel from each tier, and the bandwidth assumed if no tier is configured."""
+RATES = {"host": "50GB/s", "disk": "5GB/s"}
+"""The bandwidth from each tier, if none is configured."""
 FLEET_VALUES = (
     "devices",
     "device_hours",
@@ -249,13 +249,16 @@ def _tiers(
         token_bytes = TOKEN_BYTES if placement is None else placement.kv_bytes_per_token
     page_bytes = token_bytes * config.page_size
     tiers = [PricedTier(name="device", pages=config.num_pages * config.replicas, price=prices.get("device"))]
-    for name, (channel, default) in RATES.items():
-        rate = parse_rate(default) if config.offload is None else config.offload.bytes_per_s(channel)
+    rates = _rates(config)
+    if prices.keys() - {"device", *rates}:
+        what = f"has a price for {min(prices.keys() - {'device', *rates})}, which is no tier"
+        raise SettingError(what, "price", hint=f"The tiers are device, {', '.join(rates)}.")
+    for name, rate in rates.items():
         pages = config.tiers.get(name, 0) * config.replicas
         tiers.append(PricedTier(name=name, pages=pages, bytes_per_s=rate, price=prices.get(name)))
     trials = ReplayTrials(replay_one, curves.trace, config, is_asked=True, on_replay=on_replay, processes=processes)
     found = trials.host_memory(trials.replayed(0)) if trials.can_have_host_memory else None
-    also = {} if found is None else {"host": [found.num_bytes // page_bytes * config.replicas]}
+    also = {} if found is None else {next(iter(rates)): [found.num_bytes // page_bytes * config.replicas]}
     num_tokens = max(1, curves.num_prompt_tokens // max(1, len(curves.trace.requests or ())))
     values = TiersPlan(
         curves,
@@ -267,7 +270,7 @@ def _tiers(
     ).to_builtins()
     for curve in ("curve", "disk_curve"):
         for point in values[curve]:
-            point["command"] = _tiers_command(point["pages"], config.replicas, commands)
+            point["command"] = _tiers_command(point["pages"], config, commands)
     values["best_buy"] = best_buy(values)
     values["least_host"] = None if found is None else msgspec.to_builtins(found)
     values["kv_transfer_config"] = None if found is None else _in_vllm(found.num_bytes)
@@ -288,13 +291,23 @@ def _in_vllm(host_bytes: int) -> dict[str, Any]:
     }
 
 
-def _tiers_command(pages: Mapping[str, int], replicas: int, commands: CommandLines) -> str:
+def _rates(config: ReplayConfig) -> dict[str, int]:
+    """Return the bandwidth from each tier below the device."""
+    if config.offload is not None:
+        return config.offload.read_rates
+    return {name: parse_rate(rate) for name, rate in RATES.items()}
+
+
+def _tiers_command(pages: Mapping[str, int], config: ReplayConfig, commands: CommandLines) -> str:
     """Return the command that replays with `pages` per tier, over all replicas; the plan's if no replay can."""
-    below = {name: pages[name] // replicas for name in RATES if pages[name]}
-    if "disk" in below and "host" not in below:
+    below = {name: pages[name] // config.replicas for name in _rates(config)}
+    first, *others = below.values()
+    if any(others) and not first:
         return commands.plan()
-    changes: dict[str, Any] = {f"offload.{name}_memory": False for name in RATES}
-    return commands.replay({**changes, **{f"offload.{name}_pages": size for name, size in below.items()}})
+    if config.offload is not None and "tiers" in config.offload.to_builtins():
+        return commands.replay({f"tier.{name}.pages": size for name, size in below.items()})
+    changes: dict[str, Any] = {f"offload.{name}_memory": False for name in below}
+    return commands.replay({**changes, **{f"offload.{name}_pages": size for name, size in below.items() if size}})
 
 
 def _replayed(
@@ -304,11 +317,8 @@ def _replayed(
 
     Files need host memory above them.
     """
-    sizes = [
-        (_pages_of(tiers, "host", replicas) * page_bytes, _pages_of(tiers, "disk", replicas) * page_bytes)
-        for tiers in points
-    ]
-    possible = [(host, disk) for host, disk in sizes if (host or not disk) and trials.can_have_host_memory]
+    sizes = [tuple(tier.pages // replicas * page_bytes for tier in tiers[1:]) for tiers in points]
+    possible = [each for each in sizes if (each[0] or not any(each)) and trials.can_have_host_memory]
     summaries = dict(zip(possible, trials.all_replayed(possible), strict=True))
     return [
         {
@@ -320,7 +330,3 @@ def _replayed(
         else None
         for each in sizes
     ]
-
-
-def _pages_of(tiers: Sequence[PricedTier], name: str, replicas: int) -> int:
-    return sum(tier.pages for tier in tiers if tier.name == name) // replicas

@@ -338,7 +338,9 @@ def _note(name: str, text: str) -> Chart:
 
 def _tiers(tiers: dict[str, Any], command: str) -> list[Chart]:
     charts = []
-    for name, title, curve in (("host", "Host memory", tiers["curve"]), ("disk", "Disk", tiers["disk_curve"])):
+    titles = {"host": "Host memory", "disk": "Disk"}
+    for name, curve in zip(tiers["load_us_per_token"], (tiers["curve"], tiers["disk_curve"]), strict=False):
+        title = titles.get(name, name)
         if not curve:
             continue
         if len({point["saved_s"] for point in curve}) == 1:

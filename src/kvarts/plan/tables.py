@@ -299,15 +299,18 @@ def _tiers(plan: dict[str, Any]) -> list[str]:
         "",
         "device and host memory: hits as replayed, next to a bound: one LRU list, one",
         "request at a time",
-        *_tier_curve(tiers["curve"], "device", "host"),
+        *_tier_curve(tiers["curve"], *list(tiers["now"]["pages"])[:2]),
     ]
-    load_us, prefill_us = tiers["load_us_per_token"]["disk"], tiers["prefill_us_per_token"]
-    if not tiers["now"]["pages"]["host"]:
-        lines += ["", "files are below host memory: with --host-memory, they are looked at too"]
-    elif load_us < prefill_us:
-        lines += ["", "disk below that", *_tier_curve(tiers["disk_curve"], "host", "disk")]
-    else:
-        lines += ["", f"a token takes {load_us:,.1f} us to load from disk and {prefill_us:,.1f} us to compute"]
+    first, *others = tiers["load_us_per_token"]
+    prefill_us = tiers["prefill_us_per_token"]
+    if others and not tiers["now"]["pages"][first]:
+        below = "files are" if others[0] == "disk" else f"{others[0]} is"
+        size = "host memory: with --host-memory" if first == "host" else f"{first}: with a size of that"
+        lines += ["", f"{below} below {size}, they are looked at too"]
+    elif others and (load_us := tiers["load_us_per_token"][others[0]]) < prefill_us:
+        lines += ["", f"{others[0]} below that", *_tier_curve(tiers["disk_curve"], first, others[0])]
+    elif others:
+        lines += ["", f"a token takes {load_us:,.1f} us to load from {others[0]} and {prefill_us:,.1f} us to compute"]
     lines += ["", "the next GiB saves, by the bound"]
     for each in tiers["next_gib"]:
         text = f"  {each['tier']:<8}{number(each['saved_s_per_hour']):>10} s/h"
@@ -420,7 +423,9 @@ def lead(plan: Mapping[str, Any]) -> str:
         instead = (
             f"instead of {as_percent(_without_host(plan))}, and at most {as_percent(least['most_hit_ratio'])} with more"
         )
-        sentences.append(f"With --host-memory {as_size(least['num_bytes'])} {found} {instead}")
+        listed = ((plan.get("config") or {}).get("offload") or {}).get("tiers")
+        option = f"--tier {listed[0]['name']}:size=" if listed else "--host-memory "
+        sentences.append(f"With {option}{as_size(least['num_bytes'])} {found} {instead}")
     return ". ".join(sentences)
 
 

@@ -152,7 +152,7 @@ class UsersPlan:
     def _host(self, fits: int | None, fails: int) -> dict[str, Any] | None:
         """Return the number of users that fit with the host memory that keeps the hits of `fails` users."""
         config = self._config_of(fails, {})
-        if getattr(config.offload, "host_pages", None) or getattr(config.offload, "host_memory", None):
+        if config.tiers:
             return None
         trials = ReplayTrials(
             partial(_replayed, self._copies_for(fails)),
@@ -226,7 +226,7 @@ class UsersPlan:
     def _task_of(self, load: _Load) -> _Task:
         config = self._config_of(load.users, {})
         if load.host_bytes:
-            config = ReplayTrials(replay_one, self._trace, config).with_memory(host_memory=load.host_bytes)
+            config = ReplayTrials(replay_one, self._trace, config).with_memory(load.host_bytes)
         return self._copies_for(load.users), config
 
     def _row(self, load: _Load, summary: dict[str, Any], settings: Mapping[str, Any] = EMPTY) -> dict[str, Any]:

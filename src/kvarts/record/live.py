@@ -16,7 +16,7 @@ import msgspec
 from kvarts.errors import ConfigError, OutputError
 from kvarts.events import AtRest, Event, LeapDone, StepDone
 from kvarts.files import check_writable, is_replaceable, open_stream, write_all, writing
-from kvarts.record.timeline import NS_PER_MS, Row, ask_of, form_of, head_of
+from kvarts.record.timeline import NS_PER_MS, Row, ask_of, form_of, head_of, listed_tiers, own_tiers
 
 __all__ = ["LiveTimeline"]
 
@@ -64,6 +64,8 @@ class LiveTimeline:
         self._is_json = form == "json"
         head = head_of(block_size_tokens=block_size_tokens, total_blocks=total_blocks, tiers=tiers, memory=memory)
         self._num_tiers = len(tiers or ())
+        self._num_own = len(own_tiers(tiers or ()))
+        self._are_listed = bool(listed_tiers(tiers or ()))
         with writing(path):
             self._file: IO[bytes] = path.open("wb", buffering=0) if is_own else open_stream(path)
             try:
@@ -178,6 +180,7 @@ class LiveTimeline:
         self._used, self._released = num_used, num_released
         used_pct = num_used / self._total
         self._peak = max(self._peak, used_pct)
+        of_tiers = () if self._are_listed else side_counts[: 2 * self._num_own]
         row = Row(
             step,
             time_ns / NS_PER_MS,
@@ -190,8 +193,11 @@ class LiveTimeline:
             allocated,
             freed,
             num_waiting,
-            *side_counts[: 2 * self._num_tiers],  # type: ignore[arg-type]  # pairs, in the order of the fields
+            *of_tiers,  # type: ignore[arg-type]  # pairs, in the order of the fields
         )
+        if self._are_listed:
+            below = side_counts[: 2 * self._num_own]
+            row = msgspec.structs.replace(row, tier_used_blocks=list(below[::2]), tier_cached_blocks=list(below[1::2]))
         parts = side_counts[2 * self._num_tiers :]
         if parts:
             of_groups = {"group_used_parts": list(parts[::2]), "group_cached_parts": list(parts[1::2])}

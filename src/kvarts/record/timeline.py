@@ -8,7 +8,7 @@ the previous row. A row at rest has the number of the step before it.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -44,6 +44,12 @@ MOST_ROWS = 1 << 25
 FORMS = ("json", "jsonl", "parquet")
 GROUP_COLUMNS = ("group_used_parts", "group_cached_parts")
 """Columns with one number per KV group."""
+TIER_COLUMNS = ("tier_used_blocks", "tier_cached_blocks")
+"""Columns with one number per tier below the device, where these are not host memory, or host memory and files."""
+SHORT = ["host", "disk"]
+"""The tiers that have columns of their own, if there are no others."""
+SHARED = ("store", "peers")
+"""Tiers that are not an engine's own, and have no columns."""
 
 
 class RecordedSteps(Protocol):
@@ -154,6 +160,8 @@ class Row(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     reserved_blocks: int | None = None
     group_used_parts: list[int] | None = None
     group_cached_parts: list[int] | None = None
+    tier_used_blocks: list[int] | None = None
+    tier_cached_blocks: list[int] | None = None
     asked: list[PreemptionCause] | None = None
 
 
@@ -189,7 +197,22 @@ def head_of(
         "every": every,
         "initial_used_blocks": 0,
     }
-    return {**head, **{f"{name}_total_blocks": total for name, total in (tiers or {}).items()}, **(memory or {})}
+    totals: dict[str, Any] = {f"{name}_total_blocks": total for name, total in (tiers or {}).items()}
+    if listed := listed_tiers(tiers or ()):
+        totals = {f"{name}_total_blocks": total for name, total in (tiers or {}).items() if name in SHARED}
+        totals["tiers"] = [{"name": name, "total_blocks": (tiers or {})[name]} for name in listed]
+    return {**head, **totals, **(memory or {})}
+
+
+def own_tiers(tiers: Iterable[str]) -> list[str]:
+    """Return the names of an engine's own tiers among `tiers`."""
+    return [name for name in tiers if name not in SHARED]
+
+
+def listed_tiers(tiers: Iterable[str]) -> list[str]:
+    """Return the names of the tiers whose counts are lists; empty if each tier has columns of its own."""
+    own = own_tiers(tiers)
+    return [] if own == SHORT[: len(own)] else own
 
 
 def columns_of(present: Collection[str]) -> tuple[str, ...]:
@@ -197,7 +220,7 @@ def columns_of(present: Collection[str]) -> tuple[str, ...]:
     return tuple(
         name
         for name in Row.__struct_fields__[:-1]
-        if name in present or not name.startswith(("host", "disk", "withheld", "reserved", "group"))
+        if name in present or not name.startswith(("host", "disk", "withheld", "reserved", "group", "tier"))
     )
 
 
@@ -258,7 +281,11 @@ class Timeline:
             "freed": freed,
             "waiting": merged(steps["waiting"], 0),
         }
-        for field in log.tier_fields:
+        if listed := listed_tiers(log.tiers):
+            for name, what in zip(TIER_COLUMNS, ("used", "cached"), strict=True):
+                of_tier = [f"{tier}_{what}" for tier in listed]
+                columns[name] = np.stack([merged(steps[field], rests[field]) for field in of_tier], axis=1)
+        for field in () if listed else log.tier_fields:
             columns[f"{field}_blocks"] = merged(steps[field], rests[field])
         withheld = log.withheld()
         if withheld is not None:
@@ -422,7 +449,10 @@ class Timeline:
         )
         floats = ("t_ms", "used_pct")
         names = columns_of(self.columns)
-        kinds = {**dict.fromkeys(floats, pa.float64()), **dict.fromkeys(GROUP_COLUMNS, pa.list_(pa.int64()))}
+        kinds = {
+            **dict.fromkeys(floats, pa.float64()),
+            **dict.fromkeys((*GROUP_COLUMNS, *TIER_COLUMNS), pa.list_(pa.int64())),
+        }
         fields = [(name, kinds.get(name, pa.int64())) for name in names]
         metadata = {
             name: msgspec.json.encode(value).decode() if isinstance(value, list) else str(value)

@@ -135,6 +135,7 @@ def _lost_hits(summary: dict[str, Any], trials: Callable[[], Trials] | None) -> 
             "would be if all were on one and nothing were evicted; try --router prefix"
         )
     lowest = _lowest_tier(summary)
+    listed = (config.get("offload") or {}).get("tiers", [])
     if not _has_evicted(summary, lowest):
         return None
     pages = summary["working_set_pages"]
@@ -142,8 +143,11 @@ def _lost_hits(summary: dict[str, Any], trials: Callable[[], Trials] | None) -> 
         f"eviction costs compute: {hits}, and the working set of {pages:,} pages{in_memory(pages, config)} is "
         f"{summary['working_set_to_pool']:,.2f} times the pool"
     )
-    if lowest == "disk":
+    if lowest == "disk" and not listed:
         return f"{why}; try more --disk-memory"
+    if len(listed) > 1 or (listed and listed[0]["kind"] == "files"):
+        return f"{why}; try a larger --tier {lowest}"
+    option = f"--tier {listed[0]['name']}:size=" if listed else "--host-memory "
     replays = None if trials is None else trials()
     if replays is None or not replays.can_have_host_memory:
         return (
@@ -156,9 +160,9 @@ def _lost_hits(summary: dict[str, Any], trials: Callable[[], Trials] | None) -> 
         return f"{why}; host memory would not help, say replays; try {_more_memory(summary)}"
     size = as_size(found.num_bytes)
     if found.most_hit_ratio - found.hit_ratio < 0.0005:
-        return f"{why}; try --host-memory {size}, the least with which a replay finds {as_percent(found.hit_ratio)}"
+        return f"{why}; try {option}{size}, the least with which a replay finds {as_percent(found.hit_ratio)}"
     return (
-        f"{why}; try --host-memory {size}: a replay finds {as_percent(found.hit_ratio)} with it, and at most "
+        f"{why}; try {option}{size}: a replay finds {as_percent(found.hit_ratio)} with it, and at most "
         f"{as_percent(found.most_hit_ratio)} with more"
     )
 

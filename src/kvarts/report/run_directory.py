@@ -99,8 +99,22 @@ class Moved(msgspec.Struct, frozen=True):
     bytes: dict[str, Count] = {}
 
 
+class TierBelow(msgspec.Struct, frozen=True):
+    """A tier of a list, in pages, or in bytes or text such as `64GiB`."""
+
+    name: str
+    pages: Count | None = None
+    size: Count | str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, str):
+            parse_bytes(self.size)
+
+
 class MemoryBelow(msgspec.Struct, frozen=True):
     """The tiers below the device in a run's configuration, in pages, or in bytes or text such as `64GiB`."""
+
+    tiers: list[TierBelow] = []
 
     host_memory: Count | str | None = None
     host_pages: Count | None = None

@@ -25,7 +25,7 @@ from kvarts.errors import InputError
 from kvarts.report.page import fill_page
 from kvarts.report.run_directory import About, RequestRow, RunDirectory
 from kvarts.report.words import LATENCIES, count, duration, facts, memory_unit, wrapped
-from kvarts.verify.chunk import is_count
+from kvarts.verify.chunk import RowChunk, is_count
 from kvarts.verify.reader import open_recording
 
 __all__ = [
@@ -189,6 +189,7 @@ def columns_of(path: Path) -> dict[str, Any]:
     chunks = [chunk for chunk in recording.chunks() if len(chunk.rows)]
     names = chunks[0].columns if chunks else ()
     columns: dict[str, Any] = {name: np.concatenate([chunk.columns[name] for chunk in chunks]) for name in names}
+    columns.update(_of_tiers(recording.top, chunks))
     for name in ("total_blocks", "block_size_tokens"):
         value = recording.top.get(name)
         if not is_count(value) or value < 1:
@@ -201,17 +202,32 @@ def columns_of(path: Path) -> dict[str, Any]:
     return columns
 
 
+def _of_tiers(top: Mapping[str, Any], chunks: Sequence[RowChunk]) -> dict[str, Any]:
+    """Return the columns of tiers that rows list, by the names of the tiers; empty without a list."""
+    listed = top.get("tiers")
+    if not isinstance(listed, list):
+        return {}
+    tiers = [str(tier.get("name")) for tier in listed if isinstance(tier, Mapping)]
+    found: dict[str, Any] = {"tiers": tiers}
+    for what in ("used", "cached"):
+        rows = [numbers or () for chunk in chunks for numbers in chunk.parts[f"tier_{what}_blocks"]]
+        for place, tier in enumerate(tiers):
+            numbers = (each[place] if place < len(each) else -1 for each in rows)
+            found[f"{tier}_{what}_blocks"] = np.fromiter(numbers, np.int64, len(rows))
+    return found
+
+
 def _replica(number: int, columns: dict[str, Any], most_rows: int) -> dict[str, Any]:
     nothing = np.zeros(len(columns["t_ms"]), np.int64)
     # A missing value is -1 in a timeline, and 0 here.
     shown = {name: np.maximum(columns.get(field, nothing), 0) for name, field in COUNTS.items()}
     tiers = []
-    for tier, label in TIERS.items():
+    for tier in dict.fromkeys((*TIERS, *columns.get("tiers", ()))):
         used = columns.get(f"{tier}_used_blocks", nothing)
         if (used > 0).any() or (columns.get(f"{tier}_cached_blocks", nothing) > 0).any():
             shown[f"{tier}_used"] = np.maximum(used, 0)
             shown[f"{tier}_cached"] = np.maximum(columns[f"{tier}_cached_blocks"], 0)
-            tiers.append({"name": label, "used": f"{tier}_used", "cached": f"{tier}_cached"})
+            tiers.append({"name": TIERS.get(tier, tier), "used": f"{tier}_used", "cached": f"{tier}_cached"})
     preempting = columns.get("preempted_seqs", nothing) > 0
     changes = _changes(list(shown.values()), preempting)
     rows = _thinned(changes, [shown["used"], shown["waiting"]], most_rows)
@@ -311,7 +327,12 @@ def _hit_rates(requests: list[RequestRow]) -> list[tuple[float, float]]:
 
 def _hits(overview: ShownOverview) -> dict[str, Any]:
     parts = [
-        [LABELS.get(one.kind, one.kind), one.tokens, COLOURS.get(one.kind, "line"), one.remark]
+        [
+            LABELS.get(one.kind) or f"hit in {one.kind.removesuffix('_hit')}",
+            one.tokens,
+            COLOURS.get(one.kind, "violet"),
+            one.remark,
+        ]
         for one in overview.kinds
     ]
     return {"prompt_tokens": overview.prompt_tokens, "parts": parts}

@@ -219,12 +219,15 @@ def _memory(config: Mapping[str, Any]) -> str:
     if replicas > 1:
         text = f"{replicas} replicas, each of {text}"
     offload = config.get("offload") or {}
-    for tier in ("host", "disk"):
-        if offload.get(f"{tier}_memory"):
-            size = offload[f"{tier}_memory"]
-            text += f", {tier} {as_memory(size if isinstance(size, int) else parse_bytes(size))}"
-        elif offload.get(f"{tier}_pages"):
-            text += f", {tier} {offload[f'{tier}_pages']:,} pages"
+    tiers: list[tuple[Any, Any, Any]] = [
+        (name, offload.get(f"{name}_memory"), offload.get(f"{name}_pages")) for name in ("host", "disk")
+    ]
+    tiers += [(tier.get("name"), tier.get("size"), tier.get("pages")) for tier in offload.get("tiers") or ()]
+    for name, of_tier, num_pages in tiers:
+        if of_tier:
+            text += f", {name} {as_memory(of_tier if isinstance(of_tier, int) else parse_bytes(of_tier))}"
+        elif num_pages:
+            text += f", {name} {num_pages:,} pages"
     return text
 
 

@@ -128,10 +128,12 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         tiers: Sequence[str] = ("device",),
         directory: Directory | None = None,
         peers: PeersGain | None = None,
+        are_files: Sequence[bool] = (False, True),
     ) -> PolicyRouter:
         """Return a new router of `num_workers` workers. `directory`: looks up their pages, instead of events.
 
-        `peers`: what workers save that read pages from each other, if they do.
+        `peers`: what workers save that read pages from each other, if they do. `are_files`: whether each tier below
+        the device is of files.
         """
         from kvarts.routers.policies import policy_of
         from kvarts.routers.router import PolicyRouter
@@ -150,6 +152,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             tiers=tiers,
             directory=directory,
             peers=peers,
+            are_files=are_files,
         )
 
 

@@ -111,9 +111,10 @@ class PrefixAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         used, waiting = view.metrics.used_pages, view.metrics.waiting_pages
         cost: list[float] = [a + b for a, b in zip(used, waiting, strict=True)]
         limit = (asked.num_tokens - 1) // view.page_size
+        weights = view.weights_below(self.host_weight, self.disk_weight)
         for worker, pages in view.pages(asked, limit).items():
             cost[worker] -= pages[0]
-            for saved, below in zip((self.host_weight, self.disk_weight), pages[1:], strict=False):
+            for saved, below in zip(weights, pages[1:], strict=False):
                 cost[worker] -= saved * below
         for worker, saved in enumerate(view.saved_by_peers(asked, limit)):
             cost[worker] -= saved
@@ -341,10 +342,11 @@ class DynamoKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             costs = [float(blocks + num_blocks) for blocks in view.num_blocks]
         else:
             prefill = view.prefill_tokens
+            weights = view.weights_below(self.host_weight, self.disk_weight)
             blocks = [(tokens + asked.num_tokens) / size for tokens in prefill]
             for worker, pages in view.pages(asked, num_blocks).items():
                 blocks[worker] -= self._credit(asked, view, worker) * pages[0]
-                for saved, pages_below in zip((self.host_weight, self.disk_weight), pages[1:], strict=False):
+                for saved, pages_below in zip(weights, pages[1:], strict=False):
                     blocks[worker] -= saved * pages_below
             costs = [self.prefill_load_scale * max(0.0, each) for each in blocks]
             if view.active is not None:

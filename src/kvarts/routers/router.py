@@ -43,6 +43,7 @@ class PolicyRouter:
         tiers: Sequence[str] = ("device",),
         directory: Directory | None = None,
         peers: PeersGain | None = None,
+        are_files: Sequence[bool] = (False, True),
     ) -> None:
         needs: Needs = getattr(policy, "needs", Needs())
         self._policy = policy
@@ -66,6 +67,7 @@ class PolicyRouter:
             max_num_batched_tokens=max_num_batched_tokens,
             directory=directory,
             peers=peers,
+            are_files=are_files,
             seed=seed,
         )
         self._cached_tokens = getattr(policy, "cached_tokens", None)

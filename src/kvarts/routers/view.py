@@ -114,7 +114,7 @@ class View:
 
     `page_size`: tokens per page of the workers; `max_num_batched_tokens`: token budget of a step. `directory`: looks up
     exact prefixes. Ties not broken by number are broken by `random`, which is seeded with `seed`. `peers`: what workers
-    save that read pages from each other.
+    save that read pages from each other. `are_files`: whether each tier below the device is of files.
     """
 
     def __init__(
@@ -126,8 +126,10 @@ class View:
         max_num_batched_tokens: int = 8192,
         directory: Directory | None = None,
         peers: PeersGain | None = None,
+        are_files: Sequence[bool] = (False, True),
         seed: int = 0,
     ) -> None:
+        self._are_files = are_files
         self.page_size = page_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.random = Random(seed)
@@ -248,6 +250,10 @@ class View:
         for worker, pages in found.items():
             starts[worker] = sum(pages)
         return self.directory.saved_elsewhere(asked.content, starts, limit, asked.num_tokens, self._peers)
+
+    def weights_below(self, of_memory: float, of_files: float) -> list[float]:
+        """Return the weight of a page in each tier below the device."""
+        return [of_files if is_files else of_memory for is_files in self._are_files]
 
     def placements(self, asked: Asked) -> tuple[dict[int, int], int]:
         """Return the blocks that each worker has by earlier placements, and the number of blocks of the prompt."""

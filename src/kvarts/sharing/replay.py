@@ -178,7 +178,7 @@ def open_tenant(
                 num_blocks=config.most_bytes(name) // config.counted_bytes[name],
                 tell=log.tell_details,
                 with_ids=with_ids,
-                num_below=0 if below is None else below.num_tiers,
+                num_below=0 if below is None else len(below.tier_names),
                 watches_list=below is not None and below.is_lazy,
                 make_order=of_model.eviction,
             )

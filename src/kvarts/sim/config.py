@@ -445,7 +445,7 @@ class ReplayConfig(
                 "says nothing without one model", "kv_groups", hint="Give a model and a device, or leave it out."
             )
         if self.offload is not None:
-            self.offload.group_tiers(self.memory, self.page_size)  # raises if a tier keeps whole pages
+            self.offload.sizes(self.page_size, self.memory)  # raises if a tier keeps whole pages
         if self.num_blocks > MOST_PAGES:
             raise SettingError(
                 f"make {self.num_blocks:,} blocks of {self.memory.block_bytes:,} bytes, more than {MOST_PAGES:,}",
@@ -460,19 +460,18 @@ class ReplayConfig(
         if self.offload is None or self.kv_groups != "off":
             return
         try:
-            self.offload.tiers(self.page_size)
+            self.offload.sizes(self.page_size)
         except SettingError as error:
             what, hint = error.texts
-            raise SettingError(what, *(f"offload.{field}" for field in error.fields), hint=hint) from error
+            fields = (field if field.startswith("tier.") else f"offload.{field}" for field in error.fields)
+            raise SettingError(what, *fields, hint=hint) from error
 
     @property
     def tiers(self) -> dict[str, int]:
         """The pages of each tier below the device, by its name; blocks where KV groups are counted."""
         if self.offload is None:
             return {}
-        if self.kv_groups == "off":
-            return self.offload.tiers(self.page_size)
-        return self.offload.group_tiers(self.memory, self.page_size)
+        return self.offload.sizes(self.page_size, None if self.kv_groups == "off" else self.memory)
 
     @property
     def page_bytes(self) -> int:
@@ -527,7 +526,7 @@ class ReplayConfig(
         cost = values["cost"]
         values["cost"] = _stated(cost) if isinstance(cost, msgspec.Struct) else repr(self._cost)
         values["slo"] = msgspec.to_builtins(values["slo"])
-        values["offload"] = msgspec.to_builtins(values["offload"])
+        values["offload"] = None if self.offload is None else self.offload.to_builtins()
         if self.cost_factor == 1.0:
             del values["cost_factor"]
         for field in (
@@ -633,6 +632,8 @@ def optional_sections() -> list[Section]:
     for module, struct, table in OPTIONAL:
         with suppress(ConfigError):
             found.append(Section(struct=from_room(module, struct, field=table), title="", table=table))
+    with suppress(ConfigError):
+        found.append(from_room("offload.config", "TIERS", field="tier"))
     return found
 
 
@@ -703,6 +704,12 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
         for section in sections
         if section.table in ReplayConfig.__struct_fields__ and given.in_table(section.table)
     }
+    for section in sections:
+        table, _, field = section.into.partition(".")
+        if section.into and given.names(section.table):
+            of_table = next(each.struct for each in sections if each.table == table)
+            tables = given.listed(section.struct, section.table)
+            values[table] = given.build(of_table, table, facts=facts, **{field: tables})
     if "cost" in facts:
         values["cost"] = facts["cost"]
     if "placement" in facts:

@@ -381,7 +381,7 @@ def make_router(
     directory = None
     if not tells_pages:
         directory = AskedCaches(engines)
-    below = () if config.offload is None or not tells_pages else config.offload.tiers(config.page_size)
+    below = () if config.offload is None or not tells_pages else config.offload.sizes(config.page_size)
     return config.routing_settings.open(
         config.router,
         num_workers=config.replicas,
@@ -390,6 +390,7 @@ def make_router(
         tiers=("device", *below),
         directory=directory,
         peers=peers,
+        **({} if config.offload is None else {"are_files": config.offload.are_files}),
     )
 
 

@@ -38,7 +38,7 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 
 Distributions = dict[str, dict[str, float | None]]
 Found = TypeVar("Found")
-_Sizes = tuple[int, int]
+_Sizes = tuple[int, ...]
 """Bytes of host memory and of disk."""
 _Task = tuple[Callable[[Trace, ReplayConfig], Report], ReplayConfig]
 
@@ -99,7 +99,7 @@ class ReplayTrials:
     def can_have_host_memory(self) -> bool:
         """Whether host memory can be added."""
         try:
-            self.with_memory(host_memory=GIB * 1024)
+            self.with_memory(GIB * 1024)
         except ConfigError:
             return False
         return True
@@ -133,8 +133,7 @@ class ReplayTrials:
         )
 
     def _task_of(self, sizes: _Sizes) -> _Task:
-        host_bytes, disk_bytes = sizes
-        return self._replay, self.with_memory(host_memory=host_bytes or None, disk_memory=disk_bytes or None)
+        return self._replay, self.with_memory(*sizes)
 
     @property
     def token_bytes(self) -> int:
@@ -148,12 +147,10 @@ class ReplayTrials:
     def _page_bytes(self) -> int:
         return self._config.page_bytes or self.token_bytes * self._config.page_size
 
-    def with_memory(self, **sizes: int | None) -> ReplayConfig:
-        """Return the configuration with tiers of these sizes. Raise ConfigError if it cannot have tiers."""
-        offload: Any = self._config.offload or self._offload()
-        pages = dict.fromkeys((name.replace("memory", "pages") for name in sizes), None)
-        offload = msgspec.structs.replace(offload, **pages, **sizes)
-        return msgspec.structs.replace(self._config, offload=offload)
+    def with_memory(self, *sizes: int) -> ReplayConfig:
+        """Return the configuration with `sizes` in bytes of its first tiers. Raise ConfigError if it can have none."""
+        offload = self._config.offload or self._offload()
+        return msgspec.structs.replace(self._config, offload=offload.with_sizes(*sizes))
 
     def _offload(self) -> Any:
         offload = from_room("offload.config", "OffloadConfig", field="host_memory")

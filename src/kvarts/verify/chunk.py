@@ -71,12 +71,14 @@ class TimelineRow(msgspec.Struct, gc=False):
     asked: list[RequestedBlocks] | None = None
     group_used_parts: list[_Count] | None = None
     group_cached_parts: list[_Count] | None = None
+    tier_used_blocks: list[_Count] | None = None
+    tier_cached_blocks: list[_Count] | None = None
 
 
 REQUIRED = TimelineRow.__struct_fields__[:7]
-OPTIONAL = TimelineRow.__struct_fields__[7:-3]
-PARTS = TimelineRow.__struct_fields__[-2:]
-"""Lists with one number per KV group."""
+OPTIONAL = TimelineRow.__struct_fields__[7:-5]
+PARTS = TimelineRow.__struct_fields__[-4:]
+"""Lists with one number per KV group, or per tier below the device."""
 REALS = ("t_ms", "used_pct")
 NUMBERS = REQUIRED + OPTIONAL
 _GETTERS = {name: attrgetter(name) for name in NUMBERS}
@@ -95,6 +97,7 @@ TOP_FIELDS = frozenset(
         "host_total_blocks",
         "disk_total_blocks",
         "kv_groups",
+        "tiers",
     }
 )
 """Top-level fields that rules and readers use."""
@@ -195,7 +198,7 @@ def _are_unambiguous(text: bytes, rows: list[TimelineRow]) -> bool:
         num_fields = len(rows) * len(NUMBERS)
         for name in OPTIONAL:
             num_fields -= list(map(_GETTERS[name], rows)).count(-1)
-        num_fields += sum((row.group_used_parts is not None) + (row.group_cached_parts is not None) for row in rows)
+        num_fields += sum(getattr(row, name) is not None for row in rows for name in PARTS)
         if text.count(b":") == num_fields:
             return True
     asks: list[RequestedBlocks] = []

@@ -6,7 +6,7 @@ than were allocated and freed. Blocks reserved by sessions are used but belong t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -354,13 +354,14 @@ class BlockConservation(TimelineRule):
     Withheld blocks were not used before the step.
 
     `tiers`: blocks of each tier below the device, by name, if the body gives them. Used plus cached blocks of a tier do
-    not exceed its total.
+    not exceed its total. `listed`: the same where rows have lists with a number for each tier.
     """
 
     name = "block_conservation"
 
-    def __init__(self, total: int, tiers: dict[str, int]) -> None:
+    def __init__(self, total: int, tiers: dict[str, int], listed: Sequence[tuple[Any, int]] = ()) -> None:
         super().__init__()
+        self._listed = listed
         self._total = total
         self._tiers = tiers
 
@@ -407,6 +408,33 @@ class BlockConservation(TimelineRule):
                 (used_name, cached_name),
                 partial(_tier_overflow, tier, tier_total),
             )
+        lists = [chunk.parts[f"tier_{what}_blocks"] for what in ("used", "cached")]
+        if not any(numbers is not None for of_rows in lists for numbers in of_rows):
+            return
+        for name, of_rows in zip(("used", "cached"), lists, strict=True):
+            wrong = [numbers is not None and len(numbers) != len(self._listed) for numbers in of_rows]
+            say = partial(_wrong_length, f"tier_{name}_blocks", len(self._listed))
+            self.add_where(np.array(wrong, np.bool_), chunk, (), say)
+        for place, (tier, tier_total) in enumerate(self._listed):
+            used_blocks, cached_blocks = (
+                np.array([_number_at(numbers, place) for numbers in of_rows], np.int64) for of_rows in lists
+            )
+            self.add_where(
+                used_blocks + cached_blocks > tier_total,
+                chunk,
+                (),
+                partial(_tier_overflow, brief(tier), tier_total),
+                used_blocks=used_blocks,
+                cached_blocks=cached_blocks,
+            )
+
+
+def _number_at(numbers: list[int] | None, place: int) -> int:
+    return 0 if numbers is None or place >= len(numbers) else numbers[place]
+
+
+def _wrong_length(name: str, num_tiers: int) -> str:
+    return f"{name} does not have a number for each of {num_tiers} tiers"
 
 
 def _tier_overflow(tier: str, total: int, **counts: int) -> str:
@@ -468,6 +496,7 @@ class Leak(TimelineRule):
         columns = chunk.columns
         idle = (columns["active_seqs"] == 0) & (columns["preempted_seqs"] == 0) & (columns["waiting"] <= 0)
         excused = np.maximum(columns["reserved_blocks"], 0) + np.maximum(columns["host_used_blocks"], 0)
+        excused += np.array([_number_at(numbers, 0) for numbers in chunk.parts["tier_used_blocks"]], np.int64)
         left = np.maximum(columns["used_blocks"] - excused, 0)
         used = left[idle]
         if not len(used):

@@ -48,9 +48,10 @@ def make_rules(total: int | None, top: dict[str, Any], limits: TimelineLimits) -
         return top[name] if is_count(top.get(name)) else None
 
     tiers = {tier: blocks for tier in TIERS if (blocks := said(f"{tier}_total_blocks")) is not None}
+    listed = [(tier["name"], tier["total_blocks"]) for tier in _listed(top)]
     every = said("every")
     rules: list[TimelineRule] = [
-        _without_total(BlockConservation) if total is None else BlockConservation(total, tiers),
+        _without_total(BlockConservation) if total is None else BlockConservation(total, tiers, listed),
         _without_total(UsedPctArithmetic) if total is None else UsedPctArithmetic(total),
         PeakConsistency(),
         PreemptionTrigger(limits.preempt_threshold),
@@ -64,6 +65,15 @@ def make_rules(total: int | None, top: dict[str, Any], limits: TimelineLimits) -
     if limits.max_bytes is not None:
         rules.append(Boundedness(limits.max_bytes, limits.block_bytes or said("block_bytes")))
     return rules
+
+
+def _listed(top: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the tiers that a body lists; none if the list is malformed."""
+    tiers = top.get("tiers")
+    if not isinstance(tiers, list):
+        return []
+    known = [tier for tier in tiers if isinstance(tier, dict) and "name" in tier and is_count(tier.get("total_blocks"))]
+    return known if len(known) == len(tiers) else []
 
 
 def _without_total(of_total: type[TimelineRule]) -> TimelineRule:
@@ -248,7 +258,7 @@ def _total(top: dict[str, Any]) -> int | None:
 def _relied_on(top: dict[str, Any]) -> tuple[Any, ...]:
     """Return the fields that rules need before the first row."""
     counts = (top.get(name) if is_count(top.get(name)) else None for name in _EARLY)
-    return _total(top), top.get("kv_groups"), *counts
+    return _total(top), top.get("kv_groups"), _listed(top), *counts
 
 
 _EARLY = ("initial_used_blocks", "block_bytes", "every", "host_total_blocks", "disk_total_blocks")

@@ -22,7 +22,7 @@ Place = tuple[Content, int, BlockKey | None]
 NS_PER_S = 1e9
 
 MEDIA = MappingProxyType({"device": "GPU", "host": "CPU", "disk": "STORAGE", "store": "STORAGE"})
-"""vLLM's names of the tiers, the fastest first."""
+"""vLLM's names of the tiers, the fastest first. Other tiers have their own names, in capitals."""
 
 
 class BlockNames:
@@ -77,7 +77,8 @@ class ResidentBlocks:
 
     def copy(self) -> dict[Part, dict[BlockKey, Place]]:
         """Return all blocks, by medium and group, as they are now."""
-        order = {medium: place for place, medium in enumerate(self._media)}
+        media = [*self._media, *sorted({medium for medium, _ in self._parts}.difference(self._media))]
+        order = {medium: place for place, medium in enumerate(media)}
         parts = sorted(self._parts, key=lambda part: (order[part[0]], -1 if part[1] is None else part[1]))
         return {part: self._parts[part].copy() for part in parts}
 
@@ -196,7 +197,7 @@ class KvEventReader:
         keys = self._names.of(content, start, end, event.parent)
         parent = self._parent(content, start, event.parent)
         self._tell_removed()
-        run = BlocksStored(content, start, keys, parent, MEDIA.get(event.medium, event.medium), event.group)
+        run = BlocksStored(content, start, keys, parent, _medium_of(event), event.group)
         self._resident.add(run)
         self._told.append(run)
 
@@ -204,7 +205,7 @@ class KvEventReader:
         return self._names.of(content, start - 1, start, before)[0] if start else None
 
     def _remove(self, event: PagesRemoved) -> None:
-        part = MEDIA.get(event.medium, event.medium), event.group
+        part = _medium_of(event), event.group
         content = event.content
         end = min(event.end_page, content.num_known_pages)
         if end <= event.start_page:
@@ -224,6 +225,10 @@ class KvEventReader:
         else:
             self._told.append(BlocksRemoved(tuple(self._removed), *self._removed_from))
         self._removed = []
+
+
+def _medium_of(event: PagesStored | PagesRemoved) -> str:
+    return MEDIA.get(event.medium) or event.medium.upper()
 
 
 def _everything(parts: Mapping[Part, Mapping[BlockKey, Place]]) -> list[Told]:
