@@ -394,8 +394,9 @@ class Given:
 
         `values` of fields take precedence over given ones. Raise ConfigError that names settings as they were given.
         """
+        settings = settings_of(struct, table)
         known = facts or {}
-        for setting in settings_of(struct, table) if self._values or known else ():
+        for setting in settings if self._values or known else ():
             if setting.field in values:
                 continue
             if setting.key in self:
@@ -405,13 +406,18 @@ class Given:
         try:
             return struct(**values)
         except ConfigError as error:
-            raise self.named(error, settings_of(struct, table)) from error
+            named = self._values.get(f"[{table}]")
+            if named is not None:
+                settings = (*settings, msgspec.structs.replace(named.setting, field="name"))
+            raise self.named(error, settings) from error
 
     def listed(self, struct: type[StructT], table: str) -> tuple[StructT, ...]:
-        """Build a `struct` of each table `[[table]]`, in order. One without a name of its own has an empty `name`."""
-        return tuple(
-            self.build(struct, f"{table}.{name}", name="" if name.isdigit() else name) for name in self.names(table)
-        )
+        """Build a `struct` of each table `[[table]]`, in order."""
+        return tuple(self.build_named(struct, table, name) for name in self.names(table))
+
+    def build_named(self, struct: type[StructT], table: str, name: str) -> StructT:
+        """Build a `struct` of one table `[[table]]`. Its field `name` is empty without a name of its own."""
+        return self.build(struct, f"{table}.{name}", name="" if name.isdigit() else name)
 
     def error(self, key: str, what: str, *, hint: str | None = None) -> ConfigError:
         """Return an error about the value given for `key`."""

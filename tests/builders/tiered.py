@@ -5,16 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from hypothesis import strategies as st
 
-from kvarts.offload.config import LoadKv, OffloadConfig
+from kvarts.offload.config import SHORT, LoadKv, OffloadConfig, TierConfig
 
 from builders.case import Case, cases
 from oracles.naive import polynomial_ns
 
-__all__ = ["BYTES_PER_TOKEN", "Tiered", "naive_settings", "tiered", "tiers_below"]
+__all__ = ["BYTES_PER_TOKEN", "Tiered", "as_list", "naive_settings", "tiered", "tiers_below", "tiers_between"]
 
 BYTES_PER_TOKEN = 1000
+
+
+def as_list(offload: OffloadConfig, *between: TierConfig) -> OffloadConfig:
+    """Return the same tiers as a list, with more `between` host memory and files."""
+    short = [name for names in SHORT.values() for name in names]
+    defaults = {field.name: field.default for field in msgspec.structs.fields(offload) if field.name in short}
+    host, *files = offload.listed
+    return msgspec.structs.replace(offload, **defaults, tiers=(host, *between, *files))
+
+
+@st.composite
+def tiers_between(draw: st.DrawFn) -> TierConfig:
+    """A tier of memory below host memory."""
+    rates = st.sampled_from([50_000, 1_000_000, 1_000_000_000])
+    return TierConfig(
+        name="cxl",
+        pages=draw(st.sampled_from([1, 3, 20, 200])),
+        read=draw(rates),
+        write=draw(rates),
+        latency_us=draw(st.sampled_from([0.0, 500.0])),
+    )
 
 
 @dataclass
@@ -32,9 +54,14 @@ def tiered(
     limits: bool = False,
     with_bus: bool = True,
     all_loads: bool = False,
+    lists: bool = False,
 ) -> Tiered:
+    """`lists`: some cases have a list of tiers, with one between host memory and files."""
     case = draw(cases(max_requests=max_requests, cancels=cancels, limits=limits))
-    return Tiered(case, draw(tiers_below(with_bus=with_bus, all_loads=all_loads)))
+    offload = draw(tiers_below(with_bus=with_bus, all_loads=all_loads))
+    if lists and draw(st.booleans()):
+        offload = as_list(offload, draw(tiers_between()))
+    return Tiered(case, offload)
 
 
 @st.composite
@@ -84,10 +111,12 @@ def tiers_below(
 def naive_settings(tiers: Tiered) -> dict[str, Any]:
     """The settings of a NaiveOffloadEngine."""
     case, offload = tiers.case, tiers.offload
+    specs = offload.specs(case.page_size)
+    channels = [channel for spec in specs for channel in (spec.read, spec.write)]
     target_free = offload.target_free
     if target_free is None:
         step_pages = -(-case.max_num_batched_tokens // case.page_size)
-        num_below = (offload.host_pages or 0) + (offload.disk_pages or 0)
+        num_below = sum(spec.num_pages for spec in specs)
         target_free = max(2 * step_pages, min(8 * step_pages, num_below // 8))
     return {
         "num_pages": case.num_pages,
@@ -96,17 +125,13 @@ def naive_settings(tiers: Tiered) -> dict[str, Any]:
         "max_num_seqs": case.max_num_seqs,
         "profile": case.profile,
         "cost": polynomial_ns,
-        "tiers": [size for size in (offload.host_pages, offload.disk_pages) if size],
+        "tiers": [spec.num_pages for spec in specs],
+        "names": tuple(spec.name for spec in specs),
         "policy": offload.policy,
         "target_free": target_free,
         "page_bytes": BYTES_PER_TOKEN * case.page_size,
-        "rates": {name: getattr(offload, name) for name in ("h2d", "d2h", "disk_read", "disk_write")},
-        "latency_ns": {
-            "h2d": round(offload.latency_us * 1000),
-            "d2h": round(offload.latency_us * 1000),
-            "disk_read": round(offload.disk_latency_us * 1000),
-            "disk_write": round(offload.disk_latency_us * 1000),
-        },
+        "rates": {channel.name: channel.bytes_per_s for channel in channels},
+        "latency_ns": {channel.name: round(channel.latency_us * 1000) for channel in channels},
         "full_prompt_hits": offload.full_prompt_hits,
         "fail_every": offload.fail_every,
         "store_within_ns": round(offload.store_within_ms * 1e6),

@@ -88,6 +88,7 @@ class TieredMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from([8, 12, 20, 40]),
         host_blocks=st.sampled_from([3, 10, 40, 100]),
         file_blocks=st.sampled_from([None, None, 3, 10, 40, 100]),
+        between_blocks=st.sampled_from([None, None, 3, 10, 40]),
         limit=st.sampled_from([1, 4, 100]),
         keeps=st.sampled_from(["all", "tails"]),
         has_ids=st.booleans(),
@@ -101,6 +102,7 @@ class TieredMachine(RuleBasedStateMachine):
         num_blocks: int,
         host_blocks: int,
         file_blocks: int | None,
+        between_blocks: int | None,
         limit: int,
         keeps: Retention,
         has_ids: bool,
@@ -111,7 +113,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.tokens_of: dict[int, list[int]] = {}
         """The tokens of decodes, by owner."""
         self.served: list[list[int]] = []
-        sizes = [host_blocks] if file_blocks is None else [host_blocks, file_blocks]
+        sizes = [host_blocks, *(each for each in (between_blocks, file_blocks) if each is not None)]
         self.open_engine(memory, page_size, num_blocks, sizes, limit, has_ids=has_ids, is_files=is_files)
 
     def open_engine(
@@ -140,11 +142,11 @@ class TieredMachine(RuleBasedStateMachine):
         self.parts = self.cache.parts
         self.tiers = [
             PartTier(name, num_blocks, memory, self.parts.tree, place=place, with_slots=has_ids)
-            for place, (name, num_blocks) in enumerate(zip(("host", "disk"), sizes, strict=False))
+            for place, (name, num_blocks) in enumerate(zip(("host", "disk", "last"), sizes, strict=False))
         ]
         self.files: set[bytes] = set()
         if has_ids and is_files and len(sizes) > 1:
-            self.tiers[1] = PartFiles("disk", sizes[1], memory, self.parts.tree, place=1)
+            self.tiers[-1] = PartFiles(self.tiers[-1].name, sizes[-1], memory, self.parts.tree, place=len(sizes) - 1)
         below = [
             NaiveTier(num_blocks * memory.block_bytes, [group.part_bytes for group in memory.groups])
             for num_blocks in sizes
@@ -739,7 +741,7 @@ class TieredMachine(RuleBasedStateMachine):
                 (part.group, part.name) for part in model.released if not part.stores
             ]
         if self.files:
-            files: Any = self.tiers[1]
+            files: Any = self.tiers[-1]
             keys = set(files._keys.values())
             assert keys <= self.files, "a part has no file"
             assert self.files - keys <= set(files.files._dropped), "a file stays for ever"

@@ -31,7 +31,11 @@ def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffl
     return requests, engines
 
 
-@given(st.booleans().flatmap(lambda limits: tiered(max_requests=12, limits=limits, with_bus=False, all_loads=True)))
+@given(
+    st.booleans().flatmap(
+        lambda limits: tiered(max_requests=12, limits=limits, with_bus=False, all_loads=True, lists=True)
+    )
+)
 def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
     """L1 to L4, L7, L8: requests, steps, evictions and transfers, in every tier."""
     requests, naive_engines = run_naive_offload(tiers)
@@ -39,18 +43,18 @@ def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
     outcome = run_kvarts(case, offload=tiers.offload)
     assert_as_in_naive(case, outcome, requests, naive_engines)
     columns = outcome.requests.columns
-    num_tiers = len(naive_engines[0].tiers)
+    names = list(tiers.offload.sizes(case.page_size))
+    num_tiers = len(names)
     for index, request in enumerate(requests):
         if request.rejected:
             continue
         assert request.replica is not None
         below = naive_engines[request.replica].below_tokens.get(request.seq, [])
-        told = [columns[f"{name}_tokens"][index] for name in ("host", "disk")[:num_tiers]]
+        told = [columns[f"{name}_tokens"][index] for name in names]
         assert told == (below or [0] * num_tiers), "tokens hit below"
     for index, naive in enumerate(naive_engines):
         steps = outcome.steps[index].columns
-        for place in range(num_tiers):
-            tier = ("host", "disk")[place]
+        for place, tier in enumerate(names):
             assert steps[f"{tier}_used"].tolist() == [count[place][0] for count in naive.counts]
             assert steps[f"{tier}_cached"].tolist() == [count[place][1] for count in naive.counts]
         offloader = offloader_of(outcome.engines[index])
@@ -62,20 +66,20 @@ def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
             assert offloader.tiers[tier_index].num_used_blocks == 0, "L2: at rest nothing is held"
 
 
-@given(tiered(max_requests=24, all_loads=True))
+@given(tiered(max_requests=24, all_loads=True, lists=True))
 def test_fast_forward_equals_step_by_step(tiers: Tiered) -> None:
     """L5, with tiers: the same bytes, whatever is looked at."""
     assert_fast_as_slow(tiers.case, offload=tiers.offload)
 
 
-@given(tiered(cancels=True, limits=True, all_loads=True), st.sampled_from([None, 3.0, 10.0]))
+@given(tiered(cancels=True, limits=True, all_loads=True, lists=True), st.sampled_from([None, 3.0, 10.0]))
 def test_fast_forward_equals_step_by_step_with_every_limit_of_a_step(tiers: Tiered, max_itl_ms: float | None) -> None:
     """L5, audited, with tiers; a bound of latency is of the default profile."""
     tiers.case.profile = "default"
     assert_fast_as_slow(tiers.case, offload=tiers.offload, max_itl_ms=max_itl_ms, audit=HAS_AUDIT)
 
 
-@given(tiered(cancels=True, limits=True, all_loads=True))
+@given(tiered(cancels=True, limits=True, all_loads=True, lists=True))
 def test_a_run_that_nobody_watches_is_the_same(tiers: Tiered) -> None:
     """Without events, what a store reads is held only when its request lets go of it."""
     case = tiers.case
@@ -87,7 +91,7 @@ def test_a_run_that_nobody_watches_is_the_same(tiers: Tiered) -> None:
         assert column.tobytes() == alone.steps[name].tobytes(), name
 
 
-@given(tiered(all_loads=True))
+@given(tiered(all_loads=True, lists=True))
 def test_every_token_is_counted_once(tiers: Tiered) -> None:
     """L7: computed, hit on the device, hit below, or computed again."""
     tiers.case.profile = "default"

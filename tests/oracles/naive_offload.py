@@ -63,6 +63,8 @@ class NaiveTransfer:
     stores: list[tuple[list[Name], NaivePlacement]] = field(default_factory=list)
     held: list[Hold] = field(default_factory=list)
     sources: list[list[Entry]] = field(default_factory=list)
+    # Spills: the place of the tier above.
+    place: int = 0
     # Loads: for each tier, the pinned entries, and which pages they are.
     request: NaiveRequest | None = None
     # What its request computes meanwhile: from a token, up to another, until when.
@@ -93,10 +95,12 @@ class NaiveOffloadEngine(NaiveEngine):
         num_layers: int = 1,
         copy_slowdown: float = 0.0,
         load_kv: str = "placed",
+        names: tuple[str, ...] = ("host", "disk"),
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.tiers = [NaiveTier(size) for size in tiers]
+        self.lanes = [("h2d", "d2h") if name == "host" else (f"{name}_read", f"{name}_write") for name in names]
         self.load_kv = load_kv
         self.turns: list[NaiveTransfer] = []  # loads without places that have ended, and whose requests do not run
         self.turned: set[int] = set()  # requests that had a turn, and not enough memory
@@ -121,12 +125,12 @@ class NaiveOffloadEngine(NaiveEngine):
         self.num_loads = self.num_good_loads = 0
         self.following: list[tuple[NaiveRequest, NaiveRequest]] = []  # with the request whose load it awaits
         self.chosen_load: list[int] = []
-        self.is_behind = False
+        self.is_behind: set[int] = set()  # places of tiers above ways that are behind
         self.wanted: dict[int, tuple[NaiveRequest, int, int]] = {}
         self.below: set[Name] = set()
         self.failed: set[Name] = set()
         self.computed_now: list[tuple[NaiveRequest, int]] = []
-        self.spills: list[Name] = []
+        self.spills: list[list[Name]] = [[] for _ in range(max(1, len(tiers) - 1))]
         self.loading: list[NaiveRequest] = []
         self.early: list[NaiveTransfer] = []  # those that the step may use
         self.leading: list[NaiveTransfer] = []  # loads whose pages cannot be found yet
@@ -243,19 +247,22 @@ class NaiveOffloadEngine(NaiveEngine):
 
     def lost(self, name: Name) -> None:
         """A page has left the device: what follows it below may be out of reach."""
-        self.tiers[0].lose(name)
-        self.lose_below(name)
+        self.lose_below(name, 0)
         self.after_host()
 
-    def lose_below(self, name: Name) -> None:
-        if len(self.tiers) > 1 and name not in self.index and not self.tiers[0].is_stored(name):
-            self.tiers[1].lose(name)
+    def lose_below(self, name: Name, first: int = 1) -> None:
+        """A page has left a tier: tiers from `first` on may have what follows it, and no longer need to."""
+        for place in range(first, len(self.tiers)):
+            if (place and name in self.index) or any(tier.is_stored(name) for tier in self.tiers[:place]):
+                return
+            self.tiers[place].lose(name)
 
     def after_host(self) -> None:
-        """Pages have left host memory: what follows them in files may be out of reach."""
-        removed, self.tiers[0].removed = self.tiers[0].removed, []
-        for name in removed:
-            self.lose_below(name)
+        """Pages have left a tier: what follows them in tiers below may be out of reach."""
+        for place, tier in enumerate(self.tiers[:-1]):
+            removed, tier.removed = tier.removed, []
+            for name in removed:
+                self.lose_below(name, place + 1)
 
     def release(self, request: NaiveRequest) -> None:
         for index, page in enumerate(request.pages[: request.computed // self.page_size]):
@@ -357,7 +364,7 @@ class NaiveOffloadEngine(NaiveEngine):
             or self.ready
             or self.turns
             or self.transfers
-            or self.spills
+            or any(self.spills)
             or (self.wanted and not self.is_stuck)
             or (self.has_left and self.is_lazy and not self.is_stuck)
             or self.following
@@ -425,9 +432,13 @@ class NaiveOffloadEngine(NaiveEngine):
         times += [load.early_ns for load in self.leading if load.early_ns > self.now_ns]
         return min(times, default=self.now_ns)
 
+    def lanes_of_copies(self) -> list[str]:
+        """The lanes of copies to and from the device."""
+        return [self.lanes[0][1], *(read for read, _ in self.lanes)]
+
     def step_ns(self, duration_ns: int, now_ns: int) -> int:
         """Layer after layer, each once those of all loads that the step uses are there; slower while pages move."""
-        busy_ns = max(0, *(self.lane_free_ns[lane] - now_ns for lane in ("d2h", "h2d", "disk_read")))
+        busy_ns = max(0, *(self.lane_free_ns[lane] - now_ns for lane in self.lanes_of_copies()))
         while_busy = min(Fraction(duration_ns), busy_ns / self.slower)
         duration_ns = ceil(while_busy * self.slower + duration_ns - while_busy)
         end_ns: int | Fraction = now_ns
@@ -478,7 +489,7 @@ class NaiveOffloadEngine(NaiveEngine):
         return num_pages if wait_ns or num_pages else 1
 
     def plan_stores(self) -> None:
-        if self.is_lazy and self.spills and not self.is_behind:
+        if self.is_lazy:
             self.plan_spills()
         wanted: list[tuple[list[Name], int, int]] = []
         if self.is_stuck:
@@ -505,7 +516,9 @@ class NaiveOffloadEngine(NaiveEngine):
                     position = len(placed[1].names)  # what was begun once is not begun again, also if it fails
             num_here = len(self.resident(sequence))
             is_moving = bool(stores) or any(transfer.kind != "load" for transfer in self.transfers)
-            is_moving = is_moving or bool(self.spills and not self.is_behind)
+            is_moving = is_moving or any(
+                names and place not in self.is_behind for place, names in enumerate(self.spills)
+            )
             if not room or (position < num_here and self.passes_through(num_here) and is_moving):
                 self.is_stuck = self.has_left = True
                 if seq in self.wanted:
@@ -517,8 +530,7 @@ class NaiveOffloadEngine(NaiveEngine):
         if stores:
             num_pages = sum(len(placement.new) for _, placement in stores)
             self.begin(NaiveTransfer(-1, self.lane(self.write_lane(0), num_pages), "store", stores, held))
-        if self.spills and not self.is_behind:
-            self.plan_spills()
+        self.plan_spills()
 
     def place(self, sequence: list[Name], start: int, room: int) -> tuple[list[Name], NaivePlacement] | None:
         """Of a sequence from page `start` on, what the device has and the tier has not, `room` pages at most."""
@@ -555,8 +567,8 @@ class NaiveOffloadEngine(NaiveEngine):
 
     def pass_through(self, names: list[Name], num_here: int, start: int, room: int) -> int:
         """The first page that no tier has; what files have of those before it makes room in host memory."""
-        host, disk = self.tiers
-        while start < num_here and (host.is_stored(names[start]) or disk.is_stored(names[start])):
+        host, disk = self.tiers[:2]
+        while start < num_here and any(tier.is_stored(names[start]) for tier in self.tiers):
             start += 1
         here = [index for index in range(start) if host.is_stored(names[index])]
         num_used = host.num_pages - host.num_empty - host.num_cached()
@@ -598,8 +610,13 @@ class NaiveOffloadEngine(NaiveEngine):
         return wanted
 
     def plan_spills(self) -> None:
-        host, disk = self.tiers
-        spills, self.spills = self.spills, []
+        for place in range(len(self.tiers) - 1):
+            if self.spills[place] and place not in self.is_behind:
+                self.plan_spill(place)
+
+    def plan_spill(self, place: int) -> None:
+        host, disk = self.tiers[place : place + 2]
+        spills, self.spills[place] = self.spills[place], []
         stores = []
         sources = []
         runs: list[list[Any]] = []
@@ -608,7 +625,7 @@ class NaiveOffloadEngine(NaiveEngine):
                 runs[-1].append(name)
             else:
                 runs.append([name])
-        room = self.room(self.write_lane(1))
+        room = self.room(self.write_lane(place + 1))
         for index, run in enumerate(runs):
             here = run[: next((i for i, name in enumerate(run) if not host.is_stored(name)), len(run))]
             position = len(run[0].chain()) - 1
@@ -623,13 +640,13 @@ class NaiveOffloadEngine(NaiveEngine):
                     position = len(placement.names)
             if not room:
                 left = [run[position - first :], *runs[index + 1 :]]
-                self.spills = [name for part in left for name in part]
-                self.is_behind = True
+                self.spills[place] = [name for part in left for name in part]
+                self.is_behind.add(place)
                 break
         self.unmark_removed()
         if stores:
-            end_ns = self.lane(self.write_lane(1), sum(len(placement.new) for _, placement in stores))
-            self.begin(NaiveTransfer(-1, end_ns, "spill", stores, [], sources))
+            end_ns = self.lane(self.write_lane(place + 1), sum(len(placement.new) for _, placement in stores))
+            self.begin(NaiveTransfer(-1, end_ns, "spill", stores, [], sources, place=place))
 
     # Transfers --------------------------------------------------------------------------------------------
 
@@ -647,23 +664,25 @@ class NaiveOffloadEngine(NaiveEngine):
 
     def end_transfer(self, transfer: NaiveTransfer, *, is_given_up: bool = False) -> None:
         is_good = not is_given_up and self.succeeds(transfer)
-        self.is_stuck = self.is_behind = False
+        self.is_stuck = False
+        self.is_behind.clear()
         if transfer.kind == "load":
             self.end_load(transfer, is_good=is_good)
             return
-        tier = self.tiers[1] if transfer.kind == "spill" else self.tiers[0]
+        place = transfer.place + 1 if transfer.kind == "spill" else 0
+        tier = self.tiers[place]
         for _, placement in transfer.stores:
             tier.settle(placement, is_stored=is_good)
-            if is_good and transfer.kind == "store" and len(self.tiers) > 1:
-                self.spills += [
+            if is_good and place < len(self.tiers) - 1:
+                self.spills[place] += [
                     entry.name for entry in placement.new if entry.state == "stored" and is_shared(entry.name)
                 ]
         for entries in transfer.sources:
-            self.tiers[0].unpin(entries)
+            self.tiers[transfer.place].unpin(entries)
         if transfer.kind == "spill" and not is_good:
             for _, placement in transfer.stores:
                 for entry in placement.new:
-                    self.lose_below(entry.name)
+                    self.lose_below(entry.name, place)
         if self.is_lazy:
             orphans = {hold.name for hold in transfer.held if hold.orphan is not None}
             for _, placement in transfer.stores:
@@ -706,10 +725,11 @@ class NaiveOffloadEngine(NaiveEngine):
                 continue
             num_pages -= self.num_idle(transfer)
             self.transfers.remove(transfer)
-            if is_last and not self.is_open_end(self.write_lane(0)):
+            lane = self.write_lane(0)
+            if is_last and not self.is_open_end(lane):
                 num_bytes = sum(len(placement.new) for _, placement in transfer.stores) * self.page_bytes
-                took_ns = self.latency_ns["d2h"] + -(-num_bytes * 10**9 // self.rates["d2h"])
-                self.lane_free_ns["d2h"] = max(self.now_ns, self.lane_free_ns["d2h"] - took_ns)
+                took_ns = self.latency_ns[lane] + -(-num_bytes * 10**9 // self.rates[lane])
+                self.lane_free_ns[lane] = max(self.now_ns, self.lane_free_ns[lane] - took_ns)
             self.end_transfer(transfer, is_given_up=True)
         return True
 
@@ -736,10 +756,10 @@ class NaiveOffloadEngine(NaiveEngine):
         return [each is tier for each in self.tiers].index(True)
 
     def write_lane(self, place: int) -> str:
-        return "disk_write" if place else "d2h"
+        return self.lanes[place][1]
 
     def lane_of(self, tier: NaiveTier) -> str:
-        return "h2d" if tier is self.tiers[0] else "disk_read"
+        return self.lanes[self.place_of(tier)][0]
 
     # What an engine that reads from others does besides.
 

@@ -571,7 +571,7 @@ def _with_store(given: Given, sections: Sequence[Section]) -> Given:
     if keys := given.in_table("store"):
         raise given.error(keys[0], "says what a tier of scope all says", hint="Keep one of them.")
     (tiers,) = (section for section in sections if section.table == TIER)
-    given.build(tiers.struct, f"{TIER}.{name}", name="" if name.isdigit() else name)  # raises if it cannot be
+    given.build_named(tiers.struct, TIER, name)  # raises if it cannot be
     store = {each.field: each for each in settings_of(StoreSettings, "store")}
     as_store = given.without({f"[{TIER}.{name}]", *given.in_table(f"{TIER}.{name}")})
     for each in settings_of(tiers.struct, f"{TIER}.{name}"):
@@ -651,13 +651,21 @@ def _with_tiers_of(given: Given, table: str, of_all: Given) -> Given:
     key = f"{table}.tiers"
     if not table or key not in given:
         return of_all
-    names, known = given[key], of_all.names(TIER)
+    names: list[str] = given[key]
+    known = {_name_of_tier(of_all, name): name for name in of_all.names(TIER)}
     if other := [name for name in names if name not in known]:
         hint = f"The tiers of workers are {', '.join(known)}." if known else "Add a [[tier]]."
         raise given.error(key, f"has no [[tier]] {brief(other[0])}", hint=hint)
-    left_out = [name for name in known if name not in names]
+    left_out = [table for name, table in known.items() if name not in names]
     keys = {key for name in left_out for key in (f"[{TIER}.{name}]", *of_all.in_table(f"{TIER}.{name}"))}
     return of_all.without(keys)
+
+
+def _name_of_tier(given: Given, table: str) -> str:
+    """Return the name of a tier: that of its table, unless it has none."""
+    key = f"{TIER}.{table}.kind"
+    is_files = key in given and given.value_of(key) == "files"
+    return table if not table.isdigit() else "disk" if is_files else "host"
 
 
 def _sizes_of_store(given: Given) -> list[str]:

@@ -101,8 +101,9 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"cannot be {self.name!r}", "name", hint="It is a part of names of columns: small letters and digits."
             )
         if (self.pages is None) == (self.size is None):
-            what = "says no size" if self.pages is None else "is given beside {size}"
-            raise SettingError(what, "pages", hint="Give {pages} or {size}.")
+            if self.pages is not None:
+                raise SettingError("is given beside {size}", "pages", hint="Keep one of them.")
+            raise SettingError("has no size", "name", hint="Give it pages=N or size=64GiB.")
         if self.pages is not None:
             check_whole(self.pages, "pages", least=0, most=MOST_PAGES)
         if self.size is not None:
@@ -342,7 +343,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         names = [tier.name for tier in self.tiers]
         for place, tier in enumerate(self.tiers):
             if tier.name in names[:place]:
-                raise SettingError("two tiers have this name", f"tier.{tier.name}", "tiers", hint="Name each.")
+                fields = f"tier.{place + 1}", f"tier.{tier.name}", "tiers"
+                raise SettingError(f"two tiers have the name {tier.name}", *fields, hint="Name each.")
             if tier.is_shared:
                 what = "is a tier that all engines share, and these are the tiers of one"
                 raise SettingError(what, f"tier.{tier.name}.scope", "tiers", hint="Give it to a fleet, as its store.")
