@@ -62,7 +62,7 @@ def _runs(engine: Any) -> Iterator[tuple[str, Content, int, int]]:
     for tier in () if engine.tiers is None else engine.tiers.tiers:
         for run in tier.index.runs():
             if run.state.name == "STORED":
-                yield MEDIA[tier.name], run.content, run.start, run.end
+                yield MEDIA.get(tier.name) or tier.name.upper(), run.content, run.start, run.end
 
 
 class Consumed:

@@ -2,13 +2,68 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 from hypothesis import given
 
-from kvarts import replay
-from kvarts.offload.config import TierConfig
+from kvarts.cli.replaying import all_sections, read_settings
+from kvarts.errors import ConfigError
+from kvarts.offload.config import OffloadConfig, TierConfig
+from kvarts.settings import given_in
+from kvarts.sim.config import ReplayConfig, resolve_replay
+from kvarts.sim.replay import replay
+from kvarts.traffic.formats import load_trace
 
+from builders.command_line import parsed
 from builders.group_tiers import Grouped, grouped
+from builders.rooms import HAS_RECORD, HAS_ROUTERS, ROOMS
 from builders.tiered import Tiered, as_list, tiered, tiers_between
+
+SECTIONS = all_sections()
+THREE = (
+    TierConfig(name="dram", pages=40),
+    TierConfig(name="cxl", pages=80, read="20GB/s", write="10GB/s", latency_us=2.0),
+    TierConfig(kind="files", pages=400),
+)
+AS_TABLES = """
+[[tier]]
+name = "dram"
+pages = 40
+[[tier]]
+name = "cxl"
+pages = 80
+read = "20GB/s"
+write = "10GB/s"
+latency_us = 2.0
+[[tier]]
+kind = "files"
+pages = 400
+"""
+AS_FLAGS = (
+    *("--tier", "dram:pages=40"),
+    *("--tier", "cxl:pages=80,read=20GB/s,write=10GB/s,latency_us=2.0"),
+    *("--tier", "disk:kind=files,pages=400"),
+)
+
+
+def write_trace(path: Path, *, rounds: int = 6) -> Path:
+    """Three prompts of 100 pages of 16 tokens each, again and again."""
+    rows = [
+        {
+            "timestamp": 2000 * (round_ * 3 + at),
+            "input_length": 1600,
+            "output_length": 4,
+            "hash_ids": [4 * at, 4 * at + 1, 4 * at + 2, 4 * at + 3],
+        }
+        for round_ in range(rounds)
+        for at in range(3)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 @given(tiered(all_loads=True, cancels=True))
@@ -22,8 +77,231 @@ def test_a_list_of_host_memory_and_files_is_what_their_options_are(tiers: Tiered
 
 
 @given(grouped(), tiers_between())
-def test_three_tiers_below_groups_fast_as_step_by_step(of: Grouped, cxl: TierConfig) -> None:
-    offload = as_list(of.offload, cxl)
+def test_three_tiers_below_groups_fast_as_step_by_step(of: Grouped, between: TierConfig) -> None:
+    offload = as_list(of.offload, between)
     fast, slow = (of.replayed(offload=offload, step_by_step=slowly) for slowly in (False, True))
     assert fast.requests_jsonl() == slow.requests_jsonl()
     assert fast.to_json() == slow.to_json()
+
+
+def test_a_file_options_and_arguments_name_the_same_tiers(tmp_path: Path) -> None:
+    expected = OffloadConfig(tiers=THREE)
+    assert resolve_replay(parsed(*AS_FLAGS), SECTIONS).offload == expected
+    (tmp_path / "run.toml").write_text(AS_TABLES)
+    assert resolve_replay(read_settings(tmp_path / "run.toml", SECTIONS), SECTIONS).offload == expected
+    tables: Any = [{"name": "dram", "pages": 40}, THREE[1], {"kind": "files", "pages": 400}]
+    config = ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", tier=tables)
+    assert config.offload is not None
+    assert config.offload.sizes(16) == {"dram": 40, "cxl": 80, "disk": 400}
+
+
+def test_an_option_changes_one_tier_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(AS_TABLES)
+    given = parsed("--tier", "cxl:size=1GiB", "--tier", "dram:pages=0")
+    given = given.over(read_settings(tmp_path / "run.toml", SECTIONS))
+    offload = resolve_replay(given, SECTIONS).offload
+    assert offload is not None
+    assert offload.sizes(16) == {"cxl": 512, "disk": 400}
+    assert offload.read_rates["cxl"] == 20_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([{"name": "a"}], "tier.a: has no size"),
+        ([{"name": "a", "pages": 3, "size": "4GiB"}], "tier.a.pages: is given beside tier.a.size"),
+        ([{"pages": 3}, {"pages": 4}], "tier.2: two tiers have the name host"),
+        ([{"name": "cached", "pages": 3}], "tier.cached: cannot be 'cached'"),
+        ([{"name": "Fast-1", "pages": 3}], "cannot be 'Fast-1'"),
+        ([{"name": "store", "pages": 3}], "is the name of the tier that all engines share"),
+        ([{"pages": 3, "kind": "tape"}], "tier.1.kind: Invalid enum value 'tape'"),
+        ([{"pages": 3, "read": 0}], "tier.1.read: must be at least one byte a second"),
+        ([{"pages": 3, "rate": "4GB/s"}], "tier.1.rate: is of a tier that all engines share"),
+        ([{"size": "1KiB"}], "tier.1.size: 1KiB hold no page"),
+        ([{"pages": 3, "speed": 5}], "tier.1.speed: unknown key"),
+        ({"pages": 3}, "must be a list of tables"),
+    ],
+)
+def test_a_list_that_cannot_be_is_refused_where_it_is_wrong(tables: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_replay(given_in({"tier": tables}, SECTIONS), SECTIONS)
+    assert message in str(caught.value).replace("[", "").replace("]", "")
+
+
+def test_a_list_and_its_short_form_are_refused_together() -> None:
+    with pytest.raises(ConfigError, match="--host-pages: does not go with a list of tiers"):
+        resolve_replay(parsed(*AS_FLAGS, "--host-pages", "4"), SECTIONS)
+    with pytest.raises(ConfigError, match="--h2d: does not go with a list of tiers"):
+        resolve_replay(parsed(*AS_FLAGS, "--h2d", "4GB/s"), SECTIONS)
+
+
+@pytest.mark.parametrize("text", ["dram", "dram:", "dram:pages", "dram:sise=3", ":pages=3", "dram:pages=3,pages=4"])
+def test_an_option_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--tier"):
+        resolve_replay(parsed("--tier", text), SECTIONS)
+
+
+@pytest.mark.skipif(not HAS_RECORD, reason="the recorder is not installed")
+def test_everything_that_is_written_names_the_tiers(
+    run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl")
+    run_dir, timeline = tmp_path / "run", tmp_path / "timeline.jsonl"
+    command = ("replay", trace, "--pages", 150, *AS_FLAGS, "--audit", "--run-dir", run_dir, "--timeline", timeline)
+    assert run_command(*command) == 0
+    text = capsysbinary.readouterr().out.decode()
+    assert "dram 40 pages, cxl 80 pages, disk 400 pages" in text
+    assert "cxl write" in text
+
+    report = json.loads((run_dir / "report.json").read_text())
+    assert report["config"]["offload"]["tiers"][1] == {
+        "name": "cxl",
+        "kind": "memory",
+        "pages": 80,
+        "read": "20GB/s",
+        "write": "10GB/s",
+        "latency_us": 2.0,
+        "scope": "engine",
+    }
+    assert "host_pages" not in report["config"]["offload"]
+    assert list(report["prefix_hit_ratio_by_tier"]) == ["device", "dram", "cxl", "disk"]
+    assert report["transfers"]["bytes"]["disk_read"]
+
+    head, *rows = map(json.loads, timeline.read_text().splitlines())
+    assert head["tiers"] == [
+        {"name": "dram", "total_blocks": 40},
+        {"name": "cxl", "total_blocks": 80},
+        {"name": "disk", "total_blocks": 400},
+    ]
+    assert max(row["tier_cached_blocks"][1] for row in rows if "step" in row) == 80
+    assert run_command("verify", timeline) == 0
+    assert run_command("report", run_dir, "--html", tmp_path / "page.html") == 0
+    assert '"name":"cxl"' in (tmp_path / "page.html").read_text().replace(": ", ":")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"tier_used_blocks": [1, 2]}, "tier_used_blocks does not have a number for each of 3 tiers"),
+        ({"tier_cached_blocks": [41, 0, 0]}, "'dram': used 0 + cached 41 are more than its total 40"),
+        ({"tier_used_blocks": [0, 0, -1]}, "tier_used_blocks"),
+        ({"tier_used_blocks": 3}, "tier_used_blocks"),
+    ],
+)
+def test_the_verifier_reads_lists_of_tiers(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    from kvarts.verify import verify
+
+    body = {
+        "block_size_tokens": 16,
+        "total_blocks": 10,
+        "peak_used_pct": 0.1,
+        "preemption_count": 0,
+        "tiers": [{"name": name, "total_blocks": total} for name, total in (("dram", 40), ("cxl", 80), ("disk", 400))],
+        "timeline": [
+            {"step": step, "t_ms": step, "used_blocks": 1, "free_blocks": 9, "used_pct": 0.1, "active_seqs": 1,
+             "preempted_seqs": 0, "tier_used_blocks": [0, 0, 0], "tier_cached_blocks": [40, 80, 400]}
+            for step in range(3)
+        ],
+    }  # fmt: skip
+    assert verify(body).verdict == "ok"
+    assert verify(json.dumps(body)).verdict == "ok"
+    timeline: Any = body["timeline"]
+    timeline[1] |= {"tier_used_blocks": [0, 0, 0], "tier_cached_blocks": [0, 0, 0]} | row
+    verdict = verify(body)
+    assert verdict.verdict == "violated"
+    assert message in verdict.to_text()
+
+
+@pytest.mark.skipif(not HAS_ROUTERS, reason="routers are not installed")
+def test_a_router_weighs_a_tier_by_its_kind() -> None:
+    from kvarts.routers.policies import PrefixAware
+    from kvarts.routers.view import View
+
+    view = View(PrefixAware.needs, num_workers=1, page_size=16, are_files=OffloadConfig(tiers=THREE).are_files)
+    assert view.weights_below(0.75, 0.25) == [0.75, 0.75, 0.25]
+
+
+@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
+def test_a_tier_of_all_engines_is_the_store_of_a_fleet(tmp_path: Path) -> None:
+    from kvarts.fleet.config import resolve_fleet
+
+    table = {"scope": "all", "pages": 900, "read": "4GB/s", "write": "2GB/s", "rate": "9GB/s", "latency_us": 7.0}
+    of_engines = {"replicas": 2, "tier": [{"pages": 20}, table]}
+    fleet = resolve_fleet(given_in(of_engines, SECTIONS), SECTIONS)
+    assert fleet.store is not None
+    assert fleet.store.bytes_per_s == (9 * 10**9, 4 * 10**9, 2 * 10**9)
+    assert (fleet.store.pages, fleet.store.latency_us) == (900, 7.0)
+    assert fleet.tier_names == ["host", "store"]
+    store = {"pages": 900, "worker_rate": "4GB/s", "worker_write_rate": "2GB/s", "rate": "9GB/s", "latency_us": 7.0}
+    short = {"replicas": 2, "offload": {"host_pages": 20}, "store": store}
+    trace = load_trace(write_trace(tmp_path / "trace.jsonl"))
+    lists, options = (
+        replay(trace, resolve_fleet(given_in({"pages": 150, **values}, SECTIONS), SECTIONS))
+        for values in (of_engines, short)
+    )
+    assert lists.requests_jsonl() == options.requests_jsonl()
+    assert {**lists.summary, "config": None} == {**options.summary, "config": None}
+    assert lists.summary["num_cached_tokens_by_tier"]["store"]
+
+
+@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
+def test_a_pool_can_have_some_of_the_tiers() -> None:
+    from kvarts.fleet.config import resolve_fleet
+
+    tables = {
+        "tier": [{"name": "dram", "pages": 20}, {"kind": "files", "pages": 50}],
+        "pool": [{"name": "large", "tiers": ["dram", "disk"]}, {"name": "small", "tiers": ["dram"]}, {"name": "all"}],
+    }
+    fleet = resolve_fleet(given_in(tables, SECTIONS), SECTIONS)
+    assert [pool.each.tiers for pool in fleet.pools] == [
+        {"dram": 20, "disk": 50},
+        {"dram": 20},
+        {"dram": 20, "disk": 50},
+    ]
+
+
+@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tier": [{"scope": "all", "pages": 9}, {"pages": 3}]}, "is shared by all engines, and is not the last"),
+        ({"tier": [{"scope": "all", "pages": 9}, {"scope": "all", "pages": 3}]}, "is a second tier that all engines"),
+        ({"tier": [{"scope": "all", "pages": 9}], "store": {"pages": 3}}, "store.pages: says what a tier of scope all"),
+        ({"tier": [{"name": "s3", "scope": "all", "pages": 9}]}, "of a tier that all engines share is store"),
+        ({"tier": [{"pages": 9}], "pool": [{"tiers": ["nvme"]}]}, "pool.1.tiers: has no tier 'nvme'"),
+    ],
+)
+def test_tiers_of_a_fleet_that_cannot_be_are_refused_where_they_are_wrong(values: Any, message: str) -> None:
+    from kvarts.fleet.config import resolve_fleet
+
+    with pytest.raises(ConfigError) as caught:
+        resolve_fleet(given_in(values, SECTIONS), SECTIONS)
+    assert message in str(caught.value).replace("[", "").replace("]", "")
+
+
+def test_one_engine_has_no_tier_of_all() -> None:
+    with pytest.raises(ConfigError, match="is a tier that all engines share, and these are the tiers of one"):
+        OffloadConfig(tiers=(TierConfig(scope="all", pages=9),))
+
+
+@pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
+def test_a_plan_compares_the_tiers_of_a_list(
+    run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl")
+    of_model = ("--model", "llama-3.1-8b", "--device", "h100-80gb", "--pages", 150)
+    prices = "device=9,dram=3,cxl=2,disk=0.1"
+    assert run_command("plan", trace, *of_model, *AS_FLAGS, "--price", prices, "--json") == 0
+    plan = json.loads(capsysbinary.readouterr().out)
+    tiers = plan["tiers"]
+    assert [each["tier"] for each in tiers["next_gib"]] == ["device", "dram", "cxl", "disk"]
+    assert list(tiers["load_us_per_token"]) == ["dram", "cxl", "disk"]
+    point = next(each for each in tiers["disk_curve"] if each["pages"]["cxl"] == 80)
+    assert "--tier dram:pages=40 --tier cxl:pages=80,read=20GB/s,write=10GB/s,latency_us=2" in point["command"]
+    words = point["command"].split()
+    capsysbinary.readouterr()
+    assert run_command(*words[1:], "--json") == 0
+    replayed = json.loads(capsysbinary.readouterr().out)
+    assert replayed["prefix_hit_ratio"] == point["replayed"]["hit_ratio"]
+    assert run_command("plan", trace, *of_model, *AS_FLAGS, "--price", "host=3") == 2
+    assert b"has a price for host, which is no tier" in capsysbinary.readouterr().err

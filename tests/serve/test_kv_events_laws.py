@@ -34,7 +34,7 @@ def test_a_consumer_holds_what_the_cache_holds(case: Case, form: Any, clears: bo
 
 
 @pytest.mark.laws
-@given(tiered(), forms)
+@given(tiered(lists=True), forms)
 def test_a_consumer_holds_what_all_tiers_hold(of: Tiered, form: Any) -> None:
     for each in run_consumed(of.case, form=form[0], hash_bytes=form[1], offload=of.offload):
         each.compare()

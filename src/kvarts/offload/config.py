@@ -408,24 +408,25 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def _num_units(self, tier: TierConfig, page_bytes: int, memory: GroupMemory | None) -> int:
         """Return the pages of a tier, or with KV groups its blocks. Raise SettingError for a size that holds none."""
-        pages, size = SHORT.get(tier.name, ("", ""))[:2]
+        pages, size = ([field] for field in SHORT.get(tier.name, ("pages", "size"))[:2])
         if self.tiers:
-            pages, size = f"tier.{tier.name}.pages", f"tier.{tier.name}.size"
+            tables = tier.name, self.tiers.index(tier) + 1  # a table without a name has that of its place
+            pages, size = ([f"tier.{table}.{field}" for table in tables] for field in ("pages", "size"))
         unit, unit_bytes = ("page", page_bytes) if memory is None else ("block", memory.block_bytes)
         if tier.size is None:
             assert tier.pages is not None
             num_units = tier.pages if memory is None else memory.num_blocks(tier.pages)
         else:
-            num_units = bytes_of(tier.size, size) // unit_bytes
+            num_units = bytes_of(tier.size, *size) // unit_bytes
             if not num_units:
                 shown = f"{tier.size} bytes" if str(tier.size).strip().isdecimal() else tier.size
                 raise SettingError(
-                    f"{shown} hold no {unit} of {unit_bytes:,} bytes", size, hint=meant_size(tier.size, unit_bytes)
+                    f"{shown} hold no {unit} of {unit_bytes:,} bytes", *size, hint=meant_size(tier.size, unit_bytes)
                 )
         if memory is not None and num_units > MOST_PAGES:
             raise SettingError(
                 f"makes {num_units:,} blocks of {unit_bytes:,} bytes, more than {MOST_PAGES:,}",
-                pages if tier.size is None else size,
+                *(pages if tier.size is None else size),
             )
         return num_units
 

@@ -60,6 +60,8 @@ COLOURS = {
     "recomputed": "violet",
     "not_computed": "line",
 }
+OF_TIERS = ("teal", "sky")
+"""The colours of hits in tiers that are neither host memory nor files, in turn."""
 LABELS = {
     "device_hit": "hit on the device",
     "host_hit": "hit in host memory",
@@ -326,14 +328,11 @@ def _hit_rates(requests: list[RequestRow]) -> list[tuple[float, float]]:
 
 
 def _hits(overview: ShownOverview) -> dict[str, Any]:
+    others = [one.kind for one in overview.kinds if one.kind not in LABELS]
+    labels = {kind: f"hit in {kind.removesuffix('_hit')}" for kind in others}
+    colours = {kind: OF_TIERS[place % len(OF_TIERS)] for place, kind in enumerate(others)}
     parts = [
-        [
-            LABELS.get(one.kind) or f"hit in {one.kind.removesuffix('_hit')}",
-            one.tokens,
-            COLOURS.get(one.kind, "violet"),
-            one.remark,
-        ]
-        for one in overview.kinds
+        [(LABELS | labels)[one.kind], one.tokens, (COLOURS | colours)[one.kind], one.remark] for one in overview.kinds
     ]
     return {"prompt_tokens": overview.prompt_tokens, "parts": parts}
 
