@@ -42,7 +42,7 @@ ROOT_PAGES = {
 PYTHON = {
     "Replays and reports": (
         *("replay", "ReplayConfig", "Slo", "EngineConfig", "Report", "ModelShare", "SharingConfig", "SharedReport"),
-        *("OffloadConfig", "Routing", "Needs", "LinearCost", "PolynomialCost", "RooflineCost"),
+        *("OffloadConfig", "TierConfig", "Routing", "Needs", "LinearCost", "PolynomialCost", "RooflineCost"),
     ),
     "Traffic": ("load_trace", "load_mooncake", "trace_info", "Trace", "TraceInfo", "TraceRequest", "Workload"),
     "Plans and calibrations": ("plan", "Plan", "sweep", "Sweep", "calibrate", "Calibration"),

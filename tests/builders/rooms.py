@@ -35,7 +35,7 @@ NAMES = {
     "explain": ("HitLedger", "Journal", "hit_ledger", "load_journal", "story_of_block", "story_of_request"),
     "kv": ("CountPool", "IdPool", "LruOrder", "PageCache", "PageError", "PrefixTree"),
     "llm": ("LLM",),
-    "offload": ("OffloadConfig",),
+    "offload": ("OffloadConfig", "TierConfig"),
     "plan": ("Plan", "Sweep", "plan", "sweep"),
     "record": ("JournalWriter", "LiveTimeline", "Timeline", "timelines_of"),
     "report": ("Report",),

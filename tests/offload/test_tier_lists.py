@@ -225,14 +225,14 @@ def test_a_router_weighs_a_tier_by_its_kind() -> None:
 def test_a_tier_of_all_engines_is_the_store_of_a_fleet(tmp_path: Path) -> None:
     from kvarts.fleet.config import resolve_fleet
 
-    table = {"scope": "all", "pages": 900, "read": "4GB/s", "write": "2GB/s", "rate": "9GB/s", "latency_us": 7.0}
+    table = {"scope": "all", "pages": 900, "read": "40GB/s", "write": "20GB/s", "rate": "90GB/s", "latency_us": 7.0}
     of_engines = {"replicas": 2, "tier": [{"pages": 20}, table]}
     fleet = resolve_fleet(given_in(of_engines, SECTIONS), SECTIONS)
     assert fleet.store is not None
-    assert fleet.store.bytes_per_s == (9 * 10**9, 4 * 10**9, 2 * 10**9)
+    assert fleet.store.bytes_per_s == (90 * 10**9, 40 * 10**9, 20 * 10**9)
     assert (fleet.store.pages, fleet.store.latency_us) == (900, 7.0)
     assert fleet.tier_names == ["host", "store"]
-    store = {"pages": 900, "worker_rate": "4GB/s", "worker_write_rate": "2GB/s", "rate": "9GB/s", "latency_us": 7.0}
+    store = {"pages": 900, "worker_rate": "40GB/s", "worker_write_rate": "20GB/s", "rate": "90GB/s", "latency_us": 7.0}
     short = {"replicas": 2, "offload": {"host_pages": 20}, "store": store}
     trace = load_trace(write_trace(tmp_path / "trace.jsonl"))
     lists, options = (

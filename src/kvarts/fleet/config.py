@@ -220,14 +220,14 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         setting("A store that all workers share: 1TiB.", metavar="SIZE", default="none", replaces=("pages",)),
     ] = None
     rate: Annotated[
-        int | str,
+        str,
         setting("Bytes a second that the store reads, and that it writes, for all workers together.", metavar="RATE"),
     ] = "80GB/s"
     worker_rate: Annotated[
-        int | str, setting("Bytes a second that each worker reads from the store, and that it writes.", metavar="RATE")
+        str, setting("Bytes a second that each worker reads from the store, and that it writes.", metavar="RATE")
     ] = "10GB/s"
     worker_write_rate: Annotated[
-        int | str | None,
+        str | None,
         setting("Bytes a second that each worker writes to it.", metavar="RATE", default="as it reads"),
     ] = None
     latency_us: Annotated[
@@ -576,8 +576,9 @@ def _with_store(given: Given, sections: Sequence[Section]) -> Given:
     as_store = given.without({f"[{TIER}.{name}]", *given.in_table(f"{TIER}.{name}")})
     for each in settings_of(tiers.struct, f"{TIER}.{name}"):
         if each.key in given and each.field in OF_STORE:
-            of_store = store[OF_STORE[each.field]]
-            as_store.add(of_store, given.value_of(each.key), Within(given.source_of(each.key), each, is_alike=True))
+            of_store, value = store[OF_STORE[each.field]], given.value_of(each.key)
+            value = str(value) if each.field in ("read", "write", "rate") else value
+            as_store.add(of_store, value, Within(given.source_of(each.key), each, is_alike=True))
     return as_store
 
 
