@@ -57,7 +57,7 @@ SPELLINGS = {
     "explain": ("kvarts story",),
     "kv_events": ("--kv-events", "kvarts.serve.kv_events"),
     "llm": ("kvarts generate", "kvarts profile", "kvarts model tiny", "kvarts model check", "kvarts.executor.torch"),
-    "offload": ("--host-memory", "--host-pages", "[offload]"),
+    "offload": ("--host-memory", "--host-pages", "[offload]", "[[tier]]", "--tier "),
     "openai_api": ("kvarts mock", "kvarts serve --model", "kvarts.openai_api", "kvarts_server"),
     "fleet": (
         "kvarts.fleet",
