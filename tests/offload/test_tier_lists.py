@@ -113,6 +113,8 @@ def test_an_option_changes_one_tier_of_a_file(tmp_path: Path) -> None:
         ([{"pages": 3}, {"pages": 4}], "tier.2: two tiers have the name host"),
         ([{"name": "cached", "pages": 3}], "tier.cached: cannot be 'cached'"),
         ([{"name": "Fast-1", "pages": 3}], "cannot be 'Fast-1'"),
+        ([{"name": "group0", "pages": 3}], "cannot be 'group0'"),
+        ([{"name": "disk", "pages": 3}], "tier.disk: is of memory, and has the name of the other kind"),
         ([{"name": "store", "pages": 3}], "is the name of the tier that all engines share"),
         ([{"pages": 3, "kind": "tape"}], "tier.1.kind: Invalid enum value 'tape'"),
         ([{"pages": 3, "read": 0}], "tier.1.read: must be at least one byte a second"),

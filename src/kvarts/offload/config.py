@@ -96,7 +96,10 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             if self.is_shared:
                 what = f"of a tier that all engines share is {SHARED}"
             raise SettingError(what, "name", hint="Leave it out." if self.is_shared else "Take another.")
-        if not re.fullmatch(r"[a-z][a-z0-9]{0,30}", self.name) or self.name in TAKEN:
+        of_other = [name for kind, name in NAMES.items() if kind != self.kind]
+        if self.name in of_other:
+            raise SettingError(f"is of {self.kind}, and has the name of the other kind", "name", hint="Take another.")
+        if not re.fullmatch(r"(?!group\d)[a-z][a-z0-9]{0,30}", self.name) or self.name in TAKEN:
             raise SettingError(
                 f"cannot be {self.name!r}", "name", hint="It is a part of names of columns: small letters and digits."
             )
