@@ -163,37 +163,84 @@ class NoPageBytes:
 
 
 class PageSlots:
-    """Owner of the position of the token that each slot holds; -1 for a slot that was never written."""
+    """Owner of the position of the token that each slot holds; -1 for a slot that was never written.
+
+    A block of a state has one position for all its slots. Pages have a row from their first token on, as there can be
+    far more of them than a mock ever fills.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self._positions = np.full((num_pages, page_size), -1, np.int64)
-        self._flat = self._positions.reshape(-1)
+        # All positions are kept plus one; row 0 is that of pages without tokens.
+        self._after = np.zeros((1, page_size), np.int64)
+        self._num_rows = 1
+        self._row_of = np.zeros(num_pages, np.int64)
+        self._after_state = np.zeros(num_pages, np.int64)
+        self._has_states = False
+        self._page_size = page_size
+
+    def _rows(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the rows of pages, which may be new."""
+        rows = self._row_of[pages]
+        if not rows.all():
+            new = np.unique(pages[rows == 0])
+            self._row_of[new] = np.arange(self._num_rows, self._num_rows + len(new))
+            self._num_rows += len(new)
+            if self._num_rows > len(self._after):
+                grown = np.zeros((max(self._num_rows, 2 * len(self._after)), self._page_size), np.int64)
+                grown[: len(self._after)] = self._after
+                self._after = grown
+            rows = self._row_of[pages]
+        return rows
 
     def write(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
         """Record that tokens at `positions` were written to `slots`, of the same shape."""
-        self._flat[slots] = positions
+        pages, places = np.divmod(slots, self._page_size)
+        rows = self._rows(pages)  # may replace the array
+        self._after[rows, places] = positions + 1
+        if self._has_states:
+            self._after_state[pages] = 0
 
     def write_states(self, batch: StateBatch, positions: npt.NDArray[np.int64]) -> None:
-        """Record the last token of each state that a step wrote, in all slots of its blocks.
+        """Record the last token of each state that a step wrote, for all slots of its blocks.
 
         `positions` [tokens]: those of the tokens of the step.
         """
+        self._has_states = True
         num_decodes = len(batch.blocks)
         if num_decodes:
-            self._positions[batch.blocks] = positions[:num_decodes, None, None]
+            self._after_state[batch.blocks] = positions[:num_decodes, None] + 1
         for chunk in batch.chunks:
             _, blocks = chunk.leaves[-1]
-            self._positions[blocks] = positions[chunk.last - 1]
+            self._after_state[blocks] = positions[chunk.last - 1] + 1
 
     def copy_page(self, source: int, target: int) -> None:
         """Record that a page was copied."""
-        self._positions[target] = self._positions[source]
+        if self._has_states and (self._after_state[source] or self._after_state[target]):
+            self._after_state[target] = self._after_state[source]
+            if self._after_state[source]:
+                return
+        if self._row_of[source] or self._row_of[target]:
+            rows = self._rows(np.array([target, source], np.int64))
+            self._after[rows[0]] = self._after[rows[1]]
 
     def restore(self, page_ids: Sequence[int], positions: npt.NDArray[np.int64]) -> None:
         """Record that pages were written whole. `positions` [pages, page_size]."""
-        self._positions[list(page_ids)] = positions
+        ids = np.array(page_ids, np.int64)
+        is_state = (positions == positions[:, :1]).all(axis=1) & (positions[:, 0] >= 0)
+        self._has_states |= bool(is_state.any())
+        self._after_state[ids] = np.where(is_state, positions[:, 0] + 1, 0)
+        rows = self._rows(ids[~is_state])
+        self._after[rows] = positions[~is_state] + 1
 
     def positions(self, page_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the positions of the tokens in pages, of shape [pages, page_size]."""
-        found: npt.NDArray[np.int64] = self._positions[list(page_ids)]
-        return found
+        ids = np.array(page_ids, np.int64)
+        after_state = self._after_state[ids]
+        found: npt.NDArray[np.int64] = np.where(
+            after_state[:, None] > 0, after_state[:, None], self._after[self._row_of[ids]]
+        )
+        return found - 1
+
+    def are_state_after(self, page_ids: Sequence[int], position: int) -> bool:
+        """Return whether blocks are those of the state after the token at `position`."""
+        return bool((self._after_state[np.array(page_ids, np.int64)] == position + 1).all())

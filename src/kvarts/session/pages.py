@@ -546,7 +546,7 @@ def holds_what_it_should(slots: PageSlots, pages: SessionPages, page_size: int, 
     )
     if not (pages.has_state and num_computed):
         return is_right
-    return is_right and len(pages.state) > 0 and bool((slots.positions(pages.state) == num_computed - 1).all())
+    return is_right and len(pages.state) > 0 and slots.are_state_after(pages.state, num_computed - 1)
 
 
 def _counts(slots: PageSlots, table: SessionPageTable, page_size: int, num_computed: int) -> list[int]:
