@@ -76,18 +76,30 @@ class Engine:
         if reason is not None:
             self.refuse(request, reason, now_ns)
             return reason
-        tell = self.log.tell_details
         self._is_at_rest = False
-        if tell is not None:
-            asked = request.num_prompt_tokens, request.max_tokens, request.priority
-            has_own = request.own is not None
-            scheduler = self.scheduler
+        if self.log.tell_details is not None:
+            scheduler, has_own = self.scheduler, request.own is not None
             num_ahead = len(scheduler.waiting_with_pages) - 1 if has_own else scheduler.waiting.num_ahead(request)
-            arrived = Arrived(request.index, now_ns, request.content, *asked, request.request_id, num_ahead, has_own)
-            if request.stops or request.num_output_tokens:
-                arrived = replace(arrived, stops=request.stops, num_generated=request.num_output_tokens)
-            tell(arrived)
+            self._tell_arrived(request, now_ns, num_ahead)
         return None
+
+    def _tell_arrived(self, request: Request, now_ns: int, num_ahead: int) -> None:
+        tell = self.log.tell_details
+        assert tell is not None
+        asked = request.num_prompt_tokens, request.max_tokens, request.priority
+        has_own = request.own is not None
+        arrived = Arrived(request.index, now_ns, request.content, *asked, request.request_id, num_ahead, has_own)
+        if request.stops or request.num_output_tokens:
+            arrived = replace(arrived, stops=request.stops, num_generated=request.num_output_tokens)
+        tell(arrived)
+
+    def leave(self, request: Request) -> None:
+        """Tell readers of a request that came and was given up before it was queued."""
+        request.cancelled_ns = self.now_ns
+        if self.log.tell_details is not None:
+            self._tell_arrived(request, self.now_ns, self.scheduler.num_waiting)
+            self.log.tell_details(Cancelled(request.index, self.now_ns))
+            self.emit()
 
     def refuse(self, request: Request, reason: str, now_ns: int) -> None:
         """Tell readers that `request`, which is not queued, was refused at `now_ns`, because of `reason`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
+from kvarts.events import Arrived, Cancelled, Event, Finished, Rejected
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import PartGroup, Retention
 from kvarts.kv.page_cache import PageCache
@@ -272,3 +273,38 @@ def test_the_tail_of_a_request_that_a_plan_still_computes_is_that_of_its_findabl
     )
     report = replay(Trace(rows, unit_tokens=8), config)
     assert report.requests["status"][1] == "completed"
+
+
+class Told:
+    """An EventReader that notes which requests arrive, are refused, are given up, and end."""
+
+    wants_details = True
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()
+        self.given_up: set[int] = set()
+        self.ended: set[int] = set()
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Arrived | Rejected):
+                assert event.request not in self.known
+                self.known.add(event.request)
+            elif isinstance(event, Cancelled):
+                assert event.request in self.known
+                self.given_up.add(event.request)
+            elif isinstance(event, Finished):
+                self.ended.add(event.request)
+
+
+@pytest.mark.laws
+@given(cases(cancels=True), st.booleans())
+def test_readers_are_told_of_every_request(case: Case, is_async: bool) -> None:
+    """Also of one that comes and is given up while a step runs."""
+    case.replicas, case.profile = 1, "default"
+    told = Told()
+    report = replay(case.trace(), case.config(async_scheduling=is_async), observers_of=lambda _: [told])
+    statuses = report.request_columns["status"].tolist()
+    assert told.known == set(range(len(statuses)))
+    cancelled = {index for index, status in enumerate(statuses) if status == CANCELLED}
+    assert told.given_up <= cancelled <= told.given_up | told.ended

@@ -134,7 +134,7 @@ class Replica:
             self._leaving.remove(request)
             self.scheduler.take_back(request)
         if self._joining is not None and self._joining.drop(request):
-            request.cancelled_ns = self.engine.now_ns
+            self.engine.leave(request)
         else:
             self.engine.cancel(request)
         if self._joining is not None and self._is_idle:
