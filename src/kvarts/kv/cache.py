@@ -274,6 +274,10 @@ class Cache:
         """Return whether no other holding has the last findable page of `holding` or an equal one. False if unsure."""
         return False
 
+    def repeats(self, holding: Holding) -> bool:
+        """Return whether the next page of `holding` that becomes findable will be a copy. False if turns decide it."""
+        return False
+
     def call_before_reads(self, publish: Callable[[], object]) -> None:
         """Call `publish` before pages are looked for: its owner may publish full pages of decodes late.
 
