@@ -132,7 +132,7 @@ class NaiveEngine:
         # how many there are, nor who arrived during it.
         self.joins_late = plans_ahead
         self.plans_ahead = plans_ahead and profile == "default"
-        self.continued: list[NaiveRequest] = []  # decodes that computed nothing when one before them preempted itself
+        self.held_up: list[NaiveRequest] = []  # decodes that computed nothing when one before them preempted itself
         self.joining: list[NaiveRequest] = []
         self.leaving: list[NaiveRequest] = []  # they are dropped when the next step is planned
         self.is_idle = True  # no step runs while the next one is planned
@@ -463,7 +463,7 @@ class NaiveEngine:
                 continue
             want += self.num_drafted(request)
             need = self.pages_for(request.computed + want) - len(request.pages)
-            has_chunk = has_chunk or not request.decodes or request in self.continued
+            has_chunk = has_chunk or not request.decodes or request in self.held_up
             if has_chunk and self.is_in_order():
                 self.compute_given(took, before)  # of equal pages theirs come first
             while need > self.num_free() and not self.others_make_way(request, need):
@@ -479,13 +479,13 @@ class NaiveEngine:
                     break
             if request not in self.running:
                 # As in vLLM, none that was admitted after it computes. A decode among them goes on with a chunk.
-                self.continued += [other for other in self.running if other.decodes and other.seq not in took]
+                self.held_up += [other for other in self.running if other.decodes and other.seq not in took]
                 break
             request.pages += [self.take_page() for _ in range(need)]
             took[request.seq] = (request, want)
             budget -= want
         self.compute_given(took, before)
-        self.continued = [request for request in self.continued if request.seq not in before]
+        self.held_up = [request for request in self.held_up if request.seq not in before]
         self.is_held_back = False
         self.begin_admissions(before)
         if not num_preempted:

@@ -92,3 +92,11 @@ def test_a_page_that_is_filled_again_before_its_copy_is_evicted_is_not_lost() ->
         assert any(isinstance(event, CopiesRemoved) for event in outcome.events[0])
         assert evicted_names(outcome.events[0]) == []
         assert_as_in_naive(case, outcome, *case.naive())
+
+
+def test_requests_out_of_order_take_their_pages_before_any_of_these_is_found() -> None:
+    """The last could still have preempted the first, whose page would be of tokens that nobody computes."""
+    rows = [Row(0, [0] * 7, 7, 1, None, 0, None), Row(0, [0] * 7, 7, 1, None, 0, None)]
+    rows.append(Row(1, [1] * 5, 5, 1, None, 1, None))
+    case = Case(rows, 1, 1, 16, 8, 3, "default", 1, 2)
+    assert_as_in_naive(case, run_kvarts(case), *case.naive())

@@ -275,7 +275,10 @@ class Cache:
         return False
 
     def repeats(self, holding: Holding) -> bool:
-        """Return whether the next page of `holding` that becomes findable will be a copy. False if turns decide it."""
+        """Return whether the next page of `holding` that becomes findable will be a copy of a resident one.
+
+        With KV groups, always False: where windows release parts, each request has its turn anyway.
+        """
         return False
 
     def call_before_reads(self, publish: Callable[[], object]) -> None:
