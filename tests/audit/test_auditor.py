@@ -16,7 +16,10 @@ from kvarts.kv.eviction import walk
 from kvarts.kv.page_cache import PageCache
 from kvarts.sim.replica import Replica
 
+from builders.case import Case, Row
 from builders.engines import make_replica, whole_pages
+from builders.laws import assert_as_in_naive
+from builders.outcome import run_kvarts
 from builders.tampering import PAGE_SIZE, SHARED, request, tamper, wrap
 
 
@@ -45,6 +48,19 @@ def run(plant: Callable[[Replica], None] | None, *, num_pages: int = 40) -> list
 @pytest.mark.parametrize("num_pages", [40, 16, 11])
 def test_an_engine_in_order_passes(num_pages: int) -> None:
     assert run(None, num_pages=num_pages) == []
+
+
+def test_the_last_free_page_goes_to_the_decode_that_was_admitted_first() -> None:
+    """A short prompt is computed before a long one that was admitted before it, and both then need a page."""
+    rows = [
+        Row(0, [0] * 7, 7, 3, None, -1, None),
+        Row(0, [1] * 8, 8, 3, None, 0, None),
+        Row(20, [0], 1, 4, None, 0, None),
+    ]
+    case = Case(rows, 1, 1, 21, 8, 3, "default", 1, long_prefill_token_threshold=2)
+    outcome = run_kvarts(case)
+    assert [(done.victim, done.asker) for _, done in outcome.steps[0].preemptions] == [(0, 0)]
+    assert_as_in_naive(case, outcome, *case.naive())
 
 
 def test_a_double_free_is_found() -> None:

@@ -132,6 +132,7 @@ class NaiveEngine:
         # how many there are, nor who arrived during it.
         self.joins_late = plans_ahead
         self.plans_ahead = plans_ahead and profile == "default"
+        self.held_up: list[NaiveRequest] = []  # decodes that computed nothing when one before them preempted itself
         self.joining: list[NaiveRequest] = []
         self.leaving: list[NaiveRequest] = []  # they are dropped when the next step is planned
         self.is_idle = True  # no step runs while the next one is planned
@@ -451,6 +452,7 @@ class NaiveEngine:
         before: dict[int, int] = {}
         num_preempted = 0
         mark = (-1, 0, 0)  # used, cached and released when most was in use
+        has_chunk = False
         for request in list(self.running):
             if budget == 0:
                 break
@@ -461,7 +463,8 @@ class NaiveEngine:
                 continue
             want += self.num_drafted(request)
             need = self.pages_for(request.computed + want) - len(request.pages)
-            if not request.decodes and self.is_in_order():
+            has_chunk = has_chunk or not request.decodes or request in self.held_up
+            if has_chunk and self.is_in_order():
                 self.compute_given(took, before)  # of equal pages theirs come first
             while need > self.num_free() and not self.others_make_way(request, need):
                 mark = self.higher(mark)
@@ -475,11 +478,14 @@ class NaiveEngine:
                 if victim is request:
                     break
             if request not in self.running:
-                break  # as in vLLM, none that was admitted after it computes
+                # As in vLLM, none that was admitted after it computes. A decode among them goes on with a chunk.
+                self.held_up += [other for other in self.running if other.decodes and other.seq not in took]
+                break
             request.pages += [self.take_page() for _ in range(need)]
             took[request.seq] = (request, want)
             budget -= want
         self.compute_given(took, before)
+        self.held_up = [request for request in self.held_up if request.seq not in before]
         self.is_held_back = False
         self.begin_admissions(before)
         if not num_preempted:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
+from kvarts.events import CopiesRemoved
+
 from builders.case import Case, Row, cases
 from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once
 from builders.outcome import run_kvarts
+from builders.pages import evicted_names
 
 pytestmark = pytest.mark.laws
 
@@ -71,3 +74,29 @@ def test_of_equal_pages_that_of_the_request_admitted_first_is_found() -> None:
     for at_ms in (80, 100, 200):
         rows = [Row(0, [1] * 24, 24, 2, [7, 7], 0, None), Row(0, [1] * 3, 3, 7, [1] * 7, 0, None)]
         assert_is_as_in_naive(Case([*rows, Row(at_ms, [1] * 9, 9, 1, [5], 0, None)], 1, 4, 40, 64, 8, "default", 1, 1))
+
+
+def test_a_page_that_is_filled_again_before_its_copy_is_evicted_is_not_lost() -> None:
+    """A chunk has its turn before a decode, whose page evicts the copy. Memory is short, or full of cached pages."""
+    rows = [
+        Row(0, [0] * 18, 18, 1, None, 0, None),
+        Row(0, [0], 1, 3, None, 0, None),
+        Row(0, [0] * 18, 18, 1, None, 0, None),
+        Row(0, [0] * 18, 18, 1, None, 0, "a"),
+    ]
+    for case in (
+        Case(rows, 1, 2, 23, 64, 5, "default", 1, 8),
+        Case([*rows, Row(0, [1] * 16, 16, 1, None, 0, None)], 1, 2, 31, 64, 5, "default", 1, 8),
+    ):
+        outcome = run_kvarts(case)
+        assert any(isinstance(event, CopiesRemoved) for event in outcome.events[0])
+        assert evicted_names(outcome.events[0]) == []
+        assert_as_in_naive(case, outcome, *case.naive())
+
+
+def test_requests_out_of_order_take_their_pages_before_any_of_these_is_found() -> None:
+    """The last could still have preempted the first, whose page would be of tokens that nobody computes."""
+    rows = [Row(0, [0] * 7, 7, 1, None, 0, None), Row(0, [0] * 7, 7, 1, None, 0, None)]
+    rows.append(Row(1, [1] * 5, 5, 1, None, 1, None))
+    case = Case(rows, 1, 1, 16, 8, 3, "default", 1, 2)
+    assert_as_in_naive(case, run_kvarts(case), *case.naive())

@@ -181,7 +181,7 @@ class Auditor:
         """The same requests by the owner of their content. The turns of a session share one, and run one at a time."""
         self._num_admitted = 0
         self._decoding: dict[int, None] = {}
-        """In admission order."""
+        """In the order in which they computed their prompts: not that of admission, if long prompts are bounded."""
         self._completing: list[int] = []
         self._plans_ahead = plans_ahead
         self._finds_prefixes = finds_prefixes
@@ -525,14 +525,17 @@ class Auditor:
         self._serve_takers()
 
     def _begin_serving(self) -> None:
-        """List the decodes that begin a page in this step: after pages arrived by loads, before everything else."""
+        """List the decodes that begin a page in this step, in the order of admission.
+
+        That is after pages arrived by loads, and before everything else.
+        """
         if self._is_served:
             return
         self._is_served = True
         size, requests = self._page_size, self._requests
-        self._takers = [request for request in self._decoding if requests[request].computed % size == 0]
-        if stopped := [each for each in self._stopped() if requests[each].computed % size == 0]:
-            self._takers = sorted(self._takers + stopped, key=lambda request: requests[request].admission)
+        decoding = chain(self._decoding, self._stopped())
+        takers = [request for request in decoding if requests[request].computed % size == 0]
+        self._takers = sorted(takers, key=lambda request: requests[request].admission)
 
     def _stopped(self) -> list[int]:
         """Return the requests that compute the token that ended them in this step."""

@@ -274,6 +274,13 @@ class Cache:
         """Return whether no other holding has the last findable page of `holding` or an equal one. False if unsure."""
         return False
 
+    def repeats(self, holding: Holding) -> bool:
+        """Return whether the next page of `holding` that becomes findable will be a copy of a resident one.
+
+        With KV groups, always False: where windows release parts, each request has its turn anyway.
+        """
+        return False
+
     def call_before_reads(self, publish: Callable[[], object]) -> None:
         """Call `publish` before pages are looked for: its owner may publish full pages of decodes late.
 

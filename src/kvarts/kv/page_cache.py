@@ -86,6 +86,10 @@ class PageCache(Cache):
         last = holding.path[-1]
         return last.refs == 1 and last.twins is None
 
+    def repeats(self, holding: Holding) -> bool:
+        """Return whether the next page of `holding` that becomes findable will be a copy of a resident one."""
+        return self.tree.has_after(holding.path, holding.content)
+
     def call_before_reads(self, publish: Callable[[], object]) -> None:
         """Call `publish` before pages are looked for."""
         self.tree.on_read = publish

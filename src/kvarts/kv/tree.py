@@ -112,6 +112,14 @@ class PrefixTree:
             node = child
         return False
 
+    def has_after(self, path: Path, content: Content) -> bool:
+        """Return whether the page of `content` after the last one of `path`, which are of `content`, is resident."""
+        page = path[-1].end if path else 0
+        node = path[-1] if path else self._roots.get(content.salt)
+        if node is None or not node.children or page >= content.num_known_pages:
+            return False
+        return content.key(page) in node.children
+
     # Holding ----------------------------------------------------------------------------------------------
 
     def cut(self, match: Match) -> Path:

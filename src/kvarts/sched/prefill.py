@@ -350,6 +350,8 @@ class Prefill:
         them.
         """
         num_tokens = 0
+        if len(planned) > 1 and not self._running.is_in_order:
+            self._take_planned(planned)
         for admission, chunk in planned.items():
             request = chunk.request
             if self._running.num_sharing:

@@ -268,6 +268,15 @@ class Running(RunningOrder):
             request.admission > admission and request.state is DECODING and request.own is None for request in self
         )
 
+    def may_repeat(self) -> bool:
+        """Return whether a running request may fill a page that others can find already, until it is evicted."""
+        cache = self._cache
+        for request in self if self.num_sharing else self.chunked:
+            holding = request.holding
+            if holding is not None and cache.repeats(holding):
+                return True
+        return False
+
     def stall_after(self, admission: int, now_ns: int) -> None:
         """Let the decodes that were admitted after `admission` compute nothing in this step.
 

@@ -971,7 +971,8 @@ class Scheduler:
     def _order_turns(self, now_ns: int) -> None:
         """Let decodes that were admitted after a chunked request take their turns after it, if that can matter.
 
-        It matters if memory may be short, or if parts are released at a turn. Otherwise decodes come first.
+        It matters if memory may be short, if parts are released at a turn, or if a page may be evicted that a request
+        fills again in this step: it is lost only if its last copy goes first. Otherwise decodes come first.
         """
         running, cache = self.running, self.cache
         first = running.chunked[0]
@@ -981,7 +982,8 @@ class Scheduler:
             for request in running.chunked:
                 num_left = request.num_prompt_tokens + request.num_output_tokens - request.num_computed
                 num_pages += min(num_left, most_tokens) // self._page_size + 2
-            if num_pages * cache.page_blocks <= cache.num_free:
+            num_blocks = num_pages * cache.page_blocks
+            if num_blocks <= cache.num_free and (cache.has_empty(num_blocks) or not running.may_repeat()):
                 return
         if running.has_decodes_after(first.admission):
             running.stall_after(first.admission, now_ns)
