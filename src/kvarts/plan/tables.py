@@ -40,6 +40,7 @@ WAYS = ("tensor_parallel", "pipeline_parallel")
 
 def render(plan: dict[str, Any]) -> str:
     """Return the tables, with a line end."""
+    width = 12 if "groups" in plan else 15
     lines = [
         *_heading(plan),
         "",
@@ -47,7 +48,7 @@ def render(plan: dict[str, Any]) -> str:
         "",
         "hits by memory: prefix LRU, one request at a time",
         "",
-        f"{'pages':>14}{_gib_heading(plan):>10}{'tokens':>15}{'hits':>9}{'optimum':>9}{'evicted':>9}{_group_heading(plan)}",
+        f"{'pages':>14}{_gib_heading(plan):>10}{'tokens':>{width}}{'hits':>9}{'optimum':>9}{'evicted':>9}{_group_heading(plan)}",
     ]
     knees = {point["pages"] for point in _counted(plan)["knees"]}
     num_tokens = plan["num_prompt_tokens"]
@@ -55,7 +56,7 @@ def render(plan: dict[str, Any]) -> str:
         evicted = point["computed_tokens"]["evicted"] / num_tokens
         note = "knee" if point["pages"] in knees else ""
         lines.append(
-            f"{point['pages']:>14,}{_gib(plan, point['pages']):>10}{point['tokens']:>15,}"
+            f"{point['pages']:>14,}{_gib(plan, point['pages']):>10}{point['tokens']:>{width},}"
             f"{as_percent(point['hit_ratio']):>9}{as_percent(_optimum(point)):>9}{as_percent(evicted):>9}"
             f"{_of_groups(point)}   {note}".rstrip()
         )
