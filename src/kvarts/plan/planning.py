@@ -202,7 +202,7 @@ def make_plan(
 
 
 def _count_groups(values: dict[str, Any], groups: GroupPlan) -> None:
-    """Add to the values of whole pages what the KV groups of a model find in as much memory."""
+    """Add the hits with KV groups, in as much memory, to the values of whole pages."""
     groups.look(point["pages"] for point in values["at"])
     for point in values["at"]:
         found = groups.point(point["pages"])
