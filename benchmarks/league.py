@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvarts.kv.eviction import EvictionOrder, Run
-from kvarts.plan.cache import CachePlan
-from kvarts.plan.league import ALL_POLICIES, League, find_policy, serial_hits
+from kvarts.plan.cache import CachePlan, serial_hits
+from kvarts.plan.league import ALL_POLICIES, League, find_policy
 from kvarts.plan.orders import Rank, RankedOrder
 from kvarts.sim.config import make_config
 from kvarts.traffic.editing import merged, sliced, spread

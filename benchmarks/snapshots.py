@@ -17,8 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvarts.plan.cache import CachePlan
-from kvarts.plan.league import GroupHits
+from kvarts.plan.cache import CachePlan, GroupHits
 from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.traffic.editing import merged, spread
 from kvarts.traffic.formats import load_trace

@@ -128,7 +128,6 @@ REFUSED = (
         "Leave them out. Without pools, a session stays with its replica.",
     ),
     Refusal(("ranks", "fleet"), "it is not modelled", "Leave out {data_parallel}."),
-    Refusal(("prices", "kv_groups", "plan"), "only replays count parts of pages", WHOLE),
     Refusal(
         ("states_by_page", "uncached"), "such an engine keeps no states for prefixes", "Leave {mamba_cache_mode} out."
     ),

@@ -1,4 +1,4 @@
-"""A page list, one page at a time: what cache curves and the optimum are held against."""
+"""A page list, one page at a time: what cache curves and the optimum are held against; and the same of parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from itertools import combinations
 
 import numpy as np
 
+from kvarts.hardware.kv_groups import KvLayer
 from kvarts.traffic.trace import Trace, TraceRequest, spell
+
+from oracles.naive_grouped import has_state, is_bounded, needed_pages
 
 Page = tuple[str | None, tuple[int, ...]]
 """The tenant, and all tokens up to the end of the page."""
@@ -92,3 +95,67 @@ def is_closed(kept: tuple[Page, ...], pages: frozenset[Page]) -> bool:
         for before in pages
         if before[0] == tenant and len(before[1]) < len(tokens) and tokens[: len(before[1])] == before[1]
     )
+
+
+Part = tuple[int, Page]
+"""The number of a group, and the page; of a state: the page after which it is."""
+
+
+def best_of_all_parts(
+    requests: list[NaiveRequest],
+    groups: list[tuple[KvLayer, int]],
+    *,
+    num_blocks: int,
+    num_tokens: list[int],
+    fits: list[bool],
+    page_size: int,
+) -> int:
+    """The most pages that any choice of parts to keep lets the requests find. `groups`: layers, and blocks of a part.
+
+    While a request runs, memory has its parts of layers that keep every token, and a state; at its end what any choice
+    of kept parts leaves room for. Those that do not fit come and go.
+    """
+    whole = sum(blocks for layer, blocks in groups if not (has_state(layer) or is_bounded(layer)))
+    states = sum(blocks for layer, blocks in groups if has_state(layer))
+    best: dict[frozenset[Part], int] = {frozenset(): 0}
+    for request, tokens, is_here in zip(requests, num_tokens, fits, strict=True):
+        if not is_here:
+            continue
+        own = frozenset((group, page) for group in range(len(groups)) for page in request.pages)
+        room = num_blocks - states - whole * -(-tokens // page_size)
+        after: dict[frozenset[Part], int] = {}
+        for cached, hits in best.items():
+            found = hits + num_resumed(request, cached, groups, page_size)
+            for kept in subsets_within(cached | own, groups, num_blocks):
+                if size_of(kept - own, groups) <= room and after.get(kept, -1) < found:
+                    after[kept] = found
+        best = after
+    return max(best.values())
+
+
+def num_resumed(
+    request: NaiveRequest, cached: frozenset[Part], groups: list[tuple[KvLayer, int]], page_size: int
+) -> int:
+    """The longest prefix, in pages, of which every group has what the next token needs, and some the last page."""
+    for length in range(min(request.num_findable, len(request.pages)), 0, -1):
+        needs = [
+            (group, request.pages[page])
+            for group, (layer, _) in enumerate(groups)
+            for page in needed_pages(layer, length * page_size, page_size)
+        ]
+        has_last = any((group, request.pages[length - 1]) in cached for group in range(len(groups)))
+        if has_last and cached.issuperset(needs):
+            return length
+    return 0
+
+
+def subsets_within(parts: frozenset[Part], groups: list[tuple[KvLayer, int]], most: int) -> list[frozenset[Part]]:
+    """All subsets of at most `most` blocks."""
+    found: list[frozenset[Part]] = [frozenset()]
+    for part in sorted(parts, key=repr):
+        found += [kept | {part} for kept in found if size_of(kept, groups) + groups[part[0]][1] <= most]
+    return found
+
+
+def size_of(parts: frozenset[Part], groups: list[tuple[KvLayer, int]]) -> int:
+    return sum(groups[group][1] for group, _ in parts)

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from kvarts.executor.cost import LinearCost
 from kvarts.kv.eviction import LruOrder
 from kvarts.kv.groups import PartGroup
-from kvarts.plan.cache import CachePlan
-from kvarts.plan.league import GroupHits
+from kvarts.plan.cache import CachePlan, GroupHits
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace

@@ -78,10 +78,16 @@ def test_commands_replay_to_what_the_plan_says(
     assert run_command("trace", "slice", SAMPLE, "--count", 30, "-o", trace) == 0
     options = ("--page-size", 512, "--slo-ttft-ms", 10000, "--slo-share", 0.8)
     plan = asked("plan", trace, *MODEL, *options, "--json")
-    assert "tiers" not in plan
+    assert [point["group_hit_ratio"] for point in plan["at"]] == sorted(
+        point["group_hit_ratio"] for point in plan["at"]
+    )
     latency = plan["latency"]
     assert {option["name"] for option in latency["options"]} == {"cheapest", "knee", "best"}
-    assert {point["predicted_hit_ratio"] for point in latency["points"]} == {None}
+    sizes = {point["pages"]: point["group_hit_ratio"] for point in plan["at"]}
+    for point in latency["points"]:
+        assert point["predicted_hit_ratio"] == (
+            sizes.get(point["pages"], point["predicted_hit_ratio"]) if point["replicas"] == 1 else None
+        )
     for each in latency["options"]:
         assert "--kv-groups all" in each["command"]
         summary = asked(*shlex.split(each["command"])[1:], "--json")
@@ -136,37 +142,3 @@ def as_given(points: list[Any]) -> Any:
     given_ = {"replicas": 1, "pages": most, "rate": 1.0, "cost_factor": 1.0}
     (found,) = (point for point in points if given_.items() <= point.items())
     return found
-
-
-@pytest.mark.parametrize("option", [("--league",), ("--policy", "arc"), ("--price", "device=2")])
-def test_what_is_planned_in_whole_pages_only_is_refused(
-    option: tuple[str, ...], run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_command("plan", *MODEL, *option) == 2
-    said = capsys.readouterr()
-    assert not said.out
-    assert f"{option[0]}: does not go with KV groups and a plan" in said.err
-
-
-def test_states_by_page_are_not_planned_in_whole_pages(
-    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--mamba-cache-mode", "align")
-    assert run_command("plan", SAMPLE, *model, "--league") == 2
-    assert "--league: does not go with KV groups and a plan: only replays count" in capsys.readouterr().err
-
-
-def test_by_default_what_is_planned_in_whole_pages_only_is_planned_so(
-    tmp_path: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And the commands of the plan replay whole pages, too."""
-    trace = tmp_path / "trace.jsonl"
-    assert run_command("trace", "slice", SAMPLE, "--count", 20, "-o", trace) == 0
-    capsys.readouterr()
-    assert run_command("plan", trace, *MODEL[:4], "--page-size", 512, "--policy", "arc", "--at", 64, "--json") == 0
-    said = capsys.readouterr()
-    assert "kvarts: pages are whole, though layers of the model keep less: policy does not go with KV" in said.err
-    plan = msgspec.json.decode(said.out)
-    assert plan["config"]["kv_groups"] == "off" and plan["config"]["whole_pages"].startswith("policy does not go")
-    assert all("--kv-groups off" in row["command"] for row in plan["league"] if row.get("replayed"))
-    assert all("--kv-groups off" in point["command"] for point in plan["latency"]["points"])

@@ -18,8 +18,7 @@ from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.offload.safe_first import SafeFirst
-from kvarts.plan.cache import CachePlan
-from kvarts.plan.league import serial_hits
+from kvarts.plan.cache import CachePlan, serial_hits
 from kvarts.plan.orders import HintedOrder, SoonestReturnOrder
 from kvarts.sharing.memory import AgedOrder, ReleaseClock
 from kvarts.traffic.trace import Trace, TraceRequest

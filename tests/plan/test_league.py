@@ -22,8 +22,8 @@ from kvarts.kv.eviction import LruOrder
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
-from kvarts.plan.cache import CachePlan
-from kvarts.plan.league import ALL_POLICIES, find_policy, serial_hits
+from kvarts.plan.cache import CachePlan, serial_hits
+from kvarts.plan.league import ALL_POLICIES, find_policy
 from kvarts.plan.weighted import LRU, AutoOrder, WeightedOrder, Weights
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace, TraceRequest

@@ -40,7 +40,7 @@ def test_hits_of_all_tiers_are_those_of_one_pool_as_large(
         PricedTier(name="host", pages=host, bytes_per_s=10**12),
         PricedTier(name="disk", pages=disk, bytes_per_s=10**3),
     ]
-    found = TiersPlan(plan, tiers, kv_bytes_per_token=1000, s_per_token=0.5).to_builtins()["now"]
+    found = TiersPlan(plan, tiers, page_bytes=1000 * page_size, s_per_token=0.5).to_builtins()["now"]
     assert sum(found["hit_ratio"].values()) == pytest.approx(plan.curve.hit_ratio(device + host + disk))
     # Loading from disk is slower than computing, and a load from the host takes a nanosecond a token.
     tokens = plan.curve.hit_pages(device + host) * page_size
@@ -54,7 +54,7 @@ def test_the_next_gib_is_worth_what_it_adds_for_its_price() -> None:
         PricedTier(name="host", pages=6000, bytes_per_s=50 * 10**9, price=1.0),
         PricedTier(name="disk", pages=0, bytes_per_s=5 * 10**9),
     ]
-    values = TiersPlan(plan, tiers, kv_bytes_per_token=131_072, s_per_token=1e-4).to_builtins()
+    values = TiersPlan(plan, tiers, page_bytes=512 * 131_072, s_per_token=1e-4).to_builtins()
     device, host, disk = values["next_gib"]
     assert host["saved_s_per_price"] == host["saved_s"] > 0
     assert device["saved_s_per_price"] == pytest.approx(device["saved_s"] / 10)

@@ -319,8 +319,6 @@ def plan_command(
         of_plan = {"plan": "plan"}
         if typed := [key for key in given_of_fleets(given) if given.source_of(key).path is None]:
             of_plan["pools"] = typed[0]
-        if league or policies or prices is not None:
-            of_plan["prices"] = "price" if prices is not None else "policy" if policies else "league"
         if ages is not None:
             of_plan["late_events"] = "router_ages"
         config = resolve_replay(given, sections, asked=of_plan)

@@ -66,14 +66,24 @@ MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 class HitCurve:
-    """Hit pages by number of cache pages. Linear between `sizes`, exact at every whole number."""
+    """Hit pages by number of cache pages. Linear between `sizes`, the first of which is 0."""
 
-    def __init__(self, distances: Column, num_pages: Column, *, page_size: int, num_prompt_tokens: int) -> None:
-        """Sum the spans: `num_pages` of each can be hits, the first of them in pools larger than its distance."""
-        counted = num_pages > 0
-        first, last = distances[counted], distances[counted] + num_pages[counted]
+    def __init__(self, sizes: Column, hits: Column, *, page_size: int, num_prompt_tokens: int) -> None:
         self.page_size = page_size
         self.num_prompt_tokens = num_prompt_tokens
+        self.sizes = sizes
+        """Pool sizes at which the slope changes; beyond the last, the curve is flat."""
+        self.hits = hits
+        """Pages found by all requests together, at each of `sizes`."""
+
+    @classmethod
+    def of_spans(cls, distances: Column, num_pages: Column, *, page_size: int, num_prompt_tokens: int) -> HitCurve:
+        """Return the curve of spans, exact at every whole number.
+
+        `num_pages` of each can be hits, the first of them in pools larger than its distance.
+        """
+        counted = num_pages > 0
+        first, last = distances[counted], distances[counted] + num_pages[counted]
         ends = np.concatenate([first << 1, (last << 1) + 1])  # the lowest bit tells which end it is
         ends.sort()
         sizes = ends >> 1
@@ -83,10 +93,12 @@ class HitCurve:
         bends = np.ones(len(changes), bool)
         bends[1:] = np.diff(slopes) != 0
         hits = np.concatenate([[0], np.cumsum(steps)]) if len(changes) else np.zeros(0, np.int64)
-        self.sizes: Column = np.concatenate([[0], changes[bends]]).astype(np.int64)
-        """Pool sizes at which the slope changes; beyond the last, the curve is flat."""
-        self.hits: Column = np.concatenate([[0], hits[bends]]).astype(np.int64)
-        """Pages found by all requests together, at each of `sizes`."""
+        return cls(
+            np.concatenate([[0], changes[bends]]).astype(np.int64),
+            np.concatenate([[0], hits[bends]]).astype(np.int64),
+            page_size=page_size,
+            num_prompt_tokens=num_prompt_tokens,
+        )
 
     def hit_pages(self, num_pages: int) -> int:
         """Return the number of pages that all requests together find in a pool of `num_pages`."""
@@ -99,7 +111,7 @@ class HitCurve:
 
     def hit_ratio(self, num_pages: int) -> float:
         """Return the share of prompt tokens that are hits in a pool of `num_pages`."""
-        return self._ratio(self.hit_pages(num_pages))
+        return self.ratio_of(self.hit_pages(num_pages))
 
     @cached_property
     def most_pages(self) -> int:
@@ -109,7 +121,7 @@ class HitCurve:
     @property
     def most_hit_ratio(self) -> float:
         """The share of prompt tokens that are hits if nothing is evicted."""
-        return self._ratio(int(self.hits[-1]))
+        return self.ratio_of(int(self.hits[-1]))
 
     def size_for(self, share: float) -> int:
         """Return the fewest pages that give at least `share` of all possible hits."""
@@ -121,7 +133,8 @@ class HitCurve:
         rise, width = int(self.hits[place]) - hits, int(self.sizes[place]) - low
         return low + -(-(least - hits) * width // rise)
 
-    def _ratio(self, hit_pages: int) -> float:
+    def ratio_of(self, hit_pages: int) -> float:
+        """Return the share of prompt tokens in `hit_pages` pages."""
         return hit_pages * self.page_size / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
 
@@ -129,7 +142,9 @@ def lru_curve(reuse: Reuse, distances: Column | None = None) -> HitCurve:
     """Return the curve of prefix LRU. `distances`: the result of `stack_distances`, if the caller has it."""
     if distances is None:
         distances = stack_distances(reuse)
-    return HitCurve(distances, reuse.hittable, page_size=reuse.page_size, num_prompt_tokens=reuse.num_prompt_tokens)
+    return HitCurve.of_spans(
+        distances, reuse.hittable, page_size=reuse.page_size, num_prompt_tokens=reuse.num_prompt_tokens
+    )
 
 
 def stack_distances(reuse: Reuse) -> Column:
@@ -439,8 +454,8 @@ class _Sample:
         first = np.clip(NUM_FIRST - reuse.start, 0, hittable)
         num_found = int((self._weighed(limit) - np.minimum(limit, NUM_FIRST)).sum())
         return _Curves(
-            HitCurve(distances, first, page_size=1, num_prompt_tokens=0),
-            HitCurve(distances + first, hittable - first, page_size=1, num_prompt_tokens=0),
+            HitCurve.of_spans(distances, first, page_size=1, num_prompt_tokens=0),
+            HitCurve.of_spans(distances + first, hittable - first, page_size=1, num_prompt_tokens=0),
             num_rest=num_rest,
             num_found=num_found,
             num_pages=int(num_pages.sum()),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvarts.combines import check_combination
-from kvarts.plan.cache import CachePlan
+from kvarts.plan.cache import HitPlan
 from kvarts.plan.replays import Replays, SizeOption
 from kvarts.processes import Processes
 from kvarts.report.words import plus_minus
@@ -142,7 +142,7 @@ def cheapest_option(
 
 
 def other_option(
-    replays: Replays, plan: CachePlan, name: str, num_pages: int, what: str, most: int, slo_share: float | None
+    replays: Replays, plan: HitPlan, name: str, num_pages: int, what: str, most: int, slo_share: float | None
 ) -> Option:
     """Return the option with `num_pages` over replicas of at most `most` each, or the closest that replicas allow."""
     step = size_option(replays, num_pages, most)
@@ -152,11 +152,8 @@ def other_option(
         option["notes"].append(f"it would take {needed:,} replicas; this is as many as are tried")
     if slo_share is not None:
         option["keeps_slo"] = replays.at(SizeOption(replicas, pages))["slo_ratio"] >= slo_share
-    if replays.counts_groups:
-        option["notes"].append("the curve of hits, which this size is from, counts whole pages")
-        return option
     total = replicas * pages
-    now, half, twice = (plan.curve.hit_ratio(size) for size in (total, max(total // 2, plan.least_pages), 2 * total))
+    now, half, twice = (plan.hit_ratio(size) for size in (total, max(total // 2, plan.least_pages), 2 * total))
     optimum = plan.point(total)["optimum_hit_ratio"]
     found = as_percent(now)
     option["would_change"] = [
@@ -433,7 +430,7 @@ class LatencyPlan:
 
     def __init__(
         self,
-        plan: CachePlan,
+        plan: HitPlan,
         config: ReplayConfig,
         *,
         command: Callable[[dict[str, Any]], str],

@@ -147,13 +147,13 @@ def summary_html(values: dict[str, Any]) -> str:
         heads, rows = data["option_heads"], [option["cells"] for option in data["options"]]
     else:
         heads = ("", ">pages", ">hits", ">optimum")
-        knees = {point["pages"] for point in values["knees"]}
+        knees = {point["pages"] for point in (values.get("groups") or values)["knees"]}
         rows = [
             [
                 "knee" if point["pages"] in knees else "",
                 f"{point['pages']:,}",
-                as_percent(point["hit_ratio"]),
-                as_percent(point["optimum_hit_ratio"]),
+                as_percent(point.get("group_hit_ratio", point["hit_ratio"])),
+                as_percent(point.get("group_optimum_hit_ratio", point["optimum_hit_ratio"])),
             ]
             for point in values["at"]
         ]

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvarts.combines import check_combination
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.plan.cache import CachePlan, PricedTier, TiersPlan, best_buy, prefill_s_per_token
+from kvarts.plan.cache import CachePlan, GroupPlan, HitPlan, PricedTier, TiersPlan, best_buy, prefill_s_per_token
 from kvarts.plan.commands import CommandLines
 from kvarts.plan.latency import LatencyPlan
 from kvarts.plan.tables import lead
@@ -49,7 +48,8 @@ TOKEN_BYTES = 131_072
 class Plan:
     """Hits and latencies for each size of KV memory on a trace, as tables, a page, a figure, and JSON-able `values`.
 
-    `values` contains the curve of hits over all sizes, its knees, and the sizes examined (`at`) with their optimum.
+    `values` contains the curve of hits over all sizes, its knees, and the sizes examined (`at`) with their optimum; of
+    KV groups, `groups` has curve and knees.
     With a configuration it also contains memory below the device (`tiers`), and replays with recommendations
     (`latency`). A plan of fleets contains `fleets` instead. The reference lists all fields.
     """
@@ -69,10 +69,13 @@ class Plan:
         return list(found.get("options", []))
 
     def hit_ratio(self, num_pages: int) -> float:
-        """Return the share of prompt tokens that are hits in `num_pages`, one request at a time, with LRU eviction."""
+        """Return the share of prompt tokens that are hits in `num_pages`, one request at a time, with LRU eviction.
+
+        Where KV groups are counted, it is interpolated between simulated sizes.
+        """
         import numpy as np
 
-        curve = self.values["curve"]
+        curve = (self.values.get("groups") or self.values)["curve"]
         return float(np.interp(num_pages, curve["pages"], curve["hit_ratio"], left=0.0))
 
     def to_text(self) -> str:
@@ -101,8 +104,10 @@ class Plan:
         if "fleets" in self.values:
             points = self.values["fleets"]["points"]
             return to_frame({name: [point[name] for point in points] for name in OF_FLEET})
-        names = ("pages", "tokens", "hit_ratio", "optimum_hit_ratio", "hit_tokens")
+        names: tuple[str, ...] = ("pages", "tokens", "hit_ratio", "optimum_hit_ratio", "hit_tokens")
         at = self.values["at"]
+        if "groups" in self.values:
+            names = (*names, "group_hit_ratio", "group_optimum_hit_ratio")
         columns = {name: [point[name] for point in at] for name in names}
         kinds = at[0]["computed_tokens"] if at else {}
         columns |= {f"{kind}_tokens": [point["computed_tokens"][kind] for point in at] for kind in kinds}
@@ -160,34 +165,30 @@ def make_plan(
     answers = commands or CommandLines()
     if config is None and prices is not None:
         raise SettingError("needs a model and a device, or a cost", "price", hint="Give {model} and {device}.")
-    if config is not None and config.kv_groups != "off":
-        _check_groups(policies, prices)
     if page_size is None:
         page_size = EngineConfig().page_size if config is None else config.page_size
     curves = CachePlan(trace, page_size, count_outputs=count_outputs)
-    sizes = at
-    if at is None and config is not None:
-        sizes = sorted({*curves.default_sizes(), config.num_pages})
-    values = curves.to_builtins(sizes)
-    if config is not None and config.kv_groups != "off":
-        from kvarts.plan.league import GroupHits
-
-        of_groups = GroupHits(trace, config)
-        for point in values["at"]:
-            point["group_hit_ratio"] = of_groups.hit_ratio(point["pages"])
-    values["config"] = None if config is None else config.to_builtins()
-    values["command"] = answers.plan()
-    for point in values["at"]:
-        point["command"] = answers.plan("--at", str(point["pages"]))
     with Processes(workers, trace) as processes:
+        counted: HitPlan = curves
+        groups = None
+        if config is not None and config.kv_groups != "off":
+            counted = groups = GroupPlan(curves, config.certain, processes)
+        sizes = at
+        if at is None and config is not None:
+            sizes = sorted({*counted.default_sizes(), config.num_pages})
+        values = curves.to_builtins(sizes)
+        if groups is not None:
+            _count_groups(values, groups)
+        values["config"] = None if config is None else config.to_builtins()
+        values["command"] = answers.plan()
+        for point in values["at"]:
+            point["command"] = answers.plan("--at", str(point["pages"]))
         if policies:
-            values["league"] = _league(curves, policies, config, at, answers, on_replay, processes)
+            values["league"] = _league(counted, policies, config, at, answers, on_replay, processes)
         if config is not None:
-            if config.kv_groups == "off":  # tiers store whole pages only
-                tiers = _tiers(curves, config, prices or {}, kv_bytes_per_token, answers, on_replay, processes)
-                values["tiers"] = tiers
+            values["tiers"] = _tiers(counted, config, prices or {}, kv_bytes_per_token, answers, on_replay, processes)
             values["latency"] = LatencyPlan(
-                curves,
+                counted,
                 config,
                 command=answers.replay,
                 slo_share=slo_share,
@@ -200,15 +201,18 @@ def make_plan(
     return Plan(values)
 
 
-def _check_groups(policies: Sequence[str], prices: Mapping[str, float] | None) -> None:
-    """Raise ConfigError for options that require planning in whole pages."""
-    for field, value in {"policy": policies, "price": prices}.items():
-        if value:
-            check_combination({"prices": field, "kv_groups": "kv_groups", "plan": field})
+def _count_groups(values: dict[str, Any], groups: GroupPlan) -> None:
+    """Add the hits with KV groups, in as much memory, to the values of whole pages."""
+    groups.look(point["pages"] for point in values["at"])
+    for point in values["at"]:
+        found = groups.point(point["pages"])
+        point["group_hit_ratio"] = found["hit_ratio"]
+        point["group_optimum_hit_ratio"] = found["optimum_hit_ratio"]
+    values["groups"] = {**groups.sizes_to_builtins(), "curve": groups.curve_to_builtins()}
 
 
 def _league(
-    curves: CachePlan,
+    curves: HitPlan,
     policies: Sequence[str],
     config: ReplayConfig | None,
     sizes: Sequence[int] | None,
@@ -235,7 +239,7 @@ def _league(
 
 
 def _tiers(
-    curves: CachePlan,
+    curves: HitPlan,
     config: ReplayConfig,
     prices: Mapping[str, float],
     token_bytes: int | None,
@@ -244,26 +248,29 @@ def _tiers(
     processes: Processes,
 ) -> dict[str, Any]:
     """Return the curve over host memory, and the savings of the next GiB of each tier."""
-    if token_bytes is None:
-        placement = config.placement
-        token_bytes = TOKEN_BYTES if placement is None else placement.kv_bytes_per_token
-    page_bytes = token_bytes * config.page_size
+    if config.kv_groups != "off":
+        page_bytes, unit_bytes = config.page_bytes, config.memory.block_bytes
+    else:
+        if token_bytes is None:
+            token_bytes = TOKEN_BYTES if config.placement is None else config.placement.kv_bytes_per_token
+        page_bytes = unit_bytes = token_bytes * config.page_size
     tiers = [PricedTier(name="device", pages=config.num_pages * config.replicas, price=prices.get("device"))]
     rates = _rates(config)
     if prices.keys() - {"device", *rates}:
         what = f"has a price for {min(prices.keys() - {'device', *rates})}, which is no tier"
         raise SettingError(what, "price", hint=f"The tiers are device, {', '.join(rates)}.")
     for name, rate in rates.items():
-        pages = config.tiers.get(name, 0) * config.replicas
+        pages = config.tiers.get(name, 0) * unit_bytes // page_bytes * config.replicas
         tiers.append(PricedTier(name=name, pages=pages, bytes_per_s=rate, price=prices.get(name)))
     trials = ReplayTrials(replay_one, curves.trace, config, is_asked=True, on_replay=on_replay, processes=processes)
-    found = trials.host_memory(trials.replayed(0)) if trials.can_have_host_memory else None
+    most_bytes = 0 if config.kv_groups == "off" else curves.most_below([0]) * page_bytes
+    found = trials.host_memory(trials.replayed(0), most_bytes) if trials.can_have_host_memory else None
     also = {} if found is None else {next(iter(rates)): [found.num_bytes // page_bytes * config.replicas]}
     num_tokens = max(1, curves.num_prompt_tokens // max(1, len(curves.trace.requests or ())))
     values = TiersPlan(
         curves,
         tiers,
-        kv_bytes_per_token=token_bytes,
+        page_bytes=page_bytes,
         s_per_token=prefill_s_per_token(config, num_tokens),
         replayed=lambda points: _replayed(trials, points, page_bytes, config.replicas),
         also=also,

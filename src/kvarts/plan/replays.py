@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from kvarts.kv.group_needs import GroupNeeds
-from kvarts.plan.cache import CachePlan
+from kvarts.plan.cache import HitPlan, least_pages_of
 from kvarts.processes import Inquiry, Processes
 from kvarts.report.advice import advice
 from kvarts.sim.config import ReplayConfig
@@ -92,7 +91,7 @@ class Replays:
 
     def __init__(
         self,
-        plan: CachePlan,
+        plan: HitPlan,
         config: ReplayConfig,
         *,
         command: Callable[[dict[str, Any]], str],
@@ -103,9 +102,7 @@ class Replays:
         self.routers: dict[str, str | RouterMaker] = {name: name for name in ROUTERS}
         """Routers compared for several replicas, by name, including the given one."""
         self._given_router: str = "round-robin" if callable(config.router) else config.router
-        self.counts_groups = config.kv_groups != "off"
-        """Whether replays count the KV groups of a model; curves count whole pages."""
-        self.least_pages = _least_pages(plan, config)
+        self.least_pages = least_pages_of(plan, config)
         """The smallest memory of a replica that can hold each request alone."""
         self._plan = plan
         self._config = config.certain
@@ -275,8 +272,8 @@ class Replays:
         }
 
     def _predicted(self, step: SizeOption) -> float | None:
-        """Return the hit ratio of the curve; None where it does not apply: several replicas, or KV groups."""
-        return self._plan.curve.hit_ratio(step.pages) if step.replicas == 1 and not self.counts_groups else None
+        """Return the hit ratio one request at a time; None where it does not apply: with several replicas."""
+        return self._plan.hit_ratio(step.pages) if step.replicas == 1 else None
 
     def _config_for(self, case: _Case) -> ReplayConfig:
         return msgspec.structs.replace(
@@ -303,12 +300,3 @@ class Replays:
         if case.cost_factor != config.cost_factor:
             changes["cost_factor"] = case.cost_factor
         return changes
-
-
-def _least_pages(plan: CachePlan, config: ReplayConfig) -> int:
-    if config.kv_groups == "off":
-        return plan.least_pages
-    memory = config.memory
-    needs = GroupNeeds(memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
-    num_blocks = max(needs.of_request(request.num_prompt_tokens, request.num_output_tokens) for request in plan.trace)
-    return -(-num_blocks * memory.block_bytes // memory.page_bytes)

@@ -193,7 +193,8 @@ def charts_of(values: dict[str, Any]) -> list[Chart]:
     if values.get("league"):
         charts += _league(values["league"])
     if values.get("tiers"):
-        charts += _tiers(values["tiers"], str(values.get("command", "")))
+        note = "The list has the parts that memory below a device keeps." if "groups" in values else ""
+        charts += _tiers(values["tiers"], str(values.get("command", "")), note)
     if values.get("latency"):
         charts += _latencies(values["latency"], values["page_size"])
     return charts
@@ -256,8 +257,8 @@ def _point(text: str, command: str) -> Chart:
 
 
 def _curve(values: dict[str, Any]) -> Chart:
-    curve = values["curve"]
-    knees = {point["pages"] for point in values["knees"]}
+    counted = values.get("groups") or values
+    knees = {point["pages"] for point in counted["knees"]}
     at = sorted(values["at"], key=lambda point: int(point["pages"]))
 
     def memory(pages: int) -> str:
@@ -272,8 +273,7 @@ def _curve(values: dict[str, Any]) -> Chart:
         for point in at
     ]
     sizes = [point["pages"] for point in at]
-    inside = [pair for pair in zip(curve["pages"], curve["hit_ratio"], strict=True) if pair[0] > 0]
-    line = _series("LRU", [pages for pages, _ in inside], [100 * ratio for _, ratio in inside])
+    line = _of_sizes("LRU", values["curve"])
     if values.get("command"):
         line["at"] = _point("{X} pages: LRU {Y}", f"{values['command']} --at {{x}}")
     series = [
@@ -281,9 +281,24 @@ def _curve(values: dict[str, Any]) -> Chart:
         _series("LRU, in the table", sizes, [100 * point["hit_ratio"] for point in at], points, "dots"),
         _series("optimum", sizes, [100 * point["optimum_hit_ratio"] for point in at], points),
     ]
-    if at and "group_hit_ratio" in at[0]:
+    note = f"Knees: {', '.join(f'{pages:,}' for pages in sorted(knees))} pages." if knees else "The curve has no knee."
+    if "groups" in values:
+        texts = [
+            _point(
+                f"{memory(point['pages'])}: with KV groups {percent(point['group_hit_ratio'])}, "
+                f"at most {percent(point['group_optimum_hit_ratio'])}",
+                str(point.get("command", "")),
+            )
+            for point in at
+        ]
         groups = [100 * point["group_hit_ratio"] for point in at]
-        series.append(_series("LRU, KV groups counted", sizes, groups, points))
+        most = [100 * point["group_optimum_hit_ratio"] for point in at]
+        series += [
+            _of_sizes("KV groups counted", counted["curve"]),
+            _series("KV groups, in the table", sizes, groups, texts, "dots"),
+            _series("KV groups, bound", sizes, most, texts),
+        ]
+        note += " Knees are those with KV groups, of which more memory can find less: each size was simulated."
     num_pages = max((point["pages"] for point in (values.get("latency") or {}).get("points", [])), default=None)
     return _chart(
         "Hits by memory",
@@ -291,11 +306,15 @@ def _curve(values: dict[str, Any]) -> Chart:
         (HITS, "%"),
         series,
         log=True,
-        note=f"Knees: {', '.join(f'{pages:,}' for pages in sorted(knees))} pages."
-        if knees
-        else "The curve has no knee.",
+        note=note,
         marks=[] if num_pages is None else [{"x": num_pages, "text": f"one replica: {memory(num_pages)}"}],
     )
+
+
+def _of_sizes(label: str, curve: Mapping[str, list[Any]]) -> Chart:
+    """Return the line of a curve of hits."""
+    inside = [pair for pair in zip(curve["pages"], curve["hit_ratio"], strict=True) if pair[0] > 0]
+    return _series(label, [pages for pages, _ in inside], [100 * ratio for _, ratio in inside])
 
 
 def _league(rows: list[dict[str, Any]]) -> list[Chart]:
@@ -336,7 +355,7 @@ def _note(name: str, text: str) -> Chart:
     return {"name": name, "kind": "note", "note": text}
 
 
-def _tiers(tiers: dict[str, Any], command: str) -> list[Chart]:
+def _tiers(tiers: dict[str, Any], command: str, note: str) -> list[Chart]:
     charts = []
     titles = {"host": "Host memory", "disk": "Disk"}
     for name, curve in zip(tiers["load_us_per_token"], (tiers["curve"], tiers["disk_curve"]), strict=False):
@@ -359,7 +378,7 @@ def _tiers(tiers: dict[str, Any], command: str) -> list[Chart]:
         if any(point.get("replayed") for point in curve):
             found = [None if each is None else 100 * each["hit_ratio"] for each in (at["replayed"] for at in curve)]
             series.insert(0, _series("replayed", sizes, found, points))
-        charts.append(_chart(title, (title.lower(), "GiB"), (HITS, "%"), series))
+        charts.append(_chart(title, (title.lower(), "GiB"), (HITS, "%"), series, note=note))
     bars = [
         {
             "label": each["tier"],

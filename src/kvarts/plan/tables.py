@@ -30,12 +30,17 @@ ORIGINS = {
     "shared_prefix": "own session and others",
     "other_requests": "other requests",
 }
+OF_GROUPS = (
+    "groups: hits with KV groups, of which more memory can find less, so each size was simulated; optimum: a bound of "
+    "these, by the layers that keep every token; hits and evicted: with whole pages"
+)
 HEADS = "devices   hours goodput/s per device SLO kept   TTFT p99 TPOT p99  fleet"
 WAYS = ("tensor_parallel", "pipeline_parallel")
 
 
 def render(plan: dict[str, Any]) -> str:
     """Return the tables, with a line end."""
+    width = 12 if "groups" in plan else 15
     lines = [
         *_heading(plan),
         "",
@@ -43,22 +48,35 @@ def render(plan: dict[str, Any]) -> str:
         "",
         "hits by memory: prefix LRU, one request at a time",
         "",
-        f"{'pages':>14}{_gib_heading(plan):>10}{'tokens':>15}{'hits':>9}{'optimum':>9}{'evicted':>9}{_group_heading(plan)}",
+        f"{'pages':>14}{_gib_heading(plan):>10}{'tokens':>{width}}{'hits':>9}{'optimum':>9}{'evicted':>9}{_group_heading(plan)}",
     ]
-    knees = {point["pages"] for point in plan["knees"]}
+    knees = {point["pages"] for point in _counted(plan)["knees"]}
     num_tokens = plan["num_prompt_tokens"]
     for point in plan["at"]:
         evicted = point["computed_tokens"]["evicted"] / num_tokens
         note = "knee" if point["pages"] in knees else ""
         lines.append(
-            f"{point['pages']:>14,}{_gib(plan, point['pages']):>10}{point['tokens']:>15,}"
-            f"{as_percent(point['hit_ratio']):>9}{as_percent(point['optimum_hit_ratio']):>9}{as_percent(evicted):>9}"
+            f"{point['pages']:>14,}{_gib(plan, point['pages']):>10}{point['tokens']:>{width},}"
+            f"{as_percent(point['hit_ratio']):>9}{as_percent(_optimum(point)):>9}{as_percent(evicted):>9}"
             f"{_of_groups(point)}   {note}".rstrip()
         )
+    if "groups" in plan:
+        lines += ["", *wrapped(OF_GROUPS)]
     if plan["at"]:
         lines += _details(plan, _looked_at(plan))
     lines += [*_league(plan), *_tiers(plan), *_latencies(plan), *_in_vllm(plan)]
     return "\n".join(lines) + "\n"
+
+
+def _counted(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the sizes of interest: those with KV groups where they are counted."""
+    counted: Mapping[str, Any] = plan.get("groups") or plan
+    return counted
+
+
+def _optimum(point: Mapping[str, Any]) -> float:
+    ratio: float = point.get("group_optimum_hit_ratio", point["optimum_hit_ratio"])
+    return ratio
 
 
 def _paragraph(text: str) -> list[str]:
@@ -228,7 +246,7 @@ def _heading(plan: dict[str, Any]) -> list[str]:
 
 def _looked_at(plan: dict[str, Any]) -> dict[str, Any]:
     """Return the point shown in detail: the middle knee among the points, or else the middle point."""
-    knees = [point["pages"] for point in plan["knees"]]
+    knees = [point["pages"] for point in _counted(plan)["knees"]]
     among = [point for point in plan["at"] if point["pages"] in knees] or plan["at"]
     point: dict[str, Any] = among[len(among) // 2]
     return point
@@ -239,7 +257,7 @@ def _details(plan: dict[str, Any], point: dict[str, Any]) -> list[str]:
     tokens = plan["num_prompt_tokens"]
     lines = [
         "",
-        f"with {point['pages']:,} pages, of prompt tokens",
+        f"with {point['pages']:,} {'whole ' if 'groups' in plan else ''}pages, of prompt tokens",
         _row("found", point["hit_tokens"], tokens),
         _row("evicted", computed["evicted"], tokens),
         _row("not in full pages", computed["unaligned"], tokens),
@@ -295,10 +313,12 @@ def _tiers(plan: dict[str, Any]) -> list[str]:
     tiers = plan.get("tiers")
     if tiers is None:
         return []
+    what = "device and host memory: hits as replayed, next to a bound: one LRU list, one request at a time"
+    if "groups" in plan:
+        what += ", of the parts that memory below a device keeps; each size was simulated"
     lines = [
         "",
-        "device and host memory: hits as replayed, next to a bound: one LRU list, one",
-        "request at a time",
+        *wrapped(what),
         *_tier_curve(tiers["curve"], *list(tiers["now"]["pages"])[:2]),
     ]
     first, *others = tiers["load_us_per_token"]
@@ -443,11 +463,12 @@ def _of_slo(plan: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
 
 
 def _of_curve(plan: Mapping[str, Any]) -> str:
-    most, pages = plan["most_hit_ratio"], plan["most_pages"]
+    counted = _counted(plan)
+    most, pages = counted["most_hit_ratio"], counted["most_pages"]
     config = plan.get("config") or {}
     if not most:
         return "No prompt repeats the beginning of another: no memory gives hits"
-    knees = [point for point in plan["knees"] if point["pages"] < pages]
+    knees = [point for point in counted["knees"] if point["pages"] < pages]
     knee = ""
     if knees:
         point = knees[len(knees) // 2]

@@ -109,12 +109,16 @@ class ReplayTrials:
         is_long = summary["num_requests"] > MOST_REQUESTS or summary["num_steps"] > MOST_STEPS
         return is_long and not self._is_asked
 
-    def host_memory(self, summary: dict[str, Any]) -> HostMemory | None:
-        """Return the least host memory that keeps the hits of a replay with that `summary`; None if none helps."""
+    def host_memory(self, summary: dict[str, Any], most_bytes: int = 0) -> HostMemory | None:
+        """Return the least host memory that keeps the hits of a replay with that `summary`; None if none helps.
+
+        `most_bytes`: the largest size to try, if that is more than the working set, which has no states.
+        """
         if summary["working_set_pages"] is None or not self.can_have_host_memory:
             return None
         working_set = summary["working_set_pages"] * self._page_bytes
-        sizes = [size for size in round_sizes(working_set * SMALLEST, working_set) if size >= self._page_bytes]
+        most_bytes = max(working_set, most_bytes)
+        sizes = [size for size in round_sizes(working_set * SMALLEST, most_bytes) if size >= self._page_bytes]
         if not sizes:
             return None
         return self._searched(lambda asked: _least(asked, sizes, summary["prefix_hit_ratio"] or 0.0))
