@@ -205,7 +205,7 @@ class BuiltFleet:
         of_all = structs.replace(pools[0], replicas=num_workers, offload=most_tiers.offload)
         replicas: list[Replica] = []
         peers_gain = self.peers[place].gain(prefill_cost(of_all), of_all.page_size) if self.peers else None
-        router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off", peers=peers_gain)
+        router = make_router(of_all, replicas, peers=peers_gain)
         return Front(router, replicas)
 
     def _place_of(self, pool: PoolConfig) -> int:

@@ -13,6 +13,7 @@ from kvarts.settings import SettingError, setting
 from kvarts.units import parse_delay_ms
 
 if TYPE_CHECKING:
+    from kvarts.kv.groups import GroupMemory
     from kvarts.kv.transfer import PeersGain
     from kvarts.routers.router import PolicyRouter
     from kvarts.routers.view import Directory, Needs
@@ -128,10 +129,12 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         tiers: Sequence[str] = ("device",),
         directory: Directory | None = None,
         peers: PeersGain | None = None,
+        memory: GroupMemory | None = None,
     ) -> PolicyRouter:
         """Return a new router of `num_workers` workers. `directory`: looks up their pages, instead of events.
 
-        `peers`: what workers save that read pages from each other, if they do.
+        `peers`: what workers save that read pages from each other, if they do. `memory`: the KV groups of the workers,
+        if their events describe parts of pages.
         """
         from kvarts.routers.policies import policy_of
         from kvarts.routers.router import PolicyRouter
@@ -150,6 +153,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             tiers=tiers,
             directory=directory,
             peers=peers,
+            memory=memory,
         )
 
 

@@ -52,7 +52,7 @@ def replay_several(
         source = of_model.source(traces[name])
         log = RequestLog(largest_hit_counts=of_model.profile == "mocker", tiers=_preparation_of(of_model))
         engines = [device.tenants[name] for device in opened]
-        router = make_router(of_model, engines, tells_pages=False)
+        router = make_router(of_model, engines, is_asking=True)
         arrivals.append(
             Arrivals(
                 traces[name],

@@ -19,6 +19,7 @@ from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from kvarts.kv.groups import GroupMemory
     from kvarts.kv.transfer import PeersGain
 
 __all__ = [
@@ -128,6 +129,10 @@ class Router(Protocol):
 class RoutingSettings(Protocol):
     """Settings of a router's knowledge of its workers."""
 
+    @property
+    def event_lag_ns(self) -> int:
+        """Time until cache events reach the router."""
+
     def check(self, router: str | RouterMaker, *, has_pages: bool = True) -> None:
         """Raise ConfigError if `router` is not a policy, or if a setting would not affect it.
 
@@ -144,10 +149,12 @@ class RoutingSettings(Protocol):
         tiers: Sequence[str],
         directory: AskedCaches | None,
         peers: PeersGain | None,
+        memory: GroupMemory | None,
     ) -> Router:
         """Return a new router. `directory`, if given, answers for workers' pages in `tiers` instead of their events.
 
-        `peers`: what workers save that read pages from each other, if they do.
+        `peers`: what workers save that read pages from each other, if they do. `memory`: the KV groups of the workers,
+        if their events describe parts of pages.
         """
 
 
@@ -279,9 +286,9 @@ class Informed:
 
 
 class AskedCaches:
-    """A router's index that reads the caches of its workers, without lag, where their events do not describe pages.
+    """A router's index that reads the caches of its workers, where nothing reaches the router late.
 
-    That is so with KV groups, and of several models on one device.
+    So it is with KV groups, whose events need not be made then, and of several models on one device.
     """
 
     def __init__(self, engines: Sequence[Routed]) -> None:
