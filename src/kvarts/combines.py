@@ -135,7 +135,6 @@ REFUSED = (
     Refusal(("sessions", "mocker"), "Dynamo's mocker knows no sessions", "Take another profile."),
     Refusal(("sessions", "several"), "sessions are of one model"),
     Refusal(("record", "sessions"), "it is replayed request by request"),
-    Refusal(("kv_events", "several"), "a stream of events is of one model", "Replay each model for itself."),
     Refusal(("tiers", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("pipeline", "ranks"), "it is not modelled"),
     Refusal(("ranks", "several"), "it is not modelled"),
