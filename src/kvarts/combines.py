@@ -120,7 +120,6 @@ REFUSED = (
     Refusal(("copies", "model"), "a real executor measures its steps", "Leave it out."),
     Refusal(("full_prompt_hits", "kv_groups"), "the last token of a prompt may see what no hit needs", WHOLE),
     Refusal(("mocker", "kv_groups"), "Dynamo's mocker knows whole pages only", WHOLE),
-    Refusal(("late_events", "several"), "routers ask the engines of their model what they have", "Leave it out."),
     Refusal(
         ("sessions", "fleet"),
         "their tokens are on one worker, and other workers compute prompts, or take over when it leaves",

@@ -20,7 +20,7 @@ from kvarts.traffic.trace import Trace
 
 from builders.case import Case, cases
 from builders.grouped import FULL, group_settings
-from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
+from builders.rooms import HAS_AUDIT
 from builders.tiered import tiers_below
 
 LAGS = st.sampled_from([0.000001, 3, "40ms", "1s"])
@@ -32,7 +32,7 @@ ROUTERS = st.sampled_from(["prefix", "dynamo-kv", "production-stack-kv", "llm-d:
 def memories(draw: st.DrawFn) -> dict[str, Any]:
     """Settings of KV groups, and often of tiers below the device."""
     settings: dict[str, Any] = draw(group_settings())
-    if HAS_OFFLOAD and draw(st.booleans()):
+    if draw(st.booleans()):
         settings["offload"] = draw(tiers_below(of_groups=True))
     return settings
 

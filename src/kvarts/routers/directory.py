@@ -696,6 +696,11 @@ class CacheFeed:
         if self._log is not None:
             self._read(cast("list[Event]", self._log.waiting), self._log.num_events)  # this reader takes no rows
 
+    def note_time(self, now_ns: int) -> None:
+        """Record that events from now on that are in no step happen at `now_ns` or later."""
+        self.read()
+        self._time_ns = max(self._time_ns, now_ns)
+
     def _read(self, events: Sequence[Event], num_before: int) -> None:
         """Read the new ones of `events`, which `num_before` others precede."""
         start = self._num_read - num_before

@@ -152,6 +152,11 @@ class PolicyRouter:
         if worker in self._feeds:
             self._feeds[worker].follow(log)
 
+    def note_time(self, worker: int, now_ns: int) -> None:
+        """Record that events of `worker` from now on that are in none of its steps happen at `now_ns` or later."""
+        if worker in self._feeds:
+            self._feeds[worker].note_time(now_ns)
+
     def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
         """Apply the cache events of `workers` that reach the router by `now_ns`."""
         feeds = self._feeds

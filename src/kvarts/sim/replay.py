@@ -364,13 +364,13 @@ def make_router(
     engines: Sequence[Routed],
     *,
     ranks: int = 1,
-    is_asking: bool = False,
+    shares_devices: bool = False,
     peers: PeersGain | None = None,
 ) -> Router:
     """Return a new router for a replay of `config`, with `engines` as its workers.
 
-    `ranks`: the number of consecutive engines in lock step. `is_asking`: it asks the workers' caches, in place of their
-    events. `peers`: what workers save that read pages from each other, if they do.
+    `ranks`: the number of consecutive engines in lock step. `shares_devices`: other models are on the workers' devices.
+    `peers`: what workers save that read pages from each other, if they do.
     """
     if config.router == "round-robin" and config.routing is None:
         if ranks == 1:
@@ -380,8 +380,8 @@ def make_router(
         return WithinGroups(config.replicas, ranks)
     routing = config.routing_settings
     memory = None if config.kv_groups == "off" else config.memory
-    # Events of parts cost time, and caches that are asked answer the same if no event is late.
-    is_asking = is_asking or (memory is not None and not routing.event_lag_ns)
+    # These events cost time, and caches that are asked answer the same if no event is late.
+    is_asking = (shares_devices or memory is not None) and not routing.event_lag_ns
     return routing.open(
         config.router,
         num_workers=config.replicas,

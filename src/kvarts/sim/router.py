@@ -110,6 +110,12 @@ class Router(Protocol):
     def follow(self, worker: int, log: EventLog) -> None:
         """Record that the reader of `worker` reads `log`, and may look at events that wait in it."""
 
+    def note_time(self, worker: int, now_ns: int) -> None:
+        """Record that events of `worker` from now on that are in none of its steps happen at `now_ns` or later.
+
+        Only where others share its device: they may evict what it has.
+        """
+
     def join(self) -> int:
         """Add a worker; return its number."""
 
@@ -216,6 +222,9 @@ class RoundRobin:
     def follow(self, worker: int, log: EventLog) -> None:
         """Ignore the log."""
 
+    def note_time(self, worker: int, now_ns: int) -> None:
+        """Ignore the time."""
+
     def enter(self, worker: int) -> None:
         """Send requests to `worker` again."""
         insort(self.workers, worker)
@@ -288,7 +297,7 @@ class Informed:
 class AskedCaches:
     """A router's index that reads the caches of its workers, where nothing reaches the router late.
 
-    So it is with KV groups, whose events need not be made then, and of several models on one device.
+    So it is with KV groups and with several models on a device: their events need not be made then.
     """
 
     def __init__(self, engines: Sequence[Routed]) -> None:
