@@ -11,7 +11,7 @@ from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.transfer import Offer, PeersGain
 from kvarts.routers.directory import ActiveBlocks, EventIndex, IndexRule, IndexTree, PartIndex, PlacementIndex
 
-from builders.grouped import part_groups
+from builders.grouped import STATES, part_groups
 from oracles.naive_routers import NaiveActive, NaiveIndex, NaivePartIndex, NaivePlacements
 
 pytestmark = pytest.mark.laws
@@ -67,8 +67,8 @@ def test_the_index_by_events_is_a_set_of_pages(data: st.DataObject, tiers: tuple
 
 
 def all_pages(offer: Offer, start: int, num_tokens: int) -> float:
-    """A gain of all pages on offer, of which some part is read."""
-    assert any(begin < end for runs in offer.runs for _, begin, end, _ in runs)
+    """A gain of all pages on offer."""
+    assert all(begin < end and size > 0 for runs in offer.runs for _, begin, end, size in runs)
     return offer.num_pages
 
 
@@ -114,6 +114,18 @@ def test_the_index_by_events_of_parts_is_a_set_of_parts(
     for worker, tier, group, pages in list(naive.parts):
         index.remove(worker, content_of(pages, page_size), len(pages) - 1, len(pages), tier, group)
     assert not any(list(tree.every()) for tree in index._trees.values())
+
+
+@pytest.mark.parametrize("runs", [[(0, 2)], [(0, 1), (1, 2)]])
+def test_each_snapshot_of_pages_in_a_row_counts(runs: list[tuple[int, int]]) -> None:
+    index = PartIndex(GroupMemory(STATES), 1)
+    content = content_of((0, 1))
+    index.store(0, content, 0, 2, "device", 0)
+    for start, end in runs:
+        index.store(0, content, start, end, "device", 1)
+    assert [index.matches(content, limit) for limit in (1, 2)] == [{0: (1,)}, {0: (2,)}]
+    index.remove(0, content, 0, 1, "device", 1)
+    assert [index.matches(content, limit) for limit in (1, 2)] == [{}, {0: (2,)}]
 
 
 @given(

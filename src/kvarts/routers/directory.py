@@ -575,7 +575,7 @@ class PartIndex:
         with tree.spans_of(content, end) as spans:
             for span, page, stop in spans:
                 if stop > start:
-                    _add_run(span, first + group, group, max(page, start), stop, worker)
+                    self._add(span, first + group, group, max(page, start), stop, worker)
 
     def remove(self, worker: int, content: Content, start: int, end: int, tier: str, group: int | None = None) -> None:
         """Record that the parts of pages [start, end) of `content` in a group can no longer be found on `worker`."""
@@ -619,6 +619,18 @@ class PartIndex:
             saved.append(0.0 if offer is None else gain.saved_by(offer, start, num_tokens))
         return saved
 
+    def _add(self, span: Span, place: int, group: int, start: int, end: int, worker: int) -> None:
+        """Add the parts of pages [start, end) to the list at `place` of a span, which has none of them there."""
+        runs = span.parts[place]
+        is_state = self._memory.groups[group].is_state
+        if not is_state and runs and runs[-1].end == start:
+            runs[-1].end = end
+            return
+        for first in range(start, end) if is_state else (start,):  # a snapshot is a run of its own
+            run = PartRun(group, span, first, first + 1 if is_state else end, [], is_kept=True, list_index=place)
+            run.writer = worker
+            runs.append(run)
+
     def _elsewhere(self, worker: int, content: Content, start: int, limit: int, gain: PeersGain) -> Offer | None:
         """Return what the one worker has for `worker` with whose parts this one could resume from most pages.
 
@@ -647,17 +659,6 @@ class PartIndex:
         num_pages = best.num_pages - start
         most_front = 0 if self._memory.has_states else best.most_front(start)
         return Offer(num_pages, (num_pages,), (tuple(runs),), (most_front,))
-
-
-def _add_run(span: Span, place: int, group: int, start: int, end: int, worker: int) -> None:
-    """Add the parts of pages [start, end) to the list at `place` of a span, which has none of them there."""
-    runs = span.parts[place]
-    if runs and runs[-1].end == start:
-        runs[-1].end = end
-        return
-    run = PartRun(group, span, start, end, [], is_kept=True, list_index=place)
-    run.writer = worker
-    runs.append(run)
 
 
 def _never_moving(span: Span) -> None:
