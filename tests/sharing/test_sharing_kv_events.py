@@ -16,21 +16,22 @@ from hypothesis import strategies as st
 
 pytest.importorskip("zmq")
 
+from test_sharing_groups_laws import Device, devices
+
 from kvarts import replay
 from kvarts.events import Event
 from kvarts.kv.groups import PartGroup
 from kvarts.serve.kv_events.batches import Form
 from kvarts.sharing import replay as sharing_replay
-from serve.test_kv_events_groups import Consumer
-from sharing.test_sharing_groups_laws import Device, devices
 
 from builders import preforked
 from builders.kv_event_client import open_client
+from builders.kv_events import GroupConsumer
 
 Run = Callable[..., int]
 
 
-class Follower(Consumer):
+class Follower(GroupConsumer):
     """Holds what the stream of one model says, and compares it with the cache of that model after each of its steps."""
 
     def __init__(self, groups: Sequence[PartGroup], form: Form) -> None:

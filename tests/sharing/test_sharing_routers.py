@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_sharing_groups_laws import Device, devices
 
 from kvarts import ModelShare, ReplayConfig, SharingConfig, replay
 from kvarts.content import pack_units
@@ -21,7 +22,6 @@ from kvarts.routers.view import Asked, View
 from kvarts.sharing import replay as sharing_replay
 from kvarts.sim.router import Routed, Router
 from kvarts.traffic.trace import Trace, TraceRequest
-from sharing.test_sharing_groups_laws import Device, devices
 
 from builders.grouped import FULL
 

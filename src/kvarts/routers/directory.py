@@ -545,8 +545,8 @@ class EventIndex(IndexTree):
 class PartIndex:
     """Parts of pages in the KV groups of `memory`, by worker and tier, according to events. `tiers`: as of EventIndex.
 
-    Each worker has a tree like that of its cache, with the runs that its events have reported, and the cache's own rule
-    says how much of a prompt every group can resume from.
+    Each worker has a tree like that of its cache, with the runs that its events have reported. The prefix from which
+    every group can resume follows from the rules of the cache itself.
     """
 
     def __init__(self, memory: GroupMemory, page_size: int, tiers: Sequence[str] = ("device",)) -> None:
@@ -612,7 +612,7 @@ class PartIndex:
     def saved_elsewhere(
         self, content: Content, starts: Sequence[int], limit: int, num_tokens: int, gain: PeersGain
     ) -> list[float]:
-        """Return, per worker, how many pages it saves that reads what it lacks of `limit` pages from another one."""
+        """Return, per worker, how many pages it saves that reads some of `limit` pages from another one."""
         saved = []
         for worker, start in enumerate(starts):
             offer = self._elsewhere(worker, content, start, limit, gain)
@@ -632,9 +632,9 @@ class PartIndex:
             runs.append(run)
 
     def _elsewhere(self, worker: int, content: Content, start: int, limit: int, gain: PeersGain) -> Offer | None:
-        """Return what the one worker has for `worker` with whose parts this one could resume from most pages.
+        """Return the parts of that other worker with which `worker` could resume from most pages.
 
-        None if none has any beyond `start`.
+        None if no worker has any for pages beyond `start`.
         """
         own = self._trees.get(worker)
         if own is None:
