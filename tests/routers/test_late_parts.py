@@ -22,6 +22,7 @@ from builders.case import Case, cases
 from builders.grouped import FULL, group_settings
 from builders.rooms import HAS_AUDIT
 from builders.tiered import tiers_below
+from builders.told_routers import told_router
 
 LAGS = st.sampled_from([0.000001, 3, "40ms", "1s"])
 FIELDS = ("replica", "cached_tokens", "last_token_ns")
@@ -40,16 +41,7 @@ def memories(draw: st.DrawFn) -> dict[str, Any]:
 def told(trace: Trace, config: ReplayConfig) -> RequestLog:
     """The requests of a replay behind a router that reads events of parts, without lag."""
     replicas: list[Replica] = []
-    router = config.routing_settings.open(
-        config.router,
-        num_workers=config.replicas,
-        page_size=config.page_size,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        tiers=("device", *config.tiers),
-        directory=None,
-        peers=None,
-        memory=config.memory,
-    )
+    router = told_router(config, replicas)
     for worker in range(config.replicas):
         reader = router.reader_of(worker)
         assert reader is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -20,27 +19,12 @@ from kvarts.routers.config import Routing
 from kvarts.routers.policies import PrefixAware
 from kvarts.routers.view import Asked, View
 from kvarts.sharing import replay as sharing_replay
-from kvarts.sim.router import Routed, Router
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.grouped import FULL
+from builders.told_routers import told_router
 
 WINDOW = KvLayer(kind="window", num_heads=1, head_numbers=2, span=6)
-
-
-def by_events(config: ReplayConfig, engines: Sequence[Routed], *, shares_devices: bool) -> Router:
-    """A router that reads events, whatever their lag."""
-    assert shares_devices
-    return config.routing_settings.open(
-        config.router,
-        num_workers=config.replicas,
-        page_size=config.page_size,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        tiers=("device", *config.tiers),
-        directory=None,
-        peers=None,
-        memory=None if config.kv_groups == "off" else config.memory,
-    )
 
 
 @pytest.mark.laws
@@ -51,7 +35,7 @@ def test_events_without_lag_say_what_engines_say(case: Device, num_devices: int,
         settings["offload"] = OffloadConfig(host_pages=host_pages)
     asked = case.run(**settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing_replay, "make_router", by_events)
+        patch.setattr(sharing_replay, "make_router", told_router)
         told = case.run(**settings)
     for name, report in asked.reports.items():
         assert report.requests_jsonl() == told.reports[name].requests_jsonl()
