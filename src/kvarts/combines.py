@@ -120,8 +120,6 @@ REFUSED = (
     Refusal(("copies", "model"), "a real executor measures its steps", "Leave it out."),
     Refusal(("full_prompt_hits", "kv_groups"), "the last token of a prompt may see what no hit needs", WHOLE),
     Refusal(("mocker", "kv_groups"), "Dynamo's mocker knows whole pages only", WHOLE),
-    Refusal(("late_events", "kv_groups"), "routers ask such caches what they have", WHOLE),
-    Refusal(("late_events", "several"), "routers ask the engines of their model what they have", "Leave it out."),
     Refusal(
         ("sessions", "fleet"),
         "their tokens are on one worker, and other workers compute prompts, or take over when it leaves",
@@ -135,7 +133,6 @@ REFUSED = (
     Refusal(("sessions", "mocker"), "Dynamo's mocker knows no sessions", "Take another profile."),
     Refusal(("sessions", "several"), "sessions are of one model"),
     Refusal(("record", "sessions"), "it is replayed request by request"),
-    Refusal(("kv_events", "several"), "a stream of events is of one model", "Replay each model for itself."),
     Refusal(("tiers", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("pipeline", "ranks"), "it is not modelled"),
     Refusal(("ranks", "several"), "it is not modelled"),

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from kvarts.content import Content
 from kvarts.event_log import EventReader
-from kvarts.events import Event
+from kvarts.events import Event, PagesRemoved, PagesStored
 from kvarts.executor.simulated import SimExecutor
+from kvarts.kv.groups import PartGroup
 from kvarts.report.requests import RequestLog
-from kvarts.serve.kv_events.batches import Batch, Form, Wire
+from kvarts.serve.kv_events.batches import Batch, EventGroup, Form, Wire
 from kvarts.serve.kv_events.reader import KvEventReader
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
@@ -21,7 +24,7 @@ from builders.case import Case
 from builders.engines import make_replica
 from oracles.naive_kv_events import NaiveConsumer, chain
 
-__all__ = ["MEDIA", "Consumed", "Names", "cached_blocks", "run_consumed"]
+__all__ = ["MEDIA", "Consumed", "GroupConsumer", "Names", "cached_blocks", "named", "run_consumed"]
 
 MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 Blocks = dict[str, dict[Any, tuple[Any, tuple[int, ...]]]]
@@ -125,3 +128,69 @@ def run_consumed(
     log = RequestLog(largest_hit_counts=config.profile == "mocker")
     Driver([Arrivals(trace, OpenLoop(trace), RoundRobin(len(replicas)), replicas, log)], replicas).run()
     return consumed
+
+
+FIELDS = {
+    "BlockStored": (
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
+        "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+}  # fmt: skip
+
+
+def named(event: Any) -> dict[str, Any]:
+    """An event by the names of its fields, in whichever form it came."""
+    if isinstance(event, dict):
+        return event
+    kind, *values = event
+    return {"type": kind, **dict(zip(FIELDS.get(kind, ()), values, strict=False))}
+
+
+class GroupConsumer:
+    """Reads the same events twice: as they are, and as bytes."""
+
+    wants_details = True
+
+    def __init__(self, groups: Sequence[PartGroup], form: Any) -> None:
+        told = [EventGroup(group.layer.kind, group.layer.span) for group in groups]  # type: ignore[arg-type]
+        self.wire = Wire(form, groups=told)
+        self.reader = KvEventReader(self)
+        self.names = Names()
+        self.here: set[tuple[str, int, Any]] = set()
+        """What events of the engine say: media, groups, and names of blocks."""
+        self.decoded: set[tuple[str, int, Any]] = set()
+
+    def put(self, batch: Batch) -> None:
+        self.apply(self.decoded, self.wire.encode(batch.told, batch.time_s))
+
+    def pace(self) -> None:
+        pass
+
+    def apply(self, there: set[tuple[str, int, Any]], payload: bytes) -> None:
+        for event in map(named, msgspec.msgpack.decode(payload)[1]):
+            if event["type"] == "AllBlocksCleared":
+                there.clear()
+                continue
+            blocks = {(event["medium"], event["group_idx"], name) for name in event["block_hashes"]}
+            if event["type"] == "BlockStored":
+                assert not there & blocks, "stored twice"
+                assert len(event["token_ids"]) == len(event["block_hashes"]) * event["block_size"]
+                there |= blocks
+            else:
+                assert there >= blocks, "removed, and was not there"
+                there -= blocks
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, PagesStored | PagesRemoved):
+                assert event.group is not None
+                known = self.names.of(event.content)[event.start_page : event.end_page]
+                blocks = {(MEDIA[event.medium], event.group, name) for name in known}
+                self.here = self.here | blocks if isinstance(event, PagesStored) else self.here - blocks
+        self.reader.observe(events)
+        assert self.decoded == self.here
+        late: set[tuple[str, int, Any]] = set()
+        state = self.reader.snapshot()
+        self.apply(late, self.wire.encode(state.told, state.time_s))
+        assert late == self.here

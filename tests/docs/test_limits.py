@@ -37,6 +37,7 @@ ASKED: dict[str, dict[str, tuple[str, ...]]] = {
         "tiers": ("--host-pages", "64"),
         "files": ("--host-pages", "64", "--disk-pages", "64"),
         "ahead": ("--async-scheduling",),
+        "late_events": ("--replicas", "2", "--router", "prefix", "--router-event-lag", "10ms"),
         "ranks": ("--data-parallel", "2"),
         "pipeline": ("--pipeline-parallel", "2"),
     },

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from kvarts.fleet import replay as fleet_replay
 from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
@@ -22,6 +23,7 @@ from builders.case import Case, Row, cases
 from builders.fleet import ENDS, SCALERS, FleetCase, assert_as_naive, fleets, replayed_with
 from builders.grouped import FULL, group_settings
 from builders.tiered import BYTES_PER_TOKEN, tiers_below
+from builders.told_routers import told_router
 
 pytestmark = pytest.mark.laws
 
@@ -54,10 +56,13 @@ def with_store(memory: dict[str, Any]) -> dict[str, Any]:
 
 @st.composite
 def queues(draw: st.DrawFn) -> dict[str, Any]:
-    """Settings of routers in which requests wait, or nothing."""
+    """Settings of routers in which requests wait, or to which events come late, or nothing."""
     threshold = draw(st.sampled_from([None, 0.0, 0.1, 0.5, 2.0]))
     if threshold is None:
-        return {}
+        lag: str = draw(st.sampled_from(["0", "0", "3ms", "40ms", "1s"]))
+        if lag == "0":
+            return {}
+        return {"router": draw(st.sampled_from(["prefix", "dynamo-kv"])), "routing": Routing(event_lag=lag)}
     order: QueueOrder = draw(st.sampled_from(["fcfs", "lcfs", "wspt"]))
     router = draw(st.sampled_from(["round-robin", "least-loaded", "prefix", "dynamo-kv", "llm-d"]))
     return {"router": router, "routing": Routing(queue_threshold=threshold, queue=order)}
@@ -149,6 +154,34 @@ def test_fast_forward_equals_step_by_step(
     assert fast.requests_jsonl() == slow.requests_jsonl()
     assert fast.to_json() == slow.to_json()
     assert sum(fast.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in fast.summary) == len(case.case.rows)
+
+
+@given(
+    fleets(max_requests=40, cancels=True, faults=True, profile="default"),
+    st.sampled_from(SCALERS),
+    group_settings(),
+    tiers_below(of_groups=True),
+    st.booleans(),
+)
+def test_routers_that_read_events_of_parts_choose_as_those_that_ask(
+    case: FleetCase, policy: str | None, groups: dict[str, Any], offload: OffloadConfig, has_store: bool
+) -> None:
+    """Without lag, with tiers and a store; workers come, go and fail."""
+    memory = {**groups, "offload": offload, "router": "prefix"}
+    if has_store:
+        memory = with_store(memory)
+    store = StoreSettings(pages=20, rate="1MB/s", worker_rate="1MB/s") if has_store else None
+    of_case = case, policy, False, memory, store
+
+    def replayed_once() -> FleetReport:
+        report, _ = replayed_with(*of_case, is_told=False, step_by_step=False)
+        return report
+
+    asked = replayed_once()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet_replay, "make_router", told_router)
+        told = replayed_once()
+    assert asked.requests_jsonl() == told.requests_jsonl()
 
 
 def test_leaps_tell_removals_from_a_store_in_their_place() -> None:

@@ -19,6 +19,7 @@ from kvarts.kv.groups import PartGroup
 from kvarts.kv.transfer import Offer, PeersGain
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import REJECTED
+from kvarts.routers.config import Routing
 from kvarts.routers.policies import PrefixAware
 from kvarts.routers.view import Asked, View
 from kvarts.settings import SettingError
@@ -167,21 +168,28 @@ BUSY = [9] * 101
 """Its ten pages keep a worker busy."""
 
 
+@pytest.mark.parametrize("lag", ["0", "10ms"])
 @pytest.mark.parametrize(("settings", "chosen"), [({}, 1), ({"pulls": False}, 0), ({"bytes_per_s": 105.0}, 0)])
-def test_a_router_counts_what_reading_saves(settings: dict[str, Any], chosen: int) -> None:
-    """Forty pages are on the first worker, which has more to compute. On the other one, reading saves almost 36."""
+def test_a_router_counts_what_reading_saves(settings: dict[str, Any], chosen: int, lag: str) -> None:
+    """Forty pages are on the first worker, which has more to compute. On the other one, reading saves almost 36.
+
+    It asks the caches, or reads events that are late.
+    """
     rows = [Row(at_ms, units, len(units), 2, None, 0, None) for at_ms, units in ((0, [1] * 401), (1000, BUSY))]
     rows.append(Row(1001, [1] * 401, 401, 2, None, 0, None))
-    report = placed_by_prefix(rows, **settings)
+    report = placed_by_prefix(rows, lag, **settings)
     assert report.requests["replica"].tolist() == [0, 0, chosen]
     if not settings:
         assert report.requests["peers_tokens"].tolist() == [0, 0, 400]
 
 
-def placed_by_prefix(rows: list[Row], **settings: Any) -> FleetReport:
+def placed_by_prefix(rows: list[Row], lag: str = "0", **settings: Any) -> FleetReport:
     case = Case(rows, 1, 10, 2000, 8192, 8, "default", 2)
     cost = LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)
-    each = case.config(cost=cost, audit=True, kv_groups="all", groups=FULL_AND_WINDOW, offload=AT_ONCE, router="prefix")
+    each = case.config(
+        cost=cost, audit=True, kv_groups="all", groups=FULL_AND_WINDOW, offload=AT_ONCE, router="prefix",
+        routing=Routing(event_lag=lag),
+    )  # fmt: skip
     links: dict[str, Any] = {"pulls": True, "bytes_per_s": 10_000.0, "token_bytes": 1}
     pools = (PoolConfig(role="mixed", each=each),)
     report: FleetReport = replay(case.trace(), FleetConfig(pools=pools, **{**links, **settings}))
@@ -212,14 +220,21 @@ def all_of_parts(offer: Offer, start: int, num_tokens: int) -> float:
 
 
 @pytest.mark.laws
-@given(returning(max_requests=14), part_groups(by_page=True), st.sampled_from(["all", "tails"]), st.integers(2, 3))
+@given(
+    returning(max_requests=14),
+    part_groups(by_page=True),
+    st.sampled_from(["all", "tails"]),
+    st.integers(2, 3),
+    st.sampled_from(["0", "50ms"]),
+)
 def test_a_router_knows_what_workers_could_read(
-    case: Case, groups: tuple[PartGroup, ...], keeps: str, num_workers: int
+    case: Case, groups: tuple[PartGroup, ...], keeps: str, num_workers: int, lag: str
 ) -> None:
     """With bandwidth without end, a worker reads what the router knew of: requests come one by one."""
     case.rows = [with_arrival(row, arrival_ms=index * 60_000) for index, row in enumerate(case.rows)]
     case.replicas = num_workers
-    each = case.config(audit=True, offload=AT_ONCE, kv_groups=keeps, groups=groups, cost=COST, router=Looking)
+    memory: dict[str, Any] = {"offload": AT_ONCE, "kv_groups": keeps, "groups": groups}
+    each = case.config(audit=True, **memory, cost=COST, router=Looking, routing=Routing(event_lag=lag))
     links: dict[str, Any] = {"bytes_per_s": 1e15, "token_bytes": 1000, "pulls": True}
     Looking.found.clear()
     report: FleetReport = replay(case.trace(), FleetConfig(pools=(PoolConfig(role="mixed", each=each),), **links))

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
-__all__ = ["NaiveActive", "NaiveIndex", "NaivePlacements", "NaiveRouter", "Placed"]
+from kvarts.hardware.kv_groups import KvLayer
+
+from oracles.naive_grouped import needed_pages
+
+__all__ = ["NaiveActive", "NaiveIndex", "NaivePartIndex", "NaivePlacements", "NaiveRouter", "Placed"]
 
 Pages = tuple[int, ...]
 
@@ -57,6 +61,56 @@ class NaiveIndex:
                 end += 1
             most = max(most, end - start)
         return most
+
+
+class NaivePartIndex:
+    """Which parts of pages can be found on which worker, in which tier: a set. A page is the string of all up to it."""
+
+    def __init__(self, layers: Sequence[KvLayer], page_size: int, tiers: Sequence[str]) -> None:
+        self.layers, self.page_size, self.tiers = layers, page_size, tiers
+        self.parts: set[tuple[int, str, int, Pages]] = set()
+
+    def has(self, worker: int, tiers: Sequence[str], group: int, pages: Pages) -> bool:
+        return any((worker, tier, group, pages) in self.parts for tier in tiers)
+
+    def store(self, worker: int, pages: Pages, start: int, end: int, tier: str, group: int) -> None:
+        self.parts |= {(worker, tier, group, pages[: page + 1]) for page in range(start, end)}
+
+    def remove(self, worker: int, pages: Pages, start: int, end: int, tier: str, group: int) -> None:
+        self.parts -= {(worker, tier, group, pages[: page + 1]) for page in range(start, end)}
+
+    def hit(self, pages: Pages, limit: int, where: Sequence[tuple[int, Sequence[str]]]) -> int:
+        """The longest prefix that every group can go on from with what these tiers of workers have together.
+
+        Some group has its last page.
+        """
+        for length in range(min(limit, len(pages)), 0, -1):
+            have = [
+                {page for page in range(length) if any(self.has(*each, group, pages[: page + 1]) for each in where)}
+                for group in range(len(self.layers))
+            ]
+            if any(length - 1 in each for each in have) and all(
+                needed_pages(layer, length * self.page_size, self.page_size) <= each
+                for layer, each in zip(self.layers, have, strict=True)
+            ):
+                return length
+        return 0
+
+    def matches(self, pages: Pages, limit: int) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        for worker in sorted({part[0] for part in self.parts}):
+            hits = [self.hit(pages, limit, [(worker, self.tiers[: n + 1])]) for n in range(len(self.tiers))]
+            longest = [max(hits[: n + 1]) for n in range(len(hits))]
+            if longest[-1]:
+                found[worker] = tuple(end - start for start, end in zip([0, *longest], longest, strict=False))
+        return found
+
+    def elsewhere(self, worker: int, pages: Pages, start: int, limit: int, tier: str) -> int:
+        """How many pages from `start` on a worker could go on from with the `tier` of the best of the others."""
+        own = (worker, self.tiers)
+        others = {part[0] for part in self.parts} - {worker}
+        best = max((self.hit(pages, limit, [own, (other, [tier])]) for other in others), default=0)
+        return max(0, best - start) if best > self.hit(pages, limit, [own]) else 0
 
 
 class NaivePlacements:

@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.content import Content
-from kvarts.routers.directory import ActiveBlocks, EventIndex, IndexRule, IndexTree, PlacementIndex
+from kvarts.kv.groups import GroupMemory, PartGroup
+from kvarts.kv.transfer import Offer, PeersGain
+from kvarts.routers.directory import ActiveBlocks, EventIndex, IndexRule, IndexTree, PartIndex, PlacementIndex
 
-from oracles.naive_routers import NaiveActive, NaiveIndex, NaivePlacements
+from builders.grouped import STATES, part_groups
+from oracles.naive_routers import NaiveActive, NaiveIndex, NaivePartIndex, NaivePlacements
 
 pytestmark = pytest.mark.laws
 
@@ -61,6 +64,68 @@ def test_the_index_by_events_is_a_set_of_pages(data: st.DataObject, tiers: tuple
     assert_sound(index)
     for each in asked:
         assert index.matches(content_of(each), len(each)) == naive.matches(each, len(each))
+
+
+def all_pages(offer: Offer, start: int, num_tokens: int) -> float:
+    """A gain of all pages on offer."""
+    assert all(begin < end and size > 0 for runs in offer.runs for _, begin, end, size in runs)
+    return offer.num_pages
+
+
+@given(
+    st.data(),
+    part_groups(by_page=True),
+    st.integers(1, 3),
+    st.sampled_from([("device",), ("device", "host"), ("device", "host", "disk")]),
+)
+def test_the_index_by_events_of_parts_is_a_set_of_parts(
+    data: st.DataObject, groups: tuple[PartGroup, ...], page_size: int, tiers: tuple[str, ...]
+) -> None:
+    """What workers can resume from, with parts of all their groups, tiers, and of one other worker."""
+    index = PartIndex(GroupMemory(groups), page_size, tiers)
+    naive = NaivePartIndex([group.layer for group in groups], page_size, tiers)
+    asked = data.draw(st.lists(prompts, min_size=1, max_size=4))
+    gain = PeersGain("host", all_pages)
+    for _ in range(data.draw(st.integers(1, 30))):
+        prompt, worker, tier = data.draw(st.sampled_from(asked)), data.draw(workers), data.draw(st.sampled_from(tiers))
+        group = data.draw(st.integers(0, len(groups) - 1))
+        start = data.draw(st.integers(0, len(prompt) - 1))
+        end = data.draw(st.integers(start + 1, len(prompt)))
+        has = [naive.has(worker, [tier], group, prompt[: page + 1]) for page in range(start, end)]
+        content = content_of(prompt, page_size)
+        if not any(has):
+            naive.store(worker, prompt, start, end, tier, group)
+            index.store(worker, content, start, end, tier, group)
+        elif all(has):
+            naive.remove(worker, prompt, start, end, tier, group)
+            index.remove(worker, content, start, end, tier, group)
+        for each in asked:
+            for limit in (len(each), len(each) - 1):
+                found = naive.matches(each, limit)
+                assert index.matches(content_of(each, page_size), limit) == found
+                if "host" in tiers:
+                    starts = [sum(found.get(worker, ())) for worker in range(3)]
+                    saved = index.saved_elsewhere(content_of(each, page_size), starts, limit, 0, gain)
+                    assert saved == [naive.elsewhere(n, each, start, limit, "host") for n, start in enumerate(starts)]
+    index.forget(1)
+    naive.parts = {part for part in naive.parts if part[0] != 1}
+    for each in asked:
+        assert index.matches(content_of(each, page_size), len(each)) == naive.matches(each, len(each))
+    for worker, tier, group, pages in list(naive.parts):
+        index.remove(worker, content_of(pages, page_size), len(pages) - 1, len(pages), tier, group)
+    assert not any(list(tree.every()) for tree in index._trees.values())
+
+
+@pytest.mark.parametrize("runs", [[(0, 2)], [(0, 1), (1, 2)]])
+def test_each_snapshot_of_pages_in_a_row_counts(runs: list[tuple[int, int]]) -> None:
+    index = PartIndex(GroupMemory(STATES), 1)
+    content = content_of((0, 1))
+    index.store(0, content, 0, 2, "device", 0)
+    for start, end in runs:
+        index.store(0, content, start, end, "device", 1)
+    assert [index.matches(content, limit) for limit in (1, 2)] == [{0: (1,)}, {0: (2,)}]
+    index.remove(0, content, 0, 1, "device", 1)
+    assert [index.matches(content, limit) for limit in (1, 2)] == [{}, {0: (2,)}]
 
 
 @given(

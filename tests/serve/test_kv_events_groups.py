@@ -2,91 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.content import Content
-from kvarts.events import Event, PagesRemoved, PagesStored
+from kvarts.events import PagesRemoved, PagesStored
 from kvarts.kv.groups import PartGroup
 from kvarts.serve.kv_events.batches import Batch, EventGroup, Wire
-from kvarts.serve.kv_events.reader import MEDIA, KvEventReader
+from kvarts.serve.kv_events.reader import KvEventReader
 from kvarts.sim.replay import replay
 
 from builders.case import Case, cases
 from builders.grouped import part_groups
-from builders.kv_events import Names
+from builders.kv_events import GroupConsumer
 from builders.rooms import HAS_OFFLOAD
 from oracles.naive_kv_events import chain
-
-FIELDS = {
-    "BlockStored": (
-        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
-        "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-}  # fmt: skip
-
-
-def named(event: Any) -> dict[str, Any]:
-    """An event by the names of its fields, in whichever form it came."""
-    if isinstance(event, dict):
-        return event
-    kind, *values = event
-    return {"type": kind, **dict(zip(FIELDS.get(kind, ()), values, strict=False))}
-
-
-class Consumer:
-    """Reads the same events twice: as they are, and as bytes."""
-
-    wants_details = True
-
-    def __init__(self, groups: Sequence[PartGroup], form: Any) -> None:
-        told = [EventGroup(group.layer.kind, group.layer.span) for group in groups]  # type: ignore[arg-type]
-        self.wire = Wire(form, groups=told)
-        self.reader = KvEventReader(self)
-        self.names = Names()
-        self.here: set[tuple[str, int, Any]] = set()
-        """What events of the engine say: media, groups, and names of blocks."""
-        self.decoded: set[tuple[str, int, Any]] = set()
-
-    def put(self, batch: Batch) -> None:
-        self.apply(self.decoded, self.wire.encode(batch.told, batch.time_s))
-
-    def pace(self) -> None:
-        pass
-
-    def apply(self, there: set[tuple[str, int, Any]], payload: bytes) -> None:
-        for event in map(named, msgspec.msgpack.decode(payload)[1]):
-            if event["type"] == "AllBlocksCleared":
-                there.clear()
-                continue
-            blocks = {(event["medium"], event["group_idx"], name) for name in event["block_hashes"]}
-            if event["type"] == "BlockStored":
-                assert not there & blocks, "stored twice"
-                assert len(event["token_ids"]) == len(event["block_hashes"]) * event["block_size"]
-                there |= blocks
-            else:
-                assert there >= blocks, "removed, and was not there"
-                there -= blocks
-
-    def observe(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if isinstance(event, PagesStored | PagesRemoved):
-                assert event.group is not None
-                known = self.names.of(event.content)[event.start_page : event.end_page]
-                blocks = {(MEDIA[event.medium], event.group, name) for name in known}
-                self.here = self.here | blocks if isinstance(event, PagesStored) else self.here - blocks
-        self.reader.observe(events)
-        assert self.decoded == self.here
-        late: set[tuple[str, int, Any]] = set()
-        state = self.reader.snapshot()
-        self.apply(late, self.wire.encode(state.told, state.time_s))
-        assert late == self.here
 
 
 @pytest.mark.laws
@@ -96,7 +28,7 @@ def test_a_consumer_holds_in_every_group_what_the_cache_holds(
 ) -> None:
     case.profile = "default"
     config = case.config(kv_groups=keeps, groups=groups)
-    consumers = [Consumer(groups, form) for _ in range(case.replicas)]
+    consumers = [GroupConsumer(groups, form) for _ in range(case.replicas)]
     replay(case.trace(), config, observers_of=lambda replica: [consumers[replica]])
 
 
@@ -107,7 +39,7 @@ def test_a_consumer_holds_what_a_tier_below_holds_as_well(data: st.DataObject, f
     from builders.group_tiers import grouped
 
     tiers = data.draw(grouped(max_requests=12))
-    tiers.replayed(lambda _: [Consumer(tiers.groups, form)])
+    tiers.replayed(lambda _: [GroupConsumer(tiers.groups, form)])
 
 
 def test_an_event_names_its_group_and_what_that_keeps() -> None:

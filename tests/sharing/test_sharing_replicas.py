@@ -20,6 +20,7 @@ from kvarts import ModelShare, ReplayConfig, SharingConfig, Trace, TraceRequest,
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.report import Report
 from kvarts.report.steps import StepLog
+from kvarts.rooms import from_room
 from kvarts.sharing.report import SharedReport
 
 from builders.case import Case, Row
@@ -35,12 +36,15 @@ DATA = Path(__file__).parents[2] / "src" / "kvarts" / "data"
 
 @st.composite
 def loads(draw: st.DrawFn) -> dict[str, Any]:
-    """Replicas behind a router, in an open or a closed loop."""
-    return {
+    """Replicas behind a router that events may reach late, in an open or a closed loop."""
+    load: dict[str, Any] = {
         "replicas": draw(st.integers(2, 3)),
         "router": draw(st.sampled_from(ROUTERS)),
         "concurrency": draw(st.sampled_from([None, None, 1, 4])),
     }
+    if load["router"] == "prefix" and (lag := draw(st.sampled_from([0, 0.000001, 3, "40ms"]))):
+        load["routing"] = from_room("routers.config", "Routing", field="routing")(event_lag=lag)
+    return load
 
 
 def in_sessions(trace: Trace, draws: st.DataObject) -> Trace:

@@ -47,7 +47,8 @@ def server_options() -> list[click.Option]:
         ),
         GroupedOption(
             ["--kv-events-topic"], group=TITLE, metavar="TEXT", default="",
-            help="Topic of the events; in a mock, {model} stands for the name of the model. [empty]",
+            help="Topic of the events; in a mock, and of several models, {model} stands for the name of the model. "
+            "[empty]",
         ),
     ]  # fmt: skip
 
@@ -135,14 +136,7 @@ class ServerReaders(ReadersOf):
         of_model = config.for_model(name, place)
         if name in self._kv_groups:
             of_model = _with_groups(of_model, self._kv_groups[name])
-        taken = {source[key] for source in sources for key in ("endpoint", "replay_endpoint")}
-        for field, endpoint in (("kv_events", of_model.endpoint), ("kv_events_replay", of_model.replay_endpoint)):
-            if endpoint is not None and endpoint in taken:
-                raise ConfigError(
-                    f"{endpoint} would be of two engines: each has the next port",
-                    field=field,
-                    hint="Let --kv-events and --kv-events-replay be further apart: tcp://127.0.0.1:5557 and :5657.",
-                )
+        _take(of_model, {source[key] for source in sources for key in ("endpoint", "replay_endpoint")})
         events = open_kv_events(of_model, now_s=time.time)
         publisher = events.publisher
         source = {
@@ -188,6 +182,23 @@ def _config_of(values: Mapping[str, Any]) -> KvEventsConfig | None:
         raise error if option is None else ConfigError(error.what, field=option, hint=error.hint) from None
 
 
+def _take(config: KvEventsConfig, taken: set[str]) -> None:
+    """Add the endpoints of an engine to those that are `taken`. Raise ConfigError if one is, and not a free port."""
+    from kvarts.serve.kv_events.batches import at_rank
+
+    for field, endpoint in (("kv_events", config.endpoint), ("kv_events_replay", config.replay_endpoint)):
+        if endpoint is None:
+            continue
+        own = at_rank(endpoint, config.rank)
+        if own in taken and not (own.startswith("tcp://") and own.endswith(":0")):
+            raise ConfigError(
+                f"{own} would be of two engines: each has the next port",
+                field=field,
+                hint="Let --kv-events and --kv-events-replay be further apart: tcp://127.0.0.1:5557 and :5657.",
+            )
+        taken.add(own)
+
+
 def _with_groups(config: KvEventsConfig, groups: Sequence[Mapping[str, Any]]) -> KvEventsConfig:
     """Return `config` for an engine with these KV groups."""
     import msgspec
@@ -222,15 +233,20 @@ class KvEventsPart(CommandPart):
     def results(
         self, config: ReplayConfig, places: Mapping[str, Any], run_dir: Path | None, model: str | None
     ) -> Publishing | None:
-        """Return the publisher, if `--kv-events` is given."""
-        several = {} if model is None else {"several": "--model"}
-        return publishing_of([config] * config.replicas, places, several)
+        """Return the publisher, if `--kv-events` is given; of several models, one publishes for all of them."""
+        return None if model is not None else publishing_of([config] * config.replicas, places, {})
 
 
 def publishing_of(
-    engines: Sequence[ReplayConfig], places: Mapping[str, Any], given: Mapping[str, str]
+    engines: Sequence[ReplayConfig],
+    places: Mapping[str, Any],
+    given: Mapping[str, str],
+    models: Sequence[str] = (),
 ) -> Publishing | None:
-    """Return the publisher of `engines`, if `--kv-events` is given. `given`: more features, see check_combination."""
+    """Return the publisher of `engines`, if `--kv-events` is given. `given`: more features, see check_combination.
+
+    `models`: the name of each engine's model, one model after the other, if there are several.
+    """
     published = _config_of(places)
     if published is None:
         for name in ("kv_events_wait", "kv_events_stay"):
@@ -238,20 +254,31 @@ def publishing_of(
                 raise ConfigError("needs --kv-events", field=name)
         return None
     check_combination({"kv_events": "--kv-events", **engines[0].features, **given})
-    return Publishing(published, engines, places)
+    return Publishing(published, engines, places, models)
 
 
 class Publishing:
     """Publisher of the events of one replay's engines. Raises ConfigError for endpoints that are not valid.
 
     `engines`: the configurations of those that are there from the beginning, each of which has a port of its own.
+    `models`: as of `publishing_of`; engines of one model have ranks from 0.
     """
 
-    def __init__(self, config: KvEventsConfig, engines: Sequence[ReplayConfig], places: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        config: KvEventsConfig,
+        engines: Sequence[ReplayConfig],
+        places: Mapping[str, Any],
+        models: Sequence[str] = (),
+    ) -> None:
         self._config = config
         self._engines = engines
-        for rank in range(len(engines)):
-            config.for_rank(rank)
+        self._models = models
+        taken: set[str] = set()
+        for number in range(len(engines)):
+            of_engine = self._config_of(number)
+            if models:
+                _take(of_engine, taken)
         self.paths: Sequence[Path] = ()
         for name in ("kv_events_wait", "kv_events_stay"):
             if not isfinite(places[name]):
@@ -275,7 +302,7 @@ class Publishing:
 
             def publisher_of(rank: int, engine: ReplayConfig) -> EventReader:
                 if rank not in opened:
-                    config = self._config.for_rank(rank)
+                    config = self._config_of(rank)
                     if engine.kv_groups != "off":
                         config = _with_groups(config, engine.memory.to_builtins()["kv_groups"])
                     opened[rank] = open_kv_events(config)
@@ -291,6 +318,14 @@ class Publishing:
             if self._stay_s:
                 click.echo(f"kvarts: the replay has ended; KV events stay for {self._stay_s:g} s", err=True)
                 time.sleep(self._stay_s)
+
+    def _config_of(self, number: int) -> KvEventsConfig:
+        """Return the settings of an engine, by its number."""
+        if not self._models:
+            return self._config.for_rank(number)
+        name = self._models[number]
+        first = self._models.index(name)
+        return self._config.for_model(name, first).for_rank(number - first)
 
     def write(self, report: Report) -> None:
         """Do nothing: all events have been published."""

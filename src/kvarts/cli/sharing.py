@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 import msgspec
 
+from kvarts.cli import (
+    kv_events,
+)
 from kvarts.cli.options import DERIVED, GroupedOption
 from kvarts.cli.outputs import ReplayFiles, as_bytes
 from kvarts.cli.parts import CommandPart, ReplayRun
@@ -323,6 +326,10 @@ class SharedOutputs:
         self._num_replicas = config.each.replicas
         self._reports = [path for path in (report_file,) if path is not None]
         self._loans = [path for path in (loans_file,) if path is not None]
+        self._published: Any = None
+        models = [name for name in config.configs for _ in range(config.each.replicas)]
+        engines = [config.configs[name] for name in models]
+        self._published = kv_events.publishing_of(engines, places, {"several": "--model"}, models)
         named_paths = [*self._reports, *self._loans, *(path for path in (html_file,) if path is not None)]
         for path in named_paths:
             check_writable(path)
@@ -351,10 +358,14 @@ class SharedOutputs:
         """Yield a function that returns the observers of a model's events, or of a model on one replica."""
         with ExitStack() as stack:
             observers: dict[str | tuple[str, int], Sequence[EventReader]] = {}
-            for name, outputs in self._outputs.items():
+            published = None if self._published is None else stack.enter_context(self._published.observers())
+            for place, (name, outputs) in enumerate(self._outputs.items()):
                 of_replica = stack.enter_context(outputs.observers())
-                observers[name] = of_replica(0)
-                observers.update({(name, number): of_replica(number) for number in range(self._num_replicas)})
+                first = place * self._num_replicas
+                for number in range(self._num_replicas):
+                    publisher = () if published is None else published(first + number)
+                    observers[name, number] = [*of_replica(number), *publisher]
+                observers[name] = observers[name, 0]
             yield observers.__getitem__
 
     def write(self, report: SharedReport) -> None:

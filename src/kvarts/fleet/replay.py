@@ -210,7 +210,7 @@ class BuiltFleet:
         peers_gain = None
         if self.peers:
             peers_gain = self.peers[place].gain(prefill_cost(of_all), of_all.page_size, next(iter(of_all.tiers)))
-        router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off", peers=peers_gain)
+        router = make_router(of_all, replicas, peers=peers_gain)
         return Front(router, replicas)
 
     def _place_of(self, pool: PoolConfig) -> int:

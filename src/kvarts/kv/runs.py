@@ -592,6 +592,21 @@ class RunMatch(Match):
         self.pieces: list[list[tuple[PartRun, int, int]]] | None = None
         """For each group, the parts with which a sequence begins: runs and their pages. Computed on demand."""
 
+    def most_front(self, start: int) -> int:
+        """Return how many pages from `start` on may be computed while the others are loaded.
+
+        They end before the first page of which the device has a part, and before the last that is loaded.
+        """
+        assert self.pieces is not None
+        most, last = self.num_pages, start
+        for index, pieces in enumerate(self.pieces):
+            for run, begin, end in pieces:
+                if run.list_index != index:
+                    last = max(last, end - 1)
+                elif end > start:
+                    most = min(most, max(begin, start))
+        return min(most, last) - start
+
 
 NOWHERE: Final = Span(NOTHING, b"", 0, 0, None, 0)
 """The span of a holding that is not a sequence."""

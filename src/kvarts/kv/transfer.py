@@ -42,11 +42,13 @@ class PeersGain(msgspec.Struct, frozen=True):
     """What workers save that read pages from the memory of other workers. `tier`: the name of that memory.
 
     `saved_by` has as arguments an offer, the page that it begins with, and the number of tokens of a prompt; it returns
-    how many of the pages on offer the prompt saves, in time to compute.
+    how many of the pages on offer the prompt saves, in time to compute. `unit_bytes`: the bytes to send for a page, or
+    with KV groups for a block.
     """
 
     tier: str
     saved_by: Callable[[Offer, int, int], float]
+    unit_bytes: int = 1
 
     def saved_pages(self, start: int, num_pages: int, num_tokens: int) -> float:
         """Return how many of `num_pages` pages from `start` on a prompt of `num_tokens` saves, in time to compute."""

@@ -372,7 +372,7 @@ class PartLayout(Layout[PartTier]):
             match = self._match(content, limit, depth)
             ends.append(max(start, match.num_pages))
             runs.append(self._runs_of(match))
-            most_front.append(self._most_front(start, match))
+            most_front.append(match.most_front(start))
         if ends[-1] <= start:
             return None
         by_tier = tuple(end - before for before, end in pairwise([start, *ends]))
@@ -394,7 +394,7 @@ class PartLayout(Layout[PartTier]):
             return None
         match, runs = found
         num_pages = match.num_pages - start
-        most_front = self._most_front(start, match) if self.can_split else 0
+        most_front = match.most_front(start) if self.can_split else 0
         return Offer(num_pages, (num_pages,), (runs,), (most_front,))
 
     def _match(self, content: Content, limit: int, depth: int) -> RunMatch:
@@ -416,21 +416,6 @@ class PartLayout(Layout[PartTier]):
                 if run.list_index != index
             ]
         )
-
-    def _most_front(self, start: int, match: RunMatch) -> int:
-        """Return how many pages from `start` on may be computed while the others of `match` are loaded.
-
-        They end before the first page of which the device has a part, and before the last that is loaded.
-        """
-        assert match.pieces is not None
-        most, last = match.num_pages, start
-        for index, pieces in enumerate(match.pieces):
-            for run, begin, end in pieces:
-                if run.list_index != index:
-                    last = max(last, end - 1)
-                elif end > start:
-                    most = min(most, max(begin, start))
-        return min(most, last) - start
 
     def _pinned(self, content: Content, limit: int, by_tier: tuple[int, ...], depth: int, match: RunMatch) -> Offered:
         assert match.pieces is not None

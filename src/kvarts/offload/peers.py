@@ -92,7 +92,7 @@ class Peers(SharedTier[ViewT], Generic[HostT, ViewT]):
         `tier`: the name of the memory that is read.
         """
         alone = Channel("peers", latency_us=self._latency_ms * 1e3, bytes_per_s=max(1, round(self._bytes_per_s)))
-        return peers_gain(Weigher([alone], self.unit_bytes, prefill, splits=True), page_size, tier)
+        return peers_gain(Weigher([alone], self.unit_bytes, prefill, splits=True), page_size, self.unit_bytes, tier)
 
     def open_channels(self, worker: int) -> tuple[PeerChannel, PeerChannel]:
         """Return the channel of `worker` from the memory of others, twice: nothing is stored there."""
@@ -125,7 +125,7 @@ class PeerMemory(Peers[MemoryTier, "PeerView"]):
         return PeerView(self, worker)
 
 
-def peers_gain(weigher: Weigher, page_size: int, tier: str) -> PeersGain:
+def peers_gain(weigher: Weigher, page_size: int, unit_bytes: int, tier: str) -> PeersGain:
     """Return what a worker saves that reads pages from others, as its tiers weigh it if nothing else is under way."""
 
     def saved_by(offer: Offer, start: int, num_tokens: int) -> float:
@@ -135,7 +135,7 @@ def peers_gain(weigher: Weigher, page_size: int, tier: str) -> PeersGain:
         took_ns = max(weighed.front_ns, weighed.wait_ns or 0)
         return offer.num_pages * (weighed.worth_ns - took_ns) / weighed.worth_ns
 
-    return PeersGain(tier, saved_by)
+    return PeersGain(tier, saved_by, unit_bytes)
 
 
 class PinnedRead(Pin):

@@ -13,6 +13,7 @@ from kvarts.settings import SettingError, setting
 from kvarts.units import parse_delay_ms
 
 if TYPE_CHECKING:
+    from kvarts.kv.groups import GroupMemory
     from kvarts.kv.transfer import PeersGain
     from kvarts.routers.router import PolicyRouter
     from kvarts.routers.view import Directory, Needs
@@ -129,11 +130,12 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         directory: Directory | None = None,
         peers: PeersGain | None = None,
         are_files: Sequence[bool] = (False, True),
+        memory: GroupMemory | None = None,
     ) -> PolicyRouter:
         """Return a new router of `num_workers` workers. `directory`: looks up their pages, instead of events.
 
         `peers`: what workers save that read pages from each other, if they do. `are_files`: whether each tier below
-        the device is of files.
+        the device is of files. `memory`: the KV groups of the workers, if their events describe parts of pages.
         """
         from kvarts.routers.policies import policy_of
         from kvarts.routers.router import PolicyRouter
@@ -153,6 +155,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             directory=directory,
             peers=peers,
             are_files=are_files,
+            memory=memory,
         )
 
 

@@ -26,9 +26,21 @@ from kvarts.events import (
     StepStarted,
     TransferEnded,
 )
-from kvarts.kv.transfer import PeersGain
+from kvarts.kv.groups import GroupMemory
+from kvarts.kv.runs import PartRun, Span, first_list
+from kvarts.kv.span_tree import SpanTree
+from kvarts.kv.transfer import Offer, PeersGain
 
-__all__ = ["ActiveBlocks", "CacheFeed", "EventIndex", "IndexRule", "IndexSpan", "IndexTree", "PlacementIndex"]
+__all__ = [
+    "ActiveBlocks",
+    "CacheFeed",
+    "EventIndex",
+    "IndexRule",
+    "IndexSpan",
+    "IndexTree",
+    "PartIndex",
+    "PlacementIndex",
+]
 
 NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)
 
@@ -395,8 +407,8 @@ class EventIndex(IndexTree):
         self._kinds = {name: kind for kind, name in enumerate(tiers)}
         self.num_tiers = len(tiers)
 
-    def store(self, worker: int, content: Content, start: int, end: int, tier: str) -> None:
-        """Record that pages [start, end) of `content` can be found on `worker`."""
+    def store(self, worker: int, content: Content, start: int, end: int, tier: str, group: int | None = None) -> None:
+        """Record that pages [start, end) of `content` can be found on `worker`. `group`: None, as pages are whole."""
         kind = self._kinds.get(tier)
         if kind is None:
             return
@@ -412,7 +424,7 @@ class EventIndex(IndexTree):
         for span in self.cover(content, start, end):
             span.counts[kind][worker] = span.end
 
-    def remove(self, worker: int, content: Content, start: int, end: int, tier: str) -> None:
+    def remove(self, worker: int, content: Content, start: int, end: int, tier: str, group: int | None = None) -> None:
         """Record that pages [start, end) of `content` can no longer be found on `worker`."""
         kind = self._kinds.get(tier)
         if kind is None:
@@ -530,6 +542,129 @@ class EventIndex(IndexTree):
                 self.prune(span)
 
 
+class PartIndex:
+    """Parts of pages in the KV groups of `memory`, by worker and tier, according to events. `tiers`: as of EventIndex.
+
+    Each worker has a tree like that of its cache, with the runs that its events have reported. The prefix from which
+    every group can resume follows from the rules of the cache itself.
+    """
+
+    def __init__(self, memory: GroupMemory, page_size: int, tiers: Sequence[str] = ("device",)) -> None:
+        self._memory = memory
+        self._page_size = page_size
+        self._num_groups = len(memory.groups)
+        self._first_lists = {
+            name: first_list(place - 1, self._num_groups) if place else 0 for place, name in enumerate(tiers)
+        }
+        self.num_tiers = len(tiers)
+        self._trees: dict[int, SpanTree] = {}
+
+    def store(self, worker: int, content: Content, start: int, end: int, tier: str, group: int | None = None) -> None:
+        """Record that the parts of pages [start, end) of `content` in a group can be found on `worker`."""
+        first = self._first_lists.get(tier)
+        if first is None or group is None:
+            return
+        tree = self._trees.get(worker)
+        if tree is None:
+            tree = self._trees[worker] = SpanTree(
+                self._memory, self._page_size, _never_moving, num_below=self.num_tiers - 1
+            )
+        before, known = tree.walk(content, start)
+        if before and before[-1].end == start == known and not before[-1].children:
+            before[-1].content, before[-1].end = content, end  # without successors, the span can grow
+        with tree.spans_of(content, end) as spans:
+            for span, page, stop in spans:
+                if stop > start:
+                    self._add(span, first + group, group, max(page, start), stop, worker)
+
+    def remove(self, worker: int, content: Content, start: int, end: int, tier: str, group: int | None = None) -> None:
+        """Record that the parts of pages [start, end) of `content` in a group can no longer be found on `worker`."""
+        first, tree = self._first_lists.get(tier), self._trees.get(worker)
+        if first is None or group is None or tree is None:
+            return
+        spans, known = tree.walk(content, end)
+        for span in reversed(spans):
+            for run in tuple(span.parts[first + group]):
+                begin, stop = max(start, run.start), min(known, run.end)
+                if begin < stop:
+                    run.cut(begin, stop).forget()
+
+    def forget(self, worker: int) -> None:
+        """Forget everything about a worker that has left."""
+        self._trees.pop(worker, None)
+
+    def matches(self, content: Content, limit: int) -> dict[int, tuple[int, ...]]:
+        """Return, per worker with a match, the pages of the longest prefix that it can resume from, by tier.
+
+        A tier adds the pages that every group can resume from with its parts and those of the faster tiers.
+        """
+        found: dict[int, tuple[int, ...]] = {}
+        for worker, tree in sorted(self._trees.items()):
+            pages, position = [], 0
+            for depth in range(self.num_tiers):
+                end = max(position, tree.match(content, limit, depth=depth).num_pages)
+                pages.append(end - position)
+                position = end
+            if position:
+                found[worker] = tuple(pages)
+        return found
+
+    def saved_elsewhere(
+        self, content: Content, starts: Sequence[int], limit: int, num_tokens: int, gain: PeersGain
+    ) -> list[float]:
+        """Return, per worker, how many pages it saves that reads some of `limit` pages from another one."""
+        saved = []
+        for worker, start in enumerate(starts):
+            offer = self._elsewhere(worker, content, start, limit, gain)
+            saved.append(0.0 if offer is None else gain.saved_by(offer, start, num_tokens))
+        return saved
+
+    def _add(self, span: Span, place: int, group: int, start: int, end: int, worker: int) -> None:
+        """Add the parts of pages [start, end) to the list at `place` of a span, which has none of them there."""
+        runs = span.parts[place]
+        is_state = self._memory.groups[group].is_state
+        if not is_state and runs and runs[-1].end == start:
+            runs[-1].end = end
+            return
+        for first in range(start, end) if is_state else (start,):  # a snapshot is a run of its own
+            run = PartRun(group, span, first, first + 1 if is_state else end, [], is_kept=True, list_index=place)
+            run.writer = worker
+            runs.append(run)
+
+    def _elsewhere(self, worker: int, content: Content, start: int, limit: int, gain: PeersGain) -> Offer | None:
+        """Return the parts of that other worker with which `worker` could resume from most pages.
+
+        None if no worker has any for pages beyond `start`.
+        """
+        own = self._trees.get(worker)
+        if own is None:
+            own = SpanTree(self._memory, self._page_size, _never_moving, num_below=self.num_tiers - 1)
+        depth, first = self.num_tiers - 1, self._first_lists[gain.tier]
+        best, source = own.match(content, limit, depth=depth), -1
+        for other, tree in sorted(self._trees.items()):
+            if other != worker:
+                match = own.match_across(content, limit, tree, (first,), depth=depth)
+                if match.num_pages > best.num_pages:
+                    best, source = match, other
+        if source < 0 or best.num_pages <= start:
+            return None
+        assert best.pieces is not None
+        part_bytes = [group.part_bytes // self._memory.block_bytes * gain.unit_bytes for group in self._memory.groups]
+        runs = [
+            (0, begin, end, part_bytes[index])
+            for index, pieces in enumerate(best.pieces)
+            for run, begin, end in pieces
+            if run.writer == source
+        ]
+        num_pages = best.num_pages - start
+        most_front = 0 if self._memory.has_states else best.most_front(start)
+        return Offer(num_pages, (num_pages,), (tuple(runs),), (most_front,))
+
+
+def _never_moving(span: Span) -> None:
+    raise AssertionError("no decode has runs in an index")
+
+
 class CacheFeed:
     """An EventReader that forwards, with times, which pages can be found and which no longer can.
 
@@ -561,6 +696,11 @@ class CacheFeed:
         """Read events that wait in the log."""
         if self._log is not None:
             self._read(cast("list[Event]", self._log.waiting), self._log.num_events)  # this reader takes no rows
+
+    def note_time(self, now_ns: int) -> None:
+        """Record that events from now on that are in no step happen at `now_ns` or later."""
+        self.read()
+        self._time_ns = max(self._time_ns, now_ns)
 
     def _read(self, events: Sequence[Event], num_before: int) -> None:
         """Read the new ones of `events`, which `num_before` others precede."""

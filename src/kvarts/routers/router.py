@@ -10,9 +10,10 @@ import msgspec
 
 from kvarts.event_log import EventLog
 from kvarts.events import PagesRemoved, PagesStored
+from kvarts.kv.groups import GroupMemory
 from kvarts.kv.transfer import PeersGain
 from kvarts.request import Request
-from kvarts.routers.directory import CacheFeed, EventIndex
+from kvarts.routers.directory import CacheFeed, EventIndex, PartIndex
 from kvarts.routers.view import Asked, Directory, Found, Needs, Policy, View
 from kvarts.settings import SettingError
 
@@ -24,8 +25,8 @@ class PolicyRouter:
 
     `order`: that of waiting requests, a QueueOrder. `queue_tokens`: requests wait while every worker has more prompt
     tokens than that; None never holds one. `event_lag_ns`: time until cache events reach the router. `seed`: of random
-    choices. `peers`: what workers save that read pages from each other. Owner of the requests waiting in it, and of the
-    cache events in transit to it.
+    choices. `peers`: what workers save that read pages from each other. `memory`: the KV groups of the workers, whose
+    events then describe parts of pages. Owner of the requests waiting in it, and of the cache events in transit to it.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class PolicyRouter:
         directory: Directory | None = None,
         peers: PeersGain | None = None,
         are_files: Sequence[bool] = (False, True),
+        memory: GroupMemory | None = None,
     ) -> None:
         needs: Needs = getattr(policy, "needs", Needs())
         self._policy = policy
@@ -57,9 +59,10 @@ class PolicyRouter:
         self.reads_metrics = needs.metrics
         self.reads_events = needs.pages != "no"
         self.reads_prefills = needs.prefills or self.holds_requests
-        self.index: EventIndex | None = None
+        self.index: EventIndex | PartIndex | None = None
         if needs.pages != "no" and directory is None:
-            directory = self.index = EventIndex(tiers)
+            self.index = EventIndex(tiers) if memory is None else PartIndex(memory, page_size, tiers)
+            directory = self.index
         self.view = View(
             needs,
             num_workers=num_workers,
@@ -151,6 +154,11 @@ class PolicyRouter:
         if worker in self._feeds:
             self._feeds[worker].follow(log)
 
+    def note_time(self, worker: int, now_ns: int) -> None:
+        """Record that events of `worker` from now on that are in none of its steps happen at `now_ns` or later."""
+        if worker in self._feeds:
+            self._feeds[worker].note_time(now_ns)
+
     def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
         """Apply the cache events of `workers` that reach the router by `now_ns`."""
         feeds = self._feeds
@@ -164,7 +172,7 @@ class PolicyRouter:
             content = event.content
             end = min(event.end_page, content.num_known_pages)  # no other prompt can match unknown tokens
             change = index.store if isinstance(event, PagesStored) else index.remove
-            change(worker, content, event.start_page, end, event.medium)
+            change(worker, content, event.start_page, end, event.medium, event.group)
 
     def _tell(self, worker: int, event: PagesStored | PagesRemoved, time_ns: int) -> None:
         if event.start_page < event.content.num_known_pages:

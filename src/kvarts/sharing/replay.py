@@ -24,6 +24,7 @@ from kvarts.sharing.turns import SharedDriver, TurnLoop
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, trace_of
+from kvarts.sim.router import Router
 
 __all__ = ["open_tenant", "replay_several"]
 
@@ -45,20 +46,23 @@ def replay_several(
     """
     config.check_traces(traffic)
     traces = {name: trace_of(traffic[name]) for name in config.models}
-    opened = [open_device(config, number, observers_of) for number in range(config.each.replicas)]
+    engines: dict[str, list[Tenant]] = {name: [] for name in config.models}
+    routers = {
+        name: make_router(of_model, engines[name], shares_devices=True) for name, of_model in config.configs.items()
+    }
+    opened = [open_device(config, number, observers_of, routers) for number in range(config.each.replicas)]
     arrivals = []
     for name, share in config.models.items():
         of_model = config.configs[name]
         source = of_model.source(traces[name])
         log = RequestLog(largest_hit_counts=of_model.profile == "mocker", tiers=_preparation_of(of_model))
-        engines = [device.tenants[name] for device in opened]
-        router = make_router(of_model, engines, tells_pages=False)
+        engines[name] += [device.tenants[name] for device in opened]
         arrivals.append(
             Arrivals(
                 traces[name],
                 source,
-                router,
-                engines,
+                routers[name],
+                engines[name],
                 log,
                 priority=share.priority,
                 delay_ns=of_model.frontend_ns,
@@ -66,7 +70,7 @@ def replay_several(
             )
         )
     loops = []
-    for each in opened:
+    for number, each in enumerate(opened):
         tenants = list(each.tenants.values())
         loop = TurnLoop(
             each.device,
@@ -77,6 +81,7 @@ def replay_several(
             step_by_step=config.each.step_by_step or config.has_groups or any(device.is_observed for device in opened),
             audit=config.each.audit,
             changes=config.changes,
+            clocks=[partial(router.note_time, number) for router in routers.values()] if each.is_observed else (),
         )
         loops.append(loop)
     SharedDriver(arrivals, loops, on_progress=on_progress).run()
@@ -119,8 +124,10 @@ class OpenedDevice(msgspec.Struct, frozen=True):
     is_observed: bool
 
 
-def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | None) -> OpenedDevice:
-    """Build device `number` of those that `config` describes."""
+def open_device(
+    config: SharingConfig, number: int, observers_of: ObserversOf | None, routers: Mapping[str, Router]
+) -> OpenedDevice:
+    """Build device `number` of those that `config` describes. `routers`: by model; they read its events if they do."""
     device = SharedDevice(
         config.kv_bytes,
         is_static=config.static_split,
@@ -133,13 +140,17 @@ def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | 
         observers: Sequence[EventReader] = ()
         if observers_of is not None:
             observers = observers_of(name if of_model.replicas == 1 else (name, number))
-        is_observed = is_observed or bool(observers)
+        router = routers[name]
+        of_router = router.reader_of(number) if of_model.replicas > 1 or router.holds_requests else None
+        readers = [*observers, *(() if of_router is None else (of_router,))]
+        is_observed = is_observed or bool(readers)
         num_counted = config.most_bytes(name) // config.counted_bytes[name]
         memory = None if of_model.kv_groups == "off" else of_model.memory.to_builtins()
         steps = logs[name] = TurnLog(num_counted, _preparation_of(of_model), memory)
-        log = EventLog([steps, *observers], num_waiting=1 if observers else MANY_EVENTS)
+        log = EventLog([steps, *readers], num_waiting=1 if observers else MANY_EVENTS)
         executor = SimExecutor(of_model.cost_model)
         tenants[name] = open_tenant(config, name, device, executor, log=log, times=executor)
+        router.follow(number, log)
     return OpenedDevice(device, tenants, logs, is_observed)
 
 

@@ -284,7 +284,7 @@ class TurnLoop:
     """A Runner: executes the models of one device in turns. `device` has them registered by the names of `tenants`.
 
     Owner of the current work: a step, many turns at once, or a pause. `changes`: of health; each takes effect at the
-    end of the work that is running at its time.
+    end of the work that is running at its time. `clocks`: receive the time before anything happens at it.
     """
 
     def __init__(
@@ -297,8 +297,10 @@ class TurnLoop:
         step_by_step: bool = False,
         audit: bool = False,
         changes: Sequence[HealthChange] = (),
+        clocks: Sequence[Callable[[int], object]] = (),
     ) -> None:
         self._device = device
+        self._clocks = clocks
         self._tenants = list(tenants)
         self._with_tiers = [(tenant, tenant.tiers) for tenant in tenants if tenant.tiers is not None]
         # With tiers, one model's pages may have to be stored before another can take them. Exactness takes precedence.
@@ -360,6 +362,7 @@ class TurnLoop:
         """
         assert not self._is_under_way
         self.now_ns = self._device.now_ns = now_ns
+        self._tell_time()
         self._store_completed()
         may_leap = self._leaps
         while True:
@@ -487,6 +490,7 @@ class TurnLoop:
     def _change(self) -> None:
         """Apply the changes of health that are due."""
         while self._changes and self._changes[0].time_ns <= self.now_ns:
+            self._tell_time()
             self._store_completed()
             change = self._changes.pop(0)
             tenant = next(tenant for tenant in self._tenants if tenant.name == change.model)
@@ -495,6 +499,10 @@ class TurnLoop:
             tenant.settle(self.now_ns)
             reason = f"its model died at {change.time_ns / NS_PER_S:g} s"
             self._failed += [(request, reason) for request in ended]
+
+    def _tell_time(self) -> None:
+        for clock in self._clocks:
+            clock(self.now_ns)
 
     # Turns ------------------------------------------------------------------------------------------------
 

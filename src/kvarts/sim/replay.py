@@ -215,7 +215,7 @@ def _done(
     steps = [StepLog(config.num_blocks, tiers, memory) for _ in range(config.replicas)]
     ranks = int(getattr(config.cost_model, "num_ranks", 1))  # engines in lock step
     replicas: list[Replica] = []
-    router = make_router(config, replicas, ranks=ranks, tells_pages=config.kv_groups == "off")
+    router = make_router(config, replicas, ranks=ranks)
     readers: list[list[EventReader]] = []
     for index, log in enumerate(steps):
         of_router = router.reader_of(index) if config.replicas > 1 or router.holds_requests else None
@@ -364,13 +364,13 @@ def make_router(
     engines: Sequence[Routed],
     *,
     ranks: int = 1,
-    tells_pages: bool = True,
+    shares_devices: bool = False,
     peers: PeersGain | None = None,
 ) -> Router:
     """Return a new router for a replay of `config`, with `engines` as its workers.
 
-    `ranks`: the number of consecutive engines in lock step. `tells_pages`: whether events describe pages. `peers`: what
-    workers save that read pages from each other, if they do.
+    `ranks`: the number of consecutive engines in lock step. `shares_devices`: other models are on the workers' devices.
+    `peers`: what workers save that read pages from each other, if they do.
     """
     if config.router == "round-robin" and config.routing is None:
         if ranks == 1:
@@ -378,19 +378,20 @@ def make_router(
         from kvarts.sim.lockstep import WithinGroups
 
         return WithinGroups(config.replicas, ranks)
-    directory = None
-    if not tells_pages:
-        directory = AskedCaches(engines)
-    below = () if config.offload is None or not tells_pages else config.offload.sizes(config.page_size)
-    return config.routing_settings.open(
+    routing = config.routing_settings
+    memory = None if config.kv_groups == "off" else config.memory
+    # These events cost time, and caches that are asked answer the same if no event is late.
+    is_asking = (shares_devices or memory is not None) and not routing.event_lag_ns
+    return routing.open(
         config.router,
         num_workers=config.replicas,
         page_size=config.page_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        tiers=("device", *below),
-        directory=directory,
+        tiers=("device", *(() if is_asking else config.tiers)),
+        directory=AskedCaches(engines) if is_asking else None,
         peers=peers,
         **({} if config.offload is None else {"are_files": config.offload.are_files}),
+        memory=memory,
     )
 
 

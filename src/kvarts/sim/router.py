@@ -19,6 +19,7 @@ from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from kvarts.kv.groups import GroupMemory
     from kvarts.kv.transfer import PeersGain
 
 __all__ = [
@@ -109,6 +110,12 @@ class Router(Protocol):
     def follow(self, worker: int, log: EventLog) -> None:
         """Record that the reader of `worker` reads `log`, and may look at events that wait in it."""
 
+    def note_time(self, worker: int, now_ns: int) -> None:
+        """Record that events of `worker` from now on that are in none of its steps happen at `now_ns` or later.
+
+        Only where others share its device: they may evict what it has.
+        """
+
     def join(self) -> int:
         """Add a worker; return its number."""
 
@@ -128,6 +135,10 @@ class Router(Protocol):
 class RoutingSettings(Protocol):
     """Settings of a router's knowledge of its workers."""
 
+    @property
+    def event_lag_ns(self) -> int:
+        """Time until cache events reach the router."""
+
     def check(self, router: str | RouterMaker, *, has_pages: bool = True) -> None:
         """Raise ConfigError if `router` is not a policy, or if a setting would not affect it.
 
@@ -144,10 +155,12 @@ class RoutingSettings(Protocol):
         tiers: Sequence[str],
         directory: AskedCaches | None,
         peers: PeersGain | None,
+        memory: GroupMemory | None,
     ) -> Router:
         """Return a new router. `directory`, if given, answers for workers' pages in `tiers` instead of their events.
 
-        `peers`: what workers save that read pages from each other, if they do.
+        `peers`: what workers save that read pages from each other, if they do. `memory`: the KV groups of the workers,
+        if their events describe parts of pages.
         """
 
 
@@ -208,6 +221,9 @@ class RoundRobin:
 
     def follow(self, worker: int, log: EventLog) -> None:
         """Ignore the log."""
+
+    def note_time(self, worker: int, now_ns: int) -> None:
+        """Ignore the time."""
 
     def enter(self, worker: int) -> None:
         """Send requests to `worker` again."""
@@ -279,9 +295,9 @@ class Informed:
 
 
 class AskedCaches:
-    """A router's index that reads the caches of its workers, without lag, where their events do not describe pages.
+    """A router's index that reads the caches of its workers, where nothing reaches the router late.
 
-    That is so with KV groups, and of several models on one device.
+    So it is with KV groups and with several models on a device: their events need not be made then.
     """
 
     def __init__(self, engines: Sequence[Routed]) -> None:

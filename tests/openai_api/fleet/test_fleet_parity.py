@@ -150,6 +150,7 @@ def test_a_recorded_fleet_replays_to_the_same_events(
     has_host=st.booleans(),
     below=st.sampled_from(["", "store", "pulls"]),
     staleness_ms=st.sampled_from([0.0, 0.0, 0.7]),
+    lag_ms=st.sampled_from([0.0, 0.4]),
     kept=st.one_of(st.just({}), group_settings()),
 )
 def test_failures_tiers_and_a_store_change_nothing_of_that(
@@ -160,11 +161,14 @@ def test_failures_tiers_and_a_store_change_nothing_of_that(
     has_host: bool,
     below: str,
     staleness_ms: float,
+    lag_ms: float,
     kept: dict[str, Any],
 ) -> None:
     settings: dict[str, Any] = dict(kept)
     if staleness_ms and not kept:
         router, settings["routing"] = "llm-d", Routing(staleness=f"{staleness_ms}ms")
+    elif lag_ms and router == "prefix":
+        settings["routing"] = Routing(event_lag=lag_ms)
     if has_host or below == "pulls":
         settings["offload"] = OffloadConfig(host_pages=30, policy="eager")
     config = small_fleet(shape, router, pages=24, pool=settings, bytes_per_s=1e6)
