@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,24 @@ def test_each_row_is_the_replay_of_its_command(run_command: Any, capsys: Any) ->
         assert point["ttft_ms"] == summary["ttft_ms"] and point["hit_ratio"] == summary["prefix_hit_ratio"]
         assert point["slo_ratio"] == pytest.approx(summary["goodput"]["ratio"])
         assert point["most_to_mean_tokens"] >= 1
+
+
+def test_late_events_of_kv_groups_are_those_of_the_command(tmp_path: Path, run_command: Any, capsys: Any) -> None:
+    """Layers that keep less are counted at every age, in the plan and by the commands that it prints."""
+    rows = [
+        {"timestamp": 300 * n, "input_length": 1024, "output_length": 20, "hash_ids": [n % 5, 9]} for n in range(40)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--model", "gemma-3-12b", "--device", "h100-80gb", "--replicas", "3", "--routers", "prefix"]
+    assert run_command("plan", trace, *options, "--router-ages", "0,5s", "--json") == 0
+    points = json.loads(capsys.readouterr().out)["routers"]["points"]
+    assert points[0]["hit_ratio"] > points[1]["hit_ratio"]
+    for point in points:
+        assert run_command(*shlex.split(point["command"])[1:], "--json") == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert [group["kind"] for group in summary["kv_groups"]] == ["full", "window"]
+        assert point["ttft_ms"] == summary["ttft_ms"] and point["hit_ratio"] == summary["prefix_hit_ratio"]
 
 
 @pytest.mark.slow
