@@ -113,7 +113,7 @@ class Router(Protocol):
     def note_time(self, worker: int, now_ns: int) -> None:
         """Record that events of `worker` from now on that are in none of its steps happen at `now_ns` or later.
 
-        Only where others share its device: they may evict what it has.
+        Only where others share its device: they may evict its pages.
         """
 
     def join(self) -> int:
@@ -317,7 +317,7 @@ class AskedCaches:
     def saved_elsewhere(
         self, content: Content, starts: Sequence[int], limit: int, num_tokens: int, gain: PeersGain
     ) -> list[float]:
-        """Return, per engine, how many pages it saves that reads what it lacks of `limit` pages from another one.
+        """Return, per engine, how many pages it saves by reading missing ones of `limit` pages from another one.
 
         `starts`: the pages that each can resume from already. `num_tokens`: those of the prompt.
         """
