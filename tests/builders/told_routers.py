@@ -29,6 +29,6 @@ def told_router(
         tiers=("device", *config.tiers),
         directory=None,
         peers=peers,
-        are_files=(False, True) if config.offload is None else config.offload.are_files,
+        are_files=() if config.offload is None else config.offload.are_files,
         memory=None if config.kv_groups == "off" else config.memory,
     )

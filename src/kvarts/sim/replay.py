@@ -390,7 +390,7 @@ def make_router(
         tiers=("device", *(() if is_asking else config.tiers)),
         directory=AskedCaches(engines) if is_asking else None,
         peers=peers,
-        **({} if config.offload is None else {"are_files": config.offload.are_files}),
+        are_files=() if config.offload is None else config.offload.are_files,
         memory=memory,
     )
 

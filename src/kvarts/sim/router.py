@@ -155,6 +155,7 @@ class RoutingSettings(Protocol):
         tiers: Sequence[str],
         directory: AskedCaches | None,
         peers: PeersGain | None,
+        are_files: Sequence[bool],
         memory: GroupMemory | None,
     ) -> Router:
         """Return a new router. `directory`, if given, answers for workers' pages in `tiers` instead of their events.
