@@ -1233,7 +1233,7 @@ class Scheduler:
         if self.loads is not None:
             held += self.loads.holdings()
             holds = self.loads.tiers.holds()
-            self.loads.tiers.check()
+            self.loads.tiers.check(at_rest=not self.has_work)
         if self.handoffs is not None:
             held += self.handoffs.holdings()
         reserved = self.own_pages.reserve.holding()
