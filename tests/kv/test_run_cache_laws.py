@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvarts.content import Content
 from kvarts.events import CopiesRemoved, Event, PagesRemoved, PagesStored, PartsGivenBack
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.account import RunEvents
+from kvarts.kv.account import FEW_IDS, RunEvents
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.kv.group_pages import HeldByOthers
@@ -267,6 +267,8 @@ class RunMachine(RuleBasedStateMachine):
         for name in ("num_used", "num_cached", "num_evicted"):
             assert getattr(runs, name) == getattr(pages, name), name
         assert runs.listed_pages() == [(part.group, part.page_name.page) for part in pages.listed()]
+        listed = [part.group for part in pages.listed()]
+        assert runs.listed_counts() == [listed.count(index) for index in range(len(runs.groups))]
 
     def teardown(self) -> None:
         if not hasattr(self, "runs"):
@@ -563,3 +565,33 @@ def test_states_after_two_chunks_are_given_back_and_gone_one_after_the_other() -
     cache.check([holding])
     pages = [(type(event), event.start_page) for event in told if isinstance(event, (PartsGivenBack, PagesRemoved))]
     assert pages == [(PartsGivenBack, 2), (PagesRemoved, 2), (PartsGivenBack, 0), (PagesRemoved, 0)]
+
+
+@pytest.mark.parametrize("num_blocks", [16, 16 * FEW_IDS])
+def test_ids_of_a_large_pool_are_examined_once_as_many_have_moved(num_blocks: int) -> None:
+    """L1: in a small pool every check finds a block with two owners; of a large one, checks cost what has moved."""
+    memory = GroupMemory((PartGroup(FULL, 4), PartGroup(WINDOW.layer, 1)))
+    cache = RunCache(memory, page_size=1, total_bytes=num_blocks, blocks=IdPool(num_blocks))
+
+    def filled(owner: int) -> None:
+        content = Content.from_tokens([owner], page_size=1, owner=owner)
+        holding = cache.begin(content, cache.match(content, 0))
+        cache.extend(holding, 1)
+        cache.close(holding, 1)
+
+    filled(0)
+    (run,) = [run for span in cache.tree.every() for run in span.parts[0]]
+    run.ids[0] = run.ids[1]
+    num_checks, found = 0, ""
+    while not found:
+        num_checks += 1
+        filled(num_checks)
+        try:
+            cache.check([])
+        except AssertionError as error:
+            found = str(error)
+    assert "two owners" in found
+    assert num_checks == 1 if num_blocks <= FEW_IDS else 8 < num_checks <= 16
+    run.ids.pop()
+    with pytest.raises(AssertionError, match="4 blocks, and 3 ids"):
+        cache.check([])

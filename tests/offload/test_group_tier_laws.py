@@ -154,6 +154,27 @@ def test_what_a_store_alone_held_and_nothing_keeps_is_empty_after_it() -> None:
     assert not list(cache.entries())
 
 
+def test_a_tier_is_examined_once_a_sixteenth_has_moved_and_at_rest() -> None:
+    """What a check costs is in proportion to what has moved in the tier, not to what moves on the device."""
+    memory = GroupMemory((PartGroup(FULL, 1),), "all")
+    cache = RunCache(memory, page_size=1, total_bytes=200, num_below=1)
+    tier = PartTier("host", 200, memory, cache.tree)
+    for owner, num_pages in enumerate((100, 6, 1)):
+        content = Content.from_tokens(range(owner, owner + num_pages), page_size=1, owner=owner)
+        holding = cache.begin(content, cache.match(content, 0))
+        cache.extend(holding, num_pages)
+        cache.close(holding, num_pages)
+        pin = holding_of_transfer(1)
+        tier.place(holding.last, 0, 0, num_pages, pin)
+        tier.settle(pin, is_stored=True)
+        assert tier.is_check_due(at_rest=False) is (num_pages > 1)
+    assert tier.is_check_due(at_rest=True)
+    (run, _, _) = tier.listed()
+    run.start += 1
+    with pytest.raises(AssertionError, match="L1"):
+        tier.check([])
+
+
 @given(grouped(), st.sampled_from([STATES, (*STATES, WINDOW)]))
 def test_snapshots_at_branches_go_below_and_come_back(tiers: Grouped, groups: tuple[PartGroup, ...]) -> None:
     """L1, L2, L5, L8, with the audit: leaps, single steps, and every part named."""

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
+from kvarts.executor.cost import LinearCost
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.kv.groups import GroupMemory, PartGroup, with_states
@@ -303,6 +304,28 @@ def test_a_decode_that_goes_on_behind_a_long_prefill_keeps_no_tail() -> None:
     window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=6), part_bytes=1)
     case = Case(rows, 4, 4, 20, 16, 4, "default", 1, 2)
     assert_grouped_as_in_naive(case, (window,), "tails")
+
+
+BEHIND_A_LONG_PREFILL = [Row(0, [0] * 40, 40, 1, None, 0, None), Row(0, [1], 1, 9, None, 0, None)]
+
+
+@given(cases(max_requests=16, limits=True), st.sampled_from([None, 6.0]), st.booleans())
+@example(Case(BEHIND_A_LONG_PREFILL, 1, 4, 20, 16, 4, "default", 1, 3), None, False)
+@example(Case(BEHIND_A_LONG_PREFILL, 1, 4, 20, 16, 4, "default", 1, 3), 5.15, True)
+def test_a_window_longer_than_every_context_takes_the_time_of_layers_that_keep_all(
+    case: Case, max_itl_ms: float | None, plans_ahead: bool
+) -> None:
+    """A decode that has its turn after a chunk, where it may release parts, is a decode of the step like others."""
+    case.num_pages, case.profile = 2000, "default"
+    window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=1000), part_bytes=1)
+    times: list[list[Any]] = []
+    for groups in ((PartGroup(FULL, 2),), (PartGroup(FULL, 1), window)):
+        cost = LinearCost(step_ms=5, chunk_token_ms=0.02, decode_ms=0.1, context_token_ms=0.001)
+        settings = {"max_itl_ms": max_itl_ms, "async_scheduling": plans_ahead, "cost": cost}
+        report = replay(case.trace(), case.config(kv_groups="all", groups=groups, **settings))
+        names = ("start_ms", "duration_ms", "decodes", "tokens", "running")
+        times.append([report.requests_jsonl(), *[report.steps[name].tolist() for name in names]])
+    assert times[0] == times[1]
 
 
 def test_a_sink_is_not_extended_by_what_the_window_passes() -> None:

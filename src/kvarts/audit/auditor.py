@@ -162,6 +162,10 @@ class Auditor:
         )
         self._pinned: dict[int, list[list[LedgerPart]]] = {}
         """Parts of each pin, group by group, in order of position."""
+        self._num_pins: Counter[LedgerPart] = Counter()
+        """Pins of each part that has any."""
+        self._num_pinned = 0
+        """Blocks of these parts."""
         self._kept: dict[int, list[Keep]] = {}
         """Pages that each transfer reads."""
         self._leaders: dict[int, int] = {}
@@ -966,14 +970,17 @@ class Auditor:
 
     def _num_beside(self) -> int:
         """Return the number of blocks that are reserved or belong to pinned parts."""
-        parts = {part for groups in self._pinned.values() for part in chain(*groups)}
-        return self.ledger.num_reserved + sum(self.ledger.groups[part.group].part_blocks for part in parts)
+        return self.ledger.num_reserved + self._num_pinned
 
     def _pin(self, event: PagesPinned) -> None:
         """Hold the parts from which every group can resume after the pinned pages: the copies that a lookup finds."""
         holder = KnownRequest(event.content, 0, len(self.ledger.groups))
         self._held.hit(holder, event.num_pages, how="pinned")
         self._pinned[event.pin] = [list(parts.values()) for parts in holder.parts]
+        for part in chain(*self._pinned[event.pin]):
+            self._num_pins[part] += 1
+            if self._num_pins[part] == 1:
+                self._num_pinned += self.ledger.groups[part.group].part_blocks
 
     def _unpin(self, pin: int) -> None:
         """Drop the references of a pin, the last page first. Another sequence may resume from its parts."""
@@ -981,6 +988,10 @@ class Auditor:
             for part in reversed(parts):
                 part.stays = True
                 self.ledger.release(part)
+                self._num_pins[part] -= 1
+                if not self._num_pins[part]:
+                    del self._num_pins[part]
+                    self._num_pinned -= self.ledger.groups[part.group].part_blocks
 
     # Comparing --------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ and the list contains only those to evict before them. Empty bytes are taken bef
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final, Protocol
@@ -17,9 +18,30 @@ from kvarts.hints import Hints
 from kvarts.kv.eviction import EvictionOrder, noter_of, ranges_read_by
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import IdPool, PageId, SharedMemory
-from kvarts.kv.runs import Listed, PartCounts, PartRun, RunHolding, Span, Spot, Turns
+from kvarts.kv.runs import Listed, PartCounts, PartRun, RunHolding, Span, Spot, Stream, Turns
 
-__all__ = ["RunAccount", "RunEvents", "Wants"]
+__all__ = ["MOST_UNCHECKED", "RunAccount", "RunEvents", "Unchecked", "Wants"]
+
+MOST_UNCHECKED: Final = 16
+"""One part in this many may have moved before a check examines all runs again."""
+FEW_IDS: Final = 1024
+"""This many ids are examined with every check of the runs; more only once as many blocks have moved."""
+
+
+class Unchecked:
+    """Whether so much has moved since everything was last examined that examining it again costs little more."""
+
+    __slots__ = ("_num_moved",)
+
+    def __init__(self) -> None:
+        self._num_moved = 0
+
+    def is_due(self, num_moved: int, num_allowed: int) -> bool:
+        """Return whether `num_allowed` have moved since this last returned True, given how many ever have."""
+        if num_moved - self._num_moved < num_allowed:
+            return False
+        self._num_moved = num_moved
+        return True
 
 
 class Wants(Protocol):
@@ -49,6 +71,8 @@ class RunAccount(PartCounts):
     """
 
     __slots__ = (
+        "_num_checks",
+        "_unchecked_ids",
         "events",
         "eviction_order",
         "note_request",
@@ -89,6 +113,8 @@ class RunAccount(PartCounts):
         self.ring = Listed()
         """A sentinel that closes the list to a ring: its `newer` is the oldest entry, its `older` the youngest."""
         self.ring.older = self.ring.newer = self.ring
+        self._unchecked_ids = Unchecked()
+        self._num_checks = 0
 
     @property
     def room_bytes(self) -> int:
@@ -177,6 +203,34 @@ class RunAccount(PartCounts):
                     if not stream.is_hole(page):
                         pages.append((stream.group, page))
         return pages
+
+    def listed_counts(self) -> list[int]:
+        """Return how many parts are listed, by group."""
+        counts = [0] * len(self.groups)
+        turns: Counter[Stream] = Counter()
+        for entry in self.entries():
+            if isinstance(entry, PartRun):
+                counts[entry.group] += entry.end - entry.start
+            elif isinstance(entry, Turns):
+                turns.update(entry.streams[entry.at :])
+        for stream, count in turns.items():
+            counts[stream.group] += count - stream.num_holes(stream.low, stream.low + count)
+        return counts
+
+    # Laws -------------------------------------------------------------------------------------------------
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that have been taken, released and evicted since the beginning."""
+        return self.used_bytes + 2 * self.released_bytes + self.evicted_bytes
+
+    def is_id_check_due(self) -> bool:
+        """Return whether a check of all runs examines every id as well. Of a large pool, only once as many moved."""
+        if self.blocks is None:
+            return False
+        self._num_checks += 1
+        num_moved = self.moved_bytes // self.block_bytes + self._num_checks * FEW_IDS
+        return self._unchecked_ids.is_due(num_moved, self.blocks.total)
 
     @property
     def first(self) -> Listed | None:

@@ -11,12 +11,12 @@ part can consist of any blocks. The RunCache below counts in the same unit: one 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, cast
+from typing import cast
 
 from kvarts.content import NOTHING, Content
 from kvarts.event_log import Tell
 from kvarts.events import PartsMoved
-from kvarts.kv.account import RunEvents
+from kvarts.kv.account import MOST_UNCHECKED, RunEvents, Unchecked
 from kvarts.kv.cache import Cache, Holding, Leap, Mark, Match
 from kvarts.kv.eviction import EvictionOrder, HeldPages
 from kvarts.kv.group_needs import GroupNeeds, Held
@@ -27,9 +27,6 @@ from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span
 from kvarts.kv.span_tree import SpanTree
 
 __all__ = ["GroupPages", "Held", "HeldByOthers", "HeldParts", "PartHolding"]
-
-MOST_UNCHECKED: Final = 16
-"""One part in this many may have moved before `check` examines all of them."""
 
 
 class PartHolding(Holding):
@@ -104,7 +101,7 @@ class GroupPages(Cache):
 
     __slots__ = (
         "_num_given",
-        "_num_moved",
+        "_unchecked",
         "block_bytes",
         "memory",
         "needs",
@@ -140,8 +137,7 @@ class GroupPages(Cache):
         self.aligns = memory.aligns
         self.defers = memory.has_states_by_page
         self.releases = any(group.is_bounded or group.is_state for group in memory.groups)
-        self._num_moved = 0
-        """Blocks that had been taken, released and evicted when `check` last examined every part."""
+        self._unchecked = Unchecked()
         self.parts = RunCache(
             memory.in_blocks(),
             page_size=page_size,
@@ -682,15 +678,12 @@ class GroupPages(Cache):
     def is_check_due(self, *, at_rest: bool) -> bool:
         """Return whether a sixteenth of all parts has moved since every part was last examined, or nothing runs."""
         num_moved = self.num_used + 2 * self.num_released + self.num_evicted
-        if at_rest or num_moved - self._num_moved >= (self.num_used + self.num_cached) // MOST_UNCHECKED:
-            self._num_moved = num_moved
-            return True
-        return False
+        return self._unchecked.is_due(num_moved, 0 if at_rest else (self.num_used + self.num_cached) // MOST_UNCHECKED)
 
     def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
         """Assert laws L1 and L2 for every part, and that every block has one owner."""
         every = [cast(PartHolding, holding) for holding, _ in holdings]
-        taken_ids = [block_id for holding in every for block_id in holding.page_ids or ()]
+        taken_ids = [holding.page_ids for holding in every if holding.page_ids is not None]
         of_parts = [holding.parts for holding in every if holding.page_ids is None]
         of_parts += [holding.tail for holding in every if holding.tail is not None]
         of_parts += [cast(HeldParts, held).parts for held in holds]

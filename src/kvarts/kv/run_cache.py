@@ -8,7 +8,7 @@ are evicted from their tails.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import cast
 
 from kvarts.content import Content
@@ -815,15 +815,13 @@ class RunCache(RunAccount):
                 for run in runs:
                     yield index, span.content, run.start, run.end, len(run.holders)
 
-    def check(self, holdings: Sequence[RunHolding], taken_ids: Sequence[PageId] = ()) -> None:
+    def check(self, holdings: Sequence[RunHolding], taken_ids: Sequence[Sequence[PageId]] = ()) -> None:
         """Assert that bytes are conserved, and that runs are held exactly as often as sequences record.
 
-        `taken_ids`: the blocks that were taken by `take_blocks`.
+        `taken_ids`: the blocks that were taken by `take_blocks`, in several lists.
         """
         groups = self.groups
-        used, cached = [0] * len(groups), [0] * len(groups)
-        for index, _ in self.listed_pages():
-            cached[index] += 1
+        used, cached = [0] * len(groups), self.listed_counts()
         held: dict[int, int] = {}
         private = [[self._num_private(holding, index) for index in range(len(groups))] for holding in holdings]
         for holding, of_groups in zip(holdings, private, strict=True):
@@ -846,24 +844,24 @@ class RunCache(RunAccount):
                     assert run.is_listed == (not run.holders), "L2: a part is listed, and held"
                     assert run.spot is None or run.is_lent, "L2: a part that is in use has a place in the list"
                     assert span.start <= run.start <= run.end <= span.end, "L1: a part is not of its span"
+                    if self.blocks is not None:
+                        num_ids = (run.end - run.start) * self.part_blocks[run.group]
+                        assert len(run.ids) == num_ids, f"L1: {num_ids} blocks, and {len(run.ids)} ids"
         assert used == self.num_used, f"L1: {used} parts used, counted {self.num_used}"
         assert cached == self.num_cached, f"L1: {cached} parts cached, counted {self.num_cached}"
         sizes = self.part_bytes
         assert sum(map(int.__mul__, cached, sizes)) == self.cached_bytes, "L1: cached bytes"
-        in_use = sum(map(int.__mul__, used, sizes)) + len(taken_ids) * self.block_bytes
+        in_use = sum(map(int.__mul__, used, sizes)) + sum(map(len, taken_ids)) * self.block_bytes
         assert in_use + self.cached_bytes + self.empty_bytes == self.total_bytes, "L1: bytes are lost"
-        if self.blocks is not None:
-            self._check_ids(holdings, taken_ids)
+        if self.blocks is not None and self.is_id_check_due():
+            self._check_ids(self.blocks, holdings, taken_ids)
 
-    def _check_ids(self, holdings: Sequence[RunHolding], taken_ids: Sequence[PageId]) -> None:
-        """Assert that every block has one owner, and that every part has its number of blocks."""
-        assert self.blocks is not None
-        ids = [*self.blocks.empty_ids, *taken_ids]
+    def _check_ids(self, blocks: IdPool, holdings: Sequence[RunHolding], taken_ids: Sequence[Sequence[PageId]]) -> None:
+        """Assert that every block has one owner."""
+        ids = [*blocks.empty_ids, *chain.from_iterable(taken_ids)]
         for span in self.tree.every():
-            for index, runs in enumerate(span.parts[: len(self.groups)]):
+            for runs in span.parts[: len(self.groups)]:
                 for run in runs:
-                    num_ids = (run.end - run.start) * self.part_blocks[index]
-                    assert len(run.ids) == num_ids, f"L1: {num_ids} blocks, and {len(run.ids)} ids"
                     ids += run.ids
         for holding in holdings:
             for of_group in (*holding.open_ids, *holding.state_ids):
@@ -872,4 +870,4 @@ class RunCache(RunAccount):
                 for run in runs:
                     if run.span is None:
                         ids += run.ids  # a load fills it
-        assert sorted(ids) == list(range(self.blocks.total)), "L1: a block is lost or has two owners"
+        assert sorted(ids) == list(range(blocks.total)), "L1: a block is lost or has two owners"

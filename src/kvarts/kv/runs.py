@@ -782,6 +782,10 @@ class Stream:
         """Return whether a page is no longer listed by it."""
         return any(start <= page < end for start, end in self.holes)
 
+    def num_holes(self, start: int, end: int) -> int:
+        """Return how many of pages [start, end) are no longer listed by it."""
+        return sum(max(0, min(end, last) - max(start, first)) for first, last in self.holes)
+
 
 ENDED: Final = RunHolding(NOTHING, NOWHERE, 0, 1, 0)
 """In place of the holding of a stream that has ended: the holding need not live as long as the pages are listed."""

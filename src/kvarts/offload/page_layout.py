@@ -629,7 +629,7 @@ class PageLayout(Layout[MemoryTier]):
                 num_expected = node.end - node.start if below == Below.STORED else 0
                 assert num_held == num_expected, f"L4: {node} is marked {below}; {num_held} pages are below"
 
-    def check(self, under_way: Sequence[Copies]) -> None:
+    def check(self, under_way: Sequence[Copies], *, at_rest: bool = True) -> None:
         """Assert laws L1 to L3 in every tier, given the copies under way."""
 
         def is_above(place: int, content: Content, num_pages: int) -> bool:

@@ -586,12 +586,13 @@ class PartLayout(Layout[PartTier]):
         """Return the parts that a store holds on the device."""
         return [HeldParts(held) for held in _above(copies)]
 
-    def check(self, under_way: Sequence[Copies]) -> None:
-        """Assert laws L1 and L2 in every tier, given the copies under way."""
+    def check(self, under_way: Sequence[Copies], *, at_rest: bool = True) -> None:
+        """Assert laws L1 and L2 in every tier in which enough has moved, or at rest; `under_way`: all its copies."""
         every = [offered.pins for offered in self._offered.values()]
         every += [cast("PartCopies | PartLoading", copies).pins for copies in under_way]
         for place, tier in enumerate(self.tiers):
-            tier.check([pins[place] for pins in every])
+            if tier.is_check_due(at_rest=at_rest):
+                tier.check([pins[place] for pins in every])
         if not under_way:
             assert not self._offered, "L2: an offer is pinned at rest"
             for tier in self.tiers:

@@ -14,10 +14,11 @@ makes all earlier parts in those groups more recent than itself, so the rest of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
-from kvarts.kv.account import RunAccount, RunEvents
+from kvarts.kv.account import MOST_UNCHECKED, RunAccount, RunEvents, Unchecked
 from kvarts.kv.groups import GroupMemory
 from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, Spot, first_list, holding_of_transfer
@@ -72,6 +73,7 @@ class PartTier(RunAccount):
         """The first list of a span for stored runs, and for runs that are coming."""
         self.lists, self.lists_to_come = (first,), (first, first + count)
         """The first list for stored runs, and with it that for runs that are coming."""
+        self._unchecked = Unchecked()
         self._num_unlisted = [0] * count
         """By group, cached parts that are not in the list."""
         self._less = [index for index, group in enumerate(self.groups) if group.is_state or group.is_bounded]
@@ -364,11 +366,17 @@ class PartTier(RunAccount):
                 assert isinstance(entry, PartRun)
                 yield entry
 
+    def is_check_due(self, *, at_rest: bool) -> bool:
+        """Return whether a sixteenth of all parts has moved since every part was last examined, or nothing runs."""
+        num_allowed = 0 if at_rest else (self.total_bytes - self.empty_bytes) // MOST_UNCHECKED
+        return self._unchecked.is_due(self.moved_bytes, num_allowed)
+
     def check(self, pins: Sequence[RunHolding]) -> None:
         """Assert laws L1 and L2. `pins`: the holdings of transfers and offers of the engine that has it."""
         held: dict[int, int] = {}
         used, cached = [0] * len(self.groups), self._num_unlisted.copy()
-        ids = [] if self.blocks is None else [*self.blocks.empty_ids, *self._unlisted_ids()]
+        blocks = self.blocks if self.is_id_check_due() else None
+        ids = [] if blocks is None else [*blocks.empty_ids, *self._unlisted_ids()]
         for pin in (*pins, *self.guests):
             for runs in pin.held:
                 for run in runs:
@@ -376,27 +384,29 @@ class PartTier(RunAccount):
                     assert pin in run.holders, "L2: a part below is pinned, and does not say so"
                     if held[id(run)] == 1:
                         used[run.group] += run.end - run.start
-                        ids += run.ids
+                        if blocks is not None:
+                            ids += run.ids
         for run in self.listed():
             assert not run.holders, "L2: a cached part below is pinned"
             assert run.span is not None and run in run.span.parts[run.list_index], (
                 "L1: a cached part below is not found"
             )
             cached[run.group] += run.end - run.start
-            ids += run.ids
+            if blocks is not None:
+                ids += run.ids
         for span in self._tree.every():
             for index in range(len(self.groups)):
-                pages: set[int] = set()
-                for run in span.parts[self._here + index] + span.parts[self._coming + index]:
+                runs = span.parts[self._here + index] + span.parts[self._coming + index]
+                for run in runs:
                     assert run.span is span and len(run.holders) == held.get(id(run), 0), "L2: a part is held by others"
                     assert span.start <= run.start < run.end <= span.end, "L1: a part below is not of its span"
-                    assert pages.isdisjoint(range(run.start, run.end)), "L1: a part is below twice"
-                    pages.update(range(run.start, run.end))
+                for run, after in pairwise(sorted(runs, key=_from_end)):
+                    assert after.end <= run.start, "L1: a part is below twice"
         assert used == self.num_used, f"L1: {used} parts used below, counted {self.num_used}"
         assert cached == self.num_cached, f"L1: {cached} parts cached below, counted {self.num_cached}"
         num_bytes = sum(map(int.__mul__, used, self.part_bytes)) + sum(map(int.__mul__, cached, self.part_bytes))
         assert num_bytes + self.empty_bytes == self.total_bytes, "L1: bytes below are lost"
-        if self.blocks is not None:
+        if blocks is not None:
             assert sorted(ids) == list(range(self.num_blocks)), "L1: a block below has two owners"
 
     def _unlisted_ids(self) -> list[PageId]:

@@ -159,6 +159,10 @@ class PeerPartsView(PartsElsewhere):
     def drop_state(self, content: Content, page: int) -> None:
         """Do nothing: nothing is kept there for a request of this engine."""
 
+    def is_check_due(self, *, at_rest: bool) -> bool:
+        """Return True: only pins are examined."""
+        return True
+
     def check(self, pins: Sequence[RunHolding]) -> None:
         """Assert law L2: everything that is pinned elsewhere is of a transfer or an offer. `pins`: all of these."""
         assert set(self._pinned) <= set(pins), "L2: parts of another engine are held by nobody"

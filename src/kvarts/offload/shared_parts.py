@@ -264,6 +264,10 @@ class PartsView(PartsElsewhere):
 
     # Laws -------------------------------------------------------------------------------------------------
 
+    def is_check_due(self, *, at_rest: bool) -> bool:
+        """Return whether enough has moved in the store since all of its parts were last examined, or nothing runs."""
+        return self._parts.is_check_due(at_rest=at_rest)
+
     def check(self, pins: Sequence[RunHolding]) -> None:
         """Assert laws L1 and L2 for all engines. `pins`: the holdings of transfers and offers of this one."""
         mine = [pin for pin in pins if pin in self._store.pins]

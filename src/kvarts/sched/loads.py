@@ -199,8 +199,8 @@ class LowerTiers(Protocol):
     def reset(self) -> None:
         """Forget the pages that the tiers hold, and those that were to be stored: the device has lost its own."""
 
-    def check(self) -> None:
-        """Assert laws L1 to L3 in every tier below."""
+    def check(self, *, at_rest: bool = True) -> None:
+        """Assert laws L1 to L3 in every tier below; unless `at_rest`, where enough has moved for it to be worth it."""
 
 
 class GroupOffers(Protocol):

@@ -30,7 +30,7 @@ class ItlBound:
     at most a page. So prompts go on where decodes alone take longer than the bound.
     """
 
-    __slots__ = ("_most_ns", "_page_size", "_pool_tokens", "_step_ns", "_wheel")
+    __slots__ = ("_most_ns", "_page_size", "_pool_tokens", "_step_ns", "_wheel", "num_beside", "tokens_beside")
 
     def __init__(
         self, most_ns: int, step_ns: Callable[[Batch], int], wheel: DecodeWheel, *, page_size: int, pool_tokens: int
@@ -40,13 +40,16 @@ class ItlBound:
         self._wheel = wheel
         self._page_size = page_size
         self._pool_tokens = pool_tokens
+        self.num_beside = self.tokens_beside = 0
+        """Decodes that are off the wheel in this step, and the tokens that they know."""
 
     def most_tokens(self, request: Request, start: int, num_tokens: int, chunks: Sequence[Chunk]) -> int:
         """Return how many of the tokens [start, start + num_tokens) of `request` may follow `chunks` in the step."""
-        num_decodes = self._wheel.num_decoding
+        num_decodes = self._wheel.num_decoding + self.num_beside
         if not num_decodes:
             return num_tokens
-        known_tokens, num_known = self._wheel.known_tokens, request.num_prompt_tokens + request.num_output_tokens
+        known_tokens = self._wheel.known_tokens + self.tokens_beside
+        num_known = request.num_prompt_tokens + request.num_output_tokens
         least = 0 if chunks else min(num_tokens, self._page_size)
         most = num_tokens
         while least < most:
@@ -126,7 +129,9 @@ class Prefill:
         "completing",
         "computed",
         "computing",
+        "in_turn",
         "most_tokens",
+        "turned",
     )
 
     def __init__(
@@ -150,6 +155,10 @@ class Prefill:
         """Indices of requests that computed their prompt, until they are taken; None if they are not recorded."""
         self.most_tokens: int = MOST_COUNT
         """The most tokens of one request in the step being planned."""
+        self.in_turn: list[Request] = []
+        """Decodes that have their turns among the chunks of the step being planned."""
+        self.turned: list[int] = []
+        """The tokens that each of these knows which has computed one in this step, that one included."""
         self._published = -1
         """Decodes admitted before this have published the pages that they fill in the step being planned."""
         self._running = running
@@ -170,7 +179,14 @@ class Prefill:
     @property
     def may_wait(self) -> bool:
         """Whether a step may wait for loads that it uses: without decodes, or without a bound of latency."""
-        return self._itl is None or not self._running.wheel.num_decoding
+        return self._itl is None or not (self._running.wheel.num_decoding or self.in_turn)
+
+    def let_in_turn(self, decodes: list[Request]) -> None:
+        """Let `decodes` have their turns among the chunks of the step being planned. They still are decodes of it."""
+        self.in_turn = decodes
+        if self._itl is not None:
+            self._itl.num_beside = len(decodes)
+            self._itl.tokens_beside = sum([request.num_known for request in decodes])
 
     def has_room(self, request: Request, start: int, chunks: list[Chunk]) -> bool:
         """Return whether a chunk of `request` from `start` on may follow `chunks` within the bound of latency."""
@@ -274,8 +290,9 @@ class Prefill:
                     continue  # the budget reaches no page end
             if request.own is not None:
                 num_tokens = request.own.most_tokens(start, num_tokens)
-            if self._itl is not None:
-                num_tokens = self._itl.most_tokens(request, start, num_tokens, [*chunks, *_chunks_of(planned)])
+            if self._itl is not None and request not in self.in_turn:
+                before = [each for each in planned.values() if each.request not in self.in_turn]
+                num_tokens = self._itl.most_tokens(request, start, num_tokens, [*chunks, *_chunks_of(before)])
             is_cut = is_cut or num_tokens < num_allowed
             if not num_tokens:
                 break
@@ -454,6 +471,8 @@ class Prefill:
             chunked.append(request)
         if self._batch is not None:
             chunks.append(self._batch.chunk(request, start, num_tokens, num_known))
+        elif self.in_turn and request in self.in_turn:
+            self.turned.append(end)
         elif own is None and not request.computes_only:  # `_chunk_of`, inlined: this runs for every chunk
             chunks.append(Chunk(start, num_tokens, request.num_prompt_tokens, num_known))
         else:
@@ -479,10 +498,10 @@ class Prefill:
             self.computing[request] = end - start
 
 
-def _chunks_of(planned: dict[int, Planned]) -> list[Chunk]:
+def _chunks_of(planned: list[Planned]) -> list[Chunk]:
     """Return planned chunks as a cost model should see them."""
     chunks = []
-    for one in planned.values():
+    for one in planned:
         request, start = one.request, one.request.num_computed
         num_known = request.num_prompt_tokens + request.num_output_tokens
         chunks.append(_chunk_of(request, start, one.end - start, num_known))

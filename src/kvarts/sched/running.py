@@ -277,13 +277,14 @@ class Running(RunningOrder):
                 return True
         return False
 
-    def stall_after(self, admission: int, now_ns: int) -> None:
-        """Let the decodes that were admitted after `admission` compute nothing in this step.
+    def stall_after(self, admission: int, now_ns: int) -> list[Request]:
+        """Let the decodes that were admitted after `admission` compute nothing in this step; return them.
 
         They continue with a chunk of one token. Those that bring their own pages wait for no memory, and are not
         affected.
         """
         batch = self.batch
+        stalled: list[Request] = []
         for request in sorted(self, key=lambda request: request.admission):
             if request.admission <= admission or request.state is not DECODING or request.own is not None:
                 continue
@@ -296,9 +297,11 @@ class Running(RunningOrder):
             self._cache.stop_decoding(request.holding, -(-request.num_computed // self._page_size))
             request.become(PREFILLING)
             self.chunked.append(request)
+            stalled.append(request)
             if self.lag:
                 self.taken_off.append(request)
         self.chunked.sort(key=lambda request: request.admission)
+        return stalled
 
     def settle(self, request: Request, start: int) -> None:
         """Let `request` release, at its turn, the pages that no token from `start`, its next one, on attends to."""

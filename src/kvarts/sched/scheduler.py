@@ -473,6 +473,10 @@ class Scheduler:
         num_decodes, known_tokens, num_joined = wheel.num_decoding, 0, 0
         if num_decodes:
             known_tokens = wheel.known_tokens
+        if turned := self._prefill.turned:
+            num_decodes += len(turned)
+            known_tokens += sum(turned)
+            self._prefill.turned = []
         if self._plans_ahead:
             self.num_leaving = 0
             self._drop_given_up(now_ns)
@@ -504,8 +508,11 @@ class Scheduler:
         if self._long_prefill:
             is_alone = self.running.num_running + self.num_waiting == 1
             self._prefill.most_tokens = MOST_COUNT if is_alone else self._long_prefill
-        if self._takes_turns and self.running.chunked:
-            self._order_turns(now_ns)
+        if self._takes_turns:
+            if self._prefill.in_turn:
+                self._prefill.let_in_turn([])
+            if self.running.chunked:
+                self._order_turns(now_ns)
 
     def _take_turns(self, now_ns: int) -> bool:
         """Take pages for decodes in the order of drafts or postponed releases; return whether the plan goes on."""
@@ -986,9 +993,11 @@ class Scheduler:
             if num_blocks <= cache.num_free and (cache.has_empty(num_blocks) or not running.may_repeat()):
                 return
         if running.has_decodes_after(first.admission):
-            running.stall_after(first.admission, now_ns)
+            in_turn = running.stall_after(first.admission, now_ns)
             if self._tell is not None:
                 self._tell(DecodesStalled(first.index))
+            if self._batch is None:  # an executor of tokens computes them as chunks
+                self._prefill.let_in_turn(in_turn)
 
     def _resume_stalled(self, budget: int, now_ns: int) -> int:
         """Return stalled decodes to the wheel; return the number of tokens that they compute of `budget`."""
@@ -1235,7 +1244,7 @@ class Scheduler:
         if self.loads is not None:
             held += self.loads.holdings()
             holds = self.loads.tiers.holds()
-            self.loads.tiers.check()
+            self.loads.tiers.check(at_rest=not self.has_work)
         if self.handoffs is not None:
             held += self.handoffs.holdings()
         reserved = self.own_pages.reserve.holding()

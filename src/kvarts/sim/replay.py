@@ -354,9 +354,10 @@ def _part(trace: Trace, task: tuple[int, int, ReplayConfig]) -> _Part:
 
 
 def _trials(trace: Trace, config: ReplayConfig) -> Trials:
+    """Return trials of other sizes. They are not audited: the audit that was asked for is of the replay itself."""
     from kvarts.sim.trials import ReplayTrials
 
-    return ReplayTrials(replay_one, trace, config)
+    return ReplayTrials(replay_one, trace, structs.replace(config, audit=False))
 
 
 def make_router(
