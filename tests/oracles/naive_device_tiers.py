@@ -54,7 +54,7 @@ class Released(list[NaivePart]):
         self.stamps[part] = self.device.last
         super().append(part)
 
-    def __iadd__(self, parts: Any) -> Released:  # type: ignore[misc]
+    def __iadd__(self, parts: Any) -> Released:  # type: ignore[override]
         for part in parts:
             self.append(part)
         return self

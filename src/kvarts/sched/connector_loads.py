@@ -11,8 +11,6 @@ Synchronous loads end within the step that begins them: their requests run in it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec.structs import replace
 
 from kvarts.event_log import Tell
@@ -21,12 +19,9 @@ from kvarts.kv.cache import Cache, Holding, Match
 from kvarts.kv.transfer import Awaited, Loaded, Offer, Weighed
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request, RequestState
-from kvarts.sched.loads import GroupOffers, Loads, LoadUnderWay, LowerTiers
+from kvarts.sched.loads import AlignedTokens, GroupOffers, Loads, LoadUnderWay, LowerTiers
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
-
-if TYPE_CHECKING:
-    from kvarts.sched.prefill import AlignedChunks
 
 __all__ = ["AsyncLoads", "SyncLoads"]
 
@@ -140,7 +135,7 @@ class AsyncLoads(_ConnectorLoads):
     takes_places = False
     _running: Running
 
-    def connect(self, running: Running, aligned: AlignedChunks | None) -> None:
+    def connect(self, running: Running, aligned_tokens: AlignedTokens | None) -> None:
         """Take note of the running requests: those with a prefill need memory to end it."""
         self._running = running
         self._transfers: dict[int, int] = {}
@@ -253,9 +248,9 @@ class SyncLoads(_ConnectorLoads):
 
     is_sync = True
 
-    def connect(self, running: Running, aligned: AlignedChunks | None) -> None:
+    def connect(self, running: Running, aligned_tokens: AlignedTokens | None) -> None:
         """Take note of the rule for chunks that end at pages: what is loaded and what is computed are of one step."""
-        self._aligned = aligned
+        self._aligned_tokens = aligned_tokens
 
     def _wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
         """Return the same, where chunks end at pages for the chunk that follows the load."""
@@ -263,10 +258,10 @@ class SyncLoads(_ConnectorLoads):
 
     def _chunk(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
         """Return how many of `budget` tokens `request` computes after the pages up to `end`."""
-        if self._aligned is None:
+        if self._aligned_tokens is None:
             return budget
         start = end * self._page_size
-        return self._aligned.num_tokens(request, start, min(budget, num_known - start), self._cache.branch_of(match))
+        return self._aligned_tokens(request, start, min(budget, num_known - start), self._cache.branch_of(match))
 
     def _fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int, budget: int) -> bool:
         """Return whether there are blocks, and tokens for the chunk that follows the load."""

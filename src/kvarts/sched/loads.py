@@ -20,8 +20,8 @@ If page 1 were nowhere and page 2 below, page 1 would be a front: the request co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
@@ -36,9 +36,11 @@ from kvarts.sched.running import Running
 if TYPE_CHECKING:
     from kvarts.kv.runs import RunMatch
     from kvarts.kv.transfer import Awaited, Coming, Loaded, Offer, Transfer, TransferReport, TransferTotals, Weighed
-    from kvarts.sched.prefill import AlignedChunks
 
-__all__ = ["GroupOffers", "LoadUnderWay", "Loads", "LowerTiers"]
+__all__ = ["AlignedTokens", "GroupOffers", "LoadUnderWay", "Loads", "LowerTiers"]
+
+AlignedTokens: TypeAlias = Callable[[Request, int, int, int], int]
+"""Returns the tokens of the next chunk of a prompt, where chunks end at pages: AlignedChunks.num_tokens."""
 
 
 class LowerTiers(Protocol):
@@ -342,7 +344,7 @@ class Loads:
     def note_arrived(self, request: Request) -> None:
         """Take note that a request waits: its content may be known to tiers that outlive the process."""
 
-    def connect(self, running: Running, aligned: AlignedChunks | None) -> None:
+    def connect(self, running: Running, aligned_tokens: AlignedTokens | None) -> None:
         """Take note of the running requests of the scheduler, and of its rule for chunks that end at pages."""
 
     def try_start(

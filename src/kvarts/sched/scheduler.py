@@ -117,7 +117,7 @@ class Scheduler:
             most_tokens = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or MOST_COUNT)
             self._aligned = AlignedChunks(config.page_size, most_tokens)
         if loads is not None:
-            loads.connect(self.running, self._aligned)
+            loads.connect(self.running, None if self._aligned is None else self._aligned.num_tokens)
         self.handoffs = handoffs
         if handoffs is not None:
             handoffs.connect(self.running, waiting, loads)
