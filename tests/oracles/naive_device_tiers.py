@@ -54,7 +54,7 @@ class Released(list[NaivePart]):
         self.stamps[part] = self.device.last
         super().append(part)
 
-    def __iadd__(self, parts: Any) -> Released:  # type: ignore[override]
+    def __iadd__(self, parts: Any) -> Released:  # type: ignore[override,misc]
         for part in parts:
             self.append(part)
         return self

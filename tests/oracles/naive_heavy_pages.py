@@ -58,6 +58,11 @@ class NaiveHeavyPages:
         assert self.last_decision(start) == self.last_decision(end - 1), "a step has tokens of both sides of a decision"
         self.held |= {token // self.page_size for token in range(start, end)}
 
+    def receive(self, start: int, end: int, scores: dict[int, int]) -> None:
+        """Tokens [start, end) gave pages these scores, which count unless those of the first of them count already."""
+        if all(start >= until for until, _ in self.received):
+            self.received.append((end, scores))
+
     def can_go_back(self, length: int) -> bool:
         """Return whether the last of `length` tokens can be computed again: nothing was decided since."""
         return self.last_decision(max(0, length - 1)) >= self.decided

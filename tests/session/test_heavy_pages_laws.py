@@ -45,6 +45,11 @@ class Known:
     history: list[int] = field(default_factory=list)
 
     @property
+    def keeps(self) -> HeavyPages:
+        assert isinstance(self.pages.keeps, HeavyPages)
+        return self.pages.keeps
+
+    @property
     def table(self) -> HeavyTable:
         (table,) = self.pages.tables
         assert isinstance(table, HeavyTable)
@@ -123,11 +128,11 @@ class HeavyPagesMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 3), seed=st.integers(0, 9))
     @precondition(lambda self: self.sessions and not self.num_state_blocks)
     def compute_last_again(self, index: int, seed: int) -> None:
-        """As generations do, which need what follows the last token; what it gave is not counted twice."""
+        """As generations do, which need what follows the last token. What it gives counts once."""
         session = self.some(index)
         if session.history:
             self.begin_chunk(session, len(session.history) - 1, len(session.history))
-            self.end_step([(session, len(session.history) - 1)], Random(seed), is_again=True)
+            self.end_step([(session, len(session.history) - 1)], Random(seed))
 
     def begin_chunk(self, session: Known, start: int, end: int) -> None:
         session.pages.settle(start)
@@ -138,7 +143,7 @@ class HeavyPagesMachine(RuleBasedStateMachine):
         session.history += range(self.num_tokens, self.num_tokens + count)
         self.num_tokens += count
 
-    def end_step(self, begun: Sequence[tuple[Known, int]], random: Random, *, is_again: bool = False) -> None:
+    def end_step(self, begun: Sequence[tuple[Known, int]], random: Random) -> None:
         for session, _ in begun:
             for source, target in session.pages.take_copies():
                 for slot in range(self.page_size):
@@ -151,21 +156,21 @@ class HeavyPagesMachine(RuleBasedStateMachine):
                     page = self.block_of(session, block, position)
                     assert not self.is_shared(page), "a page that another has is written"
                     self.memory[page, position % self.page_size] = number, session.history[position]
-            for block in session.pages.state:
-                assert not self.is_shared(block)
-                self.memory[block, 0] = -1, session.history[-1]
+            for state in session.pages.state:
+                assert not self.is_shared(state)
+                self.memory[state, 0] = -1, session.history[-1]
             numbers = session.table.page_numbers().tolist()
-            if len(session.pages.keeps.observed(start, end)):  # type: ignore[attr-defined]
+            if len(session.keeps.observed(start, end)):
                 scores = [random.randrange(3) for _ in numbers]
                 session.pages.observe(start, end, np.array(scores, np.float32))
-                if not is_again:
-                    session.naive.received.append((end, dict(zip(numbers, scores, strict=True))))
+                session.naive.receive(start, end, dict(zip(numbers, scores, strict=True)))
             session.pages.settle(end - 1)
             session.naive.begin(end - 1)
         assert self.room.num_used == 0
 
     def block_of(self, session: Known, block: Sequence[PageId], position: int) -> PageId:
-        return block[session.table.page_numbers().tolist().index(position // self.page_size)]
+        numbers: list[int] = session.table.page_numbers().tolist()
+        return block[numbers.index(position // self.page_size)]
 
     def is_shared(self, page: PageId) -> bool:
         return sum(page in session.pages.page_ids for session in self.sessions) > 1

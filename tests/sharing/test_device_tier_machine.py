@@ -86,13 +86,8 @@ class DeviceMachine(TieredMachine):
 
     def open_model(self, *of_groups: Any, **options: Any) -> NaiveTieredGroups:
         """Return a naive model that shares the naive device."""
-        return NaiveTieredModel(
-            *of_groups,
-            **options,
-            device=self.naive_device,
-            block_bytes=self.block_bytes,
-            guaranteed=self.guarantee,
-        )
+        options |= {"device": self.naive_device, "block_bytes": self.block_bytes, "guaranteed": self.guarantee}
+        return NaiveTieredModel(*of_groups, **options)
 
     @rule(number=st.integers(0, len(NAMES) - 1))
     def switch(self, number: int) -> None:
