@@ -204,6 +204,8 @@ class Step(msgspec.Struct):
     placed: dict[int, int] = {}
     load: Any = None
     uncomputed: frozenset[tuple[int, str]] = frozenset()
+    fails: bool = False
+    """Whether vLLM's scheduler fails in this step, as it takes more blocks than it counted and than are free."""
 
 
 # Workloads ------------------------------------------------------------------------------------------------
@@ -312,7 +314,7 @@ def draw_drafts(workload: Workload, draw: random.Random) -> None:
 
 def draw_loads(workload: Workload, row: str, draw: random.Random) -> None:
     """Let a tier have pages of most requests. In a row with failures, half of the loads bring fewer."""
-    workload.load_kv = "sync" if row in ("loads", "group-loads") else "async"
+    workload.load_kv = "async" if "async" in row or row == "failed-loads" else "sync"
     most_steps = draw.choice([1, 3, 12, 60])
     for ask in workload.asks:
         num_pages = (len(ask.prompt) + len(ask.output)) // workload.page_size
@@ -320,7 +322,7 @@ def draw_loads(workload: Workload, row: str, draw: random.Random) -> None:
         ask.load_steps = draw.randint(1, most_steps)
         if row == "failed-loads" and draw.random() < 0.5:
             ask.num_good = draw.choice([0, 0, 1, 2, 5])
-    if row in ("async-loads", "async-group-loads"):
+    if row in ("async-loads", "async-group-loads", "states-all-async-loads", "states-align-async-loads"):
         workload.watermark = draw.choice([0.0, 0.0, 0.05])
         workload.long_prefill_token_threshold = draw.choice([0, 0, 8 * workload.page_size])
 
@@ -332,18 +334,20 @@ def add_states(workload: Workload, row: str, draw: random.Random) -> None:
     states: list[tuple[str, int | None]] = [(kind, None)] * draw.randint(1, 2)
     workload.groups = [FULL, *states]
     if draw.random() < 0.5:
-        workload.policy = "priority"
-        for ask in workload.asks:
-            ask.priority = draw.randrange(3)
+        if row not in STATE_LOAD_ROWS:
+            workload.policy = "priority"
+            for ask in workload.asks:
+                ask.priority = draw.randrange(3)
         workload.groups += [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 2))]
         workload.groups += [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(0, 1))]
     if draw.random() < 0.2:
         workload.long_prefill_token_threshold = draw.choice([page_size, 3 * page_size + 1, 8 * page_size])
-    workload.is_async = row.endswith("async")
+    workload.is_async = row in ("states-all-async", "states-align-async")
 
 
 GROUP_LOAD_ROWS = ("group-loads", "async-group-loads")
-LOAD_ROWS = ("loads", "async-loads", "failed-loads", *GROUP_LOAD_ROWS)
+STATE_LOAD_ROWS = ("states-all-loads", "states-align-loads", "states-all-async-loads", "states-align-async-loads")
+LOAD_ROWS = ("loads", "async-loads", "failed-loads", *GROUP_LOAD_ROWS, *STATE_LOAD_ROWS)
 ROWS = {
     "full": "one full group, first come, first served",
     "priority": "three priorities",
@@ -380,6 +384,11 @@ ROWS = {
     "priorities",
     "states-all-async": "the same as states-all with asynchronous scheduling",
     "states-align-async": "the same as states-align with asynchronous scheduling",
+    "states-all-loads": "states after all pages, synchronous loads of a connector",
+    "states-align-loads": "states at the ends of chunks, synchronous loads of a connector",
+    "states-all-async-loads": "states after all pages, asynchronous loads of a connector, some with a watermark or a "
+    "threshold",
+    "states-align-async-loads": "states at the ends of chunks, asynchronous loads of a connector, the same",
 }
 
 
@@ -1225,6 +1234,16 @@ class Difference(msgspec.Struct):
         found = [{*side.stored, *side.removed} for side in (self.kvarts, self.vllm)]
         return not (found[0] ^ found[1]).isdisjoint(self.vllm.uncomputed)
 
+    @property
+    def is_failure_of_vllm(self) -> bool:
+        """Whether vLLM's scheduler fails in this step."""
+        return self.vllm is not None and self.vllm.fails
+
+    @property
+    def is_of_vllm_alone(self) -> bool:
+        """Whether the workload is equal up to a step in which vLLM does what no scheduler should."""
+        return self.is_of_uncomputed_page or self.is_end_of_vllm or self.is_failure_of_vllm
+
     def fields(self) -> list[str]:
         """Return the names of what differs."""
         if self.kvarts is None or self.vllm is None:
@@ -1232,10 +1251,20 @@ class Difference(msgspec.Struct):
         return [name for name in COMPARED if getattr(self.kvarts, name) != getattr(self.vllm, name)]
 
 
+def until_failure(steps: Iterator[Step]) -> Iterator[Step]:
+    """Yield the steps of vLLM; one that fails for lack of blocks is the last."""
+    try:
+        yield from steps
+    except ValueError as error:
+        if "free blocks from the pool" not in str(error):
+            raise
+        yield Step(fails=True)
+
+
 def compare(workload: Workload, config: Any, counts: Counter[str]) -> Difference | None:
     """Run both; return the first difference, None without one. `counts`: what was compared."""
     asks = workload.asks
-    ours_all, theirs_all = run_kvarts(workload), run_vllm(workload, config)
+    ours_all, theirs_all = run_kvarts(workload), until_failure(run_vllm(workload, config))
     if workload.num_ranks > 1:
         configs = iter([copy.deepcopy(config) for _ in range(workload.num_ranks)])
         ours_all = run_ranks(workload, run_kvarts, OurFrontEnd(workload))
@@ -1265,7 +1294,7 @@ def shrunk(workload: Workload, config: Any) -> tuple[Workload, Difference]:
             asks = workload.asks[:start] + workload.asks[start + size :]
             smaller = msgspec.structs.replace(workload, asks=asks)
             difference = compare(smaller, config, Counter()) if asks else None
-            if difference is not None and not (difference.is_of_uncomputed_page or difference.is_end_of_vllm):
+            if difference is not None and not difference.is_of_vllm_alone:
                 workload, found = smaller, difference
                 break
         else:
@@ -1328,7 +1357,7 @@ def main() -> None:
     num_differing = 0
     for row in args.row or ROWS:
         counts = Counter()
-        differing = num_uncomputed = num_ended = 0
+        differing = num_uncomputed = num_ended = num_failed = 0
         began = time.monotonic()
         for seed in range(args.seed, args.seed + args.workloads):
             workload = draw_workload(row, seed)
@@ -1337,6 +1366,8 @@ def main() -> None:
                 num_uncomputed += 1
             elif difference is not None and difference.is_end_of_vllm:
                 num_ended += 1
+            elif difference is not None and difference.is_failure_of_vllm:
+                num_failed += 1
             elif difference is not None:
                 differing += 1
                 if differing <= args.most_shown:
@@ -1348,6 +1379,8 @@ def main() -> None:
             counts["workloads up to a page that vLLM finds and has not computed"] = num_uncomputed
         if num_ended:
             counts["workloads up to a step after which vLLM plans nothing"] = num_ended
+        if num_failed:
+            counts["workloads up to a step in which vLLM takes more blocks than it counted"] = num_failed
         said = ", ".join(f"{number:,} {name}" for name, number in counts.items())
         print(
             f"{row} ({ROWS[row]}): {args.workloads:,} workloads, {differing} differ; {said}; "

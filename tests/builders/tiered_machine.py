@@ -93,6 +93,7 @@ class TieredMachine(RuleBasedStateMachine):
         keeps=st.sampled_from(["all", "tails"]),
         has_ids=st.booleans(),
         is_files=st.booleans(),
+        aligns=st.booleans(),
     )
     def build(
         self,
@@ -107,8 +108,9 @@ class TieredMachine(RuleBasedStateMachine):
         keeps: Retention,
         has_ids: bool,
         is_files: bool,
+        aligns: bool,
     ) -> None:
-        memory = GroupMemory((first, *others), keeps)
+        memory = GroupMemory((first, *others), keeps, aligns=aligns)
         self.num_owners = 0
         self.tokens_of: dict[int, list[int]] = {}
         """The tokens of decodes, by owner."""
@@ -140,6 +142,7 @@ class TieredMachine(RuleBasedStateMachine):
             num_below=len(sizes),
         )
         self.parts = self.cache.parts
+        self.join_device()
         self.tiers = [
             PartTier(name, num_blocks, memory, self.parts.tree, place=place, with_slots=has_ids)
             for place, (name, num_blocks) in enumerate(zip(("host", "disk", "last"), sizes, strict=False))
@@ -175,7 +178,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.most_bytes = max(
             max(num_blocks // 16, 2) * memory.block_bytes, *(group.part_bytes for group in memory.groups)
         )
-        self.model = NaiveTieredGroups(
+        self.model = self.open_model(
             [(group.layer, group.part_bytes) for group in memory.groups],
             page_size,
             num_blocks * memory.block_bytes,
@@ -184,6 +187,7 @@ class TieredMachine(RuleBasedStateMachine):
             swaps_states=not has_ids,
             idle_room=self.most_bytes,
             swaps=bool(sizes),
+            aligns=memory.aligns,
         )
         self.holders: list[Holder] = []
         self.stores: dict[int, list[tuple[NaivePart, NaiveBelow]]] = {}
@@ -195,6 +199,13 @@ class TieredMachine(RuleBasedStateMachine):
         """Loads under way that a step uses."""
         self.preempted: list[Holder] = []
         self.now_ns = 0
+
+    def join_device(self) -> None:
+        """Let the cache take its memory from a device that other models share: none does."""
+
+    def open_model(self, *of_groups: Any, **options: Any) -> NaiveTieredGroups:
+        """Return the naive model of an engine."""
+        return NaiveTieredGroups(*of_groups, **options)
 
     def content_of(self, tokens: list[int], tenant: str | None) -> Content:
         self.num_owners += 1
@@ -238,6 +249,7 @@ class TieredMachine(RuleBasedStateMachine):
     def advance(self, data: st.DataObject, num_new: int, is_end: bool) -> None:
         holder = data.draw(st.sampled_from(self.computing()))
         tokens = holder.sequence.tokens
+        num_new = self.within_page(holder.sequence, num_new)
         while len(tokens) < holder.sequence.num_tokens + num_new:
             token = data.draw(st.integers(0, 1))
             tokens.append(token)
@@ -247,6 +259,11 @@ class TieredMachine(RuleBasedStateMachine):
             self.grow(holder.holding, holder.sequence.num_tokens, is_end)
             self.model.note(holder.sequence, is_end=is_end)
         self.cache.count()
+
+    def within_page(self, sequence: NaiveSequence, num_new: int) -> int:
+        """Where only the last page of a chunk has a state, a chunk that begins inside a page stays there."""
+        num_left = -sequence.num_tokens % self.cache.page_size
+        return min(num_new, num_left) if num_left and self.cache.memory.aligns else num_new
 
     def computed(self) -> list[Holder]:
         """Those that have a state where layers keep one: it comes with the first token that is computed."""
@@ -444,6 +461,8 @@ class TieredMachine(RuleBasedStateMachine):
         for part in [part for part in self.model.released if not part.stores]:
             self.model.released.remove(part)
             self.model.lose(part)
+            assert part.name is not None
+            self.model.evicted.append((part.group, part.name))
             self.model.empty_bytes += self.model.bytes_of(part)
 
     def has_host(self) -> bool:
@@ -634,7 +653,7 @@ class TieredMachine(RuleBasedStateMachine):
         front = load.front
         assert front is not None
         start = front.num_tokens
-        end = min(load.front_end * page_size, start + num_new)
+        end = min(load.front_end * page_size, start + self.within_page(front, num_new))
         self.cache.begin_front(load.holding, start, 0)
         fits = self.model.advance(front, end - start)
         if fits:
@@ -729,8 +748,7 @@ class TieredMachine(RuleBasedStateMachine):
         holdings += [held.parts for held in self.offloader.holds() if isinstance(held, HeldParts)]
         cache.check(holdings)
         self.offloader.check()
-        assert cache.empty_bytes * self.block_bytes == model.empty_bytes
-        assert cache.free_bytes * self.block_bytes == model.free_bytes()
+        self.agrees_on_memory()
         assert cache.listed_pages() == [
             (part.group, len(part.name[1]) // self.cache.page_size - 1)
             for part in model.released
@@ -756,6 +774,11 @@ class TieredMachine(RuleBasedStateMachine):
     def account_of(self, tier: PartTier) -> PartTier:
         """The tier that has the parts of `tier`."""
         return tier
+
+    def agrees_on_memory(self) -> None:
+        cache, model = self.parts, self.model
+        assert cache.empty_bytes * self.block_bytes == model.empty_bytes
+        assert cache.free_bytes * self.block_bytes == model.free_bytes()
 
     def listed(self, entries: Iterator[Listed]) -> list[tuple[int, Any]]:
         """The parts of runs, the next to be evicted first, with what the model calls their pages."""

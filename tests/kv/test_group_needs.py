@@ -48,3 +48,22 @@ def test_a_request_that_finds_less_may_need_less() -> None:
     assert [match.num_pages for match in found] == [7, 4]
     needs = [cache.num_to_admit(match, 16, 2) for match in found]
     assert cache.least_to_admit(found[0], 16, 2) <= needs[1] < needs[0]
+
+
+def test_states_at_the_ends_of_chunks_need_one_part_for_all_the_pages_of_a_chunk() -> None:
+    """Also after a load, and while it is under way: 14 pages of the full group, and a state."""
+    state = KvLayer(kind="state", num_heads=1, head_numbers=2, span=1)
+    memory = GroupMemory((PartGroup(FULL, part_bytes=1), PartGroup(state, part_bytes=1)), aligns=True)
+    cache = GroupPages(memory, num_blocks=40, page_size=2, most_new_tokens=8)
+    tokens = list(range(40))
+    content, other = (Content.from_tokens(tokens, page_size=2, owner=owner) for owner in range(2))
+    holding = cache.open(cache.match(content, 0))
+    cache.extend(holding, 12, is_end=True)
+    assert cache.num_to_go_on(holding, 40, 0) == cache.num_to_go_on(holding, 40, 8) == 14 + 1
+    cache.close(holding, 6, 6)
+    match = cache.match(other, 19)
+    assert match.num_pages == 6
+    # What is found and not held: six pages, and their state, which vLLM counts though the load brings another one.
+    assert cache.num_to_admit_loaded(match, match, 40, 0) >= 14 + 1 + 6
+    assert cache.needs.passed_states(12, cache.held_by_others(match)) == 1
+    assert cache.needs.passed_states(0, cache.held_by_others(match)) == 0

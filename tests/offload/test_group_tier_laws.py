@@ -303,6 +303,33 @@ def test_after_its_load_a_request_computes_when_a_step_reaches_a_page_end() -> N
     assert report.step_logs[0].columns["tokens"].tolist()[-8:] == [4, 4, 4, 4, 4, 4, 4, 1]
 
 
+@pytest.mark.parametrize("load_kv", ["async", "sync"])
+def test_a_request_does_not_begin_after_a_state_that_was_loaded_in_the_same_step(load_kv: LoadKv) -> None:
+    """As in vLLM: what a load makes findable counts as computed by the step in which its request has its turn."""
+    times_ms = 0, 1000, 2000, 2000
+    prompts = [list(range(20)), list(range(100, 160)), [*range(20), 50, 51], [*range(20), 60, 61]]
+    rows = [Row(*each, len(each[1]), 1, None, 0, None) for each in zip(times_ms, prompts, strict=True)]
+    offload = OffloadConfig(host_pages=500, load_kv=load_kv, **FAST)
+    report = Grouped(Case(rows, 1, 4, 18, 64, 4, "default", 1), STATES, "all", offload, "all").replayed()
+    assert report.request_columns["host_tokens"].tolist() == [0, 0, 20, 0]
+    assert report.request_columns["cached_tokens"].tolist() == [0, 0, 20, 20]
+    assert report.step_logs[0].columns["tokens"].tolist() == [20, 60, 2, 2]
+
+
+@pytest.mark.parametrize(("load_kv", "step"), [("async", 3), ("sync", 2)])
+def test_a_load_begins_in_a_step_that_reaches_no_page_end(load_kv: LoadKv, step: int) -> None:
+    """In `align`: the chunks of another prompt leave two tokens of each step, as many as follow the load."""
+    times_ms = 0, 1000, 2000, 2001
+    prompts = [list(range(20)), list(range(100, 160)), list(range(200, 224)), [*range(20), 50, 51]]
+    rows = [Row(*each, len(each[1]), 1, None, 0, None) for each in zip(times_ms, prompts, strict=True)]
+    offload = OffloadConfig(host_pages=500, load_kv=load_kv, **FAST)
+    report = Grouped(Case(rows, 1, 4, 20, 6, 4, "default", 1), STATES, "all", offload, "align").replayed()
+    assert report.request_columns["cached_tokens"].tolist() == [0, 0, 0, 20]
+    tokens = [4, 4, 4, 4, 4, 4]
+    tokens[step - 1] += 2
+    assert report.step_logs[0].columns["tokens"].tolist()[-6:] == tokens
+
+
 @example(42, 0)
 @example(290, 0)
 @example(330, 0)

@@ -163,8 +163,13 @@ class NaiveTieredGroups(NaiveGroups):
         fresh, self.fresh = self.fresh, []
         most = (sequence.num_tokens if num_known is None else num_known) // self.page_size * self.page_size
         keys = [(part.group, part.name) for part in fresh if part.name is not None and len(part.name[1]) <= most]
-        for group in range(len(self.groups)):
-            if self.is_stored_whole(group):
+        first, sequence.num_noted = sequence.num_noted // self.page_size, sequence.num_tokens
+        for group, (layer, _) in enumerate(self.groups):
+            if self.is_stored_whole(group) and self.is_aligned(layer):
+                # All pages, as others may have a state after one of them when its turn comes.
+                pages = range(first, min(most, sequence.num_tokens) // self.page_size)
+                self.wanted += [(group, self.name(sequence.tokens, sequence.salt, page)) for page in pages]
+            elif self.is_stored_whole(group):
                 self.wanted += [key for key in keys if key[0] == group]
         num_tokens = sequence.num_tokens // self.page_size * self.page_size
         for group, (layer, _) in enumerate(self.groups if is_end and num_tokens <= most else ()):

@@ -70,6 +70,11 @@ class NaiveSequence:
     num_tokens: int
     parts: list[dict[int, NaivePart]]
     states: dict[int, NaivePart] = field(default_factory=dict)
+    num_noted: int = -1
+    """The tokens up to which tiers below know that pages are full; those it begins with at first."""
+
+    def __post_init__(self) -> None:
+        self.num_noted = self.num_tokens
 
 
 @dataclass
@@ -85,6 +90,16 @@ class NaiveGroups:
     evicted: list[tuple[int, Name]] = field(default_factory=list)
     published: set[tuple[int, Name]] = field(default_factory=set)
     """By group, the pages that became findable since this was cleared."""
+    aligns: bool = False
+    """Whether of the pages of a chunk only the last one has a state, where states are kept after pages."""
+
+    def is_aligned(self, layer: KvLayer) -> bool:
+        """Return whether a layer keeps states where chunks end."""
+        return self.aligns and layer.kind == "state" and is_bounded(layer)
+
+    def with_parts(self, layer: KvLayer, new: set[int]) -> list[int]:
+        """Return those of the pages that a chunk begins in which it takes a part of a layer."""
+        return sorted(new)[-1:] if self.is_aligned(layer) else sorted(new)
 
     def bytes_of(self, part: NaivePart) -> int:
         """Return the bytes of a part."""
@@ -219,7 +234,7 @@ class NaiveGroups:
             if has_state(layer):
                 asked += part_bytes if index not in sequence.states else 0
             else:
-                asked += part_bytes * len(new)
+                asked += part_bytes * len(self.with_parts(layer, new))
         return asked
 
     def grow(self, sequence: NaiveSequence, num_new: int, is_end: bool) -> None:
@@ -232,7 +247,7 @@ class NaiveGroups:
                 if index not in sequence.states:
                     sequence.states[index] = self.take(index)
                 continue
-            for page in sorted(new - set(sequence.parts[index])):  # others were taken before
+            for page in self.with_parts(layer, new - set(sequence.parts[index])):  # others were taken before
                 sequence.parts[index][page] = self.take(index)
         for page in range(sequence.num_tokens // self.page_size):
             for index, (layer, _) in enumerate(self.groups):

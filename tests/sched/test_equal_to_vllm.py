@@ -15,6 +15,7 @@ EQUAL_ROWS = [
     *("aborts", "groups-aborts", "uncached"),
     *("states-all", "states-align", "states-all-async", "states-align-async"),
     *("loads", "async-loads", "failed-loads"),
+    *("states-all-loads", "states-align-loads", "states-all-async-loads", "states-align-async-loads"),
     *("async", "async-stop", "async-priority", "async-window", "async-chunk", "async-groups", "async-aborts"),
 ]
 

@@ -381,8 +381,11 @@ class Cache:
 
     # Loads ----------------------------------------------------------------------------------------------------
 
-    def open_to_load(self, match: Match, num_known: int) -> Holding:
-        """Hold `match` and take the blocks for the rest of `num_known` tokens; a load fills some of them."""
+    def open_to_load(self, match: Match, num_known: int, branch: int = 0) -> Holding:
+        """Hold `match` and take the blocks for the rest of `num_known` tokens; a load fills some of them.
+
+        `branch`: as of `branch_of`, of what the device has.
+        """
         raise NotImplementedError
 
     def publish_loaded(self, holding: Holding, num_pages: int) -> None:
@@ -396,8 +399,8 @@ class Cache:
         """Return the blocks that a request holds while its load is under way."""
         raise NotImplementedError
 
-    def num_to_load(self, found: Match, end: int) -> int:
-        """Return the blocks that must be free to hold these."""
+    def num_to_load(self, match: Match, found: Match, end: int) -> int:
+        """Return the blocks that must be free to hold these; `match` is on the device."""
         raise NotImplementedError
 
     def num_to_admit_loaded(self, match: Match, found: Match, num_known: int, budget: int) -> int:

@@ -59,6 +59,7 @@ class GroupNeeds:
 
     def __init__(self, memory: GroupMemory, *, page_size: int, most_new: int, most_kept: int | None = None) -> None:
         self._page_size = page_size
+        self._aligns = memory.aligns
         self.most_new = most_new
         self._groups = [(group, group.part_bytes // memory.block_bytes) for group in memory.groups]
         self._whole_blocks = sum(blocks for group, blocks in self._groups if group.layer.kind in ("full", "latent"))
@@ -163,11 +164,14 @@ class GroupNeeds:
         num_known: int,
         end: int,
         loads: tuple[list[int], list[int], list[int]],
+        found: Held,
     ) -> int:
         """Return what `to_admit` does for a request that gets the tokens [start, loaded) by a load.
 
         `loads`: by group, the numbers of parts to load, of parts of the device without a holder, and of parts of the
         device after `start`. Pages that a window has passed before the end of the load count as pages of the match.
+        `found`: the match. Where states are kept at the ends of chunks, vLLM does not count the state of the load and
+        that of the chunk after it as two; here both have to be free.
         """
         missing, idle, beyond = loads
         num_hit, num_pages = start // self._page_size, -(-num_known // self._page_size)
@@ -180,12 +184,32 @@ class GroupNeeds:
                 continue
             most, num_passed = num_pages, num_hit
             if group.is_bounded:
-                most = min(num_pages, self._caps[place][0])
-                num_passed = max(num_hit, group.layer.first_seen(loaded) // self._page_size)
+                most, new_cap = min(num_pages, self._caps[place][0]), self._new_caps[place]
                 place += 1
+                if new_cap < FAR:
+                    num_counted = min(new_cap, max(0, most - num_hit)) + self._passed_state(index, start, found)
+                    in_all += part_blocks * num_counted
+                    in_step += part_blocks * max(num_counted, missing[index] + min(new_cap, num_new))
+                    continue
+                num_passed = max(num_hit, group.layer.first_seen(loaded) // self._page_size)
             in_all += part_blocks * max(0, most - num_passed - beyond[index])
             in_step += part_blocks * (missing[index] + num_new)
         return max(in_all, in_step) + self.to_load([0] * len(idle), idle)
+
+    def passed_states(self, start: int, found: Held) -> int:
+        """Return the blocks of the states of a match that a load passes, if nothing holds them.
+
+        vLLM counts them where it keeps states at the ends of chunks, though no request will hold them.
+        """
+        return sum(
+            part_blocks * self._passed_state(index, start, found)
+            for index, (group, part_blocks) in enumerate(self._groups)
+            if self._aligns and group.has_states_by_page
+        )
+
+    def _passed_state(self, index: int, start: int, found: Held) -> int:
+        """Return whether nothing holds the state that a match of `start` tokens has in a group, as a number."""
+        return 1 - found.num_shared(index, start // self._page_size - 1) if start else 0
 
     def to_go_on(self, num_taken: int, num_known: int, end: int, num_states: int) -> int:
         """Return the blocks for the tokens after `num_taken` pages of a request; a step computes up to `end`.
@@ -194,9 +218,11 @@ class GroupNeeds:
         """
         num_pages = -(-num_known // self._page_size)
         in_all = self._whole_blocks * (num_pages - num_taken)
-        for cap, part_blocks in self._caps:
-            in_all += part_blocks * max(0, min(num_pages, cap) - num_taken)
-        return num_states + max(in_all, self.page_blocks * (-(-end // self._page_size) - num_taken))
+        for (cap, part_blocks), new_cap in zip(self._caps, self._new_caps, strict=True):
+            in_all += part_blocks * min(new_cap, max(0, min(num_pages, cap) - num_taken))
+        num_new = -(-end // self._page_size) - num_taken
+        in_step = self.page_blocks * num_new - self._less_in_chunk * max(0, num_new - 1)
+        return num_states + max(in_all, in_step)
 
     def front(self, held: Sequence[int], num_pages: int) -> int:
         """Return the most blocks of windows and chunks that a request holds which computes `num_pages` pages.

@@ -474,10 +474,11 @@ class GroupPages(Cache):
         self._promise(holding, max(0, num_wanted - (num_free - self.num_free)))
         return holding
 
-    def open_to_load(self, match: Match, num_known: int) -> PartHolding:
+    def open_to_load(self, match: Match, num_known: int, branch: int = 0) -> PartHolding:
         """Hold the device's parts of `match`, of device and tiers together, and take those that a load fills."""
         found = cast(RunMatch, match)
         holding = PartHolding(self.parts.begin_load(found.content, found), found.num_pages)
+        holding.parts.branch = branch
         self.count()
         return holding
 
@@ -490,16 +491,20 @@ class GroupPages(Cache):
         """Return the blocks of all parts that are found or loaded."""
         return self.parts.held_after(cast(RunMatch, found))
 
-    def num_to_load(self, found: Match, end: int) -> int:
+    def num_to_load(self, match: Match, found: Match, end: int) -> int:
         """Return the blocks of parts to load, and of resident ones without a holder."""
         missing, idle, _ = self._counts_of(found, 0)
-        return self.needs.to_load(missing, idle)
+        num_blocks = self.needs.to_load(missing, idle)
+        if self.aligns:
+            num_blocks += self.needs.passed_states(match.num_pages * self.page_size, self.held_by_others(match))
+        return num_blocks
 
     def num_to_admit_loaded(self, match: Match, found: Match, num_known: int, budget: int) -> int:
         """Return the blocks by GroupNeeds.to_admit_loaded."""
         start, loaded = match.num_pages * self.page_size, found.num_pages * self.page_size
         end = min(num_known, loaded + budget)
-        return self.needs.to_admit_loaded(start, loaded, num_known, end, self._counts_of(found, match.num_pages))
+        counts = self._counts_of(found, match.num_pages)
+        return self.needs.to_admit_loaded(start, loaded, num_known, end, counts, self.held_by_others(match))
 
     def num_to_go_on(self, holding: Holding, num_known: int, budget: int) -> int:
         """Return the blocks by GroupNeeds.to_go_on."""

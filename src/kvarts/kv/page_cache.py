@@ -342,7 +342,7 @@ class PageCache(Cache):
         self.num_published += 1
         self.tree.extend(holding.path, holding.content, num_full_pages, holding.page_ids)
 
-    def open_to_load(self, match: Match, num_known: int) -> Holding:
+    def open_to_load(self, match: Match, num_known: int, branch: int = 0) -> Holding:
         """Hold `match` and take the rest of the pages of `num_known` tokens."""
         holding = self.open(match)
         self.grow(holding, -(-num_known // match.content.page_size))
@@ -356,7 +356,7 @@ class PageCache(Cache):
         """Return the pages that were found or are loaded."""
         return end
 
-    def num_to_load(self, found: Match, end: int) -> int:
+    def num_to_load(self, match: Match, found: Match, end: int) -> int:
         """Return the pages up to `end` that are not in use."""
         return end - found.num_shared
 

@@ -19,7 +19,7 @@ from kvarts.kv.cache import Cache, Holding, Match
 from kvarts.kv.transfer import Awaited, Loaded, Offer, Weighed
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request, RequestState
-from kvarts.sched.loads import GroupOffers, Loads, LoadUnderWay, LowerTiers
+from kvarts.sched.loads import AlignedTokens, GroupOffers, Loads, LoadUnderWay, LowerTiers
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
 
@@ -33,6 +33,7 @@ class _ConnectorLoads(Loads):
     """
 
     settles_ends = True
+    begins_anywhere = True
 
     def __init__(
         self,
@@ -107,7 +108,15 @@ class _ConnectorLoads(Loads):
 
     def _open(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> Holding:
         """Hold `match`, and take the pages up to `end`."""
-        return self._cache.open_to_load(self._found(request, match), end * self._page_size)
+        branch = self._cache.branch_of(match)
+        return self._cache.open_to_load(self._found(request, match), end * self._page_size, branch)
+
+    def _publish(self, request: Request, num_pages: int) -> None:
+        """Make the loaded pages of `request` findable; the state after them counts as one of this step, as in vLLM."""
+        assert request.holding is not None
+        self._cache.publish_loaded(request.holding, num_pages)
+        if self._cache.defers:
+            self._cache.note_state(request.content, num_pages)
 
     def _release(self, request: Request) -> None:
         """Release everything that `request` holds; it never ran."""
@@ -126,7 +135,7 @@ class AsyncLoads(_ConnectorLoads):
     takes_places = False
     _running: Running
 
-    def connect(self, running: Running) -> None:
+    def connect(self, running: Running, aligned_tokens: AlignedTokens | None) -> None:
         """Take note of the running requests: those with a prefill need memory to end it."""
         self._running = running
         self._transfers: dict[int, int] = {}
@@ -137,7 +146,7 @@ class AsyncLoads(_ConnectorLoads):
     def _wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
         """Return the same: those that its request will need, or those of the load and those promised to others."""
         found = self._found(request, match)
-        num_blocks = self._cache.num_to_load(found, end) + self._num_promised()
+        num_blocks = self._cache.num_to_load(match, found, end) + self._num_promised()
         return max(num_blocks, self._cache.num_to_admit_loaded(match, found, num_known, 0))
 
     @property
@@ -186,7 +195,7 @@ class AsyncLoads(_ConnectorLoads):
             self._tell(LoadUsed(self._transfers[request.index], request.index))
         if loaded.num_pages:
             self._turned.add(request.index)
-            self._cache.publish_loaded(request.holding, loaded.num_pages)
+            self._publish(request, loaded.num_pages)
             if self._offers is not None:
                 self._offers.turn(request.index, is_used=True)
         else:
@@ -238,6 +247,31 @@ class SyncLoads(_ConnectorLoads):
     """Loads that end within the step that begins them; its last layer is computed after them."""
 
     is_sync = True
+
+    def connect(self, running: Running, aligned_tokens: AlignedTokens | None) -> None:
+        """Take note of the rule for chunks that end at pages: what is loaded and what is computed are of one step."""
+        self._aligned_tokens = aligned_tokens
+
+    def _wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
+        """Return the same, where chunks end at pages for the chunk that follows the load."""
+        return super()._wanted(request, match, num_known, end, self._chunk(request, match, num_known, end, budget))
+
+    def _chunk(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
+        """Return how many of `budget` tokens `request` computes after the pages up to `end`."""
+        if self._aligned_tokens is None:
+            return budget
+        start = end * self._page_size
+        return self._aligned_tokens(request, start, min(budget, num_known - start), self._cache.branch_of(match))
+
+    def _fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int, budget: int) -> bool:
+        """Return whether there are blocks, and tokens for the chunk that follows the load."""
+        self.is_short_of_tokens = not self._chunk(request, match, num_known, end, budget)
+        return not self.is_short_of_tokens and super()._fits(request, match, num_known, end, num_kept, budget)
+
+    def _can_go_on(self, load: LoadUnderWay, loaded: Loaded) -> bool:
+        """Make the loaded pages findable."""
+        self._publish(load.request, loaded.num_pages)
+        return True
 
     def note_begun(self, load: LoadUnderWay) -> None:
         """Let `start_early` use the load at once."""

@@ -20,8 +20,8 @@ If page 1 were nowhere and page 2 below, page 1 would be a front: the request co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from kvarts.kv.runs import RunMatch
     from kvarts.kv.transfer import Awaited, Coming, Loaded, Offer, Transfer, TransferReport, TransferTotals, Weighed
 
-__all__ = ["GroupOffers", "LoadUnderWay", "Loads", "LowerTiers"]
+__all__ = ["AlignedTokens", "GroupOffers", "LoadUnderWay", "Loads", "LowerTiers"]
+
+AlignedTokens: TypeAlias = Callable[[Request, int, int, int], int]
+"""Returns the tokens of the next chunk of a prompt, where chunks end at pages: AlignedChunks.num_tokens."""
 
 
 class LowerTiers(Protocol):
@@ -262,6 +265,9 @@ class Loads:
     is_sync = False
     """Whether a request runs in the step that begins its load."""
 
+    begins_anywhere = False
+    """Whether a load begins in a step whose tokens reach no page end, where chunks of prompts end at pages."""
+
     def __init__(
         self, tiers: LowerTiers, cache: Cache, waiting: WaitingQueue, page_size: int, tell: Tell | None
     ) -> None:
@@ -279,6 +285,8 @@ class Loads:
         """Requests that wait for another request's load; they have neither pages nor a place."""
         self.num_short = 0
         """The pages that the last load that could begin lacked, besides those that other requests need."""
+        self.is_short_of_tokens = False
+        """Whether the last load that could begin lacked tokens: the request that runs after it reaches no page end."""
         self.is_blocking = False
         """Whether the requests behind a loaded one wait because it lacks memory or a place."""
         self.retried: Request | None = None
@@ -336,8 +344,8 @@ class Loads:
     def note_arrived(self, request: Request) -> None:
         """Take note that a request waits: its content may be known to tiers that outlive the process."""
 
-    def connect(self, running: Running) -> None:
-        """Take note of the running requests of the scheduler."""
+    def connect(self, running: Running, aligned_tokens: AlignedTokens | None) -> None:
+        """Take note of the running requests of the scheduler, and of its rule for chunks that end at pages."""
 
     def try_start(
         self,
@@ -357,6 +365,7 @@ class Loads:
         """
         tiers = self.tiers
         self.num_short = 0
+        self.is_short_of_tokens = False
         limit = (num_known if tiers.full_prompt_hits else num_known - 1) // self._page_size
         start = match.num_pages
         offer = tiers.lookup(request.index, request.content, start, limit)

@@ -112,8 +112,12 @@ class Scheduler:
         self.has_released = False
         """Whether the last step, after it was planned, released requests that had ended before it."""
         self.loads = loads
+        self._aligned: AlignedChunks | None = None
+        if cache.aligns:
+            most_tokens = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or MOST_COUNT)
+            self._aligned = AlignedChunks(config.page_size, most_tokens)
         if loads is not None:
-            loads.connect(self.running)
+            loads.connect(self.running, None if self._aligned is None else self._aligned.num_tokens)
         self.handoffs = handoffs
         if handoffs is not None:
             handoffs.connect(self.running, waiting, loads)
@@ -147,10 +151,6 @@ class Scheduler:
             most_ns, pool_tokens = round(config.max_itl_ms * 1e6), config.pool_tokens
             itl = ItlBound(most_ns, step_ns, self.wheel, page_size=config.page_size, pool_tokens=pool_tokens)
         long_prefill = config.long_prefill_token_threshold
-        self._aligned: AlignedChunks | None = None
-        if cache.aligns:
-            most_tokens = min(config.max_num_batched_tokens, long_prefill or MOST_COUNT)
-            self._aligned = AlignedChunks(config.page_size, most_tokens)
         self._prefill = Prefill(
             self.running,
             cache,
@@ -764,6 +764,7 @@ class Scheduler:
             num_new = prefill.most_tokens
             if budget < num_new:
                 num_new = budget
+            num_most = num_new
             if admits_rest:
                 watermark = self._watermark if running.num_running else 0
                 if self._defers and match.num_pages and cache.is_of_step(match):
@@ -772,10 +773,11 @@ class Scheduler:
                 if request.content.swapped_tokens:
                     hit_tokens = _hit_tokens(request, match.num_pages)
                     num_new += hit_tokens - match.num_pages * page_size
+                num_most = num_new
                 if self._aligned is not None:
                     num_new = min(num_new, num_known - hit_tokens)
                     num_new = self._aligned.num_tokens(request, hit_tokens, num_new, cache.branch_of(match))
-                    if not num_new:
+                    if not num_new and (loads is None or not loads.begins_anywhere):
                         self.blocked = FOR_BUDGET
                         break
             num_wanted = cache.num_to_admit(match, num_known, num_new, watermark)
@@ -803,11 +805,11 @@ class Scheduler:
                     least = cache.least_to_admit(match, num_known, num_new) + watermark + num_matched
                     if loads is not None:
                         # Where groups keep less than all tokens, loading takes fewer blocks than computing.
-                        num_to_load = watermark + loads.num_to_load(request, match, num_known, num_new)
+                        num_to_load = watermark + loads.num_to_load(request, match, num_known, num_most)
                         num_behind = waiting.num_waiting - 1
                         if num_to_load > pages.num_free_to_admit(num_to_load):
                             least = min(least, num_to_load)
-                        elif loads.try_start(request, match, num_known, num_behind, now_ns, watermark, num_new):
+                        elif loads.try_start(request, match, num_known, num_behind, now_ns, watermark, num_most):
                             self._take_from_waiting(request)
                             if not loads.takes_places or loads.is_sync:
                                 budget = self._go_on_after(loads, request, now_ns, budget, chunks, admitted)
@@ -823,7 +825,7 @@ class Scheduler:
                 break
             if loads is not None:
                 num_behind = waiting.num_waiting - 1
-                if loads.try_start(request, match, num_known, num_behind, now_ns, watermark, num_new):
+                if loads.try_start(request, match, num_known, num_behind, now_ns, watermark, num_most):
                     self._take_from_waiting(request)
                     if request.state is RequestState.LOADING and loads.takes_places:
                         running.start_loading(request)
@@ -834,6 +836,9 @@ class Scheduler:
                     self.num_pages_wanted = self._least_wanted = cache.num_free + loads.num_short
                     if loads.tiers.has_work:
                         self._least_wanted = num_wanted  # with less, a step takes back what stores hold
+                    break
+                if not num_new or loads.is_short_of_tokens:
+                    self.blocked = FOR_BUDGET
                     break
             waiting.remove(request)
             self._num_published = -1
@@ -889,7 +894,13 @@ class Scheduler:
                     break
                 if not loads.begin_turn(*loads.loaded[0]):
                     break
-                most_tokens = self._most_to_run(request, loads, min(budget, self._prefill.most_tokens))
+                num_new = self._aligned_after(request, loads.loaded[0][1], min(budget, self._prefill.most_tokens))
+                if not num_new:
+                    self.blocked, loads.is_blocking = FOR_BUDGET, True
+                    break
+                most_tokens = self._most_to_run(request, loads, num_new)
+                if 0 < most_tokens < num_new:
+                    most_tokens = self._aligned_after(request, loads.loaded[0][1], most_tokens)
                 if not most_tokens:
                     if loads.is_stuck and loads.give_up_last():
                         continue
@@ -913,6 +924,15 @@ class Scheduler:
             loads.retried = None
             budget = self._admit_loaded(loads, now_ns, budget, chunks, admitted)
         return budget
+
+    def _aligned_after(self, request: Request, loaded: Loaded, num_tokens: int) -> int:
+        """Return how many of `num_tokens` tokens after its load the next chunk of `request` computes."""
+        if self._aligned is None:
+            return num_tokens
+        assert request.holding is not None
+        start = loaded.num_pages * self._page_size
+        branch = self.cache.branch(request.holding)
+        return self._aligned.num_tokens(request, start, min(num_tokens, request.num_known - start), branch)
 
     def _most_to_run(self, request: Request, loads: Loads, num_tokens: int) -> int:
         """Return how many tokens of `request`, which has had its load, may be computed: `num_tokens`, or 0 if they lack
