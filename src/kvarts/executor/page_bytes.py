@@ -162,6 +162,10 @@ class NoPageBytes:
         """Do nothing."""
 
 
+FIRST_ROWS = 1 << 16
+"""Pages that have a row of their own before a larger array is made. Zeros take no memory before they are written."""
+
+
 class PageSlots:
     """Owner of the position of the token that each slot holds; -1 for a slot that was never written.
 
@@ -171,7 +175,7 @@ class PageSlots:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         # All positions are kept plus one; row 0 is that of pages without tokens.
-        self._after = np.zeros((1, page_size), np.int64)
+        self._after = np.zeros((min(num_pages + 1, FIRST_ROWS), page_size), np.int64)
         self._num_rows = 1
         self._row_of = np.zeros(num_pages, np.int64)
         self._after_state = np.zeros(num_pages, np.int64)
