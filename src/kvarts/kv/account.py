@@ -225,7 +225,7 @@ class RunAccount(PartCounts):
         return self.used_bytes + 2 * self.released_bytes + self.evicted_bytes
 
     def is_id_check_due(self) -> bool:
-        """Return whether a check of all runs examines every id as well. Of a large pool, only once as many moved."""
+        """Return whether a check of all runs examines every id too: in a large pool, once as many have moved."""
         if self.blocks is None:
             return False
         self._num_checks += 1

@@ -783,7 +783,7 @@ class Stream:
         return any(start <= page < end for start, end in self.holes)
 
     def num_holes(self, start: int, end: int) -> int:
-        """Return how many of pages [start, end) are no longer listed by it."""
+        """Return how many of pages [start, end) it has ceased to list."""
         return sum(max(0, min(end, last) - max(start, first)) for first, last in self.holes)
 
 
