@@ -160,6 +160,8 @@ def make_plan(
     answers = commands or CommandLines()
     if config is None and prices is not None:
         raise SettingError("needs a model and a device, or a cost", "price", hint="Give {model} and {device}.")
+    if cost_error is not None and not 0 < cost_error < 1:
+        raise SettingError(f"must be between 0 and 1, got {cost_error}", "cost_error")
     if config is not None and config.kv_groups != "off":
         _check_groups(policies, prices)
     if page_size is None:
