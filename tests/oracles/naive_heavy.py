@@ -59,4 +59,5 @@ def _pass(reference: Any, tokens: list[int], sees: torch.Tensor) -> tuple[torch.
             use_cache=False,
             output_attentions=True,
         )
-    return out.logits[0], sum(weights[0].sum(0) for weights in out.attentions)
+    # Layers with a state have none.
+    return out.logits[0], sum(weights[0].sum(0) for weights in out.attentions if weights is not None)

@@ -62,6 +62,10 @@ def test_a_plan_refuses_what_does_not_go_together(few: Trace) -> None:
     with pytest.raises(ConfigError) as caught:
         kvarts.plan(few, policies=["none-such"])
     assert caught.value.field == "policy"
+    for cost_error in (0.0, 1.0, float("nan")):
+        with pytest.raises(ConfigError, match="between 0 and 1") as caught:
+            kvarts.plan(few, ReplayConfig(), cost_error=cost_error)
+        assert caught.value.field == "cost_error"
     with pytest.raises(ConfigError, match="must be one of") as caught:
         kvarts.plan(few, ReplayConfig(), router="prefxi")
     assert caught.value.field == "router"

@@ -90,6 +90,51 @@ def test_a_session_keeps_and_says_what_whole_passes_give(
     assert llm.kv_live_bytes() == 0
 
 
+@pytest.mark.laws
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "keep"), [("qwen3_5_text", "snapkv"), ("jamba", "h2o")])
+def test_a_session_of_a_model_with_states_keeps_and_says_what_whole_passes_give(family: str, keep: Any) -> None:
+    """Attention sees the pages that are held, the states go on. After a rollback, all is computed again."""
+    from builders.stateful_models import stateful_pairs
+
+    model, reference = stateful_pairs()(family)
+    llm, sessions = open_on(model, 4, 16, kv_groups="all")
+    reference.set_attn_implementation("eager")
+    shape: dict[str, Any] = {"sink": 3, "window": 20, "heavy": 24}
+    random = Random(3)
+
+    async def turn(session: str, history: list[int], count: int, num_said: int) -> None:
+        new = ids(random, count)
+        history += new
+        said = await say(sessions, session, new, num_said)
+        history += said
+        pages, likeliest = naive_heavy(reference, history, **shape, page_size=4, keep=keep)
+        assert said == likeliest[len(history) - num_said - 1 : -1]
+        (table,) = sessions._table.get(OWNER, session).pages.tables
+        assert table.page_numbers().tolist() == pages
+
+    async def talk() -> None:
+        session = await sessions.create(OWNER, SessionSettings(keep=keep, **shape))
+        history: list[int] = []
+        for count, num_said in ((30, 5), (120, 3), (1, 3)):
+            await turn(session, history, count, num_said)
+        fork = await sessions.fork(OWNER, session)
+        await turn(fork, list(history), 70, 3)
+        await sessions.rollback(OWNER, session, 100)
+        del history[100:]
+        await turn(session, history, 60, 3)
+        info = await sessions.info(OWNER, session)
+        assert info.inv1_violations == info.inv2_violations == 0
+        assert info.kv_allocated_bytes <= info.kv_bound_bytes
+        for one in (session, fork):
+            await sessions.close(OWNER, one)
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+    llm.check()
+    assert llm.kv_live_bytes() == 0
+
+
 def test_a_rollback_goes_back_to_the_last_decision_and_no_further(models: Models) -> None:
     model, _ = models("qwen3")
     _, sessions = open_on(model, 4, 16)

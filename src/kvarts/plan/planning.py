@@ -165,6 +165,8 @@ def make_plan(
     answers = commands or CommandLines()
     if config is None and prices is not None:
         raise SettingError("needs a model and a device, or a cost", "price", hint="Give {model} and {device}.")
+    if cost_error is not None and not 0 < cost_error < 1:
+        raise SettingError(f"must be between 0 and 1, got {cost_error}", "cost_error")
     if page_size is None:
         page_size = EngineConfig().page_size if config is None else config.page_size
     curves = CachePlan(trace, page_size, count_outputs=count_outputs)

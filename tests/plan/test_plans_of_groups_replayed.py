@@ -1,0 +1,92 @@
+"""Figures of plans of models with KV groups are those of replays of the same size, with states in every mode."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+import kvarts
+from kvarts.config import Slo, StateMode
+from kvarts.executor.cost import LinearCost
+from kvarts.kv.groups import PartGroup
+from kvarts.plan.users import UsersPlan
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
+from kvarts.traffic.editing import repeated
+from kvarts.traffic.trace import Trace
+
+from builders.grouped import part_groups
+from builders.plan_traces import small_traces
+from builders.rooms import HAS_AUDIT
+
+pytestmark = pytest.mark.laws
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ReplayConfig:
+    groups: tuple[PartGroup, ...] = draw(part_groups())
+    has_states = any(group.is_state for group in groups)
+    return ReplayConfig(
+        num_pages=draw(st.integers(12, 40)),
+        page_size=draw(st.sampled_from([1, 2, 4])),
+        max_num_batched_tokens=draw(st.sampled_from([3, 8, 64])),
+        max_num_seqs=draw(st.integers(1, 3)),
+        cost=LinearCost(step_ms=1.0, chunk_token_ms=1.0, decode_ms=0.1),
+        kv_groups=draw(st.sampled_from(["all", "tails"])),
+        groups=groups,
+        mamba_cache_mode=draw(st.sampled_from(get_args(StateMode))) if has_states else "snapshots",
+        slo=Slo(ttft_ms=draw(st.sampled_from([20.0, 60.0, 400.0]))),
+        audit=HAS_AUDIT,
+    )
+
+
+def assert_same(point: dict[str, Any], trace: Trace, config: ReplayConfig) -> None:
+    summary = replay(trace, config).summary
+    assert point["hit_ratio"] == summary["prefix_hit_ratio"]
+    names = {"num_rejected", "num_preemptions", "num_completed", "ttft_ms", "tpot_ms", "e2e_ms"}
+    for name in names & point.keys():
+        assert point[name] == summary[name], name
+
+
+@given(small_traces(), configs())
+def test_points_of_latency(trace: Trace, config: ReplayConfig) -> None:
+    plan = kvarts.plan(trace, config, at=[config.num_pages], slo_share=0.8)
+    points = plan.values["latency"]["points"]
+    alone = [point for point in points if (point["replicas"], point["rate"], point["cost_factor"]) == (1, 1.0, 1.0)]
+    assert alone
+    for point in alone[:4]:
+        assert_same(point, trace, replace(config, num_pages=point["pages"]))
+
+
+@given(small_traces().filter(lambda trace: trace.has_sessions), configs(), st.integers(2, 5))
+def test_points_of_users(trace: Trace, config: ReplayConfig, most_users: int) -> None:
+    plan = UsersPlan(trace, config, 1, most_users, command=lambda *_: "", slo_share=0.8).to_builtins()
+    assert plan["points"]
+    for point in plan["points"]:
+        copies = -(-point["users"] // plan["num_sessions"])
+        of_users = trace if copies == 1 else repeated(trace, copies)
+        assert_same(point, of_users, replace(config, concurrency=point["users"]))
+    fits, fails = plan["fits"], plan["fails_at"]
+    shares = {point["users"]: point["slo_ratio"] for point in plan["points"]}
+    assert fits is None or shares[fits] >= 0.8
+    assert fails is None or shares[fails] < 0.8
+
+
+@given(small_traces(), configs(), st.integers(12, 60))
+def test_a_point_of_the_curve_is_a_replay_of_one_request_after_the_other(
+    trace: Trace, config: ReplayConfig, num_pages: int
+) -> None:
+    """The ratio is of all prompts; a replay refuses those that do not fit."""
+    requests = [replace(request, session_id=None) for request in trace]  # turns would come before others
+    alone = Trace(requests, unit_tokens=trace.unit_tokens, has_output_tokens=trace.has_output_tokens)
+    plan = kvarts.plan(alone, replace(config, slo=Slo()), at=[num_pages])
+    (point,) = plan.values["at"]
+    one_by_one = replace(config, num_pages=num_pages, max_num_seqs=1, concurrency=1, slo=Slo())
+    report = replay(alone, one_by_one)
+    found = report.request_columns["cached_tokens"][report.request_columns["status"] == 0].sum()
+    num_tokens = sum(request.num_prompt_tokens for request in alone)
+    assert point["group_hit_ratio"] == found / num_tokens
