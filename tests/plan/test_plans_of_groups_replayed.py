@@ -74,19 +74,3 @@ def test_points_of_users(trace: Trace, config: ReplayConfig, most_users: int) ->
     shares = {point["users"]: point["slo_ratio"] for point in plan["points"]}
     assert fits is None or shares[fits] >= 0.8
     assert fails is None or shares[fails] < 0.8
-
-
-@given(small_traces(), configs(), st.integers(12, 60))
-def test_a_point_of_the_curve_is_a_replay_of_one_request_after_the_other(
-    trace: Trace, config: ReplayConfig, num_pages: int
-) -> None:
-    """The ratio is of all prompts; a replay refuses those that do not fit."""
-    requests = [replace(request, session_id=None) for request in trace]  # turns would come before others
-    alone = Trace(requests, unit_tokens=trace.unit_tokens, has_output_tokens=trace.has_output_tokens)
-    plan = kvarts.plan(alone, replace(config, slo=Slo()), at=[num_pages])
-    (point,) = plan.values["at"]
-    one_by_one = replace(config, num_pages=num_pages, max_num_seqs=1, concurrency=1, slo=Slo())
-    report = replay(alone, one_by_one)
-    found = report.request_columns["cached_tokens"][report.request_columns["status"] == 0].sum()
-    num_tokens = sum(request.num_prompt_tokens for request in alone)
-    assert point["group_hit_ratio"] == found / num_tokens
