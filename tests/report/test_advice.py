@@ -239,3 +239,8 @@ def test_the_hit_ratio_of_an_unbounded_pool_is_estimated_within_a_hundredth(name
     unbounded = replay(trace, make_config({"pages": LARGE})).summary
     assert unbounded["num_evicted_pages"] == 0
     assert estimate == pytest.approx(unbounded["prefix_hit_ratio"], abs=0.01)
+
+
+def test_round_sizes_end_where_nothing_is_least() -> None:
+    """A trace without a whole page has a working set of none."""
+    assert [size >> 20 for size in round_sizes(0, 3 << 20)] == [1, 2, 3]

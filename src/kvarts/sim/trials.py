@@ -47,7 +47,7 @@ def round_sizes(least_bytes: float, most_bytes: float) -> list[int]:
     """Return round sizes such as 94 GiB, a tenth apart, from about `least_bytes` to at least `most_bytes`."""
     sizes = {_rounded_up(most_bytes)}
     size = most_bytes / RATIO
-    while size > least_bytes:
+    while size > max(least_bytes, MIB / RATIO):  # all below is rounded up to the same
         sizes.add(_rounded_up(size))
         size /= RATIO
     return sorted(sizes)
