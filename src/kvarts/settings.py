@@ -555,6 +555,8 @@ def given_by_keywords(values: Mapping[str, Any], sections: Sequence[Section]) ->
     listed = {section.table: section for section in sections if section.into}
     for name, value in values.items():
         if name in listed:
+            if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+                raise ConfigError("must be a list of tables", field=name, hint="Give a list of dictionaries.")
             tables = [
                 {key: each for key, each in dict(msgspec.to_builtins(table)).items() if each is not None}
                 for table in value

@@ -114,6 +114,7 @@ def test_an_option_changes_one_tier_of_a_file(tmp_path: Path) -> None:
         ([{"name": "cached", "pages": 3}], "tier.cached: cannot be 'cached'"),
         ([{"name": "Fast-1", "pages": 3}], "cannot be 'Fast-1'"),
         ([{"name": "group0", "pages": 3}], "cannot be 'group0'"),
+        ([{"name": "gpu", "pages": 3}], "cannot be 'gpu'"),
         ([{"name": "disk", "pages": 3}], "tier.disk: is of memory, and has the name of the other kind"),
         ([{"name": "store", "pages": 3}], "is the name of the tier that all engines share"),
         ([{"pages": 3, "kind": "tape"}], "tier.1.kind: Invalid enum value 'tape'"),
@@ -269,6 +270,11 @@ def test_a_pool_can_have_some_of_the_tiers() -> None:
         ({"tier": [{"scope": "all", "pages": 9}, {"pages": 3}]}, "is shared by all engines, and is not the last"),
         ({"tier": [{"scope": "all", "pages": 9}, {"scope": "all", "pages": 3}]}, "is a second tier that all engines"),
         ({"tier": [{"scope": "all", "pages": 9}], "store": {"pages": 3}}, "store.pages: says what a tier of scope all"),
+        ({"tier": [{"kind": "files", "scope": "all", "pages": 9}]}, "tier.1.kind: has no effect on a tier that all"),
+        (
+            {"offload": {"host_pages": 9}, "pool": [{"tiers": []}]},
+            "pool.1.tiers: names tables tier, and there are none",
+        ),
         ({"tier": [{"name": "s3", "scope": "all", "pages": 9}]}, "of a tier that all engines share is store"),
         ({"tier": [{"pages": 9}], "pool": [{"tiers": ["nvme"]}]}, "pool.1.tiers: has no tier 'nvme'"),
     ],
@@ -307,3 +313,40 @@ def test_a_plan_compares_the_tiers_of_a_list(
     assert replayed["prefix_hit_ratio"] == point["replayed"]["hit_ratio"]
     assert run_command("plan", trace, *of_model, *AS_FLAGS, "--price", "host=3") == 2
     assert b"has a price for host, which is no tier" in capsysbinary.readouterr().err
+
+
+@pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
+def test_a_sweep_changes_a_tier_by_its_name() -> None:
+    from kvarts.plan.sweep import with_changes
+
+    values = {"tier": [{"name": "dram", "pages": 4}, {"name": "cxl", "pages": 8}]}
+    assert with_changes(values, {"tier.cxl.pages": 9, "offload.policy": "lazy"}) == {
+        "tier": [{"name": "dram", "pages": 4}, {"name": "cxl", "pages": 9}],
+        "offload": {"policy": "lazy"},
+    }
+    with pytest.raises(ConfigError, match=r"tier\.nvme\.pages: has no table with the name 'nvme'"):
+        with_changes(values, {"tier.nvme.pages": 9})
+
+
+@pytest.mark.parametrize("tiers", [None, "dram:size=1GiB", 4])
+def test_an_argument_that_is_no_list_of_tiers_is_refused(tiers: Any) -> None:
+    with pytest.raises(ConfigError, match="tier: must be a list of tables"):
+        ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", tier=tiers)
+
+
+@pytest.mark.skipif("fleet" not in ROOMS or not HAS_ROUTERS, reason="fleets or routers are not installed")
+def test_a_router_knows_the_tiers_of_every_pool(tmp_path: Path) -> None:
+    """Two pools with a tier each, of one name or of two: the same fleet."""
+    from kvarts.fleet.config import resolve_fleet
+
+    trace = load_trace(write_trace(tmp_path / "trace.jsonl"))
+    tier = {"pages": 400, "read": "500GB/s", "write": "500GB/s"}
+    found = []
+    for names in (["x", "x"], ["x", "y"]):
+        tables = [{"name": name, **tier} for name in ("x", "y")]
+        pools = [{"name": f"pool{place}", "tiers": [name]} for place, name in enumerate(names)]
+        values = {"pages": 150, "router": "prefix", "tier": tables, "pool": pools}
+        found.append(replay(trace, resolve_fleet(given_in(values, SECTIONS), SECTIONS)))
+    same, other = found
+    assert same.summary["prefix_hit_ratio"] == other.summary["prefix_hit_ratio"]
+    assert same.summary["ttft_ms"] == other.summary["ttft_ms"]

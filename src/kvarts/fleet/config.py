@@ -653,9 +653,11 @@ def _with_tiers_of(given: Given, table: str, of_all: Given) -> Given:
     if not table or key not in given:
         return of_all
     names: list[str] = given[key]
+    if not of_all.names(TIER):
+        raise given.error(key, "names tables [[tier]], and there are none", hint="Add a [[tier]].")
     known = {_name_of_tier(of_all, name): name for name in of_all.names(TIER)}
     if other := [name for name in names if name not in known]:
-        hint = f"The tiers of workers are {', '.join(known)}." if known else "Add a [[tier]]."
+        hint = f"The tiers of workers are {', '.join(known)}."
         raise given.error(key, f"has no [[tier]] {brief(other[0])}", hint=hint)
     left_out = [table for name, table in known.items() if name not in names]
     keys = {key for name in left_out for key in (f"[{TIER}.{name}]", *of_all.in_table(f"{TIER}.{name}"))}

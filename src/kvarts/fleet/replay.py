@@ -27,7 +27,7 @@ from kvarts.report.steps import StepLog
 from kvarts.rooms import from_room
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, trace_of
+from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, tiers_of, trace_of
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import Router
 from kvarts.traffic.trace import Trace
@@ -210,7 +210,8 @@ class BuiltFleet:
         peers_gain = None
         if self.peers:
             peers_gain = self.peers[place].gain(prefill_cost(of_all), of_all.page_size, next(iter(of_all.tiers)))
-        router = make_router(of_all, replicas, peers=peers_gain)
+        tiers = {name: is_files for each in (of_all, *pools) for name, is_files in tiers_of(each).items()}
+        router = make_router(of_all, replicas, peers=peers_gain, tiers=tiers)
         return Front(router, replicas)
 
     def _place_of(self, pool: PoolConfig) -> int:

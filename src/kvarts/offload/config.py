@@ -39,8 +39,11 @@ NAMES: dict[TierKind, str] = {"memory": "host", "files": "disk"}
 """The name of a tier that has none, by its kind."""
 SHARED = "store"
 """The name of the tier that all engines share."""
-TAKEN = {"cached", "device", "free", "input", "max", "output", "peers", "prompt", "recomputed", "reserved", "used"}
-"""Names that reports have for something else."""
+TAKEN = {
+    *("cached", "device", "free", "input", "max", "output", "peers", "prompt", "recomputed", "reserved", "used"),
+    *("cpu", "gpu", "storage"),
+}
+"""Names that reports and KV events have for something else."""
 DEFAULTS: dict[str, tuple[str, str, float]] = {"memory": ("50GB/s", "50GB/s", 10.0), "files": ("5GB/s", "3GB/s", 100.0)}
 """Bandwidths from and to a tier, and the microseconds on top, by its kind."""
 CHANNELS = {"host": ("h2d", "d2h")}
@@ -116,6 +119,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 check_rate(rate, field)
         if self.latency_us is not None:
             check_number(self.latency_us, "latency_us", most=MOST_MS)
+        if self.is_shared and self.is_files:
+            raise SettingError("has no effect on a tier that all engines share", "kind", hint="Leave it out.")
         if self.rate is not None and not self.is_shared:
             raise SettingError("is of a tier that all engines share", "rate", hint="Give {read} and {write}.")
 

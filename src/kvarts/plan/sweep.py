@@ -76,11 +76,19 @@ def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Value
     changed: Values = json.loads(json.dumps(values))
     for key, value in changes.items():
         *tables, name = key.split(".")
-        table = changed
+        table: Any = changed
         for inner in tables:
-            table = table.setdefault(inner, {})
+            table = _named(table, inner, key) if isinstance(table, list) else table.setdefault(inner, {})
         table[name] = value
     return changed
+
+
+def _named(tables: list[Any], name: str, key: str) -> Values:
+    """Return the table with a name of a list, such as `[[tier]]`. Raise ConfigError without one."""
+    for table in tables:
+        if isinstance(table, dict) and table.get("name") == name:
+            return table
+    raise ConfigError(f"has no table with the name {name!r} in its list", field=key, hint="Give the table a name.")
 
 
 def run_sweep(

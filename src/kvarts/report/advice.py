@@ -111,9 +111,13 @@ def _kv_pages(summary: dict[str, Any]) -> str:
 def _transfers(summary: dict[str, Any]) -> str:
     limited_by = summary["limited_by"]
     share, lane = limited_by["share_of_waiting"]["transfers"], limited_by["lane"]
+    faster = f"--{lane.replace('_', '-')}"
+    for tier in (summary["config"].get("offload") or {}).get("tiers", []):
+        if lane in (f"{tier['name']}_read", "h2d" if tier["name"] == "host" else ""):
+            faster = f"--tier {tier['name']}:read"
     return (
         f"{as_percent(share)} of the time spent waiting was for loads, most of them on {lane}; try a faster "
-        f"--{lane.replace('_', '-')}, or {_more_memory(summary)}"
+        f"{faster}, or {_more_memory(summary)}"
     )
 
 
@@ -145,7 +149,7 @@ def _lost_hits(summary: dict[str, Any], trials: Callable[[], Trials] | None) -> 
     )
     if lowest == "disk" and not listed:
         return f"{why}; try more --disk-memory"
-    if len(listed) > 1 or (listed and listed[0]["kind"] == "files"):
+    if lowest is not None and (len(listed) > 1 or (listed and listed[0]["kind"] == "files")):
         return f"{why}; try a larger --tier {lowest}"
     option = f"--tier {listed[0]['name']}:size=" if listed else "--host-memory "
     replays = None if trials is None else trials()

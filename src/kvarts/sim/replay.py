@@ -367,11 +367,13 @@ def make_router(
     ranks: int = 1,
     shares_devices: bool = False,
     peers: PeersGain | None = None,
+    tiers: Mapping[str, bool] | None = None,
 ) -> Router:
     """Return a new router for a replay of `config`, with `engines` as its workers.
 
     `ranks`: the number of consecutive engines in lock step. `shares_devices`: other models are on the workers' devices.
-    `peers`: what workers save that read pages from each other, if they do.
+    `peers`: what workers save that read pages from each other, if they do. `tiers`: the tiers that any worker has, and
+    whether they are of files, if these are not those of `config`.
     """
     if config.router == "round-robin" and config.routing is None:
         if ranks == 1:
@@ -379,6 +381,8 @@ def make_router(
         from kvarts.sim.lockstep import WithinGroups
 
         return WithinGroups(config.replicas, ranks)
+    if tiers is None:
+        tiers = tiers_of(config)
     routing = config.routing_settings
     memory = None if config.kv_groups == "off" else config.memory
     # These events cost time, and caches that are asked answer the same if no event is late.
@@ -388,12 +392,18 @@ def make_router(
         num_workers=config.replicas,
         page_size=config.page_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        tiers=("device", *(() if is_asking else config.tiers)),
+        tiers=("device", *(() if is_asking else tiers)),
         directory=AskedCaches(engines) if is_asking else None,
         peers=peers,
-        are_files=() if config.offload is None else config.offload.are_files,
+        are_files=tuple(tiers.values()),
         memory=memory,
     )
+
+
+def tiers_of(config: ReplayConfig) -> dict[str, bool]:
+    """Return the tiers below an engine, the fastest first, and whether each is of files."""
+    are_files = () if config.offload is None else config.offload.are_files
+    return dict(zip(config.tiers, are_files, strict=True))
 
 
 def prefill_cost(config: ReplayConfig) -> PrefillNs:
