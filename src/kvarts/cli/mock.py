@@ -25,7 +25,7 @@ from kvarts.cli.http_options import (
     serve_http,
 )
 from kvarts.cli.options import INPUT, Command, GroupedOption, options_of
-from kvarts.cli.parts import ReadersOf, load_parts
+from kvarts.cli.parts import ReadersOf, engine_options, with_engine_options
 from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.replaying import all_sections
 from kvarts.errors import ConfigError, MissingFileError
@@ -70,9 +70,7 @@ def _options() -> list[click.Parameter]:
                      if setting.key.startswith(TABLES))]  # fmt: skip
     of_engine: dict[str, click.Option] = {option.opts[0]: option for option in options_of(sections, keys)}
     of_engine.update(mock_sharing.options())
-    of_engine.update(
-        {option.opts[0]: option for part in load_parts() if part.is_of_engines for option in part.options()}
-    )
+    of_engine.update({option.opts[0]: option for option in engine_options()})
     of_mock = [
         GroupedOption(["--seed"], group="Mock", metavar="N", type=int, default=0, help="Seed of its text. [0]"),
         GroupedOption(["--speedup"], group="Mock", metavar="X", type=float, default=1.0,
@@ -104,10 +102,7 @@ def mock_command(**params: Any) -> None:
     """
     sections = all_sections()
     given = given_by_flags(params, sections)
-    given = mock_sharing.given(params).over(given)
-    for part in load_parts():
-        if part.is_of_engines:
-            given = part.given(params).over(given)
+    given = with_engine_options(params, mock_sharing.given(params).over(given))
     speedup = params["speedup"]
     if not 0.0 < speedup < float("inf"):
         raise ConfigError(f"must be a finite number above 0, got {speedup}", field="speedup")

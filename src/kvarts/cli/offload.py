@@ -40,7 +40,7 @@ class OffloadPart(CommandPart):
         return (
             GroupedOption(
                 ["--tier", "tiers"], group=TIERS.title, multiple=True, metavar="NAME:KEY=VALUE,...",
-                help="A tier below the device, the fastest first, or what is different in that [[tier]] of the file: "
+                help="A tier below the device, the fastest first, or changes to that [[tier]] of the file: "
                 f"{', '.join(each.field for each in settings_of_struct(TIERS.struct))}. Instead of --host-memory "
                 "and --disk-memory, for other tiers than host memory and files.",
             ),

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
     from kvarts.traffic.trace import Trace
 
-__all__ = ["CommandPart", "Outputs", "ReadersOf", "ReplayRun", "concern_parts", "load_parts"]
+__all__ = ["CommandPart", "Outputs", "ReadersOf", "ReplayRun", "concern_parts", "engine_options", "load_parts"]
+__all__ += ["with_engine_options"]
 
 PARTS: tuple[str, ...] = (
     "fleet",
@@ -129,6 +130,19 @@ class CommandPart:
 def load_parts() -> tuple[CommandPart, ...]:
     """Return the parts that are installed."""
     return tuple(import_module(f"kvarts.cli.{name}").PART for name in PARTS)
+
+
+def engine_options() -> list[click.Option]:
+    """Return the parts' own options that are settings of an engine."""
+    return [option for part in load_parts() if part.is_of_engines for option in part.options()]
+
+
+def with_engine_options(params: dict[str, Any], given: Given) -> Given:
+    """Return `given` below the settings from these options, and remove the options from `params`."""
+    for part in load_parts():
+        if part.is_of_engines:
+            given = part.given(params).over(given)
+    return given
 
 
 def concern_parts(args: Sequence[str], own: Collection[str]) -> bool:

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from kvarts.cli.effects import NO_REPLAY, check_effects
 from kvarts.cli.options import DIRECTORY, INPUT, OUTPUT, Command, grouped, open_option, options_of
 from kvarts.cli.outputs import check_opening, open_page
-from kvarts.cli.parts import load_parts
+from kvarts.cli.parts import engine_options, load_parts, with_engine_options
 from kvarts.cli.plan_options import PlanOptions, Share, ShareType, divided, fleet_kinds
 from kvarts.cli.process import Progress, print_bytes, print_json, tell_whole_pages
 from kvarts.cli.replaying import all_sections, load_traffic, over_sample_settings, paths_in, read_settings, set_by
@@ -82,7 +82,7 @@ def _options() -> list[click.Parameter]:
     several = [section for part in load_parts() if not part.of_one_model for section in part.sections]
     for option in options_of(section for section in all_sections() if section not in several):
         by_flag.setdefault(option.opts[0], option)
-    by_flag.update({option.opts[0]: option for part in load_parts() if part.is_of_engines for option in part.options()})
+    by_flag.update({option.opts[0]: option for option in engine_options()})
     return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values()]
 
 
@@ -268,11 +268,7 @@ def plan_command(
     from kvarts.plan.tables import render_fleets
 
     sections = all_sections()
-    given = given_by_flags(params, sections)
-    for part in load_parts():
-        if part.is_of_engines:
-            given = part.given(params).over(given)
-    given = given.over(read_settings(config_file, sections))
+    given = with_engine_options(params, given_by_flags(params, sections)).over(read_settings(config_file, sections))
     if several := given.names("models"):
         hint = "Plan for each alone, or divide memory among traces with --share."
         raise given.error(f"[models.{several[0]}]", "a plan is for one model", hint=hint)

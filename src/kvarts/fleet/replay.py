@@ -204,13 +204,13 @@ class BuiltFleet:
     def _front(self, pools: Sequence[ReplayConfig], place: int) -> Front:
         """Return a router in front of `pools` without workers yet; `place`: that of their model."""
         num_workers = sum(each.replicas for each in pools)
-        most_tiers = max(pools, key=lambda each: len(each.tiers))
-        of_all = structs.replace(pools[0], replicas=num_workers, offload=most_tiers.offload)
+        of_all = structs.replace(pools[0], replicas=num_workers)
+        by_tiers = sorted(pools, key=lambda each: len(each.tiers), reverse=True)
+        tiers = {name: is_files for each in by_tiers for name, is_files in tiers_of(each).items()}
         replicas: list[Replica] = []
         peers_gain = None
         if self.peers:
-            peers_gain = self.peers[place].gain(prefill_cost(of_all), of_all.page_size, next(iter(of_all.tiers)))
-        tiers = {name: is_files for each in (of_all, *pools) for name, is_files in tiers_of(each).items()}
+            peers_gain = self.peers[place].gain(prefill_cost(of_all), of_all.page_size, next(iter(tiers)))
         router = make_router(of_all, replicas, peers=peers_gain, tiers=tiers)
         return Front(router, replicas)
 

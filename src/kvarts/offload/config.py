@@ -131,7 +131,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no such tier."""
+        """Whether its size is 0: then there is no such tier."""
         return not self.pages and (self.size is None or not bytes_of(self.size, "size"))
 
     @property
