@@ -29,6 +29,9 @@ from kvarts.sharing.memory import DevicePart
 
 __all__ = ["Tenant", "TurnOrder"]
 
+DEAD = "its model is dead"
+"""Why a request is refused whose model is dead."""
+
 
 class Tenant:
     """One model of `device`, registered as `name`: its engine, behind a router if there are several devices.
@@ -67,9 +70,8 @@ class Tenant:
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Queue `request` at `now_ns`; or return the reason why it can never run."""
         if self._device.health(self.name) == "dead":
-            reason = "its model is dead"
-            self.refuse(request, reason, now_ns)
-            return reason
+            self.refuse(request, DEAD, now_ns)
+            return DEAD
         reason = self.engine.submit(request, now_ns)
         if reason is None:
             self.is_fresh = True
