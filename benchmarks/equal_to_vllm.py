@@ -251,7 +251,7 @@ def draw_workload(row: str, seed: int) -> Workload:
                 ask.output[-1] = STOP
     if row == "uncached":
         workload.is_async = draw.random() < 0.5
-    if row in ("aborts", "groups-aborts", "async-aborts", "uncached"):
+    if row in ("aborts", "groups-aborts", "async-aborts", "uncached", *GIVEN_UP_LOAD_ROWS):
         for ask in asks:
             if draw.random() < 0.3:
                 ask.gives_up = ask.step + draw.randint(0, 40)
@@ -322,7 +322,7 @@ def draw_loads(workload: Workload, row: str, draw: random.Random) -> None:
         ask.load_steps = draw.randint(1, most_steps)
         if row == "failed-loads" and draw.random() < 0.5:
             ask.num_good = draw.choice([0, 0, 1, 2, 5])
-    if row in ("async-loads", "async-group-loads", "states-all-async-loads", "states-align-async-loads"):
+    if workload.load_kv == "async" and row != "failed-loads":
         workload.watermark = draw.choice([0.0, 0.0, 0.05])
         workload.long_prefill_token_threshold = draw.choice([0, 0, 8 * workload.page_size])
 
@@ -345,7 +345,8 @@ def add_states(workload: Workload, row: str, draw: random.Random) -> None:
     workload.is_async = row in ("states-all-async", "states-align-async")
 
 
-GROUP_LOAD_ROWS = ("group-loads", "async-group-loads")
+GIVEN_UP_LOAD_ROWS = ("group-loads-aborts", "async-group-loads-aborts")
+GROUP_LOAD_ROWS = ("group-loads", "async-group-loads", *GIVEN_UP_LOAD_ROWS)
 STATE_LOAD_ROWS = ("states-all-loads", "states-align-loads", "states-all-async-loads", "states-align-async-loads")
 LOAD_ROWS = ("loads", "async-loads", "failed-loads", *GROUP_LOAD_ROWS, *STATE_LOAD_ROWS)
 ROWS = {
@@ -379,6 +380,8 @@ ROWS = {
     "failed-loads": "asynchronous loads of a connector, of which half bring fewer pages",
     "group-loads": "synchronous loads of a connector, with several windows and chunks, everything kept",
     "async-group-loads": "the same with asynchronous loads, some with a watermark or a threshold",
+    "group-loads-aborts": "synchronous loads with several windows and chunks, clients give up 3 of 10 requests",
+    "async-group-loads-aborts": "the same with asynchronous loads, some with a watermark or a threshold",
     "states-all": "states after all pages (mamba_cache_mode all), half with windows, chunks and three priorities",
     "states-align": "states at the ends of chunks (mamba_cache_mode align), half with windows, chunks and three "
     "priorities",
@@ -851,7 +854,13 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     cached: dict[int, int] = {}
     preempted: set[int] = set()
     step = 0
-    while num_arrived < len(workload.asks) or workload.is_open or requests or in_flight is not None:
+    while (
+        num_arrived < len(workload.asks)
+        or workload.is_open
+        or requests
+        or in_flight is not None
+        or (connector is not None and connector.has_loads)
+    ):
         while num_arrived < len(workload.asks) and workload.asks[num_arrived].step <= step:
             ask = workload.asks[num_arrived]
             most = len(ask.output) + 10 * ask.stops
@@ -925,6 +934,7 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._num_below = [ask.num_below for ask in workload.asks]
         self._has_failed: set[int] = set()
         self._loads: list[tuple[int, str, set[int]]] = []
+        self._last_step = 0
         self.step = 0
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -948,6 +958,12 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._num_below[index] = start + ask.num_good
             bad = set(tables[0][start + ask.num_good :])
         self._loads.append((self.step + ask.load_steps, request.request_id, bad))
+        self._last_step = max(self._last_step, self.step + ask.load_steps)
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether the next plan comes before all loads are known to have ended, also of requests given up."""
+        return self.step < self._last_step
 
     def take_ended(self) -> Any:
         """Return what a worker reports about the loads that the next plan knows to have ended; None without any."""

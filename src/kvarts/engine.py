@@ -109,6 +109,7 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Drop `request` between steps. Its pages become free immediately."""
         request.cancelled_ns = self.now_ns
+        self.scheduler.settle_given_up(request)
         if self.log.tell_details is not None:
             self.log.tell_details(Cancelled(request.index, self.now_ns))
         self.scheduler.cache.set_time(self.now_ns)

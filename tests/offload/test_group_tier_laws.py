@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace as with_changes
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 
 from kvarts.config import StateMode
 from kvarts.content import Content, pack_units
+from kvarts.events import Cancelled, Event, PartsGivenBack
 from kvarts.executor.cost import LinearCost
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import GroupMemory, PartGroup
@@ -441,3 +443,44 @@ def _two_that_lack_a_page(span: int, part_bytes: int, num_rest: int, num_pages: 
 
 def _units(random: Random, count: int) -> list[int]:
     return [random.randint(0, 10**6) for _ in range(count)]
+
+
+@pytest.mark.parametrize("load_kv", ["sync", "async"])
+def test_with_a_connector_who_gives_up_first_releases_what_its_window_has_passed(load_kv: LoadKv) -> None:
+    """As in vLLM, which drops requests before the turns of a step, at which the others release what theirs passed."""
+    window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=2), 1)
+    rows = [
+        TraceRequest(index, 0, pack_units(range(4 * index, 4 * index + 4)), 4, 6, cancel_after_ns=gives_up_ns)
+        for index, gives_up_ns in enumerate((None, 2_500_000))
+    ]
+    told = Releases()
+    config = ReplayConfig(
+        page_size=1,
+        num_pages=40,
+        kv_groups="all",
+        groups=(PartGroup(FULL, 1), window),
+        cost=LinearCost(step_ms=1.0),
+        audit=HAS_AUDIT,
+        offload=OffloadConfig(host_memory=1000, load_kv=load_kv, h2d="1MB/s", d2h="1MB/s"),
+    )
+    replay(Trace(rows), config, observers_of=lambda _: [told])
+    end = told.names.index(("cancelled", 1))
+    # Each releases a page a step. In the last one, the other request does so after this one has left.
+    given_back = [("given back", 1), ("given back", 1), ("cancelled", 1), ("given back", 0)]
+    assert told.names[end - 2 : end + 2] == given_back
+
+
+class Releases:
+    """An EventReader that notes who gives up, and whose passed parts are given back."""
+
+    wants_details = True
+
+    def __init__(self) -> None:
+        self.names: list[tuple[str, int]] = []
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Cancelled):
+                self.names.append(("cancelled", event.request))
+            elif isinstance(event, PartsGivenBack):
+                self.names.append(("given back", event.content.owner))

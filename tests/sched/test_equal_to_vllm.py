@@ -14,7 +14,7 @@ EQUAL_ROWS = [
     *("full", "priority", "window", "chunk", "groups", "long-prefill", "watermark", "limited"),
     *("aborts", "groups-aborts", "uncached"),
     *("states-all", "states-align", "states-all-async", "states-align-async"),
-    *("loads", "async-loads", "failed-loads"),
+    *("loads", "async-loads", "failed-loads", "group-loads-aborts"),
     *("states-all-loads", "states-align-loads", "states-all-async-loads", "states-align-async-loads"),
     *("async", "async-stop", "async-priority", "async-window", "async-chunk", "async-groups", "async-aborts"),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from test_sharing_laws import Sharing, everything, sharings
 from test_sharing_tiers import offloads
 
 from kvarts import ModelShare, ReplayConfig, SharingConfig, Trace, TraceRequest, replay
+from kvarts.events import Cancelled, Event, Rejected
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.report import Report
 from kvarts.report.steps import StepLog
 from kvarts.rooms import from_room
+from kvarts.sharing.config import ObserversOf
 from kvarts.sharing.report import SharedReport
 
 from builders.case import Case, Row
@@ -234,14 +236,53 @@ def test_a_model_that_falls_ill_does_so_on_every_device(health: str) -> None:
     assert set(report.reports["b"].requests["status"]) == {"completed"}
 
 
-def steady(health: tuple[str, ...] = (), **each: Any) -> SharedReport:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_readers_are_told_of_every_request_of_a_model_that_dies(replicas: int) -> None:
+    """Also of those that come after its death, and at the time at which they failed."""
+    told: list[Told] = []
+
+    def observers_of(name: str | tuple[str, int]) -> list[Told]:
+        if name not in ("a", ("a", 0), ("a", 1)):
+            return []
+        told.append(Told())
+        return [told[-1]]
+
+    report = steady(("a=dead@0.0075",), observers_of, replicas=replicas)
+    statuses = list(report.reports["a"].requests["status"])
+    assert set(statuses) == {"failed", "rejected"}
+    of_status = {name: {index for index, status in enumerate(statuses) if status == name} for name in set(statuses)}
+    assert {index for each in told for index in each.cancelled} == of_status["failed"]
+    assert {index for each in told for index in each.rejected} == of_status["rejected"]
+    assert {reason for each in told for reason in each.rejected.values()} == {"its model is dead"}
+    assert all(time_ns >= 7_500_000 for each in told for time_ns in each.cancelled.values())
+
+
+class Told:
+    """An EventReader that notes how requests end."""
+
+    wants_details = True
+
+    def __init__(self) -> None:
+        self.cancelled: dict[int, int] = {}
+        self.rejected: dict[int, str] = {}
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Cancelled):
+                self.cancelled[event.request] = event.time_ns
+            elif isinstance(event, Rejected):
+                self.rejected[event.request] = event.reason
+
+
+def steady(health: tuple[str, ...] = (), observers_of: ObserversOf | None = None, **each: Any) -> SharedReport:
     """Two models, a request each every 2 ms."""
     rows = [TraceRequest(index, index * 2_000_000, array("Q", [index % 3]).tobytes(), 16, 20) for index in range(9)]
     model = ModelShare(cost="linear:step_ms=1", kv_bytes_per_token=1)
     config = SharingConfig(
         models={"a": model, "b": model}, kv_memory=640, health=health, each=ReplayConfig(page_size=4, **each)
     )
-    report: SharedReport = replay({"a": Trace(rows, unit_tokens=16), "b": Trace(rows, unit_tokens=16)}, config)
+    traces = {"a": Trace(rows, unit_tokens=16), "b": Trace(rows, unit_tokens=16)}
+    report: SharedReport = replay(traces, config, observers_of=observers_of)
     return report
 
 

@@ -259,7 +259,7 @@ class Loads:
     that was admitted then."""
 
     settles_ends = False
-    """Whether a request that has finished first releases the pages that its windows have passed, as with a
+    """Whether a request that ends, or is given up, first releases the pages that its windows have passed, as with a
     connector."""
 
     is_sync = False

@@ -207,7 +207,7 @@ class Scheduler:
         self._settles = cache.settles and self._drafts_first is None
         """Whether the releases of decodes are settled for all of them before their turns."""
         # Else others take and release parts between steps, and may use what decodes release.
-        self._settles_late = cache.releases and pages.is_alone and loads is None
+        self._settles_late = cache.releases and pages.is_alone and (loads is None or loads.settles_ends)
         self.to_settle: list[Request] | None = None
         """The requests that completed their known tokens in the last step, if its decodes are not settled yet."""
         self._keeps_time = cache.keeps_time
@@ -216,7 +216,7 @@ class Scheduler:
         self._has_turns = self._drafts_first is not None or cache.releases
         """Whether decodes take their pages by `_take_turns`."""
         self._settles_ends = loads is not None and loads.settles_ends and cache.releases
-        """Whether a request that has finished first releases the pages that its windows have passed."""
+        """Whether a request that ends first releases the pages that its windows have passed."""
         self._ends_more = self._settles or plans_ahead or handoffs is not None
         """Whether a step ends with `_end_more`."""
         self.coming: set[Request] = set()
@@ -281,6 +281,12 @@ class Scheduler:
             room = f"beside the {blocks} that are reserved there are"
         asked = f"{request.num_prompt_tokens} prompt and {request.max_tokens} output tokens"
         return f"{cache.need_words(num_blocks, self._page_size, asked)}; {room} {num_most}"
+
+    def settle_given_up(self, request: Request) -> None:
+        """Release, as of a request that finishes, what `request` no longer needs; `cancel` follows, between steps."""
+        if self._settles_ends and not self._plans_ahead and request.state in RUNNING and request.own is None:
+            wheel = self.wheel
+            self._settle_end(request, wheel.num_computed(request) if wheel.has(request) else request.num_computed)
 
     def cancel(self, request: Request) -> None:
         """Remove a waiting or running request, between steps; its pages are free at once.
@@ -1158,7 +1164,7 @@ class Scheduler:
             request.state = FINISHED
             return
         if self._settles_ends and request.own is None:
-            self._settle_end(request)
+            self._settle_end(request, request.num_computed)
         if self._tell is not None:
             self._tell(Finished(request.index, request.content))
         self.running.release(request)
@@ -1166,11 +1172,11 @@ class Scheduler:
         if request.num_preemptions:
             self._end_below(request)
 
-    def _settle_end(self, request: Request) -> None:
-        """Release the pages that the windows of `request`, which has finished, have passed, before its others."""
+    def _settle_end(self, request: Request, num_computed: int) -> None:
+        """Release the pages that the windows of `request`, which ends, have passed, before its others."""
         cache, holding = self.cache, holding_of(request)
-        cache.stop_decoding(holding, max(holding.num_pages, -(-request.num_computed // self._page_size)))
-        cache.settle(holding, request.num_computed)
+        cache.stop_decoding(holding, max(holding.num_pages, -(-num_computed // self._page_size)))
+        cache.settle(holding, num_computed)
         cache.count()
 
     def _end_ahead(self, end_ns: int) -> None:

@@ -29,6 +29,9 @@ from kvarts.sharing.memory import DevicePart
 
 __all__ = ["Tenant", "TurnOrder"]
 
+DEAD = "its model is dead"
+"""Why a request is refused whose model is dead."""
+
 
 class Tenant:
     """One model of `device`, registered as `name`: its engine, behind a router if there are several devices.
@@ -67,7 +70,8 @@ class Tenant:
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Queue `request` at `now_ns`; or return the reason why it can never run."""
         if self._device.health(self.name) == "dead":
-            return "its model is dead"
+            self.refuse(request, DEAD, now_ns)
+            return DEAD
         reason = self.engine.submit(request, now_ns)
         if reason is None:
             self.is_fresh = True
@@ -80,13 +84,17 @@ class Tenant:
     def cancel(self, request: Request, now_ns: int) -> None:
         """Drop `request` at `now_ns`, between turns; models that wait for memory try again."""
         num_released = self.cache.num_released
-        self.engine.now_ns = max(self.engine.now_ns, now_ns)
+        self.reach(now_ns)
         self.engine.cancel(request)
         self.is_fresh = True
         self._device.forget(self.name, request.index)
         if self.cache.num_released != num_released:
             self.settle(now_ns)
         self._device.retry_blocked()
+
+    def reach(self, now_ns: int) -> None:
+        """Let its engine reach `now_ns`, between turns: what is dropped then is dropped at that time."""
+        self.engine.now_ns = max(self.engine.now_ns, now_ns)
 
     def settle(self, now_ns: int) -> None:
         """Record a release of pages at `now_ns`, between two steps."""

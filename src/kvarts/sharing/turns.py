@@ -482,6 +482,7 @@ class TurnLoop:
             assert not waiting or self._device.health(tenant.name) == "degraded", (
                 "L8: the replay ended with requests left over"
             )
+            tenant.reach(self.now_ns)
             for request in waiting:
                 tenant.engine.cancel(request)
                 self._failed.append((request, "its model was degraded, and admitted no request until the end"))
@@ -494,6 +495,7 @@ class TurnLoop:
             self._store_completed()
             change = self._changes.pop(0)
             tenant = next(tenant for tenant in self._tenants if tenant.name == change.model)
+            tenant.reach(self.now_ns)
             ended = self._device.set_health(change.model, change.health)
             tenant.is_fresh = True
             tenant.settle(self.now_ns)

@@ -201,6 +201,8 @@ class Replica:
         if self._joining is not None:
             others_join = self.join(now_ns)
         if tiers is not None:
+            if scheduler.to_settle is not None:
+                scheduler.settle()  # before transfers that end now release memory
             must_plan, self._must_plan = tiers.advance_to(now_ns) or self._must_plan, False
         if must_plan:
             scheduler.blocked = Blocked.NOT
