@@ -133,7 +133,6 @@ REFUSED = (
     Refusal(("sessions", "mocker"), "Dynamo's mocker knows no sessions", "Take another profile."),
     Refusal(("sessions", "several"), "sessions are of one model"),
     Refusal(("record", "sessions"), "it is replayed request by request"),
-    Refusal(("tiers", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("pipeline", "ranks"), "it is not modelled"),
     Refusal(("ranks", "several"), "it is not modelled"),
     Refusal(("pipeline", "several"), "it is not modelled"),

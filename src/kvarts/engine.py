@@ -167,15 +167,19 @@ class Engine:
             return False
         return True
 
-    def carry_out(self, now_ns: int) -> None:
-        """Execute the step that `prepare` planned: the second half of `begin`."""
+    def carry_out(self, now_ns: int, duration_ns: int = -1) -> None:
+        """Execute the step that `prepare` planned: the second half of `begin`.
+
+        `duration_ns`: how long it takes, if it is one of a common step of several engines.
+        """
         batch = self.batch
-        if self._batch_ns is None:
-            duration_ns = self._execute()
-        else:
-            duration_ns = self._batch_ns(batch) if batch.num_decodes or batch.chunks else 0
-        if self.tiers is not None:
-            duration_ns = self.tiers.step_ns(now_ns, duration_ns)
+        if duration_ns < 0:
+            if self._batch_ns is None:
+                duration_ns = self._execute()
+            else:
+                duration_ns = self._batch_ns(batch) if batch.num_decodes or batch.chunks else 0
+            if self.tiers is not None:
+                duration_ns = self.tiers.step_ns(now_ns, duration_ns)
         if self.log.tell is not None:
             self._tell_step(self.log.tell, batch, now_ns, duration_ns)
         end_ns = self.now_ns = now_ns + duration_ns

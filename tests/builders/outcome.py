@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvarts.event_log import EventReader
 from kvarts.events import Event
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.sim.arrivals import Arrivals
-from kvarts.sim.driver import Driver
-from kvarts.sim.replay import open_replica
+from kvarts.sim.driver import Driver, Runner
+from kvarts.sim.replay import open_ranks, open_replica
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import RoundRobin
 
@@ -27,15 +28,22 @@ class Outcome:
     events: list[list[Event]]
 
 
-def run_kvarts(case: Case, **changes: Any) -> Outcome:
-    """The case through kvarts, with page events and the audit on."""
+def run_kvarts(case: Case, *, ranks: int = 1, **changes: Any) -> Outcome:
+    """The case through kvarts, with page events and the audit on. `ranks`: the number of engines in lock step."""
     config = case.config(**{"audit": HAS_AUDIT, **changes})
     trace = case.trace()
     tiers = {} if config.offload is None else config.offload.sizes(config.page_size)
     requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
     steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
     kept = [Kept() for _ in steps]
-    engines = [open_replica(config, [log, seen]) for log, seen in zip(steps, kept, strict=True)]
+    readers: list[list[EventReader]] = [[log, seen] for log, seen in zip(steps, kept, strict=True)]
+    runners: list[Runner] = []
+    if ranks == 1:
+        engines = [open_replica(config, each) for each in readers]
+        runners += engines
+    else:
+        engines, runner = open_ranks(config, readers)
+        runners.append(runner)
     router = RoundRobin(len(engines))
     arrivals = Arrivals(
         trace,
@@ -46,5 +54,5 @@ def run_kvarts(case: Case, **changes: Any) -> Outcome:
         timeout_ns=config.client_timeout_ns,
         stops=config.stop_tokens,
     )
-    Driver([arrivals], engines).run()
+    Driver([arrivals], runners, ranks=ranks).run()
     return Outcome(requests, engines, steps, [seen.events for seen in kept])

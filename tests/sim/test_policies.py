@@ -52,7 +52,7 @@ def test_a_closed_loop_over_replicas_is_the_same_step_by_step(
 @given(cases())
 def test_an_order_that_is_lru_by_another_name_changes_nothing(case: Case) -> None:
     """The audit follows what is told, and the outcome is that of the default."""
-    outcomes = [run_kvarts(case, **changes) for changes in ({}, {"eviction": partial(LruOrder)})]
+    outcomes = [run_kvarts(case), run_kvarts(case, eviction=partial(LruOrder))]
     for default, renamed in zip(outcomes[0].events, outcomes[1].events, strict=True):
         assert paged(default) == paged(renamed)
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvarts.executor.base import CostModel
 from kvarts.executor.simulated import LeapTimes
 from kvarts.request import Request
-from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sched.rank_loads import RANKS_STALENESS_NS, RankLoads
 from kvarts.sim.replica import MOST_STEPS, NEVER_NS, Replica
 from kvarts.sim.router import RoundRobin, Routed
@@ -22,42 +20,22 @@ if TYPE_CHECKING:
     from kvarts.executor.cost import ScaledCost
     from kvarts.executor.roofline import RooflineCost
 
-__all__ = ["GivenDuration", "LockstepCost", "Ranks", "WithinGroups"]
+__all__ = ["LockstepCost", "Ranks", "WithinGroups"]
 
 
 LockstepCost: TypeAlias = "RooflineCost | ScaledCost"
 """Costs of common steps of several engines. The order of ranks does not matter."""
 
 
-class GivenDuration:
-    """A VirtualExecutor whose steps take a given duration."""
-
-    needs_page_ids = False
-
-    def __init__(self, cost: CostModel) -> None:
-        self.duration_ns = 0
-        self.decode_ns = cost.decode_ns
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Return the duration of the step."""
-        return StepResult(self.duration_ns)
-
-
 class Ranks:
-    """A Runner of replicas in lock step, without tiers. Owner of their common step.
+    """A Runner of replicas in lock step. Owner of their common step.
 
-    `executors`: one per replica, in the same order.
+    Each rank has tiers of its own below its device. A common step lasts as long as that of the rank whose copies slow
+    it down most, or whose loads arrive last.
     """
 
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        executors: Sequence[GivenDuration],
-        cost: LockstepCost,
-        *,
-        step_by_step: bool = False,
-    ) -> None:
-        self._ranks = list(zip(replicas, executors, strict=True))
+    def __init__(self, replicas: Sequence[Replica], cost: LockstepCost, *, step_by_step: bool = False) -> None:
+        self._ranks = list(replicas)
         self._cost = cost
         self._leaps = not step_by_step
         self._under_way: list[Replica] = []
@@ -74,19 +52,20 @@ class Ranks:
     @property
     def has_work(self) -> bool:
         """Whether there is something to do or to wait for."""
-        return any(replica.has_work for replica, _ in self._ranks)
+        return any(replica.has_work for replica in self._ranks)
 
     def wake(self, now_ns: int) -> None:
         """End a pause at `now_ns`, because a request arrives."""
         if self.is_pausing:
             self.is_pausing = self._is_under_way = False
             self._emit_idle()
-        if not self._is_under_way and now_ns > self.now_ns:
+            self.now_ns = now_ns
+        elif not self._is_under_way and now_ns > self.now_ns:
             self.now_ns = now_ns
 
     def flush(self) -> None:
         """Hand all waiting events to their readers."""
-        for replica, _ in self._ranks:
+        for replica in self._ranks:
             replica.flush()
 
     def start(self, now_ns: int, until_ns: int = NEVER_NS) -> int:
@@ -96,33 +75,33 @@ class Ranks:
         """
         assert not self._is_under_way
         self._is_under_way = True
-        busy = [(replica, executor) for replica, executor in self._ranks if replica.has_work]
-        others_join = [replica for replica, _ in busy if replica.join(now_ns)]
-        num_steps = self._num_alike(busy, now_ns)
+        busy = [replica for replica in self._ranks if replica.has_work]
+        others_join = [replica for replica in busy if replica.join(now_ns)]
+        must_plan = [replica for replica in busy if replica.end_transfers(now_ns)]
+        num_steps = 0 if must_plan else self._num_alike(busy, now_ns)
         if others_join:
             num_steps = min(num_steps, 1)
         if num_steps > 0:
-            until_ns = min(until_ns, self._holds_until_ns(busy, now_ns))
+            until_ns = min(until_ns, *(replica.next_ns(now_ns) for replica in busy))
             self.now_ns = self._leap(busy, now_ns, until_ns, num_steps)
             return self.now_ns
         computing = []
-        for replica, executor in busy:
+        for replica in busy:
             if replica.prepare(now_ns):
-                computing.append((replica, executor))
+                computing.append(replica)
             else:
                 replica.engine.now_ns = now_ns
                 self._idle.append(replica)
         if not computing:
-            waits = self.has_work and not others_join and not any(each.scheduler.has_released for each, _ in busy)
-            self.now_ns = self._holds_until_ns(busy, now_ns) if waits else now_ns
+            waits = self.has_work and not others_join and not any(each.scheduler.has_released for each in busy)
+            self.now_ns = min(replica.next_ns(now_ns) for replica in busy) if waits else now_ns
             assert self.now_ns < NEVER_NS, "L8: there is work, and nothing can be computed"
             self.is_pausing = True
             return self.now_ns
-        batches = [replica.engine.batch for replica, _ in computing]
-        duration_ns = self._cost.together_ns(batches)
-        for replica, executor in computing:
-            executor.duration_ns = duration_ns
-            replica.engine.carry_out(now_ns)
+        duration_ns = self._cost.together_ns([replica.engine.batch for replica in computing])
+        duration_ns = max(replica.with_copies_ns(now_ns, duration_ns) for replica in computing)
+        for replica in computing:
+            replica.engine.carry_out(now_ns, duration_ns)
             self._under_way.append(replica)
         self.now_ns = now_ns + duration_ns
         return self.now_ns
@@ -171,42 +150,45 @@ class Ranks:
 
     def quiet_until(self, now_ns: int) -> int | None:
         """Return the end of the identical steps that could start now: no request ends before. None if they cannot."""
-        busy = [pair for pair in self._ranks if pair[0].has_work]
-        num_steps = 0 if any(replica.num_joining for replica, _ in busy) else self._num_alike(busy, now_ns)
-        next_ns = self._holds_until_ns(busy, now_ns)
+        busy = [replica for replica in self._ranks if replica.has_work]
+        num_steps = 0 if any(replica.num_joining for replica in busy) else self._num_alike(busy, now_ns)
+        next_ns = min((replica.next_ns(now_ns) for replica in busy), default=NEVER_NS)
         if not num_steps or next_ns <= now_ns:
             return None
-        return min(now_ns + sum(self._durations_ns(busy, min(num_steps, MOST_STEPS))), next_ns)
+        return min(now_ns + sum(self._durations_ns(busy, now_ns, min(num_steps, MOST_STEPS))), next_ns)
 
     def _emit_idle(self) -> None:
         for replica in self._idle:
             replica.engine.emit()
         self._idle.clear()
 
-    def _num_alike(self, busy: Sequence[tuple[Replica, GivenDuration]], now_ns: int) -> int:
+    def _num_alike(self, busy: Sequence[Replica], now_ns: int) -> int:
         if not self._leaps or not busy:
             return 0
         return min(
-            min(replica.scheduler.horizon(now_ns), replica.scheduler.cache.most_certain_steps) for replica, _ in busy
+            min(replica.scheduler.horizon(now_ns), replica.scheduler.cache.most_certain_steps) for replica in busy
         )
 
-    def _holds_until_ns(self, busy: Sequence[tuple[Replica, GivenDuration]], now_ns: int) -> int:
-        """Return when another request may become the head of a waiting queue."""
-        queues = [replica.scheduler.waiting for replica, _ in busy]
-        return min((queue.holds_until_ns(now_ns) for queue in queues if queue.num_waiting), default=NEVER_NS)
+    def _durations_ns(self, busy: Sequence[Replica], now_ns: int, num_steps: int) -> list[int]:
+        """Return the durations of the next `num_steps` common steps, from `now_ns` on, if they are identical."""
+        wheels = [replica.scheduler.wheel for replica in busy]
+        decodes = [(wheel.num_decoding, wheel.known_tokens) for wheel in wheels]
+        durations_ns = self._cost.decodes_together_ns(decodes, num_steps)
+        slowed = [replica for replica in busy if replica.slows_down]
+        if slowed:
+            for step, duration_ns in enumerate(durations_ns):
+                durations_ns[step] = max(replica.with_copies_ns(now_ns, duration_ns) for replica in slowed)
+                now_ns += durations_ns[step]
+        return durations_ns
 
-    def _durations_ns(self, busy: Sequence[tuple[Replica, GivenDuration]], num_steps: int) -> list[int]:
-        wheels = [replica.scheduler.wheel for replica, _ in busy]
-        return self._cost.decodes_together_ns([(wheel.num_decoding, wheel.known_tokens) for wheel in wheels], num_steps)
-
-    def _leap(self, busy: Sequence[tuple[Replica, GivenDuration]], now_ns: int, until_ns: int, num_steps: int) -> int:
+    def _leap(self, busy: Sequence[Replica], now_ns: int, until_ns: int, num_steps: int) -> int:
         num_steps = min(num_steps, (until_ns - now_ns) // self._last_decode_ns + 2, MOST_STEPS)
-        durations_ns = self._durations_ns(busy, num_steps)
+        durations_ns = self._durations_ns(busy, now_ns, num_steps)
         end_ns = now_ns + sum(durations_ns)
         while len(durations_ns) > 1 and end_ns - durations_ns[-1] >= until_ns:
             end_ns -= durations_ns.pop()
         self._last_decode_ns = durations_ns[-1] or 1
-        for replica, _ in busy:
+        for replica in busy:
             replica.leap(now_ns, LeapTimes(list(durations_ns)))
             self._under_way.append(replica)
         return end_ns

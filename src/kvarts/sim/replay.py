@@ -12,7 +12,6 @@ from msgspec import structs
 
 from kvarts.build import build_engine, preparation_of
 from kvarts.event_log import EventReader
-from kvarts.executor.base import VirtualExecutor
 from kvarts.executor.cost import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.report.report import Report
@@ -414,20 +413,7 @@ def prefill_cost(config: ReplayConfig) -> PrefillNs:
 
 def open_replica(config: ReplayConfig, readers: Sequence[EventReader]) -> Replica:
     """Build an engine in virtual time. `readers` receive its events."""
-    return _open(config, readers, SimExecutor(config.cost_model))
-
-
-def open_ranks(config: ReplayConfig, readers: Sequence[Sequence[EventReader]]) -> tuple[list[Replica], Ranks]:
-    """Build engines in virtual time that are in lock step, one per entry of `readers`; return them and their runner."""
-    from kvarts.sim.lockstep import GivenDuration, Ranks
-
-    cost = cast("LockstepCost", config.cost_model)
-    executors = [GivenDuration(cost) for _ in readers]
-    replicas = [_open(config, each, executor) for each, executor in zip(readers, executors, strict=True)]
-    return replicas, Ranks(replicas, executors, cost, step_by_step=config.step_by_step)
-
-
-def _open(config: ReplayConfig, readers: Sequence[EventReader], executor: VirtualExecutor) -> Replica:
+    executor = SimExecutor(config.cost_model)
     engine = build_engine(
         config,
         executor,
@@ -446,3 +432,11 @@ def _open(config: ReplayConfig, readers: Sequence[EventReader], executor: Virtua
         leaps_told=not config.step_by_step,
     )
     return Replica(engine, executor, step_by_step=config.step_by_step, plans_ahead=config.async_scheduling)
+
+
+def open_ranks(config: ReplayConfig, readers: Sequence[Sequence[EventReader]]) -> tuple[list[Replica], Ranks]:
+    """Build engines in virtual time that are in lock step, one per entry of `readers`; return them and their runner."""
+    from kvarts.sim.lockstep import Ranks
+
+    replicas = [open_replica(config, each) for each in readers]
+    return replicas, Ranks(replicas, cast("LockstepCost", config.cost_model), step_by_step=config.step_by_step)

@@ -180,6 +180,21 @@ class Replica:
         self._joining.plan_next()
         return self._joining.num_requests > 0
 
+    def end_transfers(self, now_ns: int) -> bool:
+        """End the transfers that are due by `now_ns`; return whether any ended since the last step.
+
+        If so, the next step must be planned. Between steps.
+        """
+        tiers, scheduler = self._tiers, self.scheduler
+        if tiers is None:
+            return False
+        if scheduler.to_settle is not None:
+            scheduler.settle()  # before transfers that end now release memory
+        must_plan, self._must_plan = tiers.advance_to(now_ns) or self._must_plan, False
+        if must_plan:
+            scheduler.blocked = Blocked.NOT
+        return must_plan
+
     @property
     def _is_idle(self) -> bool:
         """Whether no request runs or waits, but for those that join."""
@@ -201,11 +216,8 @@ class Replica:
         if self._joining is not None:
             others_join = self.join(now_ns)
         if tiers is not None:
-            if scheduler.to_settle is not None:
-                scheduler.settle()  # before transfers that end now release memory
-            must_plan, self._must_plan = tiers.advance_to(now_ns) or self._must_plan, False
+            must_plan = self.end_transfers(now_ns)
         if must_plan:
-            scheduler.blocked = Blocked.NOT
             if not engine.has_work:
                 return self.pause(now_ns)
         elif self._leaps and not scheduler.running.chunked:  # else the horizon is 0
@@ -225,7 +237,7 @@ class Replica:
         self._plans_late = True
         # Requests that join need not wait: no step is under way.
         waits = engine.has_work and not (others_join or scheduler.has_released or self._leaving)
-        return self.pause(self._next_ns(now_ns) if waits else now_ns)
+        return self.pause(self.next_ns(now_ns) if waits else now_ns)
 
     def rest(self) -> None:
         """Record that no step follows: requests that arrive are queued at once."""
@@ -340,7 +352,7 @@ class Replica:
             (far_ns - now_ns) // self._last_decode_ns + 1,
             MOST_STEPS,
         )
-        next_ns = self._next_ns(now_ns)
+        next_ns = self.next_ns(now_ns)
         if num_steps < 1 or next_ns <= now_ns:
             return None
         if is_watched:
@@ -355,12 +367,12 @@ class Replica:
         """Return the end of the identical steps that could start now: no request ends before. None if they cannot."""
         can_leap = self._leaps and not self.num_joining
         num_steps = min(self.scheduler.horizon(now_ns) if can_leap else 0, self.scheduler.cache.most_certain_steps)
-        next_ns = self._next_ns(now_ns)
+        next_ns = self.next_ns(now_ns)
         if not num_steps or next_ns <= now_ns:
             return None
         return min(now_ns + self.decode_times(now_ns, min(num_steps, MOST_STEPS)).total_ns, next_ns)
 
-    def _next_ns(self, now_ns: int) -> int:
+    def next_ns(self, now_ns: int) -> int:
         """Return when the next transfer ends, or another request may become the head of the waiting queue."""
         next_ns = NEVER_NS if self._tiers is None else self._tiers.next_ns
         if self.scheduler.waiting.num_waiting:
@@ -368,9 +380,18 @@ class Replica:
         return next_ns
 
     @property
+    def slows_down(self) -> bool:
+        """Whether copies slow its steps down."""
+        return self._tiers is not None and self._tiers.slows_down
+
+    def with_copies_ns(self, now_ns: int, duration_ns: int) -> int:
+        """Return the duration of the planned step, which starts at `now_ns` and would take `duration_ns` alone."""
+        return duration_ns if self._tiers is None else self._tiers.step_ns(now_ns, duration_ns)
+
+    @property
     def decodes_by_rule(self) -> bool:
         """Whether `decode_times` gives a rule, which takes no more memory for many steps than for few."""
-        return self._decode_times is not None and (self._tiers is None or not self._tiers.slows_down)
+        return self._decode_times is not None and not self.slows_down
 
     def decode_times(self, now_ns: int, num_steps: int) -> LeapTimes:
         """Return the durations of the next `num_steps` steps, from `now_ns` on, if they are identical."""
