@@ -106,7 +106,6 @@ REFUSED = (
             Refusal((loads, "store"), "other workers can delay its loads", "Leave it out."),
             Refusal((loads, "pulls"), "other workers can delay its loads", "Leave it out."),
             Refusal((loads, "layers"), "each decides when a request runs"),
-            Refusal((loads, "several"), "it is not modelled", "Leave it out."),
         )
     ),
     Refusal(("async_loads", "fleet"), "it is not modelled", "Leave it out."),

@@ -38,7 +38,9 @@ pytestmark = pytest.mark.laws
 def offloads(draw: st.DrawFn) -> OffloadConfig:
     """Small tiers and slow channels: everything that makes transfers meet evictions."""
     rate = draw(st.sampled_from(["100B/s", "1kB/s", "100kB/s", "1GB/s"]))
+    load_kv = draw(st.sampled_from(["placed", "placed", "async", "sync"]))
     return OffloadConfig(
+        load_kv=load_kv,
         host_pages=draw(st.sampled_from([1, 3, 8, 40])),
         disk_pages=draw(st.sampled_from([None, None, 2, 30])),
         policy=draw(st.sampled_from(["eager", "lazy"])),
@@ -48,7 +50,7 @@ def offloads(draw: st.DrawFn) -> OffloadConfig:
         d2h=draw(st.sampled_from(["100B/s", "1kB/s", "1GB/s"])),
         disk_read=rate,
         disk_write=rate,
-        fail_every=draw(st.sampled_from([0, 0, 0, 3])),
+        fail_every=0 if load_kv == "sync" else draw(st.sampled_from([0, 0, 0, 3])),
     )
 
 
