@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -350,3 +351,25 @@ def test_a_router_knows_the_tiers_of_every_pool(tmp_path: Path) -> None:
     same, other = found
     assert same.summary["prefix_hit_ratio"] == other.summary["prefix_hit_ratio"]
     assert same.summary["ttft_ms"] == other.summary["ttft_ms"]
+
+
+def test_a_router_that_asks_caches_knows_tiers_by_name() -> None:
+    """Workers with a list of tiers each: what one has in its first tier may be in the last of all."""
+    from kvarts.sim.router import AskedCaches
+
+    def worker(**found: int) -> Any:
+        tiers = SimpleNamespace(tier_names=(*found, "store"), found=lambda *_: tuple(found.values()))
+        cache = SimpleNamespace(match=lambda *_: SimpleNamespace(num_pages=2))
+        return SimpleNamespace(scheduler=SimpleNamespace(cache=cache, tiers=tiers))
+
+    without = worker()
+    without.scheduler.tiers = None
+    workers = [worker(dram=3, cxl=4, disk=5), worker(disk=6), worker(cxl=7), without, worker()]
+    content: Any = None
+    assert AskedCaches(workers, ["dram", "cxl", "disk"]).matches(content, 100) == {
+        0: (2, 3, 4, 5),
+        1: (2, 0, 0, 6),
+        2: (2, 0, 7, 0),
+        3: (2,),
+        4: (2, 0, 0, 0),
+    }
