@@ -111,18 +111,23 @@ def test_an_option_changes_one_tier_of_a_file(tmp_path: Path) -> None:
     [
         ([{"name": "a"}], "tier.a: has no size"),
         ([{"name": "a", "pages": 3, "size": "4GiB"}], "tier.a.pages: is given beside tier.a.size"),
-        ([{"pages": 3}, {"pages": 4}], "tier.2: two tiers have the name host"),
+        ([{"pages": 3}, {"pages": 4}], "tier.2.name: two tables have the name 'host'. Name each."),
         ([{"name": "cached", "pages": 3}], "tier.cached: cannot be 'cached'"),
         ([{"name": "Fast-1", "pages": 3}], "cannot be 'Fast-1'"),
         ([{"name": "group0", "pages": 3}], "cannot be 'group0'"),
         ([{"name": "gpu", "pages": 3}], "cannot be 'gpu'"),
-        ([{"name": "disk", "pages": 3}], "tier.disk: is of memory, and has the name of the other kind"),
+        ([{"name": "2", "pages": 3}], "tier.2: cannot be '2'. It is a part of names of columns: small letters and"),
+        ([{"pages": 3, "size": 2.5}], "tier.host.size: Expected"),
+        (
+            [{"name": "disk", "pages": 3}],
+            "tier.disk: is of memory, and has the name of the other kind. Give it kind=files",
+        ),
         ([{"name": "store", "pages": 3}], "is the name of the tier that all engines share"),
         ([{"pages": 3, "kind": "tape"}], "tier.1.kind: Invalid enum value 'tape'"),
-        ([{"pages": 3, "read": 0}], "tier.1.read: must be at least one byte a second"),
-        ([{"pages": 3, "rate": "4GB/s"}], "tier.1.rate: is of a tier that all engines share"),
-        ([{"size": "1KiB"}], "tier.1.size: 1KiB hold no page"),
-        ([{"pages": 3, "speed": 5}], "tier.1.speed: unknown key"),
+        ([{"pages": 3, "read": 0}], "tier.host.read: must be at least one byte a second"),
+        ([{"pages": 3, "rate": "4GB/s"}], "tier.host.rate: is of a tier that all engines share"),
+        ([{"size": "1KiB"}], "tier.host.size: 1KiB hold no page"),
+        ([{"pages": 3, "speed": 5}], "tier.host.speed: unknown key"),
         ({"pages": 3}, "must be a list of tables"),
     ],
 )
@@ -135,8 +140,53 @@ def test_a_list_that_cannot_be_is_refused_where_it_is_wrong(tables: Any, message
 def test_a_list_and_its_short_form_are_refused_together() -> None:
     with pytest.raises(ConfigError, match="--host-pages: does not go with a list of tiers"):
         resolve_replay(parsed(*AS_FLAGS, "--host-pages", "4"), SECTIONS)
-    with pytest.raises(ConfigError, match="--h2d: does not go with a list of tiers"):
-        resolve_replay(parsed(*AS_FLAGS, "--h2d", "4GB/s"), SECTIONS)
+    for rate in ("4GB/s", "50GB/s"):  # the last one is what it is without that
+        with pytest.raises(ConfigError, match=r"--h2d: does not go with a list of tiers\. Say read of a tier, in"):
+            resolve_replay(parsed(*AS_FLAGS, "--h2d", rate), SECTIONS)
+    with pytest.raises(ConfigError, match=r"h2d: does not go with a list of tiers\. Give read to a TierConfig"):
+        OffloadConfig(tiers=THREE, h2d="4GB/s")
+
+
+@pytest.mark.parametrize("command", ["replay", "plan", "mock"])
+def test_an_option_of_files_beside_a_list_names_the_key_of_a_tier(
+    run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path, command: str
+) -> None:
+    if {"plan": "plan", "mock": "openai_api"}.get(command, "offload") not in ROOMS:
+        pytest.skip("its room is not installed")
+    trace = () if command == "mock" else (write_trace(tmp_path / "trace.jsonl"),)
+    of_model = ("--model", "llama-3.1-8b", "--device", "h100-80gb")
+    assert run_command(command, *trace, *of_model, "--tier", "x:pages=40", "--disk-latency-us", 100) == 2
+    error = capsysbinary.readouterr().err.decode()
+    assert "--disk-latency-us: does not go with a list of tiers" in error
+    assert "--tier NAME:latency_us=VALUE" in error
+
+
+def test_a_table_without_a_name_has_that_of_its_kind(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[[tier]]\npages = 40\n[[tier]]\nkind = "files"\npages = 400\n')
+    of_file = read_settings(tmp_path / "run.toml", SECTIONS)
+    given = parsed("--tier", "disk:pages=50", "--tier", "host:read=9GB/s").over(of_file)
+    offload = resolve_replay(given, SECTIONS).offload
+    assert offload is not None
+    assert offload.sizes(16) == {"host": 40, "disk": 50}
+    assert offload.read_rates["host"] == 9 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OffloadConfig(tiers=[{"pages": 3}]), "tiers: must be a list of TierConfig, has {'pages': 3}"),  # type: ignore[arg-type]
+        (lambda: OffloadConfig(tiers=3), "tiers: must be a list of TierConfig, got 3"),  # type: ignore[arg-type]
+        (lambda: OffloadConfig(tiers=TierConfig(pages=3)), "tiers: must be a list of TierConfig"),  # type: ignore[arg-type]
+        (lambda: OffloadConfig(tiers=(TierConfig(pages=3),) * 2), "tiers: has two tiers with the name host"),
+        (lambda: OffloadConfig(h2d=None), "h2d: must be a whole number or a text such as 50GB/s, got None"),  # type: ignore[arg-type]
+        (lambda: TierConfig(name=3, pages=3), "name: must be a text, got 3"),  # type: ignore[arg-type]
+        (lambda: TierConfig(size=2.5), "size: must be a whole number or a text such as 64GiB, got 2.5"),  # type: ignore[arg-type]
+        (lambda: TierConfig(pages=3, read=[]), r"read: must be a whole number or a text such as 50GB/s, got \[\]"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_at_once(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
 
 
 @pytest.mark.parametrize("text", ["dram", "dram:", "dram:pages", "dram:sise=3", ":pages=3", "dram:pages=3,pages=4"])
@@ -249,6 +299,62 @@ def test_a_tier_of_all_engines_is_the_store_of_a_fleet(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
+def test_a_tier_that_is_added_is_above_the_store_of_a_file(tmp_path: Path) -> None:
+    from kvarts.fleet.config import resolve_fleet
+
+    (tmp_path / "run.toml").write_text('[[tier]]\nname = "dram"\npages = 20\n[[tier]]\nscope = "all"\npages = 900\n')
+    of_file = read_settings(tmp_path / "run.toml", SECTIONS)
+    fleet = resolve_fleet(parsed("--tier", "cxl:pages=50", "--tier", "store:pages=800").over(of_file), SECTIONS)
+    assert fleet.tier_names == ["dram", "cxl", "store"]
+    assert fleet.store is not None
+    assert fleet.store.pages == 800
+    with pytest.raises(ConfigError, match="is shared by all engines, and is not the last"):
+        resolve_fleet(parsed("--tier", "store:scope=all,pages=9", "--tier", "cxl:pages=50"), SECTIONS)
+
+
+@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tier", "store:scope=all,size=10"], "--tier store: size: 10 hold no page of 2,097,152 bytes"),
+        (["--store-memory", "10"], "--store-memory: 10 hold no page"),
+        (
+            ["--tier", "a:size=0", "--pull-from-peers", "--transfer-rate", "9GB/s", "--transfer-token-bytes", "9"],
+            "--pull-from-peers: needs workers with host memory. Give a [[tier]] with a size to each",
+        ),
+    ],
+)
+def test_errors_of_a_fleet_name_what_was_given(options: list[str], message: str) -> None:
+    from kvarts.fleet.config import resolve_fleet
+
+    with pytest.raises(ConfigError) as caught:
+        resolve_fleet(parsed("--replicas", "2", *options), SECTIONS)
+    assert message in str(caught.value)
+
+
+@pytest.mark.skipif(not {"fleet", "sharing"} <= ROOMS, reason="fleets or several models are not installed")
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [
+        (("--store-memory", "10GiB"), b"--store-memory"),
+        (("--tier", "store:scope=all,size=10GiB"), b"--tier store: scope"),
+        (("--prefill-replicas", 2, "--decode-replicas", 2), b"--prefill-replicas"),
+    ],
+)
+def test_several_models_with_a_store_are_refused_by_its_name(
+    run_command: Callable[..., int],
+    capsysbinary: pytest.CaptureFixture[bytes],
+    tmp_path: Path,
+    option: tuple[object, ...],
+    field: bytes,
+) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl")
+    models = [word for name in "ab" for word in ("--model", f"{name}=llama-3.1-8b", "--trace", f"{name}={trace}")]
+    assert run_command("replay", *models, "--device", "h200-141gb", *option) == 2
+    assert field + b": does not go with several models on a device" in capsysbinary.readouterr().err
+
+
+@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
 def test_a_pool_can_have_some_of_the_tiers() -> None:
     from kvarts.fleet.config import resolve_fleet
 
@@ -269,9 +375,15 @@ def test_a_pool_can_have_some_of_the_tiers() -> None:
     ("values", "message"),
     [
         ({"tier": [{"scope": "all", "pages": 9}, {"pages": 3}]}, "is shared by all engines, and is not the last"),
-        ({"tier": [{"scope": "all", "pages": 9}, {"scope": "all", "pages": 3}]}, "is a second tier that all engines"),
+        (
+            {"tier": [{"scope": "all", "pages": 9}, {"scope": "all", "pages": 3}]},
+            "tier.2.name: two tables have the name 'store'",
+        ),
         ({"tier": [{"scope": "all", "pages": 9}], "store": {"pages": 3}}, "store.pages: says what a tier of scope all"),
-        ({"tier": [{"kind": "files", "scope": "all", "pages": 9}]}, "tier.1.kind: has no effect on a tier that all"),
+        (
+            {"tier": [{"kind": "files", "scope": "all", "pages": 9}]},
+            "tier.store.kind: has no effect on a tier that all",
+        ),
         (
             {"offload": {"host_pages": 9}, "pool": [{"tiers": []}]},
             "pool.1.tiers: names tables tier, and there are none",
@@ -325,6 +437,8 @@ def test_a_sweep_changes_a_tier_by_its_name() -> None:
         "tier": [{"name": "dram", "pages": 4}, {"name": "cxl", "pages": 9}],
         "offload": {"policy": "lazy"},
     }
+    unnamed: Any = {"tier": [{"pages": 4}, {"kind": "files", "pages": 8}]}
+    assert with_changes(unnamed, {"tier.disk.pages": 9}, SECTIONS)["tier"][1]["pages"] == 9
     with pytest.raises(ConfigError, match=r"tier\.nvme\.pages: has no table with the name 'nvme'"):
         with_changes(values, {"tier.nvme.pages": 9})
 

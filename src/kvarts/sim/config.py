@@ -707,6 +707,10 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
     for section in sections:
         table, _, field = section.into.partition(".")
         if section.into and given.names(section.table):
+            for short, key in section.instead_of.items():
+                if f"{table}.{short}" in given:
+                    hint = f"Say {key} of a tier, in [[{section.table}]] or by --{section.table} NAME:{key}=VALUE."
+                    raise given.error(f"{table}.{short}", "does not go with a list of tiers", hint=hint)
             of_table = next(each.struct for each in sections if each.table == table)
             tables = given.listed(section.struct, section.table)
             values[table] = given.build(of_table, table, facts=facts, **{field: tables})
