@@ -115,7 +115,7 @@ class TierSettings(Protocol):
         """Return the settings as a report has them."""
 
     def with_sizes(self, *sizes: int) -> Self:
-        """Return the same settings with `sizes` in bytes of the first tiers; 0 for none."""
+        """Return the same settings with `sizes` in bytes of the first tiers; 0 for none, and none below these."""
 
     def for_model(self, kv_bytes_per_token: int, num_layers: int | None = None) -> Self:
         """Return the same settings for a model with `kv_bytes_per_token`, and with `num_layers` layers if known."""

@@ -429,6 +429,47 @@ def test_a_plan_compares_the_tiers_of_a_list(
 
 
 @pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
+def test_a_plan_searches_for_its_first_tier_alone(
+    run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    """Whatever is below it in the list, the plan finds the same size, and says what was searched."""
+    trace = write_trace(tmp_path / "trace.jsonl")
+    of_model = ("--model", "llama-3.1-8b", "--device", "h100-80gb", "--pages", 150)
+    lists: list[tuple[object, ...]] = [("--tier", "dram:pages=40"), AS_FLAGS]
+    lists += [("--host-pages", 40), ("--host-pages", 40, "--disk-pages", 400)]
+    found = []
+    for tiers in lists:
+        assert run_command("plan", trace, *of_model, *tiers, "--json") == 0
+        plan = json.loads(capsysbinary.readouterr().out)
+        assert None not in [point["replayed"] for point in plan["tiers"]["curve"]] or "--disk-pages" in tiers
+        least = plan["tiers"]["least_host"]
+        assert least.pop("hit_ratio_without", 0.0) == 0.0
+        assert run_command("plan", trace, *of_model, *tiers) == 0
+        text = " ".join(capsysbinary.readouterr().out.decode().split())
+        assert "instead of 0.0 %" in text
+        assert (" alone a replay finds" in text) == (len(tiers) > 2)
+        found.append(least)
+    assert found == found[:1] * 4
+
+
+@pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
+def test_a_plan_of_users_names_the_first_tier_of_a_list(
+    run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    slo = ("--slo-ttft-ms", 20000, "--slo-share", 0.9)
+    of_model = ("--model", "llama-3.1-8b", "--device", "h100-80gb", "--pages", 12000)
+    command = ("plan", "sample:agents", "--users", "8..12", *slo, *of_model, "--tier", "dram:size=0", "--json")
+    assert run_command(*command) == 0
+    users = json.loads(capsysbinary.readouterr().out)["users"]
+    point = users["host"]["points"][0]
+    assert "--tier dram:size=" in point["command"]
+    assert "--host-memory" not in point["command"]
+    words = point["command"].partition(" && ")[0].split()
+    assert run_command(*words[1:], "--json") == 0
+    assert json.loads(capsysbinary.readouterr().out)["prefix_hit_ratio"] == point["hit_ratio"]
+
+
+@pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
 def test_a_sweep_changes_a_tier_by_its_name() -> None:
     from kvarts.plan.sweep import with_changes
 

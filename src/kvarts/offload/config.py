@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
@@ -483,15 +484,15 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return None if self.bus is None else rate_of(self.bus, "bus")
 
     def with_sizes(self, *sizes: int) -> OffloadConfig:
-        """Return this configuration with `sizes` in bytes of its first tiers; 0 for none."""
+        """Return this configuration with `sizes` in bytes of its first tiers; 0 for none, and none below these."""
         if self.tiers:
             changed = (
                 msgspec.structs.replace(tier, pages=None, size=size)
-                for tier, size in zip(self.tiers, sizes, strict=False)
+                for tier, size in zip_longest(self.tiers, sizes[: len(self.tiers)], fillvalue=0)
             )
-            return msgspec.structs.replace(self, tiers=(*changed, *self.tiers[len(sizes) :]))
+            return msgspec.structs.replace(self, tiers=tuple(changed))
         fields: dict[str, int | None] = {}
-        for (pages, memory, *_), size in zip(SHORT.values(), sizes, strict=False):
+        for (pages, memory, *_), size in zip_longest(SHORT.values(), sizes[: len(SHORT)], fillvalue=0):
             fields |= {pages: None, memory: size or None}
         return msgspec.structs.replace(self, **fields)
 
