@@ -21,7 +21,7 @@ from kvarts.traffic.formats import load_trace
 
 from builders.command_line import parsed
 from builders.group_tiers import Grouped, grouped
-from builders.rooms import HAS_RECORD, HAS_ROUTERS, ROOMS
+from builders.rooms import HAS_AUDIT, HAS_RECORD, HAS_ROUTERS, ROOMS
 from builders.tiered import Tiered, as_list, tiered, tiers_between
 
 SECTIONS = all_sections()
@@ -51,17 +51,17 @@ AS_FLAGS = (
 )
 
 
-def write_trace(path: Path, *, rounds: int = 6) -> Path:
-    """Three prompts of 100 pages of 16 tokens each, again and again."""
+def write_trace(path: Path, *, rounds: int = 6, num_prompts: int = 3, num_tokens: int = 1600) -> Path:
+    """Some prompts, of 100 pages of 16 tokens each, again and again."""
     rows = [
         {
-            "timestamp": 2000 * (round_ * 3 + at),
-            "input_length": 1600,
+            "timestamp": 2000 * (round_ * num_prompts + at),
+            "input_length": num_tokens,
             "output_length": 4,
             "hash_ids": [4 * at, 4 * at + 1, 4 * at + 2, 4 * at + 3],
         }
         for round_ in range(rounds)
-        for at in range(3)
+        for at in range(num_prompts)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -528,3 +528,34 @@ def test_a_router_that_asks_caches_knows_tiers_by_name() -> None:
         3: (2,),
         4: (2, 0, 0, 0),
     }
+
+
+@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
+@pytest.mark.parametrize(("shared", "num_first"), [("", 60), ("store", 60), ("peers", 400)])
+def test_three_tiers_of_groups_above_what_engines_share(tmp_path: Path, shared: str, num_first: int) -> None:
+    """Two pools with three tiers and one: conserved after every step, and the fast path is that of single steps."""
+    from kvarts.fleet.config import resolve_fleet
+
+    trace = load_trace(write_trace(tmp_path / "trace.jsonl", num_prompts=5, num_tokens=2040))
+    sizes = {"dram": num_first, "cxl": 90, "nvme": 800}
+    rates = {"read": "500GB/s", "write": "500GB/s", "latency_us": 0.0}
+    tables = [{"name": name, "pages": pages, **rates} for name, pages in sizes.items()]
+    values: dict[str, Any] = {
+        "model": "gemma-3-27b",
+        "device": "h100-80gb",
+        "kv_groups": "all",
+        "pages": 150,
+        "tier": [*tables, *([{"scope": "all", "pages": 3000}] if shared == "store" else [])],
+        "pool": [{"name": "large", "tiers": ["dram", "cxl", "nvme"]}, {"name": "small", "tiers": ["dram"]}],
+        **({"transfer": {"pull": True, "rate": "900GB/s"}} if shared == "peers" else {}),
+    }
+    fast, slow = (
+        replay(
+            trace,
+            resolve_fleet(given_in({**values, "audit": HAS_AUDIT, "step_by_step": slowly}, SECTIONS), SECTIONS),
+        )
+        for slowly in (False, True)
+    )
+    assert fast.requests_jsonl() == slow.requests_jsonl()
+    tokens = fast.summary["num_cached_tokens_by_tier"]
+    assert tokens[shared or "nvme"]
