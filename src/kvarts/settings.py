@@ -503,7 +503,8 @@ def given_in(values: Mapping[str, Any], sections: Sequence[Section], path: Path 
                 for setting in settings_of(section.struct, key)
             }
             for last, leaf in _table(item, key, path).items():
-                _add(given, of_name, f"{key}.{last}", leaf, source, _in_table(of_name, key))
+                names = _in_table(of_name, key) | ({"name"} if name in listed else set())
+                _add(given, of_name, f"{key}.{last}", leaf, source, names)
     return given
 
 

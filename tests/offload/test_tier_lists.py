@@ -123,6 +123,11 @@ def test_an_option_changes_one_tier_of_a_file(tmp_path: Path) -> None:
             "tier.disk: is of memory, and has the name of the other kind. Give it kind=files",
         ),
         ([{"name": "store", "pages": 3}], "is the name of the tier that all engines share"),
+        (
+            [{"name": "files", "pages": 3}],
+            "tier.files: is of memory, and has the name of the other kind. Give it kind=f",
+        ),
+        ([{"naem": "x", "pages": 3}], "tier.host.naem: unknown key. Known: kind, latency_us, name, pages"),
         ([{"pages": 3, "kind": "tape"}], "tier.1.kind: Invalid enum value 'tape'"),
         ([{"pages": 3, "read": 0}], "tier.host.read: must be at least one byte a second"),
         ([{"pages": 3, "rate": "4GB/s"}], "tier.host.rate: is of a tier that all engines share"),
@@ -385,10 +390,17 @@ def test_a_pool_can_have_some_of_the_tiers() -> None:
             "tier.store.kind: has no effect on a tier that all",
         ),
         (
+            {"tier": [{"pages": 9}], "pool": [{"disk_memory": "1GiB"}]},
+            "pool.1.disk_memory: does not go with a list of tiers. Say size of a tier",
+        ),
+        (
             {"offload": {"host_pages": 9}, "pool": [{"tiers": []}]},
             "pool.1.tiers: names tables tier, and there are none",
         ),
-        ({"tier": [{"name": "s3", "scope": "all", "pages": 9}]}, "of a tier that all engines share is store"),
+        (
+            {"tier": [{"name": "s3", "scope": "all", "pages": 9}]},
+            "is shared by all engines, and that tier is called store",
+        ),
         ({"tier": [{"pages": 9}], "pool": [{"tiers": ["nvme"]}]}, "pool.1.tiers: has no tier 'nvme'"),
     ],
 )

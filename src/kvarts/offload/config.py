@@ -108,16 +108,15 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise SettingError(f"must be a text, got {self.name!r}", "name")
         if not self.name:
             msgspec.structs.force_setattr(self, "name", SHARED if self.is_shared else NAMES[self.kind])
-        if self.is_shared != (self.name == SHARED):
-            what = "is the name of the tier that all engines share"
-            if self.is_shared:
-                what = f"of a tier that all engines share is {SHARED}"
-            raise SettingError(what, "name", hint="Leave it out." if self.is_shared else "Take another.")
-        of_other = [name for kind, name in NAMES.items() if kind != self.kind]
-        if self.name in of_other:
-            kind = next(kind for kind, name in NAMES.items() if name == self.name)
-            what = f"is of {self.kind}, and has the name of the other kind"
-            raise SettingError(what, "name", hint=f"Give it kind={kind}, or another name.")
+        if self.is_shared and self.name != SHARED:
+            raise SettingError("is shared by all engines, and that tier is called store", "name", hint="Name it store.")
+        if self.name == SHARED and not self.is_shared:
+            what, hint = "is the name of the tier that all engines share", "Give it scope=all, or another name."
+            raise SettingError(what, "name", hint=hint)
+        for kind, name in NAMES.items():
+            if kind != self.kind and self.name in (kind, name):
+                what = f"is of {self.kind}, and has the name of the other kind"
+                raise SettingError(what, "name", hint=f"Give it kind={kind}, or another name.")
         if not re.fullmatch(r"(?!group\d)[a-z][a-z0-9]{0,30}", self.name) or self.name in TAKEN:
             raise SettingError(
                 f"cannot be {self.name!r}",
