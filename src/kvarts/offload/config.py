@@ -379,7 +379,12 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise SettingError(f"has two tiers with the name {tier.name}", "tiers", hint="Name each.")
             if tier.is_shared:
                 what = "is a tier that all engines share, and these are the tiers of one"
-                raise SettingError(what, f"tier.{tier.name}.scope", "tiers", hint="Give it to a fleet, as its store.")
+                raise SettingError(
+                    what,
+                    f"tier.{tier.name}.scope",
+                    "tiers",
+                    hint="Replays and mocks of workers with one model each have it.",
+                )
 
     @property
     def listed(self) -> tuple[TierConfig, ...]:

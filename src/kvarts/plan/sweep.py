@@ -95,12 +95,15 @@ def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any], sections
 
 def _named(tables: list[Any], name: str, key: str, name_of: Callable[[Values], str] | None) -> Values:
     """Return the table with a name of a list, such as `[[tier]]`. Raise ConfigError without one."""
+    known = {}
     for table in tables:
         if isinstance(table, dict):
-            own = "" if name_of is None else name_of(table)
-            if table.get("name", own) == name:
-                return table
-    raise ConfigError(f"has no table with the name {name!r} in its list", field=key, hint="Give the table a name.")
+            known[table.get("name", "" if name_of is None else name_of(table))] = table
+    if name in known:
+        found: Values = known[name]
+        return found
+    hint = f"There are: {', '.join(map(str, filter(None, known)))}." if any(known) else "Give the table a name."
+    raise ConfigError(f"has no table with the name {name!r} in its list", field=key, hint=hint)
 
 
 def run_sweep(
