@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import zip_longest
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
@@ -489,14 +489,15 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def with_sizes(self, *sizes: int) -> OffloadConfig:
         """Return this configuration with `sizes` in bytes of its first tiers; 0 for none, and none below these."""
+        of_tiers = chain(sizes, repeat(0))
         if self.tiers:
             changed = (
                 msgspec.structs.replace(tier, pages=None, size=size)
-                for tier, size in zip_longest(self.tiers, sizes[: len(self.tiers)], fillvalue=0)
+                for tier, size in zip(self.tiers, of_tiers, strict=False)
             )
             return msgspec.structs.replace(self, tiers=tuple(changed))
         fields: dict[str, int | None] = {}
-        for (pages, memory, *_), size in zip_longest(SHORT.values(), sizes[: len(SHORT)], fillvalue=0):
+        for (pages, memory, *_), size in zip(SHORT.values(), of_tiers, strict=False):
             fields |= {pages: None, memory: size or None}
         return msgspec.structs.replace(self, **fields)
 
