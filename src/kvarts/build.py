@@ -63,11 +63,12 @@ class PreparedTiers(Protocol):
         tell: Tell | None,
         prefill: PrefillNs | None,
         fingerprint: Callable[[], str] | None,
+        splits: bool,
     ) -> LowerTiers:
         """Open the tiers below `cache`.
 
         `prefill`: compute times; None: measured while running. `fingerprint`: returns an identifier of everything that
-        pages depend on besides their tokens.
+        pages depend on besides their tokens. `splits`: a request may compute its first pages while others are loaded.
         """
 
 
@@ -115,7 +116,7 @@ class TierSettings(Protocol):
         """Return the settings as a report has them."""
 
     def with_sizes(self, *sizes: int) -> Self:
-        """Return the same settings with `sizes` in bytes of the first tiers; 0 for none."""
+        """Return the same settings with `sizes` in bytes of the first tiers; 0 for none, and none below these."""
 
     def for_model(self, kv_bytes_per_token: int, num_layers: int | None = None) -> Self:
         """Return the same settings for a model with `kv_bytes_per_token`, and with `num_layers` layers if known."""
@@ -248,7 +249,14 @@ def build_engine(
     waiting = WaitingQueue(PriorityPolicy() if policy is None else policy, blocks_of)
     loads: Loads | None = None
     if below is not None:
-        lower = below.open_below(cache, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
+        lower = below.open_below(
+            cache,
+            with_page_ids=moves_pages,
+            tell=tell,
+            prefill=prefill,
+            fingerprint=fingerprint,
+            splits=not executor.needs_page_ids,  # rows of a batch are of requests that run
+        )
         if below.load_kv != "placed":
             from kvarts.sched.connector_loads import AsyncLoads, SyncLoads
 

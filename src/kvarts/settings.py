@@ -166,7 +166,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     """A group of settings: those of `struct`, in `table` of a file, under `title` in the help.
 
     `is_named`: the file has one such table per name, such as `[models.chat]`. `is_listed`: these tables form a list,
-    `[[pool]]`; the key `name` names each, else its position, from 1. `into`: the setting that has this list.
+    `[[pool]]`; the key `name` names each, else `name_of` its values, if that is given and returns a name, else its
+    position, from 1. `into`: the setting that has this list. `instead_of`: settings of the same struct as `into` that a
+    list replaces, and the key of a table that says the same.
     """
 
     struct: type[msgspec.Struct]
@@ -175,6 +177,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     is_named: bool = False
     is_listed: bool = False
     into: str = ""
+    name_of: Callable[[Mapping[str, Any]], str] | None = None
+    instead_of: Mapping[str, str] = {}
 
     @property
     def settings(self) -> tuple[Setting, ...]:
@@ -246,12 +250,14 @@ class Flags(msgspec.Struct, frozen=True):
 class Within(msgspec.Struct, frozen=True):
     """The value of another setting, which implies a value for this one.
 
-    `is_alike`: that setting is the same one of a pool, and errors name it as the user wrote it.
+    `is_alike`: that setting is the same one of a pool, and errors name it as the user wrote it. `others`: settings that
+    say the same as others next to this one, by the keys of these.
     """
 
     source: ValueSource
     setting: Setting
     is_alike: bool = False
+    others: Mapping[str, Setting] = {}
 
     @property
     def path(self) -> Path | None:
@@ -260,6 +266,8 @@ class Within(msgspec.Struct, frozen=True):
 
     def spell(self, setting: Setting, inner: str = "") -> str:
         """Return the spelling of the other setting, with the key in it; of a pool, of the setting as it is there."""
+        if setting.key in self.others:
+            return self.source.spell(self.others[setting.key], inner)
         if not self.is_alike:
             return self.source.spell(self.setting, f"{setting.key}.{inner}" if inner else setting.key)
         is_mine = self.setting.key.rpartition(".")[2] == setting.key.rpartition(".")[2]
@@ -416,8 +424,8 @@ class Given:
         return tuple(self.build_named(struct, table, name) for name in self.names(table))
 
     def build_named(self, struct: type[StructT], table: str, name: str) -> StructT:
-        """Build a `struct` of one table `[[table]]`. Its field `name` is empty without a name of its own."""
-        return self.build(struct, f"{table}.{name}", name="" if name.isdigit() else name)
+        """Build a `struct` of one table `[[table]]`."""
+        return self.build(struct, f"{table}.{name}", name=name)
 
     def error(self, key: str, what: str, *, hint: str | None = None) -> ConfigError:
         """Return an error about the value given for `key`."""
@@ -476,12 +484,12 @@ def given_in(values: Mapping[str, Any], sections: Sequence[Section], path: Path 
     known = {setting.key: setting for section in sections if not section.is_named for setting in section.settings}
     tables = {section.table for section in sections if section.table}
     named = {section.table for section in sections if section.is_named}
-    listed = {section.table for section in sections if section.is_listed}
+    listed = {section.table: section for section in sections if section.is_listed}
     for name, value in values.items():
         if name not in tables:
             _add(given, known, name, value, source, {*(key for key in known if "." not in key), *tables})
             continue
-        tables_of = _listed(value, name, path) if name in listed else _table(value, name, path)
+        tables_of = _listed(value, listed[name], path) if name in listed else _table(value, name, path)
         for inner, item in tables_of.items():
             key = f"{name}.{inner}"
             if name not in named:
@@ -495,7 +503,8 @@ def given_in(values: Mapping[str, Any], sections: Sequence[Section], path: Path 
                 for setting in settings_of(section.struct, key)
             }
             for last, leaf in _table(item, key, path).items():
-                _add(given, of_name, f"{key}.{last}", leaf, source, _in_table(of_name, key))
+                names = _in_table(of_name, key) | ({"name"} if name in listed else set())
+                _add(given, of_name, f"{key}.{last}", leaf, source, names)
     return given
 
 
@@ -576,18 +585,22 @@ def _table(value: Any, name: str, path: Path | None) -> Mapping[str, Any]:
     return value
 
 
-def _listed(value: Any, name: str, path: Path | None) -> Mapping[str, Any]:
+def _listed(value: Any, section: Section, path: Path | None) -> Mapping[str, Any]:
     """Return the tables of a list by their names."""
+    name = section.table
     if not isinstance(value, list):
         raise ConfigError("must be a list of tables", path=path, field=name, hint=f"Write [[{name}]].")
     found: dict[str, Any] = {}
     for place, item in enumerate(value, 1):
         table = dict(_table(item, f"{name}.{place}", path))
-        inner = table.pop("name", str(place))
+        own = "" if section.name_of is None else section.name_of(table)
+        inner = table.pop("name", own or str(place))
         if not isinstance(inner, str) or not inner or "." in inner:
             raise ConfigError(f"{inner!r} is not a name", path=path, field=f"{name}.{place}.name")
         if inner in found:
-            raise ConfigError(f"two tables have the name {inner!r}", path=path, field=f"{name}.{place}.name")
+            hint = "Name each." if own else None
+            what = f"two tables have the name {inner!r}"
+            raise ConfigError(what, path=path, field=f"{name}.{place}.name", hint=hint)
         found[inner] = table
     return found
 

@@ -21,6 +21,8 @@ from kvarts.plan.fleets import FleetsPlan, plan_fleets
 from kvarts.settings import Given, given_by_keywords
 from kvarts.sim.replay import replay
 
+from builders.rooms import HAS_OFFLOAD
+
 SAMPLE = files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"
 MODEL = ("--model", "llama-3.1-8b", "--device", "h100-80gb")
 TIGHT = ("--slo-ttft-ms", "10000", "--slo-tpot-ms", "30", "--transfer-rate", "50GB/s")
@@ -293,6 +295,12 @@ FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'
         (["--gpus", "2", "--routers", "nearest"], "", "--routers: must be one of round-robin"),
         (["--gpus", "2", "--store-sizes", "5x"], "", "--store-sizes: '5x' is not a size"),
         (["--gpus", "2", "--store-sizes", "5GiB", "--store-memory", "6GiB"], "", "--store-sizes: is one size already"),
+        pytest.param(
+            ["--gpus", "2", "--store-sizes", "5GiB", "--tier", "store:scope=all,pages=9"],
+            "",
+            "--store-sizes: is one size already",
+            marks=pytest.mark.skipif(not HAS_OFFLOAD, reason="tiers are not installed"),
+        ),
         (["--gpus", "2", "--tensor-parallel", "4"], "", "--gpus: is less than one worker takes"),
         (["--gpus", "2000"], "", "--gpus: must be at most 256"),
         (["--gpus", "2", "--league"], "", "--league: has no effect with --gpus"),

@@ -39,7 +39,9 @@ class StoreMachine(TieredMachine):
         num_blocks=st.sampled_from([8, 12, 20, 40]),
         store_blocks=st.sampled_from([3, 10, 40, 100]),
         sizes=st.lists(
-            st.sampled_from([[], [], [3], [10], [40], [10, 40]]), min_size=NUM_ENGINES, max_size=NUM_ENGINES
+            st.sampled_from([[], [], [3], [10], [40], [10, 40], [5, 10, 40]]),
+            min_size=NUM_ENGINES,
+            max_size=NUM_ENGINES,
         ),
         limit=st.sampled_from([1, 4, 100]),
         keeps=st.sampled_from(["all", "tails"]),
@@ -59,7 +61,8 @@ class StoreMachine(TieredMachine):
         self.num_owners = 0
         self.tokens_of = {}
         self.served = []
-        self.shared = SharedParts(store_blocks, 1, StoreLinks(1e9, 1e9, 0), memory=memory, page_size=page_size)
+        links, most_above = StoreLinks(1e9, 1e9, 0), max(map(len, sizes))
+        self.shared = SharedParts(store_blocks, 1, links, memory=memory, page_size=page_size, most_above=most_above)
         self.shared.before_removal = self.caught_up
         self.last_caught_up = -1
         self.told: list[set[Any]] = [set() for _ in range(NUM_ENGINES)]

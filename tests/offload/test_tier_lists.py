@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from kvarts.traffic.formats import load_trace
 
 from builders.command_line import parsed
 from builders.group_tiers import Grouped, grouped
-from builders.rooms import HAS_RECORD, HAS_ROUTERS, ROOMS
+from builders.rooms import HAS_AUDIT, HAS_RECORD, HAS_ROUTERS, ROOMS
 from builders.tiered import Tiered, as_list, tiered, tiers_between
 
 SECTIONS = all_sections()
@@ -50,17 +51,17 @@ AS_FLAGS = (
 )
 
 
-def write_trace(path: Path, *, rounds: int = 6) -> Path:
-    """Three prompts of 100 pages of 16 tokens each, again and again."""
+def write_trace(path: Path, *, rounds: int = 6, num_prompts: int = 3, num_tokens: int = 1600) -> Path:
+    """Some prompts, of 100 pages of 16 tokens each, again and again."""
     rows = [
         {
-            "timestamp": 2000 * (round_ * 3 + at),
-            "input_length": 1600,
+            "timestamp": 2000 * (round_ * num_prompts + at),
+            "input_length": num_tokens,
             "output_length": 4,
             "hash_ids": [4 * at, 4 * at + 1, 4 * at + 2, 4 * at + 3],
         }
         for round_ in range(rounds)
-        for at in range(3)
+        for at in range(num_prompts)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -110,18 +111,28 @@ def test_an_option_changes_one_tier_of_a_file(tmp_path: Path) -> None:
     [
         ([{"name": "a"}], "tier.a: has no size"),
         ([{"name": "a", "pages": 3, "size": "4GiB"}], "tier.a.pages: is given beside tier.a.size"),
-        ([{"pages": 3}, {"pages": 4}], "tier.2: two tiers have the name host"),
+        ([{"pages": 3}, {"pages": 4}], "tier.2.name: two tables have the name 'host'. Name each."),
         ([{"name": "cached", "pages": 3}], "tier.cached: cannot be 'cached'"),
         ([{"name": "Fast-1", "pages": 3}], "cannot be 'Fast-1'"),
         ([{"name": "group0", "pages": 3}], "cannot be 'group0'"),
         ([{"name": "gpu", "pages": 3}], "cannot be 'gpu'"),
-        ([{"name": "disk", "pages": 3}], "tier.disk: is of memory, and has the name of the other kind"),
+        ([{"name": "2", "pages": 3}], "tier.2: cannot be '2'. It is a part of names of columns: small letters and"),
+        ([{"pages": 3, "size": 2.5}], "tier.host.size: Expected"),
+        (
+            [{"name": "disk", "pages": 3}],
+            "tier.disk: is of memory, and has the name of the other kind. Give it kind=files",
+        ),
         ([{"name": "store", "pages": 3}], "is the name of the tier that all engines share"),
+        (
+            [{"name": "files", "pages": 3}],
+            "tier.files: is of memory, and has the name of the other kind. Give it kind=f",
+        ),
+        ([{"naem": "x", "pages": 3}], "tier.host.naem: unknown key. Known: kind, latency_us, name, pages"),
         ([{"pages": 3, "kind": "tape"}], "tier.1.kind: Invalid enum value 'tape'"),
-        ([{"pages": 3, "read": 0}], "tier.1.read: must be at least one byte a second"),
-        ([{"pages": 3, "rate": "4GB/s"}], "tier.1.rate: is of a tier that all engines share"),
-        ([{"size": "1KiB"}], "tier.1.size: 1KiB hold no page"),
-        ([{"pages": 3, "speed": 5}], "tier.1.speed: unknown key"),
+        ([{"pages": 3, "read": 0}], "tier.host.read: must be at least one byte a second"),
+        ([{"pages": 3, "rate": "4GB/s"}], "tier.host.rate: is of a tier that all engines share"),
+        ([{"size": "1KiB"}], "tier.host.size: 1KiB hold no page"),
+        ([{"pages": 3, "speed": 5}], "tier.host.speed: unknown key"),
         ({"pages": 3}, "must be a list of tables"),
     ],
 )
@@ -134,8 +145,53 @@ def test_a_list_that_cannot_be_is_refused_where_it_is_wrong(tables: Any, message
 def test_a_list_and_its_short_form_are_refused_together() -> None:
     with pytest.raises(ConfigError, match="--host-pages: does not go with a list of tiers"):
         resolve_replay(parsed(*AS_FLAGS, "--host-pages", "4"), SECTIONS)
-    with pytest.raises(ConfigError, match="--h2d: does not go with a list of tiers"):
-        resolve_replay(parsed(*AS_FLAGS, "--h2d", "4GB/s"), SECTIONS)
+    for rate in ("4GB/s", "50GB/s"):  # the last one is what it is without that
+        with pytest.raises(ConfigError, match=r"--h2d: does not go with a list of tiers\. Say read of a tier, in"):
+            resolve_replay(parsed(*AS_FLAGS, "--h2d", rate), SECTIONS)
+    with pytest.raises(ConfigError, match=r"h2d: does not go with a list of tiers\. Give read to a TierConfig"):
+        OffloadConfig(tiers=THREE, h2d="4GB/s")
+
+
+@pytest.mark.parametrize("command", ["replay", "plan", "mock"])
+def test_an_option_of_files_beside_a_list_names_the_key_of_a_tier(
+    run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path, command: str
+) -> None:
+    if {"plan": "plan", "mock": "openai_api"}.get(command, "offload") not in ROOMS:
+        pytest.skip("its room is not installed")
+    trace = () if command == "mock" else (write_trace(tmp_path / "trace.jsonl"),)
+    of_model = ("--model", "llama-3.1-8b", "--device", "h100-80gb")
+    assert run_command(command, *trace, *of_model, "--tier", "x:pages=40", "--disk-latency-us", 100) == 2
+    error = capsysbinary.readouterr().err.decode()
+    assert "--disk-latency-us: does not go with a list of tiers" in error
+    assert "--tier NAME:latency_us=VALUE" in error
+
+
+def test_a_table_without_a_name_has_that_of_its_kind(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[[tier]]\npages = 40\n[[tier]]\nkind = "files"\npages = 400\n')
+    of_file = read_settings(tmp_path / "run.toml", SECTIONS)
+    given = parsed("--tier", "disk:pages=50", "--tier", "host:read=9GB/s").over(of_file)
+    offload = resolve_replay(given, SECTIONS).offload
+    assert offload is not None
+    assert offload.sizes(16) == {"host": 40, "disk": 50}
+    assert offload.read_rates["host"] == 9 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OffloadConfig(tiers=[{"pages": 3}]), "tiers: must be a list of TierConfig, has {'pages': 3}"),  # type: ignore[arg-type]
+        (lambda: OffloadConfig(tiers=3), "tiers: must be a list of TierConfig, got 3"),  # type: ignore[arg-type]
+        (lambda: OffloadConfig(tiers=TierConfig(pages=3)), "tiers: must be a list of TierConfig"),  # type: ignore[arg-type]
+        (lambda: OffloadConfig(tiers=(TierConfig(pages=3),) * 2), "tiers: has two tiers with the name host"),
+        (lambda: OffloadConfig(h2d=None), "h2d: must be a whole number or a text such as 50GB/s, got None"),  # type: ignore[arg-type]
+        (lambda: TierConfig(name=3, pages=3), "name: must be a text, got 3"),  # type: ignore[arg-type]
+        (lambda: TierConfig(size=2.5), "size: must be a whole number or a text such as 64GiB, got 2.5"),  # type: ignore[arg-type]
+        (lambda: TierConfig(pages=3, read=[]), r"read: must be a whole number or a text such as 50GB/s, got \[\]"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_at_once(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
 
 
 @pytest.mark.parametrize("text", ["dram", "dram:", "dram:pages", "dram:sise=3", ":pages=3", "dram:pages=3,pages=4"])
@@ -248,6 +304,62 @@ def test_a_tier_of_all_engines_is_the_store_of_a_fleet(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
+def test_a_tier_that_is_added_is_above_the_store_of_a_file(tmp_path: Path) -> None:
+    from kvarts.fleet.config import resolve_fleet
+
+    (tmp_path / "run.toml").write_text('[[tier]]\nname = "dram"\npages = 20\n[[tier]]\nscope = "all"\npages = 900\n')
+    of_file = read_settings(tmp_path / "run.toml", SECTIONS)
+    fleet = resolve_fleet(parsed("--tier", "cxl:pages=50", "--tier", "store:pages=800").over(of_file), SECTIONS)
+    assert fleet.tier_names == ["dram", "cxl", "store"]
+    assert fleet.store is not None
+    assert fleet.store.pages == 800
+    with pytest.raises(ConfigError, match="is shared by all engines, and is not the last"):
+        resolve_fleet(parsed("--tier", "store:scope=all,pages=9", "--tier", "cxl:pages=50"), SECTIONS)
+
+
+@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tier", "store:scope=all,size=10"], "--tier store: size: 10 hold no page of 2,097,152 bytes"),
+        (["--store-memory", "10"], "--store-memory: 10 hold no page"),
+        (
+            ["--tier", "a:size=0", "--pull-from-peers", "--transfer-rate", "9GB/s", "--transfer-token-bytes", "9"],
+            "--pull-from-peers: needs workers with host memory. Give a [[tier]] with a size to each",
+        ),
+    ],
+)
+def test_errors_of_a_fleet_name_what_was_given(options: list[str], message: str) -> None:
+    from kvarts.fleet.config import resolve_fleet
+
+    with pytest.raises(ConfigError) as caught:
+        resolve_fleet(parsed("--replicas", "2", *options), SECTIONS)
+    assert message in str(caught.value)
+
+
+@pytest.mark.skipif(not {"fleet", "sharing"} <= ROOMS, reason="fleets or several models are not installed")
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [
+        (("--store-memory", "10GiB"), b"--store-memory"),
+        (("--tier", "store:scope=all,size=10GiB"), b"--tier store: scope"),
+        (("--prefill-replicas", 2, "--decode-replicas", 2), b"--prefill-replicas"),
+    ],
+)
+def test_several_models_with_a_store_are_refused_by_its_name(
+    run_command: Callable[..., int],
+    capsysbinary: pytest.CaptureFixture[bytes],
+    tmp_path: Path,
+    option: tuple[object, ...],
+    field: bytes,
+) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl")
+    models = [word for name in "ab" for word in ("--model", f"{name}=llama-3.1-8b", "--trace", f"{name}={trace}")]
+    assert run_command("replay", *models, "--device", "h200-141gb", *option) == 2
+    assert field + b": does not go with several models on a device" in capsysbinary.readouterr().err
+
+
+@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
 def test_a_pool_can_have_some_of_the_tiers() -> None:
     from kvarts.fleet.config import resolve_fleet
 
@@ -268,14 +380,27 @@ def test_a_pool_can_have_some_of_the_tiers() -> None:
     ("values", "message"),
     [
         ({"tier": [{"scope": "all", "pages": 9}, {"pages": 3}]}, "is shared by all engines, and is not the last"),
-        ({"tier": [{"scope": "all", "pages": 9}, {"scope": "all", "pages": 3}]}, "is a second tier that all engines"),
+        (
+            {"tier": [{"scope": "all", "pages": 9}, {"scope": "all", "pages": 3}]},
+            "tier.2.name: two tables have the name 'store'",
+        ),
         ({"tier": [{"scope": "all", "pages": 9}], "store": {"pages": 3}}, "store.pages: says what a tier of scope all"),
-        ({"tier": [{"kind": "files", "scope": "all", "pages": 9}]}, "tier.1.kind: has no effect on a tier that all"),
+        (
+            {"tier": [{"kind": "files", "scope": "all", "pages": 9}]},
+            "tier.store.kind: has no effect on a tier that all",
+        ),
+        (
+            {"tier": [{"pages": 9}], "pool": [{"disk_memory": "1GiB"}]},
+            "pool.1.disk_memory: does not go with a list of tiers. Say size of a tier",
+        ),
         (
             {"offload": {"host_pages": 9}, "pool": [{"tiers": []}]},
             "pool.1.tiers: names tables tier, and there are none",
         ),
-        ({"tier": [{"name": "s3", "scope": "all", "pages": 9}]}, "of a tier that all engines share is store"),
+        (
+            {"tier": [{"name": "s3", "scope": "all", "pages": 9}]},
+            "is shared by all engines, and that tier is called store",
+        ),
         ({"tier": [{"pages": 9}], "pool": [{"tiers": ["nvme"]}]}, "pool.1.tiers: has no tier 'nvme'"),
     ],
 )
@@ -316,6 +441,47 @@ def test_a_plan_compares_the_tiers_of_a_list(
 
 
 @pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
+def test_a_plan_searches_for_its_first_tier_alone(
+    run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    """Whatever is below it in the list, the plan finds the same size, and says what was searched."""
+    trace = write_trace(tmp_path / "trace.jsonl")
+    of_model = ("--model", "llama-3.1-8b", "--device", "h100-80gb", "--pages", 150)
+    lists: list[tuple[object, ...]] = [("--tier", "dram:pages=40"), AS_FLAGS]
+    lists += [("--host-pages", 40), ("--host-pages", 40, "--disk-pages", 400)]
+    found = []
+    for tiers in lists:
+        assert run_command("plan", trace, *of_model, *tiers, "--json") == 0
+        plan = json.loads(capsysbinary.readouterr().out)
+        assert None not in [point["replayed"] for point in plan["tiers"]["curve"]] or "--disk-pages" in tiers
+        least = plan["tiers"]["least_host"]
+        assert least.pop("hit_ratio_without", 0.0) == 0.0
+        assert run_command("plan", trace, *of_model, *tiers) == 0
+        text = " ".join(capsysbinary.readouterr().out.decode().split())
+        assert "instead of 0.0 %" in text
+        assert (" alone a replay finds" in text) == (len(tiers) > 2)
+        found.append(least)
+    assert found == found[:1] * 4
+
+
+@pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
+def test_a_plan_of_users_names_the_first_tier_of_a_list(
+    run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    slo = ("--slo-ttft-ms", 20000, "--slo-share", 0.9)
+    of_model = ("--model", "llama-3.1-8b", "--device", "h100-80gb", "--pages", 12000)
+    command = ("plan", "sample:agents", "--users", "8..12", *slo, *of_model, "--tier", "dram:size=0", "--json")
+    assert run_command(*command) == 0
+    users = json.loads(capsysbinary.readouterr().out)["users"]
+    point = users["host"]["points"][0]
+    assert "--tier dram:size=" in point["command"]
+    assert "--host-memory" not in point["command"]
+    words = point["command"].partition(" && ")[0].split()
+    assert run_command(*words[1:], "--json") == 0
+    assert json.loads(capsysbinary.readouterr().out)["prefix_hit_ratio"] == point["hit_ratio"]
+
+
+@pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
 def test_a_sweep_changes_a_tier_by_its_name() -> None:
     from kvarts.plan.sweep import with_changes
 
@@ -324,6 +490,8 @@ def test_a_sweep_changes_a_tier_by_its_name() -> None:
         "tier": [{"name": "dram", "pages": 4}, {"name": "cxl", "pages": 9}],
         "offload": {"policy": "lazy"},
     }
+    unnamed: Any = {"tier": [{"pages": 4}, {"kind": "files", "pages": 8}]}
+    assert with_changes(unnamed, {"tier.disk.pages": 9}, SECTIONS)["tier"][1]["pages"] == 9
     with pytest.raises(ConfigError, match=r"tier\.nvme\.pages: has no table with the name 'nvme'"):
         with_changes(values, {"tier.nvme.pages": 9})
 
@@ -350,3 +518,56 @@ def test_a_router_knows_the_tiers_of_every_pool(tmp_path: Path) -> None:
     same, other = found
     assert same.summary["prefix_hit_ratio"] == other.summary["prefix_hit_ratio"]
     assert same.summary["ttft_ms"] == other.summary["ttft_ms"]
+
+
+def test_a_router_that_asks_caches_knows_tiers_by_name() -> None:
+    """Workers with a list of tiers each: what one has in its first tier may be in the last of all."""
+    from kvarts.sim.router import AskedCaches
+
+    def worker(**found: int) -> Any:
+        tiers = SimpleNamespace(tier_names=(*found, "store"), found=lambda *_: tuple(found.values()))
+        cache = SimpleNamespace(match=lambda *_: SimpleNamespace(num_pages=2))
+        return SimpleNamespace(scheduler=SimpleNamespace(cache=cache, tiers=tiers))
+
+    without = worker()
+    without.scheduler.tiers = None
+    workers = [worker(dram=3, cxl=4, disk=5), worker(disk=6), worker(cxl=7), without, worker()]
+    content: Any = None
+    assert AskedCaches(workers, ["dram", "cxl", "disk"]).matches(content, 100) == {
+        0: (2, 3, 4, 5),
+        1: (2, 0, 0, 6),
+        2: (2, 0, 7, 0),
+        3: (2,),
+        4: (2, 0, 0, 0),
+    }
+
+
+@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
+@pytest.mark.parametrize(("shared", "num_first"), [("", 60), ("store", 60), ("peers", 400)])
+def test_three_tiers_of_groups_above_what_engines_share(tmp_path: Path, shared: str, num_first: int) -> None:
+    """Two pools with three tiers and one: conserved after every step, and the fast path is that of single steps."""
+    from kvarts.fleet.config import resolve_fleet
+
+    trace = load_trace(write_trace(tmp_path / "trace.jsonl", num_prompts=5, num_tokens=2040))
+    sizes = {"dram": num_first, "cxl": 90, "nvme": 800}
+    rates = {"read": "500GB/s", "write": "500GB/s", "latency_us": 0.0}
+    tables = [{"name": name, "pages": pages, **rates} for name, pages in sizes.items()]
+    values: dict[str, Any] = {
+        "model": "gemma-3-27b",
+        "device": "h100-80gb",
+        "kv_groups": "all",
+        "pages": 150,
+        "tier": [*tables, *([{"scope": "all", "pages": 3000}] if shared == "store" else [])],
+        "pool": [{"name": "large", "tiers": ["dram", "cxl", "nvme"]}, {"name": "small", "tiers": ["dram"]}],
+        **({"transfer": {"pull": True, "rate": "900GB/s"}} if shared == "peers" else {}),
+    }
+    fast, slow = (
+        replay(
+            trace,
+            resolve_fleet(given_in({**values, "audit": HAS_AUDIT, "step_by_step": slowly}, SECTIONS), SECTIONS),
+        )
+        for slowly in (False, True)
+    )
+    assert fast.requests_jsonl() == slow.requests_jsonl()
+    tokens = fast.summary["num_cached_tokens_by_tier"]
+    assert tokens[shared or "nvme"]

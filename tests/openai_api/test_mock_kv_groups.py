@@ -23,6 +23,7 @@ from kvarts.openai_api.opening import mock_model
 from builders import preforked
 from builders.grouped import FULL, WINDOW
 from builders.http_client import call
+from builders.rooms import HAS_OFFLOAD
 
 STATE = PartGroup(KvLayer(kind="state", state_bytes=1), 2)
 GEMMA = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--tensor-parallel", "2", "--kv-memory", "1GiB")
@@ -161,3 +162,24 @@ def test_sessions_say_what_those_of_whole_pages_say(kept: dict[str, Any], groups
         said.append(asyncio.run(talk(opening.sessions_on(host, SessionsConfig(defaults=settings, chunk_tokens=16)))))
         check_at_rest(host)
     assert said[0] == said[1]
+
+
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="tiers are not installed")
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        ("--host-pages", "100", "--disk-pages", "800"),
+        ("--tier", "dram:pages=100", "--tier", "cxl:pages=120", "--tier", "nvme:kind=files,pages=800"),
+    ],
+)
+@pytest.mark.parametrize("model", [("llama-3.1-8b", "150"), ("gemma-3-27b", "300")])
+def test_a_mock_waits_for_a_load_that_a_replay_would_share_with_computing(
+    model: tuple[str, str], tiers: tuple[str, ...]
+) -> None:
+    """Where the first pages are sooner computed and the last ones sooner loaded: a mock loads all, or computes all."""
+    name, num_pages = model
+    prompts = [" ".join([f"word{number}"] * 1000) for number in range(2)]
+    with mocked("--model", name, "--device", "h100-80gb", "--pages", num_pages, *tiers) as url:
+        for prompt in prompts * 3:
+            body = {"model": name, "prompt": prompt, "max_tokens": 4}
+            assert call(url, "/v1/completions", body).status == 200

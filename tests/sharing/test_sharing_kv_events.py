@@ -132,3 +132,25 @@ def test_ports_that_two_streams_would_have_are_refused(
     assert run_command("replay", *MODELS, *traffic(tmp_path), *events) == 2
     said = capsys.readouterr().err
     assert "tcp://127.0.0.1:5558 would be of two engines: each has the next port" in said and "further apart" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (("--kv-events", "tcp://127.0.0.1:65535"), "--kv-events"),
+        (("--kv-events", "tcp://127.0.0.1:65533", "--replicas", 3), "--kv-events"),
+        (("--kv-events", "tcp://127.0.0.1:5557", "--kv-events-replay", "tcp://127.0.0.1:65535"), "--kv-events-replay"),
+    ],
+)
+def test_a_model_without_a_port_is_refused_by_the_option(
+    run_command: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[object, ...], field: str
+) -> None:
+    assert run_command("replay", *MODELS, *traffic(tmp_path), *options) == 2
+    assert capsys.readouterr().err.startswith(f"kvarts: {field}: ")
+
+
+def test_a_replica_without_a_port_is_refused_by_the_option(
+    run_command: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("replay", "--replicas", 3, "--kv-events", "tcp://127.0.0.1:65534") == 2
+    assert "kvarts: --kv-events: has no port for rank 2" in capsys.readouterr().err

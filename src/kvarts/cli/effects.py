@@ -19,13 +19,15 @@ class Need(NamedTuple):
     """`options` have an effect only if one of `needs` is given: an option, or `--option=value`.
 
     `commands`: the commands that the rule applies to; if empty, all that know one of the options and one of `needs`.
-    `unless`: the options have no effect if one of these is given.
+    `unless`: the options have no effect if one of these is given. `except_with`: with one of these, what reads the
+    options says more.
     """
 
     options: tuple[str, ...]
     needs: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
+    except_with: tuple[str, ...] = ()
 
 
 class Mode(NamedTuple):
@@ -58,7 +60,11 @@ NEEDS = (
         ("--kv-events",),
     ),
     Need(("--target-free",), ("--offload=lazy",)),
-    Need(("--disk-read", "--disk-write", "--disk-latency-us"), ("--disk-pages", "--disk-memory")),
+    Need(
+        ("--disk-read", "--disk-write", "--disk-latency-us"),
+        ("--disk-pages", "--disk-memory"),
+        except_with=("--tier", "[[tier]]"),
+    ),
     Need(("--memory-fraction",), unless=("--pages", "--kv-memory"), commands=("replay", "plan", "mock")),
     Need(("--memory-fraction", "--data-parallel"), ("--device",), commands=("model show",)),
     Need(
@@ -157,6 +163,8 @@ def check_typed(
         if need.commands and command not in need.commands:
             continue
         if need.needs and not any(what.partition("=")[0] in flags for what in need.needs):
+            continue
+        if any(map(is_given, need.except_with)):
             continue
         for flag in need.options:
             if flag in typed:

@@ -16,9 +16,8 @@ from kvarts.cli import (
 from kvarts.cli.outputs import as_bytes, render_table
 from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.process import print_bytes, tell_whole_pages
-from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole
-from kvarts.fleet.config import SECTIONS, FleetConfig, FleetWorker, is_of_fleet, resolve_fleet
+from kvarts.fleet.config import SECTIONS, FleetConfig, FleetWorker, key_of_fleet, resolve_fleet
 from kvarts.report.run_directory import EVENTS, REPORT, REQUESTS, TIMELINE, of_replica
 from kvarts.settings import Given, Section
 from kvarts.units import as_duration, as_percent
@@ -144,10 +143,12 @@ class FleetPart(CommandPart):
         self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]
     ) -> ReplayRun | None:
         """Return the run if any setting of a pool is given."""
-        if not is_of_fleet(given):
+        of_fleet = key_of_fleet(given)
+        if of_fleet is None:
             return None
         if given.names("models"):
-            raise ConfigError("is of one model", field="--prefill-replicas", hint="Leave out --model NAME=MODEL.")
+            what = "does not go with several models on a device: workers of a fleet have one model each"
+            raise given.error(of_fleet, what, hint="Leave it out, or --model NAME=MODEL.")
         return FleetRun(given, trace, sections)
 
 

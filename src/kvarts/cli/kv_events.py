@@ -69,7 +69,9 @@ def server_readers(
     `rank`: of the engine, among those of several workers.
     """
     config = _config_of(values)
-    return ServerReaders(stack, None if config is None else config.for_rank(rank), sources, kv_groups)
+    with _as_options():
+        of_rank = None if config is None else config.for_rank(rank)
+    return ServerReaders(stack, of_rank, sources, kv_groups)
 
 
 class ServerReaders(ReadersOf):
@@ -133,7 +135,7 @@ class ServerReaders(ReadersOf):
         assert self._config is not None
         sources = self._sources
         config = self._config.at_free_ports() if at_free_ports else self._config
-        of_model = config.for_model(name, place)
+        of_model = _of_model(config, name, place)
         if name in self._kv_groups:
             of_model = _with_groups(of_model, self._kv_groups[name])
         _take(of_model, {source[key] for source in sources for key in ("endpoint", "replay_endpoint")})
@@ -169,7 +171,7 @@ def _config_of(values: Mapping[str, Any]) -> KvEventsConfig | None:
         raise ConfigError(f"KV events need ZeroMQ ({error})", hint="pip install 'kvarts[serve]'.") from None
     from kvarts.serve.kv_events.batches import KvEventsConfig
 
-    try:
+    with _as_options():
         return KvEventsConfig(
             endpoint=values["kv_events"],
             replay_endpoint=values["kv_events_replay"],
@@ -177,9 +179,23 @@ def _config_of(values: Mapping[str, Any]) -> KvEventsConfig | None:
             topic=values["kv_events_topic"],
             insecure=values["insecure"],
         )
+
+
+@contextmanager
+def _as_options() -> Iterator[None]:
+    """Name options in errors of a KvEventsConfig."""
+    try:
+        yield
     except ConfigError as error:
         option = {"endpoint": "kv_events", "replay_endpoint": "kv_events_replay"}.get(error.field or "")
         raise error if option is None else ConfigError(error.what, field=option, hint=error.hint) from None
+
+
+def _of_model(config: KvEventsConfig, name: str, place: int, rank: int | None = None) -> KvEventsConfig:
+    """Return the settings of an engine of model `name`, at `place` among several. Raise ConfigError without a port."""
+    with _as_options():
+        of_model = config.for_model(name, place)
+        return of_model if rank is None else of_model.for_rank(rank)
 
 
 def _take(config: KvEventsConfig, taken: set[str]) -> None:
@@ -322,10 +338,11 @@ class Publishing:
     def _config_of(self, number: int) -> KvEventsConfig:
         """Return the settings of an engine, by its number."""
         if not self._models:
-            return self._config.for_rank(number)
+            with _as_options():
+                return self._config.for_rank(number)
         name = self._models[number]
         first = self._models.index(name)
-        return self._config.for_model(name, first).for_rank(number - first)
+        return _of_model(self._config, name, first, number - first)
 
     def write(self, report: Report) -> None:
         """Do nothing: all events have been published."""

@@ -15,7 +15,7 @@ from kvarts.cli.process import Progress, tell_whole_pages
 from kvarts.cli.replaying import all_sections
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_BYTES_PER_TOKEN, brief
-from kvarts.plan.commands import CommandLines, command_line
+from kvarts.plan.commands import CommandLines, command_line, listed_tiers
 from kvarts.report.advice import as_size
 from kvarts.settings import SettingError, parts_of_error
 
@@ -194,7 +194,8 @@ class PlanOptions(CommandLines):
     def _users_command(self, users: int, copies: int, host_bytes: int, settings: Mapping[str, Any]) -> str:
         changes: dict[str, Any] = {"concurrency": users, **settings}
         if host_bytes:
-            changes["offload.host_memory"] = as_size(host_bytes)
+            listed = [] if self._config is None else listed_tiers(self._config)
+            changes[f"tier.{listed[0]}.size" if listed else "offload.host_memory"] = as_size(host_bytes)
         if copies == 1:
             return self.replay(changes)
         if self._trace is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
@@ -35,6 +36,7 @@ __all__ = [
     "TransferMode",
     "TransferSettings",
     "is_of_fleet",
+    "key_of_fleet",
 ]
 __all__ += ["resolve_fleet"]
 
@@ -444,8 +446,14 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 def is_of_fleet(given: Given) -> bool:
     """Return whether a setting of pools, of the links between them, or of a shared store was given."""
-    is_shared = bool(_shared_tiers(given))
-    return is_shared or any(given.in_table(section.table) for section in SECTIONS) or bool(given.names(POOL))
+    return key_of_fleet(given) is not None
+
+
+def key_of_fleet(given: Given) -> str | None:
+    """Return the first setting, or name of a table, of pools, links or a shared store; None without any."""
+    shared = (f"{TIER}.{name}.scope" for name in _shared_tiers(given))
+    pools = (f"[{POOL}.{name}]" for name in given.names(POOL))
+    return next(chain(shared, *(given.in_table(section.table) for section in SECTIONS), pools), None)
 
 
 def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
@@ -566,7 +574,9 @@ def _with_store(given: Given, sections: Sequence[Section]) -> Given:
     if others:
         hint = "Keep one of them."
         raise given.error(f"[{TIER}.{others[0]}]", "is a second tier that all engines share", hint=hint)
-    if given.names(TIER)[-1] != name:
+    below = given.names(TIER)[given.names(TIER).index(name) + 1 :]
+    listed_in = given.source_of(f"{TIER}.{name}.scope").path
+    if any(given.source_of(f"[{TIER}.{each}]").path == listed_in for each in below):  # others are added to a list
         raise given.error(f"[{TIER}.{name}]", "is shared by all engines, and is not the last", hint="Put it last.")
     if keys := given.in_table("store"):
         raise given.error(keys[0], "says what a tier of scope all says", hint="Keep one of them.")
@@ -574,11 +584,13 @@ def _with_store(given: Given, sections: Sequence[Section]) -> Given:
     given.build_named(tiers.struct, TIER, name)  # raises if it cannot be
     store = {each.field: each for each in settings_of(StoreSettings, "store")}
     as_store = given.without({f"[{TIER}.{name}]", *given.in_table(f"{TIER}.{name}")})
-    for each in settings_of(tiers.struct, f"{TIER}.{name}"):
-        if each.key in given and each.field in OF_STORE:
-            of_store, value = store[OF_STORE[each.field]], given.value_of(each.key)
-            value = str(value) if each.field in ("read", "write", "rate") else value
-            as_store.add(of_store, value, Within(given.source_of(each.key), each, is_alike=True))
+    of_tier = {each.field: each for each in settings_of(tiers.struct, f"{TIER}.{name}")}
+    said = {store[of_store].key: of_tier[field] for field, of_store in OF_STORE.items()}
+    for field, each in of_tier.items():
+        if each.key in given and field in OF_STORE:
+            value = given.value_of(each.key)
+            value = str(value) if field in ("read", "write", "rate") else value
+            as_store.add(store[OF_STORE[field]], value, Within(given.source_of(each.key), each, others=said))
     return as_store
 
 
@@ -655,20 +667,13 @@ def _with_tiers_of(given: Given, table: str, of_all: Given) -> Given:
     names: list[str] = given[key]
     if not of_all.names(TIER):
         raise given.error(key, "names tables [[tier]], and there are none", hint="Add a [[tier]].")
-    known = {_name_of_tier(of_all, name): name for name in of_all.names(TIER)}
+    known = of_all.names(TIER)
     if other := [name for name in names if name not in known]:
         hint = f"The tiers of workers are {', '.join(known)}."
         raise given.error(key, f"has no [[tier]] {brief(other[0])}", hint=hint)
-    left_out = [table for name, table in known.items() if name not in names]
+    left_out = [name for name in known if name not in names]
     keys = {key for name in left_out for key in (f"[{TIER}.{name}]", *of_all.in_table(f"{TIER}.{name}"))}
     return of_all.without(keys)
-
-
-def _name_of_tier(given: Given, table: str) -> str:
-    """Return the name of a tier: that of its table, unless it has none."""
-    key = f"{TIER}.{table}.kind"
-    is_files = key in given and given.value_of(key) == "files"
-    return table if not table.isdigit() else "disk" if is_files else "host"
 
 
 def _sizes_of_store(given: Given) -> list[str]:
@@ -920,7 +925,9 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.first.profile == "mocker":
             raise SettingError("is not in Dynamo's mocker", "transfer.pull", hint="Take another profile.")
         if not all(pool.each.tiers for pool in self.pools):
-            hint = "Give {offload.host_memory} as well."
+            known = [pool.each.offload.to_builtins() for pool in self.pools if pool.each.offload is not None]
+            has_list = any("tiers" in each for each in known)
+            hint = "Give a [[tier]] with a size to each." if has_list else "Give {offload.host_memory} as well."
             raise SettingError("needs workers with host memory", "transfer.pull", hint=hint)
         for of_model in self.of_models:
             of_model.check_shares("transfer.pull", "is among")

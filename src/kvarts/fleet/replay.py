@@ -264,7 +264,8 @@ def open_store(config: FleetConfig, of_model: ModelPools, links: StoreLinks) -> 
         opened = from_room("offload.shared_store", "SharedStore", field="store")(size, unit_bytes, links)
     else:
         make = from_room("offload.shared_parts", "SharedParts", field="store")
-        opened = make(size, unit_bytes, links, memory=first.memory, page_size=first.page_size)
+        most = max(len(pool.each.tiers) for pool in of_model.pools)
+        opened = make(size, unit_bytes, links, memory=first.memory, page_size=first.page_size, most_above=most)
     return opened
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
@@ -10,13 +11,22 @@ import msgspec
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 from kvarts.kv.transfer import LoadKv
-from kvarts.limits import MOST_BYTES, MOST_BYTES_PER_TOKEN, MOST_LAYERS, MOST_MS, MOST_PAGES, check_number, check_whole
+from kvarts.limits import (
+    MOST_BYTES,
+    MOST_BYTES_PER_TOKEN,
+    MOST_LAYERS,
+    MOST_MS,
+    MOST_PAGES,
+    brief,
+    check_number,
+    check_whole,
+)
 from kvarts.offload.channel import ChannelSpec, TierSpec
 from kvarts.settings import Section, SettingError, setting
 from kvarts.units import meant_size, parse_bytes, parse_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvarts.kv.groups import GroupMemory
 
@@ -52,7 +62,9 @@ SHORT = {
     "host": ("host_pages", "host_memory", "h2d", "d2h", "latency_us"),
     "disk": ("disk_pages", "disk_memory", "disk_read", "disk_write", "disk_latency_us"),
 }
-"""The settings of host memory and of files in the short form of a list: pages, size, read, write and latency."""
+"""The settings of host memory and of files in the short form of a list, in the order of KEYS."""
+KEYS = ("pages", "size", "read", "write", "latency_us")
+"""The same of a tier in a list."""
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,19 +104,24 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for field, kinds in (("kind", TierKind), ("scope", TierScope)):
             if (value := getattr(self, field)) not in get_args(kinds):
                 raise SettingError(f"must be {' or '.join(map(repr, get_args(kinds)))}, got {value!r}", field)
+        if not isinstance(self.name, str):
+            raise SettingError(f"must be a text, got {self.name!r}", "name")
         if not self.name:
             msgspec.structs.force_setattr(self, "name", SHARED if self.is_shared else NAMES[self.kind])
-        if self.is_shared != (self.name == SHARED):
-            what = "is the name of the tier that all engines share"
-            if self.is_shared:
-                what = f"of a tier that all engines share is {SHARED}"
-            raise SettingError(what, "name", hint="Leave it out." if self.is_shared else "Take another.")
-        of_other = [name for kind, name in NAMES.items() if kind != self.kind]
-        if self.name in of_other:
-            raise SettingError(f"is of {self.kind}, and has the name of the other kind", "name", hint="Take another.")
+        if self.is_shared and self.name != SHARED:
+            raise SettingError("is shared by all engines, and that tier is called store", "name", hint="Name it store.")
+        if self.name == SHARED and not self.is_shared:
+            what, hint = "is the name of the tier that all engines share", "Give it scope=all, or another name."
+            raise SettingError(what, "name", hint=hint)
+        for kind, name in NAMES.items():
+            if kind != self.kind and self.name in (kind, name):
+                what = f"is of {self.kind}, and has the name of the other kind"
+                raise SettingError(what, "name", hint=f"Give it kind={kind}, or another name.")
         if not re.fullmatch(r"(?!group\d)[a-z][a-z0-9]{0,30}", self.name) or self.name in TAKEN:
             raise SettingError(
-                f"cannot be {self.name!r}", "name", hint="It is a part of names of columns: small letters and digits."
+                f"cannot be {self.name!r}",
+                "name",
+                hint="It is a part of names of columns: small letters and digits, a letter first.",
             )
         if (self.pages is None) == (self.size is None):
             if self.pages is not None:
@@ -298,7 +315,13 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     fail_every: Annotated[int, setting("Every so many transfers one fails; 0: none.", flag=None)] = 0
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "tiers", tuple(self.tiers))
+        try:
+            msgspec.structs.force_setattr(self, "tiers", tuple(self.tiers))
+        except TypeError:
+            raise SettingError(f"must be a list of TierConfig, got {brief(self.tiers)}", "tiers") from None
+        for tier in self.tiers:
+            if not isinstance(tier, TierConfig):
+                raise SettingError(f"must be a list of TierConfig, has {brief(tier)}", "tiers")
         if self.tiers:
             self._check_list()
         for pages, memory, *_ in SHORT.values():
@@ -346,16 +369,22 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def _check_list(self) -> None:
         """Raise SettingError for a list of tiers that cannot be, or that is given beside its short form."""
         for field in msgspec.structs.fields(self):
-            if any(field.name in names for names in SHORT.values()) and getattr(self, field.name) != field.default:
-                raise SettingError("does not go with a list of tiers", field.name, hint="Say it in [[tier]].")
+            key = TIERS.instead_of.get(field.name)
+            if key is not None and getattr(self, field.name) != field.default:
+                hint = f"Give {key} to a TierConfig."
+                raise SettingError("does not go with a list of tiers", field.name, hint=hint)
         names = [tier.name for tier in self.tiers]
         for place, tier in enumerate(self.tiers):
             if tier.name in names[:place]:
-                fields = f"tier.{place + 1}", f"tier.{tier.name}", "tiers"
-                raise SettingError(f"two tiers have the name {tier.name}", *fields, hint="Name each.")
+                raise SettingError(f"has two tiers with the name {tier.name}", "tiers", hint="Name each.")
             if tier.is_shared:
                 what = "is a tier that all engines share, and these are the tiers of one"
-                raise SettingError(what, f"tier.{tier.name}.scope", "tiers", hint="Give it to a fleet, as its store.")
+                raise SettingError(
+                    what,
+                    f"tier.{tier.name}.scope",
+                    "tiers",
+                    hint="Replays and mocks of workers with one model each have it.",
+                )
 
     @property
     def listed(self) -> tuple[TierConfig, ...]:
@@ -416,25 +445,24 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def _num_units(self, tier: TierConfig, page_bytes: int, memory: GroupMemory | None) -> int:
         """Return the pages of a tier, or with KV groups its blocks. Raise SettingError for a size that holds none."""
-        pages, size = ([field] for field in SHORT.get(tier.name, ("pages", "size"))[:2])
+        pages, size = SHORT.get(tier.name, KEYS)[:2]
         if self.tiers:
-            tables = tier.name, self.tiers.index(tier) + 1  # a table without a name has that of its place
-            pages, size = ([f"tier.{table}.{field}" for table in tables] for field in ("pages", "size"))
+            pages, size = f"tier.{tier.name}.pages", f"tier.{tier.name}.size"
         unit, unit_bytes = ("page", page_bytes) if memory is None else ("block", memory.block_bytes)
         if tier.size is None:
             assert tier.pages is not None
             num_units = tier.pages if memory is None else memory.num_blocks(tier.pages)
         else:
-            num_units = bytes_of(tier.size, *size) // unit_bytes
+            num_units = bytes_of(tier.size, size) // unit_bytes
             if not num_units:
                 shown = f"{tier.size} bytes" if str(tier.size).strip().isdecimal() else tier.size
                 raise SettingError(
-                    f"{shown} hold no {unit} of {unit_bytes:,} bytes", *size, hint=meant_size(tier.size, unit_bytes)
+                    f"{shown} hold no {unit} of {unit_bytes:,} bytes", size, hint=meant_size(tier.size, unit_bytes)
                 )
         if memory is not None and num_units > MOST_PAGES:
             raise SettingError(
                 f"makes {num_units:,} blocks of {unit_bytes:,} bytes, more than {MOST_PAGES:,}",
-                *(pages if tier.size is None else size),
+                pages if tier.size is None else size,
             )
         return num_units
 
@@ -460,15 +488,16 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return None if self.bus is None else rate_of(self.bus, "bus")
 
     def with_sizes(self, *sizes: int) -> OffloadConfig:
-        """Return this configuration with `sizes` in bytes of its first tiers; 0 for none."""
+        """Return this configuration with `sizes` in bytes of its first tiers; 0 for none, and none below these."""
+        of_tiers = chain(sizes, repeat(0))
         if self.tiers:
             changed = (
                 msgspec.structs.replace(tier, pages=None, size=size)
-                for tier, size in zip(self.tiers, sizes, strict=False)
+                for tier, size in zip(self.tiers, of_tiers, strict=False)
             )
-            return msgspec.structs.replace(self, tiers=(*changed, *self.tiers[len(sizes) :]))
+            return msgspec.structs.replace(self, tiers=tuple(changed))
         fields: dict[str, int | None] = {}
-        for (pages, memory, *_), size in zip(SHORT.values(), sizes, strict=False):
+        for (pages, memory, *_), size in zip(SHORT.values(), of_tiers, strict=False):
             fields |= {pages: None, memory: size or None}
         return msgspec.structs.replace(self, **fields)
 
@@ -478,6 +507,12 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return msgspec.structs.replace(self, kv_bytes_per_token=kv_bytes_per_token, num_layers=num_layers)
 
 
+def name_by_kind(table: Mapping[str, Any]) -> str:
+    """Return the name of a table `[[tier]]` that has none; "" for a kind that cannot be."""
+    of_kind = [name for kind, name in NAMES.items() if kind == table.get("kind", "memory")]
+    return SHARED if table.get("scope") == "all" else "".join(of_kind)
+
+
 TIERS = Section(
     struct=TierConfig,
     title="Host memory and files",
@@ -485,18 +520,20 @@ TIERS = Section(
     is_named=True,
     is_listed=True,
     into="offload.tiers",
+    name_of=name_by_kind,
+    instead_of={short: key for names in SHORT.values() for short, key in zip(names, KEYS, strict=True)},
 )
 """The tables `[[tier]]` of a file."""
 
 
 def bytes_of(size: Size, *fields: str) -> int:
     """Return a size in bytes. Raise SettingError that blames `fields`."""
-    return size if isinstance(size, int) else _parsed(parse_bytes, size, fields)
+    return size if isinstance(size, int) else _parsed(parse_bytes, size, "64GiB", fields)
 
 
 def rate_of(rate: Rate, *fields: str) -> int:
     """Return a bandwidth in bytes per second. Raise SettingError that blames `fields`."""
-    return rate if isinstance(rate, int) else _parsed(parse_rate, rate, fields)
+    return rate if isinstance(rate, int) else _parsed(parse_rate, rate, "50GB/s", fields)
 
 
 def check_rate(rate: Rate, field: str) -> None:
@@ -506,7 +543,9 @@ def check_rate(rate: Rate, field: str) -> None:
     check_whole(rate_of(rate, field), field, most=MOST_BYTES)
 
 
-def _parsed(parse: Callable[[str], int], text: str, fields: tuple[str, ...]) -> int:
+def _parsed(parse: Callable[[str], int], text: str, example: str, fields: tuple[str, ...]) -> int:
+    if not isinstance(text, str):
+        raise SettingError(f"must be a whole number or a text such as {example}, got {brief(text)}", *fields)
     try:
         return parse(text)
     except ConfigError as error:

@@ -44,10 +44,10 @@ class Offloader(Transfers, Generic[LayoutT]):
     """Owner of the channels between one device and the tiers below it, and of every running transfer: LowerTiers.
 
     `layout`: the contents of device and tiers; `cache`: the device's. `full_prompt_hits`: a load may cover a whole
-    prompt. `num_layers` and `step_tokens`: see Weigher. `copy_slowdown` and `bus`: see Transfers. `with_page_ids`:
-    transfers name pages, for an executor that copies them and reports; otherwise they end at the time that their
-    channel predicts. `workers`: how many must report a transfer. Every `fail_every`-th fails; 0: no transfer does.
-    `tell` receives events.
+    prompt. `splits`, `num_layers` and `step_tokens`: see Weigher. `copy_slowdown` and `bus`: see Transfers.
+    `with_page_ids`: transfers name pages, for an executor that copies them and reports; otherwise they end at the time
+    that their channel predicts. `workers`: how many must report a transfer. Every `fail_every`-th fails; 0: no transfer
+    does. `tell` receives events.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Offloader(Transfers, Generic[LayoutT]):
         *,
         full_prompt_hits: bool = False,
         prefill: PrefillNs | None = None,
+        splits: bool = True,
         num_layers: int = 1,
         step_tokens: int = 1,
         copy_slowdown: float = 0.0,
@@ -75,7 +76,7 @@ class Offloader(Transfers, Generic[LayoutT]):
                 lanes,
                 layout.page_bytes,
                 prefill,
-                splits=prefill is not None and not with_page_ids and layout.can_split,
+                splits=splits and prefill is not None and not with_page_ids and layout.can_split,
                 num_layers=num_layers,
                 step_tokens=step_tokens,
             ),

@@ -117,8 +117,12 @@ class TiersToOpen:
         tell: Tell | None,
         prefill: PrefillNs | None = None,
         fingerprint: Callable[[], str] | None = None,
+        splits: bool = True,
     ) -> Offloader[Any]:
-        """Open the tiers below `cache`. `fingerprint` returns the model's, for files without a namespace."""
+        """Open the tiers below `cache`. `fingerprint` returns the model's, for files without a namespace.
+
+        `splits`: a request may compute its first pages while others are loaded.
+        """
         namespace = self._namespace
         if namespace is None and with_page_ids and any(spec.is_files for spec in self._specs):
             from uuid import uuid4
@@ -136,6 +140,7 @@ class TiersToOpen:
             namespace=namespace or "",
             order=self._safe_first,
             prefill=prefill,
+            splits=splits,
             more=[open_tier(tell) for open_tier in self._more],
         )
         if self._on_opened is not None:
@@ -156,12 +161,13 @@ def open_offloader(
     namespace: str = "",
     order: SafeFirst | None = None,
     prefill: PrefillNs | None = None,
+    splits: bool = True,
     more: Sequence[ConnectedTier[Any]] = (),
 ) -> Offloader[Any]:
     """Open the tiers of `offload` below `cache`. `memory`: the KV groups of `cache`, if it has any.
 
-    `order`: the eviction order of `cache`, for a lazy policy without groups. `more`: tiers below these, which are open
-    already.
+    `order`: the eviction order of `cache`, for a lazy policy without groups. `splits`: a request may compute its first
+    pages while others are loaded. `more`: tiers below these, which are open already.
     """
     make: MakeChannel = MeasuredChannel if with_page_ids else Channel
     bus = None
@@ -228,6 +234,7 @@ def open_offloader(
         layout,
         full_prompt_hits=offload.full_prompt_hits,
         prefill=prefill,
+        splits=splits,
         num_layers=1 if with_page_ids or offload.load_overlap == "none" else offload.num_layers,
         step_tokens=max_num_batched_tokens,
         copy_slowdown=0.0 if with_page_ids else offload.copy_slowdown,

@@ -419,19 +419,22 @@ def _from_end(run: PartRun) -> int:
 
 
 PLACE = 2
-"""The number of tiers that an engine may have above parts elsewhere: no run of its own is in a list of their index."""
+"""The number of tiers that an engine may have above parts elsewhere, unless more are said."""
 
 
-def tree_elsewhere(memory: GroupMemory, page_size: int) -> SpanTree:
-    """Return a tree for parts of `memory` that no device has."""
-    return SpanTree(memory, page_size, _never_moving, num_below=PLACE + 1)
+def tree_elsewhere(memory: GroupMemory, page_size: int, place: int = PLACE) -> SpanTree:
+    """Return a tree for parts of `memory` that no device has, below `place` tiers."""
+    return SpanTree(memory, page_size, _never_moving, num_below=place + 1)
 
 
 class PartsElsewhere(PartTier):
-    """Parts in a tree that is not that of the device: they outlive the engine, or are of others."""
+    """Parts in a tree that is not that of the device: they outlive the engine, or are of others.
 
-    def __init__(self, name: str, num_blocks: int, memory: GroupMemory, tree: SpanTree) -> None:
-        super().__init__(name, num_blocks, memory, tree, place=PLACE)
+    `place`: at least the number of tiers of an engine, so that no run of these is in a list of their index.
+    """
+
+    def __init__(self, name: str, num_blocks: int, memory: GroupMemory, tree: SpanTree, place: int = PLACE) -> None:
+        super().__init__(name, num_blocks, memory, tree, place=place)
         self.is_elsewhere = True
 
     def reset(self) -> None:

@@ -34,16 +34,26 @@ class SharedParts(Shared["PartsView"]):
     """A store of `size` blocks for parts of `memory`; a page has `page_size` tokens. `unit_bytes`: those of a block.
 
     An engine may divide its blocks among devices: in `memory` they have the bytes of those on one device, and in the
-    store those on all.
+    store those on all. `most_above`: the most tiers of its own that any engine has.
     """
 
     unit = "blocks"
     """The unit of its sizes and counts."""
 
-    def __init__(self, size: int, unit_bytes: int, links: StoreLinks, *, memory: GroupMemory, page_size: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        unit_bytes: int,
+        links: StoreLinks,
+        *,
+        memory: GroupMemory,
+        page_size: int,
+        most_above: int = PLACE,
+    ) -> None:
         super().__init__(size, unit_bytes, links)
-        self.tree = tree_elsewhere(memory, page_size)
-        self.parts = PartTier(STORE, size, memory, self.tree, place=PLACE)
+        place = self.place = max(PLACE, most_above)
+        self.tree = tree_elsewhere(memory, page_size, place)
+        self.parts = PartTier(STORE, size, memory, self.tree, place=place)
         self.events = self.parts.events = WritersEvents(self)
         self.parts.emits = True
         self.pins: dict[RunHolding, None] = {}
@@ -115,7 +125,7 @@ class PartsView(PartsElsewhere):
     """
 
     def __init__(self, store: SharedParts, worker: int, memory: GroupMemory, tell: Tell | None) -> None:
-        super().__init__(STORE, store.size, memory, store.tree)
+        super().__init__(STORE, store.size, memory, store.tree, store.place)
         self.worker = worker
         self._loaded_from = store.loaded_from.setdefault(worker, {})
         self._store = store
@@ -123,7 +133,7 @@ class PartsView(PartsElsewhere):
         self._num_moving = 0
         """Blocks of the store that transfers and offers of this engine read or write."""
         if tell is not None:
-            offset = first_list(PLACE, len(self.groups))
+            offset = first_list(store.place, len(self.groups))
             store.events.of_worker[worker] = RunEvents(tell, medium=STORE, offset=offset)
 
     @property

@@ -5,11 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvarts.settings import Given, Section, settings_of
 
-__all__ = ["CommandLines", "command_line"]
+if TYPE_CHECKING:
+    from kvarts.sim.config import ReplayConfig
+
+__all__ = ["CommandLines", "command_line", "listed_tiers"]
 
 DROPPED_BY = {"pages": ("kv_memory",), "speedup": ("concurrency",)}
 
@@ -68,6 +71,12 @@ def _listed_words(given: Given, section: Section, changes: Mapping[str, Any]) ->
             text = ",".join(f"{field}={_text(value)}" for field, value in values.items())
             words += [f"--{section.table}", f"{name}:{text}"]
     return words
+
+
+def listed_tiers(config: ReplayConfig) -> list[str]:
+    """Return the names of the tiers of a list; empty without a list."""
+    offload = {} if config.offload is None else config.offload.to_builtins()
+    return [tier["name"] for tier in offload.get("tiers", ())]
 
 
 def _is_from_command_line(given: Given, key: str) -> bool:

@@ -304,7 +304,9 @@ class FleetKinds:
         self._check_tried(routers, stores)
         tried = [given["router"]] if "router" in given else routers or self._default_routers()
         self.routers: list[str] = list(dict.fromkeys(tried))
+        scopes = [f"tier.{name}.scope" for name in given.names("tier")]
         has_store = any(key in given for key in ("store.pages", "store.memory"))
+        has_store = has_store or any(key in given and given.value_of(key) == "all" for key in scopes)
         if has_store and stores:
             raise SettingError("is one size already", "store_sizes", hint="Leave one of them out.")
         self.stores: list[str | None] = [None] if has_store else [None, *dict.fromkeys(stores)]

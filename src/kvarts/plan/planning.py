@@ -10,7 +10,7 @@ import msgspec
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.plan.cache import CachePlan, GroupPlan, HitPlan, PricedTier, TiersPlan, best_buy, prefill_s_per_token
-from kvarts.plan.commands import CommandLines
+from kvarts.plan.commands import CommandLines, listed_tiers
 from kvarts.plan.latency import LatencyPlan
 from kvarts.plan.tables import lead
 from kvarts.processes import Processes
@@ -266,7 +266,8 @@ def _tiers(
         tiers.append(PricedTier(name=name, pages=pages, bytes_per_s=rate, price=prices.get(name)))
     trials = ReplayTrials(replay_one, curves.trace, config, is_asked=True, on_replay=on_replay, processes=processes)
     most_bytes = 0 if config.kv_groups == "off" else curves.most_below([0]) * page_bytes
-    found = trials.host_memory(trials.replayed(0), most_bytes) if trials.can_have_host_memory else None
+    base = trials.replayed(0) if trials.can_have_host_memory else None
+    found = None if base is None else trials.host_memory(base, most_bytes)
     also = {} if found is None else {next(iter(rates)): [found.num_bytes // page_bytes * config.replicas]}
     num_tokens = max(1, curves.num_prompt_tokens // max(1, len(curves.trace.requests or ())))
     values = TiersPlan(
@@ -274,7 +275,7 @@ def _tiers(
         tiers,
         page_bytes=page_bytes,
         s_per_token=prefill_s_per_token(config, num_tokens),
-        replayed=lambda points: _replayed(trials, points, page_bytes, config.replicas),
+        replayed=lambda points: _replayed(trials, points, page_bytes, config),
         also=also,
     ).to_builtins()
     for curve in ("curve", "disk_curve"):
@@ -282,6 +283,8 @@ def _tiers(
             point["command"] = _tiers_command(point["pages"], config, commands)
     values["best_buy"] = best_buy(values)
     values["least_host"] = None if found is None else msgspec.to_builtins(found)
+    if found is not None and base is not None and any(tier.pages for tier in tiers[2:]):
+        values["least_host"]["hit_ratio_without"] = base["prefix_hit_ratio"]  # the curve has what is below
     values["kv_transfer_config"] = None if found is None else _in_vllm(found.num_bytes)
     return values
 
@@ -310,24 +313,25 @@ def _rates(config: ReplayConfig) -> dict[str, int]:
 def _tiers_command(pages: Mapping[str, int], config: ReplayConfig, commands: CommandLines) -> str:
     """Return the command that replays with `pages` per tier, over all replicas; the plan's if no replay can."""
     below = {name: pages[name] // config.replicas for name in _rates(config)}
+    if listed_tiers(config):
+        return commands.replay({f"tier.{name}.pages": size for name, size in below.items()})
     first, *others = below.values()
     if any(others) and not first:
         return commands.plan()
-    if config.offload is not None and "tiers" in config.offload.to_builtins():
-        return commands.replay({f"tier.{name}.pages": size for name, size in below.items()})
     changes: dict[str, Any] = {f"offload.{name}_memory": False for name in below}
     return commands.replay({**changes, **{f"offload.{name}_pages": size for name, size in below.items() if size}})
 
 
 def _replayed(
-    trials: ReplayTrials, points: Sequence[Sequence[PricedTier]], page_bytes: int, replicas: int
+    trials: ReplayTrials, points: Sequence[Sequence[PricedTier]], page_bytes: int, config: ReplayConfig
 ) -> list[dict[str, Any] | None]:
     """Return the results of replays with tiers, given for all replicas together; None if one is not possible.
 
-    Files need host memory above them.
+    Files need host memory above them, except in a list of tiers.
     """
-    sizes = [tuple(tier.pages // replicas * page_bytes for tier in tiers[1:]) for tiers in points]
-    possible = [each for each in sizes if (each[0] or not any(each)) and trials.can_have_host_memory]
+    sizes = [tuple(tier.pages // config.replicas * page_bytes for tier in tiers[1:]) for tiers in points]
+    is_list = bool(listed_tiers(config))
+    possible = [each for each in sizes if (is_list or each[0] or not any(each)) and trials.can_have_host_memory]
     summaries = dict(zip(possible, trials.all_replayed(possible), strict=True))
     return [
         {

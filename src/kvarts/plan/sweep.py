@@ -15,12 +15,15 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvarts.errors import ConfigError, InputError, OutputError
 from kvarts.processes import Processes
+
+if TYPE_CHECKING:
+    from kvarts.settings import Section
 
 __all__ = [
     "Row",
@@ -71,24 +74,36 @@ def points_of(values: Values, path: Path | None) -> list[Values]:
     return found
 
 
-def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:
-    """Return a copy of `values` with `changes`, by dotted keys, applied."""
+def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any], sections: Sequence[Section] = ()) -> Values:
+    """Return a copy of `values` with `changes`, by dotted keys, applied.
+
+    `sections`: the lists of tables that may lack names of their own.
+    """
     changed: Values = json.loads(json.dumps(values))
+    names_of = {section.table: section.name_of for section in sections if section.name_of is not None}
     for key, value in changes.items():
         *tables, name = key.split(".")
         table: Any = changed
         for inner in tables:
-            table = _named(table, inner, key) if isinstance(table, list) else table.setdefault(inner, {})
+            if isinstance(table, list):
+                table = _named(table, inner, key, names_of.get(tables[0]))
+            else:
+                table = table.setdefault(inner, {})
         table[name] = value
     return changed
 
 
-def _named(tables: list[Any], name: str, key: str) -> Values:
+def _named(tables: list[Any], name: str, key: str, name_of: Callable[[Values], str] | None) -> Values:
     """Return the table with a name of a list, such as `[[tier]]`. Raise ConfigError without one."""
+    known = {}
     for table in tables:
-        if isinstance(table, dict) and table.get("name") == name:
-            return table
-    raise ConfigError(f"has no table with the name {name!r} in its list", field=key, hint="Give the table a name.")
+        if isinstance(table, dict):
+            known[table.get("name", "" if name_of is None else name_of(table))] = table
+    if name in known:
+        found: Values = known[name]
+        return found
+    hint = f"There are: {', '.join(map(str, filter(None, known)))}." if any(known) else "Give the table a name."
+    raise ConfigError(f"has no table with the name {name!r} in its list", field=key, hint=hint)
 
 
 def run_sweep(

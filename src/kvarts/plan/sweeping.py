@@ -194,7 +194,7 @@ def sweep(
         point: Values = {
             "path": None if path is None else str(path),
             "changes": changed,
-            "values": with_changes(values, changed),
+            "values": with_changes(values, changed, _sections()),
         }
         point["traffic"] = _checked(point, digests)
         point["version"] = sys.modules["kvarts"].__version__  # not imported: the package imports this room

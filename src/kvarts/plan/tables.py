@@ -313,7 +313,11 @@ def _tiers(plan: dict[str, Any]) -> list[str]:
     tiers = plan.get("tiers")
     if tiers is None:
         return []
-    what = "device and host memory: hits as replayed, next to a bound: one LRU list, one request at a time"
+    first = next(iter(tiers["load_us_per_token"]))
+    what = (
+        f"device and {'host memory' if first == 'host' else first}: hits as replayed, next to a bound: one LRU list, "
+    )
+    what += "one request at a time"
     if "groups" in plan:
         what += ", of the parts that memory below a device keeps; each size was simulated"
     lines = [
@@ -440,12 +444,13 @@ def lead(plan: Mapping[str, Any]) -> str:
     least = (plan.get("tiers") or {}).get("least_host")
     if least is not None:
         found = f"a replay finds {as_percent(least['hit_ratio'])} of prompt tokens"
-        instead = (
-            f"instead of {as_percent(_without_host(plan))}, and at most {as_percent(least['most_hit_ratio'])} with more"
-        )
+        alone, before = "", _without_host(plan)
+        if "hit_ratio_without" in least:
+            alone, before = " alone", least["hit_ratio_without"]
+        instead = f"instead of {as_percent(before)}, and at most {as_percent(least['most_hit_ratio'])} with more"
         listed = ((plan.get("config") or {}).get("offload") or {}).get("tiers")
         option = f"--tier {listed[0]['name']}:size=" if listed else "--host-memory "
-        sentences.append(f"With {option}{as_size(least['num_bytes'])} {found} {instead}")
+        sentences.append(f"With {option}{as_size(least['num_bytes'])}{alone} {found} {instead}")
     return ". ".join(sentences)
 
 

@@ -699,17 +699,21 @@ def _resolved(
 
 def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, Any]) -> ReplayConfig:
     """Build a ReplayConfig; `facts`, by field, are the values derived from model and device."""
-    values: dict[str, Any] = {
-        section.table: given.build(section.struct, section.table, facts=facts)
-        for section in sections
-        if section.table in ReplayConfig.__struct_fields__ and given.in_table(section.table)
-    }
+    values: dict[str, Any] = {}
     for section in sections:
         table, _, field = section.into.partition(".")
         if section.into and given.names(section.table):
+            for short, key in section.instead_of.items():
+                if f"{table}.{short}" in given:
+                    hint = f"Say {key} of a tier, in [[{section.table}]] or by --{section.table} NAME:{key}=VALUE."
+                    raise given.error(f"{table}.{short}", "does not go with a list of tiers", hint=hint)
             of_table = next(each.struct for each in sections if each.table == table)
             tables = given.listed(section.struct, section.table)
             values[table] = given.build(of_table, table, facts=facts, **{field: tables})
+    for section in sections:
+        table = section.table
+        if table in ReplayConfig.__struct_fields__ and table not in values and given.in_table(table):
+            values[table] = given.build(section.struct, table, facts=facts)
     if "cost" in facts:
         values["cost"] = facts["cost"]
     if "placement" in facts:

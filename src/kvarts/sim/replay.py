@@ -392,7 +392,7 @@ def make_router(
         page_size=config.page_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
         tiers=("device", *(() if is_asking else tiers)),
-        directory=AskedCaches(engines) if is_asking else None,
+        directory=AskedCaches(engines, tuple(tiers)) if is_asking else None,
         peers=peers,
         are_files=tuple(tiers.values()),
         memory=memory,

@@ -298,11 +298,13 @@ class Informed:
 class AskedCaches:
     """A router's index that reads the caches of its workers, where nothing reaches the router late.
 
-    So it is with KV groups and with several models on a device: their events need not be made then.
+    So it is with KV groups and with several models on a device: their events need not be made then. `tiers`: the names
+    of the tiers below any of the workers, in the order in which the router knows them.
     """
 
-    def __init__(self, engines: Sequence[Routed]) -> None:
+    def __init__(self, engines: Sequence[Routed], tiers: Sequence[str]) -> None:
         self._engines = engines
+        self._tiers = tuple(tiers)
 
     def matches(self, content: Content, limit: int) -> dict[int, tuple[int, ...]]:
         """Return the pages of the longest prefix that each engine could resume from, by tier."""
@@ -313,7 +315,15 @@ class AskedCaches:
             below = () if scheduler.tiers is None else scheduler.tiers.found(content, num_pages, limit)
             if num_pages or any(below):
                 matches[index] = (num_pages, *below)
+                if scheduler.tiers is not None and scheduler.tiers.tier_names[: len(below)] != self._tiers:
+                    matches[index] = (num_pages, *self._in_order(scheduler.tiers.tier_names, below))
         return matches
+
+    def _in_order(self, names: Sequence[str], below: Sequence[int]) -> list[int]:
+        """Return the pages found in the tiers of a worker, which have these names, by all tiers: others have other
+        lists of tiers."""
+        found = dict(zip(names, below, strict=False))  # a store of all workers is no tier of one
+        return [found.get(name, 0) for name in self._tiers]
 
     def saved_elsewhere(
         self, content: Content, starts: Sequence[int], limit: int, num_tokens: int, gain: PeersGain

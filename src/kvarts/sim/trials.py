@@ -112,6 +112,7 @@ class ReplayTrials:
     def host_memory(self, summary: dict[str, Any], most_bytes: int = 0) -> HostMemory | None:
         """Return the least host memory that keeps the hits of a replay with that `summary`; None if none helps.
 
+        It is the first tier, alone: others of the configuration are left out.
         `most_bytes`: the largest size to try, if that is more than the working set, which has no states.
         """
         if summary["working_set_pages"] is None or not self.can_have_host_memory:
@@ -152,7 +153,7 @@ class ReplayTrials:
         return self._config.page_bytes or self.token_bytes * self._config.page_size
 
     def with_memory(self, *sizes: int) -> ReplayConfig:
-        """Return the configuration with `sizes` in bytes of its first tiers. Raise ConfigError if it can have none."""
+        """Return the configuration with `sizes` in bytes of its first tiers alone. Raise ConfigError if it cannot."""
         offload = self._config.offload or self._offload()
         return msgspec.structs.replace(self._config, offload=offload.with_sizes(*sizes))
 
