@@ -283,15 +283,6 @@ def test_a_degraded_model_goes_on_with_what_runs_and_admits_nobody() -> None:
     assert waiting.num_output_tokens == 1
 
 
-def test_a_model_can_leave() -> None:
-    rig = Rig(100, {"a": 10, "b": 10}, guarantees={"a": 60})
-    running = grown(rig, "a", [6], priority=0)[0]
-    assert rig.device.deregister("a") == [running]
-    assert rig.device.memory.num_empty_bytes == 100
-    rig.add("b", 9)
-    rig.turn("b")
-
-
 def test_a_request_that_cannot_be_sure_of_room_is_refused() -> None:
     rig = Rig(100, {"a": 10, "b": 10}, guarantees={"a": 60, "b": 20})
     content = Content.from_tokens(range(200), page_size=PAGE_SIZE, owner=0)
