@@ -22,6 +22,7 @@ from builders.rooms import HAS_AUDIT
 __all__ = [
     "OWNER",
     "GateClock",
+    "appending",
     "check_at_rest",
     "greedy",
     "mock_says",
@@ -101,6 +102,15 @@ class GateClock(VirtualClock):
             self._is_waiting.set()
             assert self._is_open.wait(20), "nobody opened the gate"
         super().wait_until_ns(at_ns)
+
+
+async def appending(sessions: Sessions, clock: GateClock, tokens: Sequence[int]) -> tuple[str, asyncio.Future[int]]:
+    """A session and an append to it, in a step that the gate holds."""
+    session = await sessions.create(OWNER)
+    clock.shut()
+    append = asyncio.ensure_future(sessions.append(OWNER, session, tokens))
+    await clock.step_begun()
+    return session, append
 
 
 async def talk_at_random(

@@ -29,7 +29,7 @@ from kvarts.session.values import (
     Update,
 )
 
-from builders.sessions import OWNER, GateClock, check_at_rest, greedy, mock_says, mock_sessions, say
+from builders.sessions import OWNER, GateClock, appending, check_at_rest, greedy, mock_says, mock_sessions, say
 
 PROMPT = list(range(1, 40))
 
@@ -44,17 +44,14 @@ def test_a_cancelled_question_leaves_the_engine_as_it_is() -> None:
     sessions, host = mock_sessions(clock=clock)
 
     async def talk() -> None:
-        session = await sessions.create(OWNER)
-        clock.shut()
-        appending = asyncio.ensure_future(sessions.append(OWNER, session, PROMPT))
-        await clock.step_begun()
+        session, append = await appending(sessions, clock, PROMPT)
         asking = asyncio.ensure_future(sessions.info(OWNER, session))
         await asyncio.sleep(0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
         clock.open()
-        assert await appending == len(PROMPT)
+        assert await append == len(PROMPT)
         assert await say(sessions, session, [], 3) == mock_says(PROMPT, 3)
         await sessions.close(OWNER, session)
         await sessions.shut_down()
@@ -68,17 +65,14 @@ def test_a_session_whose_maker_has_gone_takes_no_room() -> None:
     sessions, host = mock_sessions(SessionsConfig(max_sessions=2), clock=clock)
 
     async def talk() -> None:
-        session = await sessions.create(OWNER)
-        clock.shut()
-        appending = asyncio.ensure_future(sessions.append(OWNER, session, PROMPT))
-        await clock.step_begun()
+        session, append = await appending(sessions, clock, PROMPT)
         making = asyncio.ensure_future(sessions.create(OWNER))
         await asyncio.sleep(0)
         making.cancel()
         with pytest.raises(asyncio.CancelledError):
             await making
         clock.open()
-        await appending
+        await append
         assert [info.session_id for info in await sessions.list(OWNER)] == [session]
         await sessions.create(OWNER)
         for info in await sessions.list(OWNER):
@@ -96,11 +90,8 @@ def test_what_was_appended_stays_when_its_client_goes(ends_by: str) -> None:
     sessions, host = mock_sessions(SessionsConfig(chunk_tokens=8), clock=clock)
 
     async def talk() -> None:
-        session = await sessions.create(OWNER)
-        clock.shut()
-        appending = asyncio.ensure_future(sessions.append(OWNER, session, PROMPT))
-        await clock.step_begun()
-        appending.cancel()
+        session, append = await appending(sessions, clock, PROMPT)
+        append.cancel()
         if ends_by == "close":
             closing = asyncio.ensure_future(sessions.close(OWNER, session))
             await asyncio.sleep(0.01)
@@ -123,7 +114,7 @@ def test_what_was_appended_stays_when_its_client_goes(ends_by: str) -> None:
             assert info.history_length == len(PROMPT) + {"generate": 3, "rollback": -1, "fork": 0}[ends_by]
             assert (info.inv1_violations, info.inv2_violations, info.state) == (0, 0, "idle")
         with pytest.raises(asyncio.CancelledError):
-            await appending
+            await append
         await sessions.shut_down()
         for info in await sessions.list(OWNER):
             await sessions.close(OWNER, info.session_id)
@@ -138,16 +129,13 @@ def test_cancel_ends_an_append_at_a_token_boundary() -> None:
     sessions, host = mock_sessions(SessionsConfig(chunk_tokens=8), clock=clock)
 
     async def talk() -> None:
-        session = await sessions.create(OWNER)
-        clock.shut()
-        appending = asyncio.ensure_future(sessions.append(OWNER, session, PROMPT))
-        await clock.step_begun()
+        session, append = await appending(sessions, clock, PROMPT)
         cancelling = asyncio.ensure_future(sessions.cancel(OWNER, session))
         await asyncio.sleep(0.01)
         clock.open()
         assert await cancelling
         with pytest.raises(asyncio.CancelledError):
-            await appending
+            await append
         info = await sessions.info(OWNER, session)
         assert (info.history_length, info.state) == (len(PROMPT), "idle")
         assert info.num_computed_tokens < len(PROMPT)

@@ -32,7 +32,7 @@ from kvarts.session.values import (
     UnknownSessionError,
 )
 
-from builders.sessions import OWNER, GateClock, check_at_rest, greedy, mock_says, mock_sessions, say
+from builders.sessions import OWNER, GateClock, appending, check_at_rest, greedy, mock_says, mock_sessions, say
 
 PROMPT = list(range(1, 40))
 SMALL = SessionSettings(sink=3, window=10)
@@ -56,10 +56,7 @@ def test_one_operation_at_a_time() -> None:
     sessions, host = mock_sessions(clock=clock)
 
     async def talk() -> None:
-        session = await sessions.create(OWNER)
-        clock.shut()
-        first = asyncio.ensure_future(sessions.append(OWNER, session, PROMPT))
-        await clock.step_begun()
+        session, first = await appending(sessions, clock, PROMPT)
         for refused in (
             sessions.append(OWNER, session, [1]),
             anext(sessions.generate(OWNER, session, greedy(1))),
@@ -114,12 +111,12 @@ def test_others_know_nothing() -> None:
         session = await sessions.create(OWNER)
         await ask_all(session)
         clock.shut()
-        appending = asyncio.ensure_future(sessions.append(OWNER, session, PROMPT))
+        append = asyncio.ensure_future(sessions.append(OWNER, session, PROMPT))
         await clock.step_begun()
         asking = asyncio.ensure_future(ask_all(session))
         await asyncio.sleep(0.005)
         clock.open()
-        await appending
+        await append
         await asking
         assert await sessions.list(other) == []
         await sessions.close(OWNER, session)
