@@ -296,6 +296,19 @@ class NamedMachine(RunMachine):
     def build(
         self, groups: tuple[PartGroup, ...], page_size: int, num_blocks: int, keeps: Retention, aligns: bool
     ) -> None:
+        self.set_up(groups, page_size, num_blocks, keeps, aligns)
+
+    def set_up(
+        self,
+        groups: tuple[PartGroup, ...],
+        page_size: int,
+        num_blocks: int,
+        keeps: Retention,
+        aligns: bool,
+        *,
+        with_ids: bool = True,
+        make_order: Callable[[], EvictionOrder | None] = lambda: None,
+    ) -> None:
         memory = GroupMemory(groups, keeps, aligns=aligns)
         total_bytes = num_blocks * memory.block_bytes
         self.of_pages: list[Event] = []
@@ -305,18 +318,20 @@ class NamedMachine(RunMachine):
             page_size=page_size,
             total_bytes=total_bytes,
             keeps=keeps,
-            blocks=IdPool(num_blocks),
+            blocks=IdPool(num_blocks) if with_ids else None,
             tell=self.of_pages.append,
             aligns=aligns,
+            order=make_order(),
         )
         self.runs = RunCache(
             memory,
             page_size=page_size,
             total_bytes=total_bytes,
-            blocks=IdPool(num_blocks),
+            blocks=IdPool(num_blocks) if with_ids else None,
             events=RunEvents(self.of_runs.append),
+            eviction_order=make_order(),
         )
-        self.memories = []
+        self.memories = [] if with_ids else [MemoryOfOne(self.runs)]
         self.holders: list[Both] = []
         self.num_owners = self.num_admitted = 0
 
@@ -392,30 +407,7 @@ class OrderedMachine(NamedMachine):
         shares: bool,
         aligns: bool,
     ) -> None:
-        super().build(groups, page_size, num_blocks, keeps, aligns)
-        memory = GroupMemory(groups, keeps, aligns=aligns)
-        total_bytes = num_blocks * memory.block_bytes
-        with_ids = not shares
-        self.pages = GroupedCache(
-            groups,
-            page_size=page_size,
-            total_bytes=total_bytes,
-            keeps=keeps,
-            blocks=IdPool(num_blocks) if with_ids else None,
-            tell=self.of_pages.append,
-            aligns=aligns,
-            order=make_order(),
-        )
-        self.runs = RunCache(
-            memory,
-            page_size=page_size,
-            total_bytes=total_bytes,
-            blocks=IdPool(num_blocks) if with_ids else None,
-            events=RunEvents(self.of_runs.append),
-            eviction_order=make_order(),
-        )
-        if shares:
-            self.memories = [MemoryOfOne(self.runs)]
+        self.set_up(groups, page_size, num_blocks, keeps, aligns, with_ids=not shares, make_order=make_order)
 
     @invariant()
     def says_what_goes_next(self) -> None:
