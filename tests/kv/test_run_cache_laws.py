@@ -25,7 +25,7 @@ from kvarts.kv.runs import RunHolding
 from builders.grouped import FULL, STATES, WINDOW, part_groups
 from builders.guide_policies import LeastHits
 from builders.orders import FewestHits, LatestFirst, MostHits
-from builders.parts import MemoryOfOne
+from builders.parts import MemoryOfOne, listed_pages
 from oracles.grouped_cache import GroupedCache
 from oracles.parts import GroupedHolding
 
@@ -266,7 +266,7 @@ class RunMachine(RuleBasedStateMachine):
             assert 0 < pages.next_bytes <= runs.next_bytes <= runs.cached_bytes
         for name in ("num_used", "num_cached", "num_evicted"):
             assert getattr(runs, name) == getattr(pages, name), name
-        assert runs.listed_pages() == [(part.group, part.page_name.page) for part in pages.listed()]
+        assert listed_pages(runs) == [(part.group, part.page_name.page) for part in pages.listed()]
         listed = [part.group for part in pages.listed()]
         assert runs.listed_counts() == [listed.count(index) for index in range(len(runs.groups))]
 
@@ -277,7 +277,7 @@ class RunMachine(RuleBasedStateMachine):
             self.end(both)
         self.runs.check([])
         assert self.runs.used_bytes == 0
-        self.runs.clear()
+        self.runs.evict(self.runs.free_bytes)
         assert not any(root.children for root in self.runs.tree.roots.values()), (
             "a span outlives everything that needs it"
         )
