@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from threading import Event
+from typing import Any
 
 from kvarts.clock import Clock, VirtualClock
 from kvarts.config import EngineConfig
@@ -27,6 +28,7 @@ __all__ = [
     "greedy",
     "mock_says",
     "mock_sessions",
+    "run_to_rest",
     "say",
     "sessions_on",
     "talk_at_random",
@@ -196,3 +198,9 @@ def check_at_rest(host: ModelHost) -> None:
     assert host.core.scheduler.own_pages.reserve.num_pages == 0
     assert host.core.scheduler.cache.num_used == 0
     assert not host.core.scheduler.has_work
+
+
+def run_to_rest(talk: Coroutine[Any, Any, None], host: ModelHost) -> None:
+    """Run `talk` to its end, after which nothing is kept."""
+    asyncio.run(talk)
+    check_at_rest(host)

@@ -29,7 +29,7 @@ from kvarts.session.values import (
     Update,
 )
 
-from builders.sessions import OWNER, GateClock, appending, check_at_rest, greedy, mock_says, mock_sessions, say
+from builders.sessions import OWNER, GateClock, appending, greedy, mock_says, mock_sessions, run_to_rest, say
 
 PROMPT = list(range(1, 40))
 
@@ -56,8 +56,7 @@ def test_a_cancelled_question_leaves_the_engine_as_it_is() -> None:
         await sessions.close(OWNER, session)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_a_session_whose_maker_has_gone_takes_no_room() -> None:
@@ -79,8 +78,7 @@ def test_a_session_whose_maker_has_gone_takes_no_room() -> None:
             await sessions.close(OWNER, info.session_id)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 @pytest.mark.parametrize("ends_by", ["close", "generate", "rollback", "fork", "shut_down"])
@@ -119,8 +117,7 @@ def test_what_was_appended_stays_when_its_client_goes(ends_by: str) -> None:
         for info in await sessions.list(OWNER):
             await sessions.close(OWNER, info.session_id)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_cancel_ends_an_append_at_a_token_boundary() -> None:
@@ -144,8 +141,7 @@ def test_cancel_ends_an_append_at_a_token_boundary() -> None:
         await sessions.close(OWNER, session)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_the_end_of_a_session_waits_for_no_reader() -> None:
@@ -176,8 +172,7 @@ def test_the_end_of_a_session_waits_for_no_reader() -> None:
                 assert (info.state, info.inv1_violations, info.inv2_violations) == ("idle", 0, 0)
                 await sessions.close(OWNER, session)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_a_reader_that_is_cancelled_twice_leaves_an_idle_session() -> None:
@@ -200,8 +195,7 @@ def test_a_reader_that_is_cancelled_twice_leaves_an_idle_session() -> None:
         assert await asyncio.wait_for(sessions.close(OWNER, session), 10) > len(PROMPT)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_a_session_that_generates_is_never_evicted() -> None:
@@ -227,8 +221,7 @@ def test_a_session_that_generates_is_never_evicted() -> None:
         await sessions.close(OWNER, other)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_an_error_of_the_engine_reaches_everybody() -> None:
@@ -317,8 +310,7 @@ def test_a_waiter_that_goes_as_its_turn_comes_passes_it_on() -> None:
         await sessions.close(OWNER, session)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_a_generation_that_never_began_is_no_step_back() -> None:
@@ -347,8 +339,7 @@ def test_a_generation_that_never_began_is_no_step_back() -> None:
         await sessions.close(OWNER, session)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_an_append_that_is_refused_is_not_on_disk(tmp_path: Path) -> None:
