@@ -123,6 +123,26 @@ def run_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 
 @pytest.fixture
+def refusal(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[[str, str], str]:
+    """Runs `kvarts replay` with a file c.toml and these arguments, which it refuses; what it says."""
+    monkeypatch.chdir(tmp_path)
+
+    def refused(file: str, arguments: str) -> str:
+        Path("c.toml").write_text(file)
+        code = run_command("replay", "--config", "c.toml", *arguments.split())
+        said = capsys.readouterr().err
+        assert code == 2, said
+        return said
+
+    return refused
+
+
+@pytest.fixture
 def asked(run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]) -> Callable[..., Any]:
     """Runs a command that prints JSON."""
 

@@ -20,29 +20,14 @@ from builders.case import Case, Row
 from builders.engines import make_replica, whole_pages
 from builders.laws import assert_as_in_naive
 from builders.outcome import run_kvarts
-from builders.tampering import PAGE_SIZE, SHARED, request, tamper, wrap
+from builders.tampering import PAGE_SIZE, SHARED, Plant, findings_of, request, tamper, wrap
 
 
-def run(plant: Callable[[Replica], None] | None, *, num_pages: int = 40) -> list[Finding]:
+def run(plant: Plant | None, *, num_pages: int = 40) -> list[Finding]:
     """Four requests with a shared prefix of three pages, one after the other half way; what the audit says."""
     engine = make_replica(EngineConfig(num_pages=num_pages, page_size=PAGE_SIZE), audit=True)
-    if plant is not None:
-        plant(engine)
-    now_ns = 0
-    try:
-        for index in range(4):
-            engine.submit(request(index, [*SHARED, 100 + index, 200 + index, 0, 0, index], 14), now_ns)
-            for _ in range(4):
-                engine.start(now_ns, now_ns + 1)
-                now_ns = engine.now_ns
-                engine.finish()
-        while engine.has_work:
-            engine.start(now_ns, now_ns + 1)
-            now_ns = engine.now_ns
-            engine.finish()
-    except AuditError as error:
-        return list(error.findings)
-    return []
+    requests = [request(index, [*SHARED, 100 + index, 200 + index, 0, 0, index], 14) for index in range(4)]
+    return findings_of(engine, plant, requests, most_steps=4)
 
 
 @pytest.mark.parametrize("num_pages", [40, 16, 11])

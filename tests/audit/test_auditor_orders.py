@@ -20,29 +20,18 @@ from builders.engines import make_replica, whole_pages
 from builders.guide_policies import LeastHits
 from builders.orders import FewestHits
 from builders.outcome import run_kvarts
-from builders.tampering import PAGE_SIZE, SHARED, hear, request, tamper, wrap
+from builders.tampering import PAGE_SIZE, SHARED, Plant, findings_of, hear, request, tamper, wrap
 
-Plant = Callable[[Replica], None]
 ORDERS: list[Callable[[], EvictionOrder]] = [LeastHits, FewestHits, partial(LruOrder)]
 
 
 def run(plant: Plant | None, make_order: Callable[[], EvictionOrder] = LeastHits) -> tuple[list[Finding], Replica]:
     """Pairs of requests that share a prefix and pairs that do not, by turns, on a device for little more than one."""
     engine = make_replica(EngineConfig(num_pages=13, page_size=PAGE_SIZE), audit=True, make_order=make_order)
-    if plant is not None:
-        plant(engine)
-    now_ns = 0
-    try:
-        for index in range(12):
-            tokens = [*SHARED, 100 + index, 7, 7, 7, 7] if index % 4 < 2 else [1000 + index, *range(20)]
-            engine.submit(request(index, tokens, 6), now_ns)
-            while engine.has_work:
-                engine.start(now_ns, now_ns + 1)
-                now_ns = engine.now_ns
-                engine.finish()
-    except AuditError as error:
-        return list(error.findings), engine
-    return [], engine
+    tokens = [
+        [*SHARED, 100 + index, 7, 7, 7, 7] if index % 4 < 2 else [1000 + index, *range(20)] for index in range(12)
+    ]
+    return findings_of(engine, plant, [request(index, each, 6) for index, each in enumerate(tokens)]), engine
 
 
 @pytest.mark.parametrize("make_order", ORDERS, ids=["LeastHits", "FewestHits", "lru"])

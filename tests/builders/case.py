@@ -43,12 +43,15 @@ class Case:
     long_prefill_token_threshold: int = 0
     watermark: float = 0.0
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Those of an engine and its steps."""
+        names = ("num_pages", "page_size", "max_num_batched_tokens", "max_num_seqs")
+        return {name: getattr(self, name) for name in names}
+
     def config(self, **changes: Any) -> ReplayConfig:
         values: dict[str, Any] = {
-            "num_pages": self.num_pages,
-            "page_size": self.page_size,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "max_num_seqs": self.max_num_seqs,
+            **self.sizes,
             "profile": self.profile,
             "replicas": self.replicas,
             "long_prefill_token_threshold": self.long_prefill_token_threshold,
@@ -102,10 +105,7 @@ class Case:
             request.stops = stops
         engines = [
             NaiveEngine(
-                num_pages=self.num_pages,
-                page_size=self.page_size,
-                max_num_batched_tokens=self.max_num_batched_tokens,
-                max_num_seqs=self.max_num_seqs,
+                **self.sizes,
                 profile=self.profile,
                 cost=polynomial_ns,
                 choose_head=choose_head,

@@ -71,19 +71,20 @@ def group_settings(draw: st.DrawFn) -> dict[str, Any]:
     return settings
 
 
+def naive_settings(case: Case, groups: Sequence[PartGroup], keeps: str) -> dict[str, Any]:
+    """Settings of a naive engine with KV groups for a case."""
+    layers = [(group.layer, group.part_bytes) for group in groups]
+    return {"groups": layers, "keeps_all": keeps == "all", **case.sizes}
+
+
 def naive_run(
     case: Case, groups: tuple[PartGroup, ...], keeps: str, snapshots: str = "ends"
 ) -> tuple[list[NaiveRequest], list[NaiveGroupEngine]]:
     requests = case.naive_requests()
     engines = [
         NaiveGroupEngine(
-            [(group.layer, group.part_bytes) for group in groups],
-            keeps_all=keeps == "all",
+            **naive_settings(case, groups, keeps),
             at_branches=snapshots == "branches",
-            num_pages=case.num_pages,
-            page_size=case.page_size,
-            max_num_batched_tokens=case.max_num_batched_tokens,
-            max_num_seqs=case.max_num_seqs,
             cost=polynomial_ns,
             long_prefill_token_threshold=case.long_prefill_token_threshold,
             watermark=case.watermark,

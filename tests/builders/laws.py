@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvarts.report.report import Report
 from kvarts.report.requests import CANCELLED, REJECTED
 from kvarts.report.steps import StepLog
 from kvarts.sim.replay import replay
@@ -65,13 +66,19 @@ def assert_steps_as_in_naive(log: StepLog, naive: NaiveEngine) -> None:
         assert steps[name].tolist() == [getattr(step, name) for step in naive.steps], name
 
 
-def assert_fast_as_slow(case: Case, **changes: Any) -> None:
-    """Fast-forward leaves the same bytes as step by step, whatever is looked at."""
+def replayed_as_slowly(case: Case, **changes: Any) -> Report:
+    """A replay of a case, which leaves the same bytes step by step."""
     fast, slow = (replay(case.trace(), case.config(step_by_step=slowly, **changes)) for slowly in (False, True))
     assert fast.to_json() == slow.to_json()
     assert fast.requests_jsonl() == slow.requests_jsonl()
     for name, column in fast.steps.items():
         assert column.tobytes() == slow.steps[name].tobytes(), name
+    return fast
+
+
+def assert_fast_as_slow(case: Case, **changes: Any) -> None:
+    """Fast-forward leaves the same bytes as step by step, whatever is looked at."""
+    replayed_as_slowly(case, **changes)
     seen = [run_kvarts(case, step_by_step=slowly, **changes).events for slowly in (False, True)]
     for fast_events, slow_events in zip(*seen, strict=True):
         assert paged(fast_events) == paged(slow_events)

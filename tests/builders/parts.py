@@ -1,13 +1,15 @@
-"""What a part of a device asks for pages that are in use, where no model gives any; and a memory of one cache."""
+"""What a part of a device asks for pages that are in use, where no model gives any; a memory of one cache; its list."""
 
 from __future__ import annotations
 
+from kvarts.kv.account import RunAccount
 from kvarts.kv.run_cache import RunCache
+from kvarts.kv.runs import PartRun, Turns
 from kvarts.request import Request
 
 from oracles.grouped_cache import GroupedCache
 
-__all__ = ["NO_OTHERS", "MemoryOfOne"]
+__all__ = ["NO_OTHERS", "MemoryOfOne", "listed_pages"]
 
 
 class NoOthers:
@@ -62,3 +64,19 @@ class MemoryOfOne:
         """Return one more than before."""
         self.num_stamps += 1
         return self.num_stamps
+
+
+def listed_pages(account: RunAccount) -> list[tuple[int, int]]:
+    """The group and page of each listed part, in order; for a snapshot the page before it."""
+    pages: list[tuple[int, int]] = []
+    low: dict[int, int] = {}
+    for entry in account.entries():
+        if isinstance(entry, PartRun):
+            pages += [(entry.group, page) for page in range(entry.end - 1, entry.start - 1, -1)]
+        elif isinstance(entry, Turns):
+            for stream in entry.streams[entry.at :]:
+                page = low.get(id(stream), stream.low)
+                low[id(stream)] = page + 1
+                if not stream.is_hole(page):
+                    pages.append((stream.group, page))
+    return pages

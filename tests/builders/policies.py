@@ -10,10 +10,10 @@ from kvarts.kv.eviction import LruOrder
 from kvarts.report.report import STATUS_NAMES
 from kvarts.report.requests import COMPLETED, REJECTED
 from kvarts.sched.policy import PriorityPolicy
-from kvarts.sim.replay import replay
 
 from builders.case import Case
 from builders.guide_policies import LeastHits, shortest_first
+from builders.laws import replayed_as_slowly
 from builders.orders import FewestHits
 from builders.rooms import ROUTERS
 
@@ -41,10 +41,6 @@ closed_loops = st.fixed_dictionaries(
 
 def assert_closed_loop_fast_as_slow(case: Case, **changes: Any) -> None:
     """Engines that wait for each other leave the same bytes fast and step by step; every request ends."""
-    fast, slow = (replay(case.trace(), case.config(step_by_step=slowly, **changes)) for slowly in (False, True))
-    assert fast.to_json() == slow.to_json()
-    assert fast.requests_jsonl() == slow.requests_jsonl()
-    for name, column in fast.steps.items():
-        assert column.tobytes() == slow.steps[name].tobytes(), name
+    fast = replayed_as_slowly(case, **changes)
     assert len(fast.requests["status"]) == len(case.rows)
     assert set(fast.requests["status"]) <= {STATUS_NAMES[COMPLETED], STATUS_NAMES[REJECTED]}

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 
+import kvarts
+from kvarts.report.report import Report
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 
-__all__ = ["Talk", "session_traces"]
+from builders.grouped import assert_same_outcome
+from builders.rooms import timelines_json
+
+__all__ = ["Talk", "replayed_as_slowly", "session_traces"]
 
 NS_PER_MS = 1_000_000
 
@@ -23,6 +31,19 @@ class Talk:
 
     def trace(self) -> Trace:
         return Trace(list(self.rows), unit_tokens=self.unit_tokens)
+
+
+def replayed_as_slowly(talk: Talk, **settings: Any) -> Report:
+    """A replay of `talk`, which is the same step by step; at rest only what sessions keep is in use."""
+    settings["max_num_seqs"] = min(settings["max_num_seqs"], settings["max_num_batched_tokens"])
+    fast, slow = (replay(talk.trace(), ReplayConfig(step_by_step=slowly, **settings)) for slowly in (False, True))
+    assert_same_outcome(fast, slow)
+    assert fast.summary["num_requests"] == len(talk.rows)
+    for timeline in timelines_json(fast):
+        assert kvarts.verify(timeline).verdict != "violated"
+    for log in fast.step_logs:
+        assert (log.rests["used"] == log.rests["reserved"]).all()
+    return fast
 
 
 cancelled_ns = st.sampled_from([None, None, 1, 20, 90]).map(lambda ms: None if ms is None else ms * NS_PER_MS)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from threading import Event
+from typing import Any
 
 from kvarts.clock import Clock, VirtualClock
 from kvarts.config import EngineConfig
@@ -22,10 +23,12 @@ from builders.rooms import HAS_AUDIT
 __all__ = [
     "OWNER",
     "GateClock",
+    "appending",
     "check_at_rest",
     "greedy",
     "mock_says",
     "mock_sessions",
+    "run_to_rest",
     "say",
     "sessions_on",
     "talk_at_random",
@@ -101,6 +104,15 @@ class GateClock(VirtualClock):
             self._is_waiting.set()
             assert self._is_open.wait(20), "nobody opened the gate"
         super().wait_until_ns(at_ns)
+
+
+async def appending(sessions: Sessions, clock: GateClock, tokens: Sequence[int]) -> tuple[str, asyncio.Future[int]]:
+    """A session and an append to it, in a step that the gate holds."""
+    session = await sessions.create(OWNER)
+    clock.shut()
+    append = asyncio.ensure_future(sessions.append(OWNER, session, tokens))
+    await clock.step_begun()
+    return session, append
 
 
 async def talk_at_random(
@@ -186,3 +198,9 @@ def check_at_rest(host: ModelHost) -> None:
     assert host.core.scheduler.own_pages.reserve.num_pages == 0
     assert host.core.scheduler.cache.num_used == 0
     assert not host.core.scheduler.has_work
+
+
+def run_to_rest(talk: Coroutine[Any, Any, None], host: ModelHost) -> None:
+    """Run `talk` to its end, after which nothing is kept."""
+    asyncio.run(talk)
+    check_at_rest(host)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 
+from kvarts.audit.auditor import AuditError, Finding
 from kvarts.content import Content
 from kvarts.events import Event
 from kvarts.request import Request
 from kvarts.sim.replica import Replica
 
 PAGE_SIZE = 4
+Plant = Callable[[Replica], None]
 
 
 def request(index: int, tokens: list[int], num_output: int) -> Request:
@@ -21,6 +23,35 @@ def request(index: int, tokens: list[int], num_output: int) -> Request:
 
 
 SHARED = list(range(12))
+
+
+def findings_of(
+    engine: Replica, plant: Plant | None, requests: Iterable[Request], *, most_steps: int | None = None
+) -> list[Finding]:
+    """What the audit of an engine with a fault says. A request comes when those before it have ended, or `most_steps`
+    after the last one."""
+    if plant is not None:
+        plant(engine)
+    now_ns = 0
+
+    def step() -> None:
+        nonlocal now_ns
+        engine.start(now_ns, now_ns + 1)
+        now_ns = engine.now_ns
+        engine.finish()
+
+    try:
+        for each in requests:
+            engine.submit(each, now_ns)
+            num_steps = 0
+            while engine.has_work and num_steps != most_steps:
+                step()
+                num_steps += 1
+        while engine.has_work:
+            step()
+    except AuditError as error:
+        return list(error.findings)
+    return []
 
 
 def wrap(target: Any, name: str, wrapper: Callable[..., Any]) -> None:

@@ -25,6 +25,7 @@ from kvarts.offload.part_policy import EagerParts
 from kvarts.offload.part_tier import PartTier
 
 from builders.grouped import layers
+from builders.parts import listed_pages
 from oracles.naive_group_tier import NaiveBelow, NaiveTier, NaiveTieredGroups
 from oracles.naive_grouped import NaivePart, NaiveSequence
 
@@ -456,7 +457,7 @@ class TieredMachine(RuleBasedStateMachine):
     @rule()
     def forget_device(self) -> None:
         """The device evicts all that it can: what comes back comes from below."""
-        self.parts.clear()
+        self.parts.evict(self.parts.free_bytes)
         self.cache.count()
         for part in [part for part in self.model.released if not part.stores]:
             self.model.released.remove(part)
@@ -749,7 +750,7 @@ class TieredMachine(RuleBasedStateMachine):
         cache.check(holdings)
         self.offloader.check()
         self.agrees_on_memory()
-        assert cache.listed_pages() == [
+        assert listed_pages(cache) == [
             (part.group, len(part.name[1]) // self.cache.page_size - 1)
             for part in model.released
             if part.name and not part.stores
@@ -818,7 +819,7 @@ class TieredMachine(RuleBasedStateMachine):
         assert self.parts.used_bytes == 0, "L2: something is held at rest"
         assert not any(tier.used_bytes for tier in self.tiers), "L2: something below is held at rest"
         self.offloader.reset()
-        self.parts.clear()
+        self.parts.evict(self.parts.free_bytes)
         assert not any(tier.cached_bytes for tier in self.tiers)
         assert not any(root.children for root in self.parts.tree.roots.values()), (
             "a span outlives everything that needs it"

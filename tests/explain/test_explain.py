@@ -45,17 +45,7 @@ def test_every_prompt_token_has_the_fate_that_a_token_by_token_engine_gives_it(
 ) -> None:
     """L7: counted once, and for the right reason."""
     requests = case.naive_requests()
-    engines = [
-        RememberingEngine(
-            num_pages=case.num_pages,
-            page_size=case.page_size,
-            max_num_batched_tokens=case.max_num_batched_tokens,
-            max_num_seqs=case.max_num_seqs,
-            profile=case.profile,
-            cost=polynomial_ns,
-        )
-        for _ in range(case.replicas)
-    ]
+    engines = [RememberingEngine(**case.sizes, profile=case.profile, cost=polynomial_ns) for _ in range(case.replicas)]
     run_naive(requests, engines)
     folder = tmp_path_factory.mktemp("journal")
     for engine, text in zip(engines, journals_of(case), strict=True):

@@ -19,7 +19,7 @@ from kvarts.journal import AdmittedLine, GivenBackLine, RemovedLine, StoredLine
 from kvarts.kv.groups import PartGroup
 
 from builders.case import Case, Row, cases
-from builders.grouped import FULL, WINDOW, part_groups
+from builders.grouped import FULL, WINDOW, naive_settings, part_groups
 from builders.written import journals_of
 from oracles.naive import polynomial_ns, run_naive
 from oracles.naive_group_hits import RememberingGroupEngine
@@ -42,16 +42,7 @@ def test_every_prompt_token_has_the_fate_that_a_token_by_token_engine_gives_it(
     case.profile = "default"
     requests = case.naive_requests()
     engines = [
-        RememberingGroupEngine(
-            [(group.layer, group.part_bytes) for group in groups],
-            keeps_all=keeps == "all",
-            num_pages=case.num_pages,
-            page_size=case.page_size,
-            max_num_batched_tokens=case.max_num_batched_tokens,
-            max_num_seqs=case.max_num_seqs,
-            cost=polynomial_ns,
-        )
-        for _ in range(case.replicas)
+        RememberingGroupEngine(**naive_settings(case, groups, keeps), cost=polynomial_ns) for _ in range(case.replicas)
     ]
     run_naive(requests, engines)
     folder = tmp_path_factory.mktemp("journal")

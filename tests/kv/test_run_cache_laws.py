@@ -25,7 +25,7 @@ from kvarts.kv.runs import RunHolding
 from builders.grouped import FULL, STATES, WINDOW, part_groups
 from builders.guide_policies import LeastHits
 from builders.orders import FewestHits, LatestFirst, MostHits
-from builders.parts import MemoryOfOne
+from builders.parts import MemoryOfOne, listed_pages
 from oracles.grouped_cache import GroupedCache
 from oracles.parts import GroupedHolding
 
@@ -266,7 +266,7 @@ class RunMachine(RuleBasedStateMachine):
             assert 0 < pages.next_bytes <= runs.next_bytes <= runs.cached_bytes
         for name in ("num_used", "num_cached", "num_evicted"):
             assert getattr(runs, name) == getattr(pages, name), name
-        assert runs.listed_pages() == [(part.group, part.page_name.page) for part in pages.listed()]
+        assert listed_pages(runs) == [(part.group, part.page_name.page) for part in pages.listed()]
         listed = [part.group for part in pages.listed()]
         assert runs.listed_counts() == [listed.count(index) for index in range(len(runs.groups))]
 
@@ -277,7 +277,7 @@ class RunMachine(RuleBasedStateMachine):
             self.end(both)
         self.runs.check([])
         assert self.runs.used_bytes == 0
-        self.runs.clear()
+        self.runs.evict(self.runs.free_bytes)
         assert not any(root.children for root in self.runs.tree.roots.values()), (
             "a span outlives everything that needs it"
         )
@@ -296,6 +296,19 @@ class NamedMachine(RunMachine):
     def build(
         self, groups: tuple[PartGroup, ...], page_size: int, num_blocks: int, keeps: Retention, aligns: bool
     ) -> None:
+        self.set_up(groups, page_size, num_blocks, keeps, aligns)
+
+    def set_up(
+        self,
+        groups: tuple[PartGroup, ...],
+        page_size: int,
+        num_blocks: int,
+        keeps: Retention,
+        aligns: bool,
+        *,
+        with_ids: bool = True,
+        make_order: Callable[[], EvictionOrder | None] = lambda: None,
+    ) -> None:
         memory = GroupMemory(groups, keeps, aligns=aligns)
         total_bytes = num_blocks * memory.block_bytes
         self.of_pages: list[Event] = []
@@ -305,18 +318,20 @@ class NamedMachine(RunMachine):
             page_size=page_size,
             total_bytes=total_bytes,
             keeps=keeps,
-            blocks=IdPool(num_blocks),
+            blocks=IdPool(num_blocks) if with_ids else None,
             tell=self.of_pages.append,
             aligns=aligns,
+            order=make_order(),
         )
         self.runs = RunCache(
             memory,
             page_size=page_size,
             total_bytes=total_bytes,
-            blocks=IdPool(num_blocks),
+            blocks=IdPool(num_blocks) if with_ids else None,
             events=RunEvents(self.of_runs.append),
+            eviction_order=make_order(),
         )
-        self.memories = []
+        self.memories = [] if with_ids else [MemoryOfOne(self.runs)]
         self.holders: list[Both] = []
         self.num_owners = self.num_admitted = 0
 
@@ -392,30 +407,7 @@ class OrderedMachine(NamedMachine):
         shares: bool,
         aligns: bool,
     ) -> None:
-        super().build(groups, page_size, num_blocks, keeps, aligns)
-        memory = GroupMemory(groups, keeps, aligns=aligns)
-        total_bytes = num_blocks * memory.block_bytes
-        with_ids = not shares
-        self.pages = GroupedCache(
-            groups,
-            page_size=page_size,
-            total_bytes=total_bytes,
-            keeps=keeps,
-            blocks=IdPool(num_blocks) if with_ids else None,
-            tell=self.of_pages.append,
-            aligns=aligns,
-            order=make_order(),
-        )
-        self.runs = RunCache(
-            memory,
-            page_size=page_size,
-            total_bytes=total_bytes,
-            blocks=IdPool(num_blocks) if with_ids else None,
-            events=RunEvents(self.of_runs.append),
-            eviction_order=make_order(),
-        )
-        if shares:
-            self.memories = [MemoryOfOne(self.runs)]
+        self.set_up(groups, page_size, num_blocks, keeps, aligns, with_ids=not shares, make_order=make_order)
 
     @invariant()
     def says_what_goes_next(self) -> None:

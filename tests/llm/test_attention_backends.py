@@ -121,7 +121,10 @@ class Batch:
     def gap(self, number: int) -> int:
         """Tokens of pages that the sequence dropped before this batch."""
         keeps = self.keeps[number]
-        return 0 if keeps is None else keeps.num_dropped(self.spans[number][0], self.page_size) * self.page_size
+        if keeps is None:
+            return 0
+        num_passed = keeps.first_seen(self.spans[number][0]) // self.page_size
+        return max(0, num_passed - keeps.num_sink_pages(self.page_size)) * self.page_size
 
     def table(self, number: int) -> npt.NDArray[np.int64]:
         """The pages of a sequence without those that it dropped."""

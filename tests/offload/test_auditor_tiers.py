@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvarts.audit.auditor import AuditError, Finding
+from kvarts.audit.auditor import Finding
 from kvarts.audit.ledger import Ledger, LedgerGroup, LedgerPart
 from kvarts.audit.tiers import EvictionsTold, TierBooks
 from kvarts.config import EngineConfig
@@ -22,10 +22,8 @@ from kvarts.sim.replica import Replica
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.engines import make_replica, whole_pages
-from builders.tampering import PAGE_SIZE, SHARED, hear, request, tamper, wrap
+from builders.tampering import PAGE_SIZE, SHARED, Plant, findings_of, hear, request, tamper, wrap
 from builders.tiers import offloader_of
-
-Plant = Callable[[Replica], None]
 
 
 def run(plant: Plant | None, policy: str = "eager", d2h: int = 10**6) -> tuple[list[Finding], Replica]:
@@ -35,20 +33,8 @@ def run(plant: Plant | None, policy: str = "eager", d2h: int = 10**6) -> tuple[l
         audit=True,
         offload=OffloadConfig(host_pages=20, policy=policy, target_free=3, d2h=d2h, kv_bytes_per_token=1000),  # type: ignore[arg-type]
     )
-    if plant is not None:
-        plant(engine)
-    now_ns = 0
-    try:
-        for index in range(6):
-            tokens = [*SHARED, 10 + index % 2, *([index % 2] * 8)]
-            engine.submit(request(index, tokens, 5), now_ns)
-            while engine.has_work:
-                engine.start(now_ns, now_ns + 1)
-                now_ns = engine.now_ns
-                engine.finish()
-    except AuditError as error:
-        return list(error.findings), engine
-    return [], engine
+    requests = [request(index, [*SHARED, 10 + index % 2, *([index % 2] * 8)], 5) for index in range(6)]
+    return findings_of(engine, plant, requests), engine
 
 
 def tampering(change: Callable[[Event], Event | None]) -> Plant:

@@ -49,12 +49,7 @@ def requests_of(case: Case) -> list[NaiveRequest]:
 
 def run_of(case: Case, groups: tuple[PartGroup, ...], keeps: Any, tiers: PrepareTiers) -> LiveRun:
     memory = GroupMemory(groups, keeps)
-    config = EngineConfig(
-        num_pages=case.num_pages,
-        page_size=case.page_size,
-        max_num_batched_tokens=case.max_num_batched_tokens,
-        max_num_seqs=case.max_num_seqs,
-    )
+    config = EngineConfig(**case.sizes)
     return LiveRun(requests_of(case), memory, config, memory.num_blocks(case.num_pages), tiers=tiers)
 
 

@@ -25,13 +25,12 @@ from kvarts.offload.opening import open_offloader
 from kvarts.offload.page_layout import PageLayout
 from kvarts.offload.safe_first import SafeFirst
 from kvarts.offload.transfers import NEVER_NS
-from kvarts.request import Request
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.sim.replica import Replica
 from kvarts.traffic.trace import Trace, TraceRequest
 
-from builders.engines import make_replica
+from builders.engines import make_replica, request_of, run
 from builders.kept import Kept
 from builders.rooms import HAS_AUDIT
 from builders.tiers import offloader_of
@@ -53,19 +52,6 @@ def make_engine(
     config = EngineConfig(num_pages=num_pages, page_size=1, max_num_batched_tokens=budget, max_num_seqs=num_seqs)
     engine = make_replica(config, offload=below, readers=[kept], audit=HAS_AUDIT)
     return engine, kept.events
-
-
-def request_of(index: int, tokens: Sequence[int], num_output: int = 1) -> Request:
-    return Request(index, content_of(tokens, index), num_prompt_tokens=len(tokens), max_tokens=num_output)
-
-
-def run(engine: Replica, *requests: Request) -> None:
-    """All requests, and all transfers, to their end."""
-    for request in requests:
-        engine.submit(request, engine.now_ns)
-    engine.run_until(1 << 60, [])
-    engine.flush()
-    assert not engine.has_work
 
 
 def stores_of(events: Sequence[Event]) -> list[list[tuple[int, int, int]]]:
@@ -98,7 +84,7 @@ def test_eager_stores_nothing_twice() -> None:
 
 def test_generated_pages_of_unknown_tokens_are_not_stored() -> None:
     engine, events = make_engine()
-    run(engine, request_of(0, range(4), num_output=8))
+    run(engine, request_of(0, range(4), max_tokens=8))
     assert stores_of(events) == [[(0, 0, 4)]]
 
 

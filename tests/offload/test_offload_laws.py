@@ -12,9 +12,10 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
-from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once
+from builders.grouped import assert_same_outcome
+from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once, replayed_as_slowly
 from builders.outcome import run_kvarts
-from builders.rooms import HAS_AUDIT, ROUTERS, timelines_json
+from builders.rooms import HAS_AUDIT, ROUTERS
 from builders.tiered import BYTES_PER_TOKEN, Tiered, naive_settings, tiered
 from builders.tiers import offloader_of
 from oracles.naive import NaiveRequest, run_naive
@@ -116,9 +117,7 @@ def test_a_closed_loop_over_replicas_is_the_same_step_by_step(
     fast, slow = (
         replay(tiers.case.trace(), tiers.case.config(step_by_step=slowly, **changes)) for slowly in (False, True)
     )
-    assert fast.to_json() == slow.to_json()
-    assert fast.requests_jsonl() == slow.requests_jsonl()
-    assert timelines_json(fast) == timelines_json(slow)
+    assert_same_outcome(fast, slow)
 
 
 def test_a_transfer_that_comes_onto_a_bus_lets_no_engine_leap_over_the_end_of_a_request_elsewhere() -> None:
@@ -135,11 +134,7 @@ def test_a_transfer_that_comes_onto_a_bus_lets_no_engine_leap_over_the_end_of_a_
         host_pages=3, policy="eager", h2d="1MB/s", d2h="1GB/s", kv_bytes_per_token=1000, store_within_ms=0.0, bus=70000
     )
     case = Case(rows, 2, 8, 59, 64, 8, "default", 1)
-    fast, slow = (
-        replay(case.trace(), case.config(step_by_step=slowly, offload=offload, concurrency=4, replicas=3))
-        for slowly in (False, True)
-    )
-    assert fast.requests_jsonl() == slow.requests_jsonl()
+    replayed_as_slowly(case, offload=offload, concurrency=4, replicas=3)
 
 
 @given(tiered(max_requests=24, cancels=True), st.sampled_from([None, 0.02]), st.integers(0, 1))

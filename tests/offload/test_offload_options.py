@@ -120,15 +120,6 @@ def test_pages_and_memory_replace_each_other(file: dict[str, Any], arguments: st
     ],
 )
 def test_an_error_says_where_the_value_came_from(
-    file: str,
-    arguments: str,
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    run_command: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
+    file: str, arguments: str, says: str, refusal: Callable[[str, str], str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("c.toml").write_text(f"[offload]\n{file}\n")
-    assert run_command("replay", "--config", "c.toml", *arguments.split()) == 2
-    assert capsys.readouterr().err.startswith(f"kvarts: {says}")
+    assert refusal(f"[offload]\n{file}\n", arguments).startswith(f"kvarts: {says}")

@@ -76,7 +76,7 @@ def test_what_a_step_loads_is_copied_to_a_faster_tier_when_that_has_ended() -> N
     device = Device()
     content = device.serve([0, 1, 2, 3])
     device.serve([10, 11, 12, 13])
-    device.cache.parts.clear()
+    device.cache.parts.evict(device.cache.parts.free_bytes)
     device.policy.complete(content, 0, 0, NUM_PAGES)  # the way to host memory was behind
     device.begin_step()
     offer = device.offloader.lookup(1, content, 0, NUM_PAGES)
@@ -94,7 +94,7 @@ def test_what_has_just_arrived_is_not_removed_from_a_long_queue(monkeypatch: pyt
     monkeypatch.setattr(store_policy, "PRUNE_AT", 0)
     device = Device()
     content = device.serve([0, 1, 2, 3])
-    device.cache.parts.clear()
+    device.cache.parts.evict(device.cache.parts.free_bytes)
     device.offloader.tiers[0].reset()
     offer = device.offloader.lookup(1, content, 0, NUM_PAGES)
     assert offer is not None and offer.by_tier == (0, NUM_PAGES)

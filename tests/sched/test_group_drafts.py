@@ -21,6 +21,7 @@ from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sched.running import Running
 
 from builders.case import Case, Row, cases
+from builders.grouped import naive_settings
 from builders.guesser import KNOWING, Knowing
 from builders.live_groups import FULL, STATE, STEP_NS, LiveRun, assert_as_naive, live_groups, window, with_outputs
 from oracles.naive import run_naive
@@ -34,12 +35,7 @@ pytestmark = pytest.mark.laws
 def run(case: Case, groups: tuple[PartGroup, ...], keeps: Any, drafter: Knowing) -> LiveRun:
     """A case with guesses, and a look at what every decode holds after every step."""
     memory = GroupMemory(groups, keeps)
-    config = EngineConfig(
-        num_pages=case.num_pages,
-        page_size=case.page_size,
-        max_num_batched_tokens=case.max_num_batched_tokens,
-        max_num_seqs=case.max_num_seqs,
-    )
+    config = EngineConfig(**case.sizes)
     num_blocks = memory.num_blocks(case.num_pages)
     live = LiveRun(with_outputs(case.naive_requests()), memory, config, num_blocks, drafter=drafter)
     drafter.tokens = live.tokens
@@ -203,15 +199,7 @@ def test_every_step_with_guesses_that_come_first_is_as_in_the_naive_engine(
 
     live = run_first(case, groups, keeps, Planned(drafts), num_slots)
     naive = NaiveGroupDraftEngine(
-        [(group.layer, group.part_bytes) for group in groups],
-        keeps_all=keeps == "all",
-        num_slots=num_slots,
-        drafts=drafts,
-        num_pages=case.num_pages,
-        page_size=case.page_size,
-        max_num_batched_tokens=case.max_num_batched_tokens,
-        max_num_seqs=case.max_num_seqs,
-        cost=lambda batch, engine: STEP_NS,
+        **naive_settings(case, groups, keeps), num_slots=num_slots, drafts=drafts, cost=lambda batch, engine: STEP_NS
     )
     run_naive(requests, [naive])
     assert_as_naive(live, requests, naive, GroupMemory(groups).block_bytes)

@@ -14,6 +14,7 @@ from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.pool import IdPool
 
 from builders.case import Case, Row, branching_cases, cases
+from builders.grouped import naive_settings
 from builders.live_groups import FULL, STATE, STEP_NS, LiveRun, assert_as_naive, live_groups, window, with_outputs
 from oracles.grouped_cache import GroupedCache
 from oracles.naive import NaiveRequest, run_naive
@@ -27,23 +28,10 @@ def both(
 ) -> tuple[LiveRun, list[NaiveRequest], NaiveGroupEngine]:
     """A case through a live engine and through the naive one."""
     memory = GroupMemory(groups, keeps)
-    config = EngineConfig(
-        num_pages=case.num_pages,
-        page_size=case.page_size,
-        max_num_batched_tokens=case.max_num_batched_tokens,
-        max_num_seqs=case.max_num_seqs,
-        snapshots=snapshots,
-    )
+    config = EngineConfig(**case.sizes, snapshots=snapshots)
     requests = list(with_outputs(case.naive_requests()))
     naive = NaiveGroupEngine(
-        [(group.layer, group.part_bytes) for group in groups],
-        keeps_all=keeps == "all",
-        at_branches=snapshots == "branches",
-        num_pages=case.num_pages,
-        page_size=case.page_size,
-        max_num_batched_tokens=case.max_num_batched_tokens,
-        max_num_seqs=case.max_num_seqs,
-        cost=lambda batch, engine: STEP_NS,
+        **naive_settings(case, groups, keeps), at_branches=snapshots == "branches", cost=lambda batch, engine: STEP_NS
     )
     run_naive(requests, [naive])
     live = LiveRun(list(with_outputs(case.naive_requests())), memory, config, memory.num_blocks(case.num_pages))

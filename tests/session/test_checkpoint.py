@@ -19,7 +19,6 @@ from kvarts.session.checkpoints import (
     CheckpointHeader,
     Checkpoints,
     Refused,
-    Saved,
     decode_checkpoint,
     encode_checkpoint,
     token_digest,
@@ -80,9 +79,7 @@ ARRAYS = st.dictionaries(
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path, arrays: dict[str, npt.NDArray[Any]], num_tokens: int) -> None:
     checkpoints = Checkpoints(tmp_path)
     header = header_of(num_tokens)
-    saved = checkpoints.save(header, arrays)
-    assert isinstance(saved, Saved)
-    assert saved.num_bytes == (tmp_path / f"{SESSION}.kv").stat().st_size == checkpoints.num_bytes
+    assert checkpoints.save(header, arrays) is None
     assert_same(checkpoints.load(SESSION, FINGERPRINT, TOKENS), header, arrays)
 
 
@@ -182,32 +179,24 @@ def test_kv_of_other_tokens_is_refused(tmp_path: Path) -> None:
     assert_same(checkpoints.load(SESSION, FINGERPRINT, np.array(TOKENS[:12])), header_of(num_tokens=12), kv())
 
 
-def test_more_than_the_limit_is_refused_and_the_old_file_stays(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, max_bytes=1600)
-    assert isinstance(checkpoints.save(header_of(), kv(seed=1)), Saved)
-    assert "do not fit into 1600" in reason(checkpoints.save(header_of(), kv(size=4000)))  # type: ignore[arg-type]
-    assert "beside other" in reason(checkpoints.save(header_of(session_id=OTHER), kv(size=160)))  # type: ignore[arg-type]
-    assert_same(checkpoints.load(SESSION, FINGERPRINT, TOKENS), header_of(), kv(seed=1))
-    assert isinstance(checkpoints.save(header_of(), kv(size=80)), Saved)
+def test_the_last_file_of_a_session_is_removed_once(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.save(header_of(), kv(seed=1)) is None
+    assert checkpoints.save(header_of(), kv(size=80)) is None
     assert checkpoints.remove(SESSION)
     assert not checkpoints.remove(SESSION)
-    assert checkpoints.num_bytes == 0
-    assert isinstance(checkpoints.save(header_of(session_id=OTHER), kv(size=160)), Saved)
-    assert Checkpoints(tmp_path).num_bytes == checkpoints.num_bytes
 
 
 def test_a_disk_that_cannot_be_written_is_a_refusal(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "kv")
     (tmp_path / "kv" / f"{SESSION}.kv").mkdir()
-    assert "cannot be written" in reason(checkpoints.save(header_of(), kv()))  # type: ignore[arg-type]
+    assert "cannot be written" in reason(checkpoints.save(header_of(), kv()))
     assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == [f"{SESSION}.kv"]
 
 
 def test_what_has_no_plain_numbers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"k: has the dtype object, which cannot be stored\. View bfloat16 as uint16"):
         Checkpoints(tmp_path).save(header_of(), {"k": np.array([None])})
-    with pytest.raises(ConfigError, match="max_bytes"):
-        Checkpoints(tmp_path, max_bytes=0)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot hold checkpoints"):
         Checkpoints(tmp_path / "file")
@@ -221,7 +210,6 @@ def test_unknown_and_unfinished_files_are_swept(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not ours")
     assert [path.name for path in checkpoints.sweep([SESSION])] == [f".{SESSION}.tmp", f"{OTHER}.kv"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{SESSION}.kv", "notes.txt"]
-    assert checkpoints.num_bytes == (tmp_path / f"{SESSION}.kv").stat().st_size
     assert checkpoints.sweep([SESSION]) == []
 
 

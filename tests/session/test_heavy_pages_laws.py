@@ -6,7 +6,7 @@ They are held against a table of what each page has received; attention is drawn
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
@@ -14,35 +14,31 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
-    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
 )
 
-from kvarts.kv.cache import PageReserve
 from kvarts.kv.eviction import LruOrder
 from kvarts.kv.groups import HeavyPages
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.tree import PrefixTree
-from kvarts.session.pages import ChunkRoom, HeavyTable, SessionPages
+from kvarts.session.pages import HeavyTable, SessionPages
 
+from builders.session_pages import KnownPages, PagesMachine
 from oracles.naive_heavy_pages import NaiveHeavyPages
 
 CHUNK_TOKENS = 60
 MOST_SESSIONS = 4
 
 
-@dataclass
-class Known:
-    """A session: its pages, what they should be, and its tokens, all of which are computed. No two are equal."""
+@dataclass(kw_only=True)
+class Known(KnownPages):
+    """A session, and what its pages should be."""
 
-    pages: SessionPages
     naive: NaiveHeavyPages
-    history: list[int] = field(default_factory=list)
 
     @property
     def keeps(self) -> HeavyPages:
@@ -56,30 +52,23 @@ class Known:
         return table
 
 
-class HeavyPagesMachine(RuleBasedStateMachine):
+class HeavyPagesMachine(PagesMachine[Known]):
     @initialize(
         page_size=st.sampled_from([1, 3, 4, 8, 70]), num_blocks=st.integers(1, 3), num_state_blocks=st.integers(0, 2)
     )
     def begin(self, page_size: int, num_blocks: int, num_state_blocks: int) -> None:
-        self.page_size, self.num_blocks, self.num_state_blocks = page_size, num_blocks, num_state_blocks
-        self.cache = PageCache(IdPool(8000), PrefixTree(LruOrder()))
-        self.reserve = PageReserve(self.cache)
-        self.room_pages = -(-CHUNK_TOKENS // page_size) * num_blocks
-        self.room = ChunkRoom(self.room_pages, page_size, num_blocks)
-        self.reserve.extend(self.room_pages)
-        self.memory: dict[tuple[PageId, int], tuple[int, int]] = {}
-        """By block and place: the number of the page table, and the token; of a state its last token, at place 0."""
-        self.sessions: list[Known] = []
-        self.num_tokens = 0
+        self.num_blocks, self.num_state_blocks = num_blocks, num_state_blocks
+        room_pages = -(-CHUNK_TOKENS // page_size) * num_blocks
+        self.set_up(page_size, PageCache(IdPool(8000), PrefixTree(LruOrder())), num_blocks, room_pages)
+
+    def most_of(self, session: Known) -> int:
+        return self.most_pages(session.naive)
 
     def most_pages(self, naive: NaiveHeavyPages) -> int:
         """As guides say, and a state."""
         size, tokens = self.page_size, (naive.sink, naive.window, naive.interval)
         most = sum(-(-count // size) for count in tokens) + naive.num_heavy + 1
         return most * self.num_blocks + self.num_state_blocks
-
-    def some(self, index: int) -> Known:
-        return self.sessions[index % len(self.sessions)]
 
     @rule(
         sink=st.integers(0, 9),
@@ -96,7 +85,7 @@ class HeavyPagesMachine(RuleBasedStateMachine):
         pages = SessionPages(
             keeps, self.reserve, self.room, [(keeps, self.num_blocks)], HeavyTable, self.num_state_blocks
         )
-        self.sessions.append(Known(pages, naive))
+        self.sessions.append(Known(pages=pages, naive=naive))
 
     @rule(
         parts=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1, 7, 64, 64])), min_size=1, max_size=3),
@@ -139,16 +128,10 @@ class HeavyPagesMachine(RuleBasedStateMachine):
         session.naive.begin(start)
         session.pages.grow(start, end)
         session.naive.compute(start, end)
-        count = end - len(session.history)
-        session.history += range(self.num_tokens, self.num_tokens + count)
-        self.num_tokens += count
+        session.history += self.new_tokens(end - len(session.history))
 
     def end_step(self, begun: Sequence[tuple[Known, int]], random: Random) -> None:
-        for session, _ in begun:
-            for source, target in session.pages.take_copies():
-                for slot in range(self.page_size):
-                    if (source, slot) in self.memory:
-                        self.memory[target, slot] = self.memory[source, slot]
+        self.copy([session for session, _ in begun])
         for session, start in begun:
             end = len(session.history)
             for number, block in enumerate(session.table.by_block):
@@ -156,7 +139,7 @@ class HeavyPagesMachine(RuleBasedStateMachine):
                     page = self.block_of(session, block, position)
                     assert not self.is_shared(page), "a page that another has is written"
                     self.memory[page, position % self.page_size] = number, session.history[position]
-            for state in session.pages.state:
+            for state in session.pages.state:  # of a state its last token, at place 0
                 assert not self.is_shared(state)
                 self.memory[state, 0] = -1, session.history[-1]
             numbers = session.table.page_numbers().tolist()
@@ -172,15 +155,14 @@ class HeavyPagesMachine(RuleBasedStateMachine):
         numbers: list[int] = session.table.page_numbers().tolist()
         return block[numbers.index(position // self.page_size)]
 
-    def is_shared(self, page: PageId) -> bool:
-        return sum(page in session.pages.page_ids for session in self.sessions) > 1
-
     @rule(index=st.integers(0, 3))
     @precondition(lambda self: 0 < len(self.sessions) < MOST_SESSIONS)
     def fork(self, index: int) -> None:
         session = self.some(index)
         self.reserve.extend(self.most_pages(session.naive))
-        self.sessions.append(Known(session.pages.fork(), session.naive.fork(), list(session.history)))
+        self.sessions.append(
+            Known(pages=session.pages.fork(), naive=session.naive.fork(), history=list(session.history))
+        )
 
     @rule(index=st.integers(0, 3), cut=st.sampled_from([0, 1, 5, 30, 65]))
     @precondition(lambda self: self.sessions)
@@ -202,31 +184,11 @@ class HeavyPagesMachine(RuleBasedStateMachine):
             session.naive.go_back(length)
             del session.history[length:]
 
-    @rule(index=st.integers(0, 3))
-    @precondition(lambda self: self.sessions)
-    def release(self, index: int) -> None:
-        session = self.sessions.pop(index % len(self.sessions))
-        session.pages.release()
-        self.reserve.shrink(self.most_pages(session.naive))
-
-    @invariant()
-    def agrees(self) -> None:
-        if not hasattr(self, "sessions"):
-            return
-        for session in self.sessions:
-            self.check(session)
-        assert self.reserve.num_taken == len({page for session in self.sessions for page in session.pages.page_ids})
-        holding = self.reserve.holding()
-        assert holding is not None and holding.page_ids is not None
-        self.cache.check([(holding, holding.num_pages)])
-
     def check(self, session: Known) -> None:
         pages, naive, table = session.pages, session.naive, session.table
         numbers = table.page_numbers().tolist()
         assert numbers == sorted(naive.held)
         assert table.scores().tolist() == [naive.score(page) for page in numbers]
-        assert len(set(pages.page_ids)) == len(pages.page_ids) <= self.most_pages(naive)
-        assert pages.most_held <= self.most_pages(naive) + self.room_pages
         num_held = 0
         for number, block in enumerate(table.by_block):
             assert len(block) == len(numbers)
@@ -239,14 +201,6 @@ class HeavyPagesMachine(RuleBasedStateMachine):
             assert pages.keeps.num_retained(len(session.history)) == num_held
         assert len(pages.state) == (self.num_state_blocks if session.history else 0)
         assert {self.memory[block, 0] for block in pages.state} <= {(-1, token) for token in session.history[-1:]}
-
-    def teardown(self) -> None:
-        if hasattr(self, "sessions"):
-            while self.sessions:
-                self.release(0)
-            self.reserve.shrink(self.room_pages)
-            self.cache.check([])
-            assert self.cache.num_used == 0
 
 
 @pytest.mark.laws

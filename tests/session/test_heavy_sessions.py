@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Any
 
@@ -17,11 +17,10 @@ from kvarts.errors import ConfigError
 from kvarts.llm.llm import LLM
 from kvarts.session.values import SessionNotReadyError, SessionsConfig, SessionSettings
 
+from builders.real_sessions import Models, ids
 from builders.rooms import HAS_AUDIT
 from builders.sessions import OWNER, mock_sessions, say, sessions_on
 from oracles.naive_heavy import naive_heavy
-
-Models = Callable[[str], tuple[Any, Any]]
 
 
 def open_on(model: Any, page_size: int, chunk: int, **settings: Any) -> tuple[LLM, Any]:
@@ -30,8 +29,21 @@ def open_on(model: Any, page_size: int, chunk: int, **settings: Any) -> tuple[LL
     return llm, sessions_on(llm.host(), SessionsConfig(chunk_tokens=chunk))
 
 
-def ids(random: Random, count: int) -> list[int]:
-    return [random.randrange(257) for _ in range(count)]
+def turns_on(
+    sessions: Any, reference: Any, random: Random, shape: dict[str, Any], page_size: int, keep: Any
+) -> Callable[[str, list[int], int, int], Awaitable[None]]:
+    """Turns of sessions that keep pages by attention: new tokens, an answer, and a look at what is held."""
+
+    async def turn(session: str, history: list[int], count: int, num_said: int) -> None:
+        history += ids(random, count)
+        said = await say(sessions, session, history[-count:], num_said)
+        history += said
+        reference.set_attn_implementation("eager")
+        pages, likeliest = naive_heavy(reference, history, **shape, page_size=page_size, keep=keep)
+        assert said == likeliest[len(history) - num_said - 1 : -1]
+        assert sessions._table.get(OWNER, session).pages.tables[0].page_numbers().tolist() == pages
+
+    return turn
 
 
 @pytest.mark.parametrize("keep", ["h2o", "snapkv"])
@@ -43,25 +55,7 @@ def test_a_session_keeps_and_says_what_whole_passes_give(
     model, reference = models("qwen3")
     llm, sessions = open_on(model, page_size, chunk, attention=attention)
     shape: dict[str, Any] = {"sink": 3, "window": 20, "heavy": 24}
-    random = Random(page_size)
-
-    def expected(history: list[int]) -> tuple[list[int], list[int]]:
-        reference.set_attn_implementation("eager")
-        return naive_heavy(reference, history, **shape, page_size=page_size, keep=keep)
-
-    def held(session: str) -> list[int]:
-        table = sessions._table.get(OWNER, session).pages.tables[0]
-        numbers: list[int] = table.page_numbers().tolist()
-        return numbers
-
-    async def turn(session: str, history: list[int], count: int, num_said: int) -> None:
-        new = ids(random, count)
-        history += new
-        said = await say(sessions, session, new, num_said)
-        history += said
-        pages, likeliest = expected(history)
-        assert said == likeliest[len(history) - num_said - 1 : -1]
-        assert held(session) == pages
+    turn = turns_on(sessions, reference, Random(page_size), shape, page_size, keep)
 
     async def talk() -> None:
         settings = SessionSettings(keep=keep, **shape)
@@ -99,19 +93,8 @@ def test_a_session_of_a_model_with_states_keeps_and_says_what_whole_passes_give(
 
     model, reference = stateful_pairs()(family)
     llm, sessions = open_on(model, 4, 16, kv_groups="all")
-    reference.set_attn_implementation("eager")
     shape: dict[str, Any] = {"sink": 3, "window": 20, "heavy": 24}
-    random = Random(3)
-
-    async def turn(session: str, history: list[int], count: int, num_said: int) -> None:
-        new = ids(random, count)
-        history += new
-        said = await say(sessions, session, new, num_said)
-        history += said
-        pages, likeliest = naive_heavy(reference, history, **shape, page_size=4, keep=keep)
-        assert said == likeliest[len(history) - num_said - 1 : -1]
-        (table,) = sessions._table.get(OWNER, session).pages.tables
-        assert table.page_numbers().tolist() == pages
+    turn = turns_on(sessions, reference, Random(3), shape, 4, keep)
 
     async def talk() -> None:
         session = await sessions.create(OWNER, SessionSettings(keep=keep, **shape))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvarts.errors import KvartsError
-from kvarts.session.history import Append, Histories
+from kvarts.session.history import Histories
 from kvarts.session.values import SessionNotReadyError, SessionSettings, UnknownSessionError, Usage
 
 from builders.histories import stored
@@ -93,20 +93,6 @@ class HistoryMachine(RuleBasedStateMachine):
         self.expect(
             self.histories.append(session_id, length, tokens), lambda: self.naive.append(session_id, length, tokens)
         )
-
-    @rule(numbers=st.lists(NUMBERS, max_size=4), tokens=TOKENS, off_by=st.sampled_from([0, 0, 1]))
-    def append_to_many(self, numbers: list[int], tokens: list[int], off_by: int) -> None:
-        appends, expected = [], []
-        for number in numbers:
-            session_id = f"{number:032x}"
-            length = self.length_of(number) + off_by
-            appends.append(Append(session_id, length, tokens))
-            try:
-                expected.append(self.naive.append(session_id, length, tokens))
-            except KvartsError as error:
-                expected.append(type(error))  # type: ignore[arg-type]
-        outcomes = self.histories.append_many(appends).result()
-        assert [type(outcome) if isinstance(outcome, KvartsError) else outcome for outcome in outcomes] == expected
 
     @rule(number=NUMBERS, share=SHARES)
     def truncate(self, number: int, share: float) -> None:

@@ -35,14 +35,13 @@ from kvarts.session.table import SessionTable
 from kvarts.session.values import SessionInfo, SessionsConfig, SessionSettings
 
 from builders.real_models import undisturbed
+from builders.real_sessions import Models, assert_says_as_whole_passes, ids
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, HAS_RECORD
-from builders.sessions import OWNER, greedy, say, sessions_on, talk_at_random
+from builders.sessions import OWNER, greedy, say, sessions_on
 from oracles.late_rotation import late_greedy
 from oracles.masked_forward import masked_greedy
 from oracles.naive_kv_groups import kept_for
 
-Models = Callable[[str], tuple[Any, Any]]
-VOCABULARY = 257
 FAMILIES = ["gemma2", "gemma3_text", "gpt_oss", "mistral", "qwen2", "gemma4_text"]
 """With windows of 8 tokens: in every other layer, in most, with learned sinks, in all, in the last ones, and with KV
 heads of two shapes."""
@@ -84,10 +83,6 @@ def open_on(
 
     executor.execute = overwritten
     return llm, sessions_on(llm.host(), SessionsConfig(chunk_tokens=chunk))
-
-
-def ids(random: Random, count: int) -> list[int]:
-    return [random.randrange(VOCABULARY) for _ in range(count)]
 
 
 @cache
@@ -134,20 +129,8 @@ def test_a_session_says_what_a_pass_over_its_whole_history_says(
     """Appends, turns, forks, rollbacks and cancels in any order, in a memory that forgets what nothing holds."""
     model, reference = windowed(family)
     llm, sessions = open_on(model, page_size=page_size, chunk=chunk, attention=attention)
-    random = Random(seed)
-
-    def expected(history: list[int], count: int) -> list[int]:
-        return masked_greedy(reference, history, count, sink=sink, window=window)
-
-    asyncio.run(
-        talk_at_random(
-            sessions, SessionSettings(sink=sink, window=window), partial(ids, random), random, expected,
-            partial(check_bytes, llm, page_size=page_size), num_turns=3, most_new=25,
-            most_to_roll_back=min(sink + window, 7),
-        )
-    )  # fmt: skip
-    llm.check()
-    assert llm.kv_live_bytes() == 0
+    check = partial(check_bytes, llm, page_size=page_size)
+    assert_says_as_whole_passes(llm, sessions, reference, check, seed=seed, sink=sink, window=window)
 
 
 def test_what_goes_too_early_or_is_mixed_up_is_noticed(windowed: Models) -> None:
@@ -404,23 +387,12 @@ def test_a_bounded_session_of_a_model_with_states_says_what_a_whole_pass_says(
 
     model, reference = stateful_pairs()(family)
     llm, sessions = open_on(model, page_size=4, chunk=7)
-    random = Random(5)
-
-    def expected(history: list[int], count: int) -> list[int]:
-        return masked_greedy(reference, history, count, sink=sink, window=window)
 
     def check(info: SessionInfo) -> None:
         assert (info.inv1_violations, info.inv2_violations) == (0, 0)
         assert info.kv_bound_bytes is not None and info.kv_allocated_bytes <= info.kv_bound_bytes
 
-    asyncio.run(
-        talk_at_random(
-            sessions, SessionSettings(sink=sink, window=window), partial(ids, random), random, expected, check,
-            num_turns=3, most_new=25, most_to_roll_back=min(sink + window, 7),
-        )
-    )  # fmt: skip
-    llm.check()
-    assert llm.kv_live_bytes() == 0
+    assert_says_as_whole_passes(llm, sessions, reference, check, seed=5, sink=sink, window=window)
 
 
 def test_a_state_outlives_the_process_and_a_wrong_one_is_noticed(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -25,13 +23,11 @@ from kvarts.session.sessions import Sessions
 from kvarts.session.values import SessionInfo, SessionsConfig, SessionSettings, Token
 
 from builders.guessing import untimed
+from builders.real_sessions import VOCABULARY, Models, assert_says_as_whole_passes, ids
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
-from builders.sessions import OWNER, greedy, say, sessions_on, talk_at_random
+from builders.sessions import OWNER, greedy, say, sessions_on
 from oracles.late_rotation import late_greedy
 from oracles.masked_forward import masked_greedy
-
-Models = Callable[[str], tuple[Any, Any]]
-VOCABULARY = 257
 
 
 def open_on(
@@ -43,10 +39,6 @@ def open_on(
     # In whole pages, whose bounds are told below; for KV groups see test_real_group_sessions.
     llm = LLM(model, None, config, audit=HAS_AUDIT, attention=attention, **{"kv_groups": "off", **settings})
     return llm, sessions_on(llm.host(), SessionsConfig(chunk_tokens=chunk))
-
-
-def ids(random: Random, count: int) -> list[int]:
-    return [random.randrange(VOCABULARY) for _ in range(count)]
 
 
 @pytest.mark.laws
@@ -66,10 +58,6 @@ def test_a_session_says_what_a_pass_over_its_whole_history_says(
     """Appends, turns, forks, rollbacks and cancels in any order; nothing that pages hold is ever wrong."""
     model, reference = models(family)
     llm, sessions = open_on(model, page_size=page_size, chunk=chunk, attention=attention)
-    random = Random(seed)
-
-    def expected(history: list[int], count: int) -> list[int]:
-        return masked_greedy(reference, history, count, sink=sink, window=window)
 
     def check(info: SessionInfo) -> None:
         assert info.num_retained == min(info.history_length, sink + window)
@@ -77,14 +65,10 @@ def test_a_session_says_what_a_pass_over_its_whole_history_says(
         bound = -(-sink // page_size) + -(-window // page_size) + 1
         assert info.kv_allocated_bytes <= bound * page_size * llm.host().token_bytes == info.kv_bound_bytes
 
-    asyncio.run(
-        talk_at_random(
-            sessions, SessionSettings(sink=sink, window=window), partial(ids, random), random, expected, check,
-            num_turns=4, most_new=29, most_to_roll_back=sink + window,
-        )
+    assert_says_as_whole_passes(
+        llm, sessions, reference, check, seed=seed, sink=sink, window=window, num_turns=4, most_new=29,
+        most_to_roll_back=18,
     )  # fmt: skip
-    llm.check()
-    assert llm.kv_live_bytes() == 0
 
 
 def test_a_history_of_fifty_windows(models: Models) -> None:

@@ -29,9 +29,10 @@ from kvarts.sim.replica import Replica
 from kvarts.sim.router import RoundRobin
 from kvarts.traffic.trace import Trace, TraceRequest
 
+from builders.grouped import assert_same_outcome
 from builders.kept import Kept
-from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, ROUTERS, timelines_json
-from builders.session_traces import Talk, session_traces
+from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, ROUTERS
+from builders.session_traces import Talk, replayed_as_slowly, session_traces
 
 pytestmark = pytest.mark.laws
 
@@ -62,19 +63,7 @@ configs = st.fixed_dictionaries(
 @given(session_traces(), configs)
 def test_fast_forward_equals_step_by_step(talk: Talk, settings: dict[str, Any]) -> None:
     """L5, and the audit and the timelines agree that each page is accounted for."""
-    settings["max_num_seqs"] = min(settings["max_num_seqs"], settings["max_num_batched_tokens"])
-    fast, slow = (
-        replay(talk.trace(), ReplayConfig(step_by_step=slowly, audit=HAS_AUDIT, **settings)) for slowly in (False, True)
-    )
-    assert fast.to_json() == slow.to_json()
-    assert fast.requests_jsonl() == slow.requests_jsonl()
-    assert timelines_json(fast) == timelines_json(slow)
-    assert fast.summary["num_requests"] == len(talk.rows)
-    for timeline in timelines_json(fast):
-        assert kvarts.verify(timeline).verdict != "violated"
-    for log in fast.step_logs:
-        rests = log.rests
-        assert (rests["used"] == rests["reserved"]).all()
+    replayed_as_slowly(talk, audit=HAS_AUDIT, **settings)
 
 
 @given(session_traces(max_plain=0), configs)
@@ -227,9 +216,7 @@ def test_with_turns_given_up_fast_forward_equals_step_by_step(
         replay(talk.trace(), config_of(settings, patience, sessions=sessions, step_by_step=slowly))
         for slowly in (False, True)
     )
-    assert fast.to_json() == slow.to_json()
-    assert fast.requests_jsonl() == slow.requests_jsonl()
-    assert timelines_json(fast) == timelines_json(slow)
+    assert_same_outcome(fast, slow)
 
 
 @given(session_traces(cancels=True), configs, given_up, kept_somewhere)

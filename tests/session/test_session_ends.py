@@ -29,7 +29,7 @@ from kvarts.session.values import (
     Update,
 )
 
-from builders.sessions import OWNER, GateClock, check_at_rest, greedy, mock_says, mock_sessions, say
+from builders.sessions import OWNER, GateClock, appending, greedy, mock_says, mock_sessions, run_to_rest, say
 
 PROMPT = list(range(1, 40))
 
@@ -44,23 +44,19 @@ def test_a_cancelled_question_leaves_the_engine_as_it_is() -> None:
     sessions, host = mock_sessions(clock=clock)
 
     async def talk() -> None:
-        session = await sessions.create(OWNER)
-        clock.shut()
-        appending = asyncio.ensure_future(sessions.append(OWNER, session, PROMPT))
-        await clock.step_begun()
+        session, append = await appending(sessions, clock, PROMPT)
         asking = asyncio.ensure_future(sessions.info(OWNER, session))
         await asyncio.sleep(0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
         clock.open()
-        assert await appending == len(PROMPT)
+        assert await append == len(PROMPT)
         assert await say(sessions, session, [], 3) == mock_says(PROMPT, 3)
         await sessions.close(OWNER, session)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_a_session_whose_maker_has_gone_takes_no_room() -> None:
@@ -68,25 +64,21 @@ def test_a_session_whose_maker_has_gone_takes_no_room() -> None:
     sessions, host = mock_sessions(SessionsConfig(max_sessions=2), clock=clock)
 
     async def talk() -> None:
-        session = await sessions.create(OWNER)
-        clock.shut()
-        appending = asyncio.ensure_future(sessions.append(OWNER, session, PROMPT))
-        await clock.step_begun()
+        session, append = await appending(sessions, clock, PROMPT)
         making = asyncio.ensure_future(sessions.create(OWNER))
         await asyncio.sleep(0)
         making.cancel()
         with pytest.raises(asyncio.CancelledError):
             await making
         clock.open()
-        await appending
+        await append
         assert [info.session_id for info in await sessions.list(OWNER)] == [session]
         await sessions.create(OWNER)
         for info in await sessions.list(OWNER):
             await sessions.close(OWNER, info.session_id)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 @pytest.mark.parametrize("ends_by", ["close", "generate", "rollback", "fork", "shut_down"])
@@ -96,11 +88,8 @@ def test_what_was_appended_stays_when_its_client_goes(ends_by: str) -> None:
     sessions, host = mock_sessions(SessionsConfig(chunk_tokens=8), clock=clock)
 
     async def talk() -> None:
-        session = await sessions.create(OWNER)
-        clock.shut()
-        appending = asyncio.ensure_future(sessions.append(OWNER, session, PROMPT))
-        await clock.step_begun()
-        appending.cancel()
+        session, append = await appending(sessions, clock, PROMPT)
+        append.cancel()
         if ends_by == "close":
             closing = asyncio.ensure_future(sessions.close(OWNER, session))
             await asyncio.sleep(0.01)
@@ -123,13 +112,12 @@ def test_what_was_appended_stays_when_its_client_goes(ends_by: str) -> None:
             assert info.history_length == len(PROMPT) + {"generate": 3, "rollback": -1, "fork": 0}[ends_by]
             assert (info.inv1_violations, info.inv2_violations, info.state) == (0, 0, "idle")
         with pytest.raises(asyncio.CancelledError):
-            await appending
+            await append
         await sessions.shut_down()
         for info in await sessions.list(OWNER):
             await sessions.close(OWNER, info.session_id)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_cancel_ends_an_append_at_a_token_boundary() -> None:
@@ -138,16 +126,13 @@ def test_cancel_ends_an_append_at_a_token_boundary() -> None:
     sessions, host = mock_sessions(SessionsConfig(chunk_tokens=8), clock=clock)
 
     async def talk() -> None:
-        session = await sessions.create(OWNER)
-        clock.shut()
-        appending = asyncio.ensure_future(sessions.append(OWNER, session, PROMPT))
-        await clock.step_begun()
+        session, append = await appending(sessions, clock, PROMPT)
         cancelling = asyncio.ensure_future(sessions.cancel(OWNER, session))
         await asyncio.sleep(0.01)
         clock.open()
         assert await cancelling
         with pytest.raises(asyncio.CancelledError):
-            await appending
+            await append
         info = await sessions.info(OWNER, session)
         assert (info.history_length, info.state) == (len(PROMPT), "idle")
         assert info.num_computed_tokens < len(PROMPT)
@@ -156,8 +141,7 @@ def test_cancel_ends_an_append_at_a_token_boundary() -> None:
         await sessions.close(OWNER, session)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_the_end_of_a_session_waits_for_no_reader() -> None:
@@ -188,8 +172,7 @@ def test_the_end_of_a_session_waits_for_no_reader() -> None:
                 assert (info.state, info.inv1_violations, info.inv2_violations) == ("idle", 0, 0)
                 await sessions.close(OWNER, session)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_a_reader_that_is_cancelled_twice_leaves_an_idle_session() -> None:
@@ -212,8 +195,7 @@ def test_a_reader_that_is_cancelled_twice_leaves_an_idle_session() -> None:
         assert await asyncio.wait_for(sessions.close(OWNER, session), 10) > len(PROMPT)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_a_session_that_generates_is_never_evicted() -> None:
@@ -239,8 +221,7 @@ def test_a_session_that_generates_is_never_evicted() -> None:
         await sessions.close(OWNER, other)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_an_error_of_the_engine_reaches_everybody() -> None:
@@ -329,8 +310,7 @@ def test_a_waiter_that_goes_as_its_turn_comes_passes_it_on() -> None:
         await sessions.close(OWNER, session)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_a_generation_that_never_began_is_no_step_back() -> None:
@@ -359,8 +339,7 @@ def test_a_generation_that_never_began_is_no_step_back() -> None:
         await sessions.close(OWNER, session)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_an_append_that_is_refused_is_not_on_disk(tmp_path: Path) -> None:

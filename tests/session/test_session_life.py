@@ -32,7 +32,17 @@ from kvarts.session.values import (
     UnknownSessionError,
 )
 
-from builders.sessions import OWNER, GateClock, check_at_rest, greedy, mock_says, mock_sessions, say
+from builders.sessions import (
+    OWNER,
+    GateClock,
+    appending,
+    check_at_rest,
+    greedy,
+    mock_says,
+    mock_sessions,
+    run_to_rest,
+    say,
+)
 
 PROMPT = list(range(1, 40))
 SMALL = SessionSettings(sink=3, window=10)
@@ -56,10 +66,7 @@ def test_one_operation_at_a_time() -> None:
     sessions, host = mock_sessions(clock=clock)
 
     async def talk() -> None:
-        session = await sessions.create(OWNER)
-        clock.shut()
-        first = asyncio.ensure_future(sessions.append(OWNER, session, PROMPT))
-        await clock.step_begun()
+        session, first = await appending(sessions, clock, PROMPT)
         for refused in (
             sessions.append(OWNER, session, [1]),
             anext(sessions.generate(OWNER, session, greedy(1))),
@@ -80,8 +87,7 @@ def test_one_operation_at_a_time() -> None:
         assert await say(sessions, session, [], 3) == mock_says(history, 3)
         await close_all(sessions)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_others_know_nothing() -> None:
@@ -114,12 +120,12 @@ def test_others_know_nothing() -> None:
         session = await sessions.create(OWNER)
         await ask_all(session)
         clock.shut()
-        appending = asyncio.ensure_future(sessions.append(OWNER, session, PROMPT))
+        append = asyncio.ensure_future(sessions.append(OWNER, session, PROMPT))
         await clock.step_begun()
         asking = asyncio.ensure_future(ask_all(session))
         await asyncio.sleep(0.005)
         clock.open()
-        await appending
+        await append
         await asking
         assert await sessions.list(other) == []
         await sessions.close(OWNER, session)
@@ -128,8 +134,7 @@ def test_others_know_nothing() -> None:
             await sessions.info(OWNER, session)
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_where_it_does_not_fit_it_is_refused_with_the_numbers() -> None:
@@ -148,8 +153,7 @@ def test_where_it_does_not_fit_it_is_refused_with_the_numbers() -> None:
         await sessions.create(OWNER)
         await close_all(sessions)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_requests_leave_room_for_sessions_that_have_memory_of_their_own() -> None:
@@ -169,8 +173,7 @@ def test_requests_leave_room_for_sessions_that_have_memory_of_their_own() -> Non
         await long
         await close_all(sessions)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_the_session_goes_that_was_idle_for_longest() -> None:
@@ -196,8 +199,7 @@ def test_the_session_goes_that_was_idle_for_longest() -> None:
         assert unbounded in {info.session_id for info in await sessions.list(OWNER)}
         await close_all(sessions)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_a_long_list_lets_steps_in_between() -> None:
@@ -222,8 +224,7 @@ def test_a_long_list_lets_steps_in_between() -> None:
         host.loop.post = post  # type: ignore[method-assign]
         await close_all(sessions)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_so_many_and_no_more() -> None:
@@ -237,8 +238,7 @@ def test_so_many_and_no_more() -> None:
             await sessions.fork(OWNER, made[0])
         await close_all(sessions)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_sessions_expire() -> None:
@@ -272,8 +272,7 @@ def test_sessions_expire() -> None:
         assert type(raised.value) is UnknownSessionError
         await close_all(sessions)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_what_is_refused_leaves_the_history_as_it_is() -> None:
@@ -301,8 +300,7 @@ def test_what_is_refused_leaves_the_history_as_it_is() -> None:
         assert (await sessions.info(OWNER, session)).num_turns == 1
         await close_all(sessions)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_a_history_may_become_as_long_as_positions_go() -> None:
@@ -327,8 +325,7 @@ def test_a_history_may_become_as_long_as_positions_go() -> None:
         assert await sessions.append(OWNER, beyond, PROMPT) == 178
         await close_all(sessions)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
@@ -351,8 +348,7 @@ def test_tokens_of_the_session_end_a_generation(ignore_eos: bool) -> None:
         assert (await sessions.info(OWNER, session)).history_length == len(PROMPT) + 4
         await close_all(sessions)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 @pytest.mark.parametrize(("ignore_eos", "ends"), [(False, {7, 9}), (True, {9})])
@@ -403,8 +399,7 @@ def test_what_is_dropped_is_said_before_the_first_token() -> None:
         assert updates[0] == Truncated(2)
         await close_all(sessions)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_back_to_what_is_retained() -> None:
@@ -432,8 +427,7 @@ def test_back_to_what_is_retained() -> None:
             history += history[-1:] * 30
         await close_all(sessions)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)
 
 
 def test_a_turn_does_not_wait_behind_a_request_that_waits_for_pages() -> None:
@@ -453,5 +447,4 @@ def test_a_turn_does_not_wait_behind_a_request_that_waits_for_pages() -> None:
             host.loop.cancel(index)
         await close_all(sessions)
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)

@@ -10,7 +10,7 @@ import pytest
 
 from kvarts.session.values import SessionsConfig
 
-from builders.sessions import OWNER, check_at_rest, mock_sessions, say
+from builders.sessions import OWNER, mock_sessions, run_to_rest, say
 
 
 @pytest.mark.parametrize(("num_sessions", "num_tokens"), [pytest.param(500, 40, marks=pytest.mark.slow), (40, 4000)])
@@ -42,5 +42,4 @@ def test_an_idle_session_takes_four_kib_and_eight_bytes_a_token(num_sessions: in
             assert await sessions.close(OWNER, session) == num_tokens
         await sessions.shut_down()
 
-    asyncio.run(talk())
-    check_at_rest(host)
+    run_to_rest(talk(), host)

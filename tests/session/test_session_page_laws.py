@@ -7,16 +7,13 @@ is by definition. A step writes tokens to the slots that page tables name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
-    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -32,19 +29,14 @@ from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.tree import PrefixTree
 from kvarts.session.pages import ChunkRoom, SessionPages, SessionPageTable
 
+from builders.session_pages import KnownPages, PagesMachine
 from oracles.naive_kv_groups import kept_for, seen_by_both
 
 CHUNK_PAGES = 3
 FULL = KvLayer(kind="full", num_heads=1, head_numbers=2)
 
 
-@dataclass
-class Known:
-    """A session: its pages, and its tokens, all of which are computed. No two tokens are equal."""
-
-    pages: SessionPages
-    history: list[int] = field(default_factory=list)
-
+class Known(KnownPages):
     @property
     def keeps(self) -> SinkWindow:
         return self.pages.keeps
@@ -54,29 +46,23 @@ class Known:
         return seen_by_both(layer, self.keeps, position) - {position}
 
 
-class SessionPagesMachine(RuleBasedStateMachine):
+class SessionPagesMachine(PagesMachine[Known]):
     """Chunks of several sessions in one step, decodes, forks, cuts and ends."""
 
     @initialize(page_size=st.sampled_from([1, 2, 3, 4, 8]))
     def begin(self, page_size: int) -> None:
-        self.set_up(page_size, PageCache(IdPool(400), PrefixTree(LruOrder())), [FULL])
+        self.begin_with(page_size, PageCache(IdPool(400), PrefixTree(LruOrder())), [FULL])
 
-    def set_up(self, page_size: int, cache: Cache, layers: list[KvLayer]) -> None:
+    def begin_with(self, page_size: int, cache: Cache, layers: list[KvLayer]) -> None:
         """`layers`: those of each page table."""
-        self.page_size = page_size
         self.layers = layers
-        self.cache = cache
-        self.reserve = PageReserve(cache)
-        self.room_pages = CHUNK_PAGES * len(layers)
-        self.room = ChunkRoom(self.room_pages, page_size, len(layers))
-        self.reserve.extend(self.room_pages)
-        self.memory: dict[tuple[int, int], tuple[int, int]] = {}
-        """By page and place: the number of the page table, and the token."""
-        self.sessions: list[Known] = []
-        self.num_tokens = 0
+        self.set_up(page_size, cache, len(layers), CHUNK_PAGES * len(layers))
 
     def open(self, keeps: SinkWindow) -> SessionPages:
         return SessionPages(keeps, self.reserve, self.room)
+
+    def most_of(self, session: Known) -> int:
+        return self.most_pages(session.keeps)
 
     def most_pages(self, keeps: SinkWindow) -> int:
         return -(-keeps.sink // self.page_size) + -(-keeps.window // self.page_size) + 1
@@ -88,13 +74,6 @@ class SessionPagesMachine(RuleBasedStateMachine):
     def page_of(self, table: SessionPageTable, block: Sequence[PageId], position: int) -> PageId:
         page = position // self.page_size
         return block[page if page < table.num_sink_pages else page - table.num_dropped]
-
-    def some(self, index: int) -> Known:
-        return self.sessions[index % len(self.sessions)]
-
-    def new_tokens(self, count: int) -> list[int]:
-        self.num_tokens += count
-        return list(range(self.num_tokens - count, self.num_tokens))
 
     def is_gone(self, table: SessionPageTable, positions: set[int]) -> bool:
         """Whether some of these are in pages that were dropped, or none is after them."""
@@ -110,22 +89,12 @@ class SessionPagesMachine(RuleBasedStateMachine):
                 assert not self.is_shared(page), "a page that another has is written"
                 self.memory[page, position % self.page_size] = number, session.history[position]
 
-    def copy(self, sessions: list[Known]) -> None:
-        for session in sessions:
-            for source, target in session.pages.take_copies():
-                for slot in range(self.page_size):
-                    if (source, slot) in self.memory:
-                        self.memory[target, slot] = self.memory[source, slot]
-
-    def is_shared(self, page: PageId) -> bool:
-        return sum(page in session.pages.page_ids for session in self.sessions) > 1
-
     @rule(sink=st.integers(0, 9), window=st.integers(1, 20))
     @precondition(lambda self: len(self.sessions) < 5)
     def create(self, sink: int, window: int) -> None:
         keeps = SinkWindow(sink, window)
         self.reserve.extend(self.most_pages(keeps))
-        self.sessions.append(Known(self.open(keeps)))
+        self.sessions.append(Known(pages=self.open(keeps)))
 
     @rule(parts=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30), st.booleans()), min_size=1, max_size=4))
     @precondition(lambda self: self.sessions)
@@ -181,7 +150,7 @@ class SessionPagesMachine(RuleBasedStateMachine):
     def fork(self, index: int, label: bool) -> None:
         session = self.some(index)
         self.reserve.extend(self.most_pages(session.keeps))
-        self.sessions.append(Known(session.pages.fork(), list(session.history)))
+        self.sessions.append(Known(pages=session.pages.fork(), history=list(session.history)))
 
     @rule(index=st.integers(0, 4), cut=st.integers(0, 40))
     @precondition(lambda self: self.sessions)
@@ -198,20 +167,8 @@ class SessionPagesMachine(RuleBasedStateMachine):
         del session.history[length:]
         session.pages.shorten(length, length)
 
-    @rule(index=st.integers(0, 4))
-    @precondition(lambda self: self.sessions)
-    def release(self, index: int) -> None:
-        session = self.sessions.pop(index % len(self.sessions))
-        session.pages.release()
-        self.reserve.shrink(self.most_pages(session.keeps))
-
     def check(self, session: Known) -> None:
         pages, length = session.pages, len(session.history)
-        held = len(pages.page_ids)
-        most = self.most_pages(session.keeps)
-        assert held <= most
-        assert pages.most_held <= most + self.room_pages
-        assert len(set(pages.page_ids)) == held
         last = max(0, length - 1)  # it may be computed again
         for number, ((table, block), layer) in enumerate(zip(self.tables_of(pages), self.layers, strict=True)):
             for position in session.seen_from(length, layer) | session.seen_from(last, layer):
@@ -219,33 +176,6 @@ class SessionPagesMachine(RuleBasedStateMachine):
                 assert self.memory[page, position % self.page_size] == (number, session.history[position])
             kept = {position // self.page_size for position in (*kept_for(layer, session.keeps, last), last)}
             assert len(block) == table.num_pages <= len(kept), "a page is kept that no later token sees"
-
-    @invariant()
-    def all_is_held(self) -> None:
-        if not hasattr(self, "sessions"):
-            return
-        for session in self.sessions:
-            self.check(session)
-        held = {page for session in self.sessions for page in session.pages.page_ids}
-        assert self.reserve.num_taken == len(held)
-        wanted = sum(self.most_pages(session.keeps) for session in self.sessions)
-        assert self.reserve.num_pages == wanted + self.room_pages
-        holding = self.reserve.holding()
-        assert holding is not None and holding.page_ids is not None
-        assert len(set(holding.page_ids)) == self.reserve.num_pages
-        assert held <= set(holding.page_ids)
-        firsts = {page for session in self.sessions for table in session.pages.tables for page in table.by_block[0]}
-        for page in firsts:
-            assert self.reserve.is_shared(page) == self.is_shared(page)
-        self.cache.check([(holding, holding.num_pages)])
-
-    def teardown(self) -> None:
-        if hasattr(self, "sessions"):
-            while self.sessions:
-                self.release(0)
-            self.reserve.shrink(self.room_pages)
-            self.cache.check([])
-            assert self.cache.num_used == 0
 
 
 @pytest.mark.laws
@@ -276,7 +206,7 @@ class GroupPagesMachine(SessionPagesMachine):
         layers = [
             group.layer for group in self.groups.groups for _ in range(group.part_bytes // self.groups.block_bytes)
         ]
-        self.set_up(
+        self.begin_with(
             page_size,
             GroupPages(self.groups, num_blocks=2400, page_size=page_size, most_new_tokens=8, with_ids=True),
             layers,

@@ -14,17 +14,12 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
-from kvarts.sched.scheduler import Scheduler
 from kvarts.sharing.device import Loan, SharedDevice, Victims, cheapest, debts
 
-from builders.engines import make_scheduler
-
-PAGE_SIZE = 4
+from builders.sharing_rigs import PAGE_SIZE, Rig
 
 
-class Rig:
-    """Models on one device that take turns when they are told to."""
-
+class PlainRig(Rig):
     def __init__(
         self,
         num_bytes: int,
@@ -34,38 +29,13 @@ class Rig:
         reclaim_after_ns: int = 0,
     ) -> None:
         """`models`: bytes of a page, by name."""
-        self.device = SharedDevice(num_bytes, reclaim_after_ns=reclaim_after_ns)
-        self.schedulers: dict[str, Scheduler] = {}
-        self.num_requests = 0
+        super().__init__(SharedDevice(num_bytes, reclaim_after_ns=reclaim_after_ns))
         for name, page_bytes in models.items():
             part = self.device.register(name, page_bytes=page_bytes, guaranteed_bytes=(guarantees or {}).get(name, 0))
-            part.token_budget = 1000
             config = EngineConfig(
                 num_pages=part.pool.total, page_size=PAGE_SIZE, max_num_batched_tokens=1000, max_num_seqs=64
             )
-            self.schedulers[name] = make_scheduler(config, cache=part.cache, pages=part)
-            self.device.attach(name, self.schedulers[name])
-
-    def add(self, model: str, num_pages: int, *, num_output: int = 2, priority: int = 0) -> Request:
-        """A request that is like no other and whose prompt fills `num_pages`."""
-        index = self.num_requests
-        self.num_requests += 1
-        tokens = range(index * 10_000, index * 10_000 + num_pages * PAGE_SIZE)
-        content = Content.from_tokens(tokens, page_size=PAGE_SIZE, owner=index)
-        request = Request(index, content, num_pages * PAGE_SIZE, num_output, priority=priority)
-        assert self.schedulers[model].add(request) is None
-        return request
-
-    def turn(self, model: str, now_ns: int = 0) -> list[Request]:
-        scheduler = self.schedulers[model]
-        self.device.memory.parts[model].refresh()
-        self.device.now_ns = now_ns
-        before = scheduler.cache.num_released
-        plan = scheduler.schedule(now_ns)
-        finished = scheduler.commit(now_ns + 1) if plan.batch.num_tokens else []
-        self.device.end_turn(model, has_released=scheduler.cache.num_released != before)
-        self.device.check()
-        return finished
+            self.attach(name, part, part.cache, config)
 
     def used(self) -> dict[str, int]:
         return {name: scheduler.cache.num_used for name, scheduler in self.schedulers.items()}
@@ -75,7 +45,7 @@ class Rig:
 
 
 def test_who_is_idle_lends_and_has_it_back_when_it_asks() -> None:
-    rig = Rig(100, {"a": 10, "b": 10}, guarantees={"a": 50, "b": 50}, reclaim_after_ns=NEVER_NS)
+    rig = PlainRig(100, {"a": 10, "b": 10}, guarantees={"a": 50, "b": 50}, reclaim_after_ns=NEVER_NS)
     for _ in range(2):
         rig.add("a", 3, num_output=5)
     rig.turn("a")
@@ -98,7 +68,7 @@ def test_who_is_idle_lends_and_has_it_back_when_it_asks() -> None:
 
 def test_a_loan_is_taken_back_at_once_or_after_the_time_that_was_said() -> None:
     for after_ns, turns in ((0, 1), (30, 4)):
-        rig = Rig(100, {"a": 10, "b": 10}, guarantees={"a": 50, "b": 50}, reclaim_after_ns=after_ns)
+        rig = PlainRig(100, {"a": 10, "b": 10}, guarantees={"a": 50, "b": 50}, reclaim_after_ns=after_ns)
         first, last = (rig.add("a", 3, num_output=8) for _ in range(2))
         rig.turn("a")
         waits = rig.add("b", 5, num_output=1)
@@ -113,7 +83,7 @@ def test_a_loan_is_taken_back_at_once_or_after_the_time_that_was_said() -> None:
 
 def test_what_waits_is_kept_for_it_and_what_runs_may_grow() -> None:
     """A model with a waiting request gets its whole entitlement, not one head after the other."""
-    rig = Rig(140, {"a": 10, "b": 10}, guarantees={"a": 70, "b": 70}, reclaim_after_ns=NEVER_NS)
+    rig = PlainRig(140, {"a": 10, "b": 10}, guarantees={"a": 70, "b": 70}, reclaim_after_ns=NEVER_NS)
     grown = rig.add("a", 5, num_output=9)
     rig.add("a", 2, num_output=2)
     rig.turn("a")
@@ -133,7 +103,7 @@ def test_what_waits_is_kept_for_it_and_what_runs_may_grow() -> None:
 def test_what_runs_within_a_guarantee_grows_at_the_cost_of_borrowers_and_not_of_its_own() -> None:
     """It preempted its own requests, with memory of its own on loan."""
     for after_ns, lost in ((0, (0, 1)), (30, (0, 1)), (NEVER_NS, (1, 0))):
-        rig = Rig(100, {"a": 10, "b": 10}, guarantees={"a": 50, "b": 50}, reclaim_after_ns=after_ns)
+        rig = PlainRig(100, {"a": 10, "b": 10}, guarantees={"a": 50, "b": 50}, reclaim_after_ns=after_ns)
         rig.add("b", 2, num_output=6)
         mine = rig.add("b", 2, num_output=6)
         rig.turn("b")
@@ -146,7 +116,7 @@ def test_what_runs_within_a_guarantee_grows_at_the_cost_of_borrowers_and_not_of_
 
 
 def test_cached_pages_go_before_running_work_and_those_beyond_a_guarantee_first() -> None:
-    rig = Rig(120, {"a": 10, "b": 10, "c": 10}, guarantees={"a": 40, "b": 20, "c": 20})
+    rig = PlainRig(120, {"a": 10, "b": 10, "c": 10}, guarantees={"a": 40, "b": 20, "c": 20})
     for model, num_pages in (("b", 3), ("a", 3), ("b", 4)):
         rig.add(model, num_pages, num_output=1)
         rig.turn(model)
@@ -162,7 +132,7 @@ def test_cached_pages_go_before_running_work_and_those_beyond_a_guarantee_first(
 
 
 def test_a_page_is_as_large_as_its_model_makes_it() -> None:
-    rig = Rig(100, {"a": 30, "b": 7})
+    rig = PlainRig(100, {"a": 30, "b": 7})
     rig.add("a", 2, num_output=1)
     rig.turn("a")
     rig.add("b", 6, num_output=1)
@@ -178,7 +148,7 @@ def grown(rig: Rig, model: str, sizes: list[int], priority: int) -> list[Request
 
 
 def test_pages_come_from_less_important_work_and_as_little_as_is_enough() -> None:
-    rig = Rig(240, {"a": 10, "b": 10, "c": 10})
+    rig = PlainRig(240, {"a": 10, "b": 10, "c": 10})
     grown(rig, "a", [3, 6], priority=1)
     grown(rig, "b", [2, 9], priority=0)
     grown(rig, "c", [4], priority=2)
@@ -189,7 +159,7 @@ def test_pages_come_from_less_important_work_and_as_little_as_is_enough() -> Non
     assert rig.cached()["b"] == 9, "it stays cached until it is taken"
     assert rig.device.num_reclaimed("b") == 1
     rig.device.check()
-    rig = Rig(240, {"a": 10, "b": 10, "c": 10})
+    rig = PlainRig(240, {"a": 10, "b": 10, "c": 10})
     grown(rig, "a", [3, 6], priority=0)
     grown(rig, "b", [2, 9], priority=0)
     grown(rig, "c", [4], priority=2)
@@ -198,7 +168,7 @@ def test_pages_come_from_less_important_work_and_as_little_as_is_enough() -> Non
 
 
 def test_more_important_work_is_not_lost_because_it_is_cheaper() -> None:
-    rig = Rig(150, {"a": 10, "b": 10, "c": 10})
+    rig = PlainRig(150, {"a": 10, "b": 10, "c": 10})
     grown(rig, "a", [5], priority=8)
     grown(rig, "b", [6], priority=0)
     grown(rig, "c", [4], priority=9)
@@ -207,7 +177,7 @@ def test_more_important_work_is_not_lost_because_it_is_cheaper() -> None:
 
 
 def test_several_give_way_where_one_is_not_enough() -> None:
-    rig = Rig(130, {"a": 10, "b": 10, "c": 10})
+    rig = PlainRig(130, {"a": 10, "b": 10, "c": 10})
     grown(rig, "a", [5], priority=0)
     grown(rig, "b", [5], priority=0)
     grown(rig, "c", [3], priority=1)
@@ -217,7 +187,7 @@ def test_several_give_way_where_one_is_not_enough() -> None:
 
 
 def test_no_donor_is_a_clear_answer_and_nobody_loses_anything() -> None:
-    rig = Rig(100, {"a": 10, "b": 10}, guarantees={"a": 30})
+    rig = PlainRig(100, {"a": 10, "b": 10}, guarantees={"a": 30})
     grown(rig, "a", [6], priority=1)
     grown(rig, "b", [4], priority=1)
     for num_pages, priority, short in ((1, 1, 1), (2, 0, 2), (4, 2, 4)):
@@ -233,12 +203,12 @@ def test_no_donor_is_a_clear_answer_and_nobody_loses_anything() -> None:
 
 
 def test_a_preemption_for_another_model_is_told_with_its_name() -> None:
-    rig = Rig(100, {"a": 10, "b": 20})
+    rig = PlainRig(100, {"a": 10, "b": 20})
     grown(rig, "a", [9], priority=0)
     high = rig.add("b", 2, num_output=2, priority=3)
     rig.turn("b")
     assert high.admission < 0, "beyond its guarantee it waits"
-    rig = Rig(100, {"a": 10, "b": 20}, guarantees={"b": 40})
+    rig = PlainRig(100, {"a": 10, "b": 20}, guarantees={"b": 40})
     low = grown(rig, "a", [4, 4], priority=0)[1]
     high = rig.add("b", 2, num_output=1, priority=3)
     rig.turn("b")
@@ -253,7 +223,7 @@ def test_a_preemption_for_another_model_is_told_with_its_name() -> None:
 
 
 def test_a_dead_model_gives_everything_back_and_the_others_go_on() -> None:
-    rig = Rig(100, {"a": 10, "b": 10}, guarantees={"a": 10})
+    rig = PlainRig(100, {"a": 10, "b": 10}, guarantees={"a": 10})
     running = grown(rig, "a", [6], priority=0)[0]
     waiting = rig.add("a", 9)
     rig.add("b", 8)
@@ -269,7 +239,7 @@ def test_a_dead_model_gives_everything_back_and_the_others_go_on() -> None:
 
 
 def test_a_degraded_model_goes_on_with_what_runs_and_admits_nobody() -> None:
-    rig = Rig(100, {"a": 10})
+    rig = PlainRig(100, {"a": 10})
     running = rig.add("a", 2, num_output=3)
     rig.turn("a")
     assert rig.device.set_health("a", "degraded") == []
@@ -283,17 +253,8 @@ def test_a_degraded_model_goes_on_with_what_runs_and_admits_nobody() -> None:
     assert waiting.num_output_tokens == 1
 
 
-def test_a_model_can_leave() -> None:
-    rig = Rig(100, {"a": 10, "b": 10}, guarantees={"a": 60})
-    running = grown(rig, "a", [6], priority=0)[0]
-    assert rig.device.deregister("a") == [running]
-    assert rig.device.memory.num_empty_bytes == 100
-    rig.add("b", 9)
-    rig.turn("b")
-
-
 def test_a_request_that_cannot_be_sure_of_room_is_refused() -> None:
-    rig = Rig(100, {"a": 10, "b": 10}, guarantees={"a": 60, "b": 20})
+    rig = PlainRig(100, {"a": 10, "b": 10}, guarantees={"a": 60, "b": 20})
     content = Content.from_tokens(range(200), page_size=PAGE_SIZE, owner=0)
     assert rig.schedulers["b"].add(Request(0, content, 16, 1)) is None
     reason = rig.schedulers["b"].add(Request(0, content, 17, 1))

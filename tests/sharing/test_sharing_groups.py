@@ -11,26 +11,23 @@ import pytest
 
 from kvarts import ConfigError, ModelShare, ReplayConfig, SharingConfig, replay
 from kvarts.config import EngineConfig
-from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.groups import STATE_SPAN, GroupMemory, PartGroup, Retention
 from kvarts.request import Request
-from kvarts.sched.scheduler import Scheduler
 from kvarts.sharing.device import SharedDevice
 
-from builders.engines import make_scheduler
 from builders.grouped import FULL
+from builders.sharing_rigs import PAGE_SIZE, Rig
 
-PAGE_SIZE = 4
 WINDOW = KvLayer(kind="window", num_heads=1, head_numbers=2, span=PAGE_SIZE)
 GROUPS = (PartGroup(FULL, 10), PartGroup(WINDOW, 10))
 STATES = (PartGroup(FULL, 10), PartGroup(KvLayer(kind="state", state_bytes=10), 10))
 """Blocks of 10 bytes, two a page."""
 
 
-class GroupRig:
-    """Models on one device that take turns when they are told to. `a` has groups, the others pages of 10 bytes."""
+class GroupRig(Rig):
+    """Of its models `a` has groups, the others pages of 10 bytes."""
 
     def __init__(
         self,
@@ -40,46 +37,23 @@ class GroupRig:
         keeps: Retention = "all",
         ids: bool = False,
     ) -> None:
-        self.device = SharedDevice(num_bytes)
-        self.schedulers: dict[str, Scheduler] = {}
-        self.num_requests = 0
+        super().__init__(SharedDevice(num_bytes))
         for name in ("a", "b", "c"):
             guaranteed = (guarantees or {}).get(name, 0)
             config = EngineConfig(num_pages=num_bytes // 20, page_size=PAGE_SIZE)
             if name != "a":
                 part = self.device.register(name, page_bytes=10, guaranteed_bytes=guaranteed)
-                self.schedulers[name] = make_scheduler(config, cache=part.cache, pages=part)
+                self.attach(name, part, part.cache, config)
             else:
                 memory = GroupMemory(GROUPS, keeps)
                 cache = GroupPages(
                     memory, num_blocks=num_bytes // 10, page_size=PAGE_SIZE, most_new_tokens=1000, with_ids=ids
                 )
                 part = self.device.register(name, parts=cache, guaranteed_bytes=guaranteed)
-                self.schedulers[name] = make_scheduler(config, cache=cache, pages=part)
-            part.token_budget = 1000
-            self.device.attach(name, self.schedulers[name])
-
-    def add(self, model: str, num_pages: int, *, num_output: int = 1, priority: int = 0) -> Request:
-        index = self.num_requests
-        self.num_requests += 1
-        tokens = range(index * 10_000, index * 10_000 + num_pages * PAGE_SIZE)
-        content = Content.from_tokens(tokens, page_size=PAGE_SIZE, owner=index)
-        request = Request(index, content, num_pages * PAGE_SIZE, num_output, priority=priority)
-        assert self.schedulers[model].add(request) is None
-        return request
-
-    def turn(self, model: str) -> None:
-        scheduler = self.schedulers[model]
-        self.device.memory.parts[model].refresh()
-        before = scheduler.cache.num_released
-        plan = scheduler.schedule(0)
-        if plan.batch.num_tokens:
-            scheduler.commit(1)
-        self.device.end_turn(model, has_released=scheduler.cache.num_released != before)
-        self.device.check()
+                self.attach(name, part, cache, config)
 
     def run(self, model: str, num_pages: int, **more: Any) -> Request:
-        request = self.add(model, num_pages, **more)
+        request = self.add(model, num_pages, **{"num_output": 1, **more})
         self.turn(model)
         return request
 
@@ -177,7 +151,7 @@ def test_what_the_rest_of_a_prompt_needs_is_kept_for_it() -> None:
 def test_what_a_waiting_request_needs_in_all_groups_is_kept_for_it() -> None:
     rig = GroupRig(200, guarantees={"a": 120})
     rig.run("b", 1, num_output=3)
-    mine = rig.add("a", 6)
+    mine = rig.add("a", 6, num_output=1)
     waits = rig.run("c", 8)
     assert waits.admission < 0, "19 are free, and twelve of them are kept"
     rig.turn("a")

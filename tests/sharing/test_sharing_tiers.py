@@ -13,18 +13,9 @@ from hypothesis import strategies as st
 from test_sharing_groups_laws import Device, devices
 from test_sharing_laws import Sharing, everything, sharings
 
-from kvarts import ConfigError, replay
-from kvarts.build import build_engine
-from kvarts.config import EngineConfig
-from kvarts.content import Content
-from kvarts.executor.cost import LinearCost
-from kvarts.executor.simulated import SimExecutor
-from kvarts.kv.eviction import LruOrder
+from kvarts import replay
 from kvarts.offload.config import OffloadConfig
-from kvarts.offload.opening import prepare_tiers
-from kvarts.request import Request
 from kvarts.sharing.config import SharingConfig
-from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.report import SharedReport
 
 from builders.case import Case, Row
@@ -177,28 +168,6 @@ def assert_nothing_left(config: SharingConfig, traces: dict[str, Any], data: st.
         ended = summary["num_completed"] + summary["num_rejected"] + summary["num_failed"]
         assert ended == len(traces[name].requests or ())
         assert not len(report.devices[0].logs[name]) or report.devices[0].logs[name].rests["used"].max() == 0
-
-
-def test_a_model_goes_when_its_transfers_have_ended() -> None:
-    device = SharedDevice(64)
-    config = EngineConfig(num_pages=64, page_size=1, max_num_batched_tokens=16, max_num_seqs=4)
-    below = prepare_tiers(OffloadConfig(host_pages=8, kv_bytes_per_token=1), config, LruOrder)
-    assert below is not None
-    part = device.register("a", page_bytes=1, order=below.order, watcher=below.watcher)
-    part.token_budget = 16
-    engine = build_engine(config, SimExecutor(LinearCost(step_ms=1.0)), cache=part.cache, pages=part, below=below)
-    device.attach("a", engine.scheduler, engine.cancel)
-    request = Request(0, Content.from_tokens([1, 2, 3], page_size=1, owner=0), 3, 1)
-    assert engine.submit(request, 0) is None
-    assert engine.step(0) == [request]
-    assert engine.tiers is not None
-    engine.tiers.plan_stores(engine.now_ns)
-    assert part.cache.num_used == 3, "held by the store"
-    with pytest.raises(ConfigError, match="has transfers under way"):
-        device.deregister("a")
-    assert engine.tiers.advance_to(engine.tiers.next_ns)
-    assert device.deregister("a") == []
-    assert device.memory.num_empty_bytes == 64
 
 
 # The command -----------------------------------------------------------------------------------------------

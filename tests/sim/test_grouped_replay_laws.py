@@ -19,6 +19,7 @@ from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, branching_cases, cases, following_cases
 from builders.grouped import FULL, STATES, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
+from builders.laws import replayed_as_slowly
 from builders.rooms import HAS_AUDIT, ROUTERS
 from oracles.naive import polynomial_ns
 from oracles.naive_group_engine import NaiveGroupEngine
@@ -130,11 +131,7 @@ def test_a_span_is_split_where_a_stream_has_evicted_what_comes_before() -> None:
     ]
     case = Case(rows, 1, 1, 22, 16, 1, "default", 1)
     window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=1), 2)
-    fast, slow = (
-        replay(case.trace(), case.config(step_by_step=slowly, kv_groups="all", groups=(window,), concurrency=3))
-        for slowly in (False, True)
-    )
-    assert fast.to_json() == slow.to_json()
+    replayed_as_slowly(case, kv_groups="all", groups=(window,), concurrency=3)
 
 
 @given(cases(max_requests=40) | cases(max_requests=40, cancels=True), part_groups(), st.sampled_from(["all", "tails"]))
@@ -142,12 +139,7 @@ def test_fast_forward_equals_step_by_step(case: Case, groups: tuple[PartGroup, .
     """L5, of every group: also where requests come when others end, and replicas are looked at."""
     case.profile = "default"
     for changes in ({}, {"concurrency": 3}, {"router": ROUTERS[-1], "replicas": 2}):
-        of_groups = {"kv_groups": keeps, "groups": groups, **changes}
-        fast, slow = (replay(case.trace(), case.config(step_by_step=slowly, **of_groups)) for slowly in (False, True))
-        assert fast.to_json() == slow.to_json()
-        assert fast.requests_jsonl() == slow.requests_jsonl()
-        for name, column in fast.steps.items():
-            assert column.tobytes() == slow.steps[name].tobytes(), name
+        replayed_as_slowly(case, kv_groups=keeps, groups=groups, **changes)
 
 
 @given(

@@ -164,7 +164,7 @@ def test_dense_ranks_are_engines_by_themselves() -> None:
             "max_num_batched_tokens": st.sampled_from([8, 512]),
             "max_num_seqs": st.sampled_from([2, 8]),
             "concurrency": st.sampled_from([None, 1, 3]),
-            "router": st.sampled_from(["round-robin", "prefix", "least-loaded"]),
+            "router": st.sampled_from(ROUTERS),
         }
     ),
     st.sampled_from([{"window": 7, "sink": 3}, {"window": 12, "at_capacity": "evict"}, {"retention": "pin"}]),

@@ -16,7 +16,6 @@ from kvarts.errors import ConfigError
 from kvarts.fleet.scaling import Scaler, Scripted, Thresholds, parse_scaler
 from kvarts.limits import MOST_BYTES, MOST_MS, MOST_PAGES, brief, check_number, check_whole
 from kvarts.rooms import from_room
-from kvarts.routers.config import ages_read_by
 from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, Within, setting, settings_of
 from kvarts.sim.config import ReplayConfig, Slo, resolve_replay
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
@@ -635,7 +634,7 @@ def _ages_by_router(given: Given, of_all: Given, tables: Sequence[str]) -> list[
         router = given.value_of(key) if key in given else of_all.value_of("router") if "router" in of_all else ""
         read.append(set())
         with suppress(ConfigError):  # it is named where the pool is resolved
-            read[-1] = ages_read_by(router or "round-robin")
+            read[-1] = from_room("routers.config", "ages_read_by", field="router")(router or "round-robin")
     of_any = set().union(*read)
     return [{key for key, field in keys.items() if field in of_any - mine} for mine in read]
 

@@ -189,21 +189,6 @@ class RunAccount(PartCounts):
         """Return the next entry to evict if an eviction order lists the cached parts."""
         raise NotImplementedError
 
-    def listed_pages(self) -> list[tuple[int, int]]:
-        """Return the group and page of each listed part, in order; for a snapshot the page before it."""
-        pages: list[tuple[int, int]] = []
-        low: dict[int, int] = {}
-        for entry in self.entries():
-            if isinstance(entry, PartRun):
-                pages += [(entry.group, page) for page in range(entry.end - 1, entry.start - 1, -1)]
-            elif isinstance(entry, Turns):
-                for stream in entry.streams[entry.at :]:
-                    page = low.get(id(stream), stream.low)
-                    low[id(stream)] = page + 1
-                    if not stream.is_hole(page):
-                        pages.append((stream.group, page))
-        return pages
-
     def listed_counts(self) -> list[int]:
         """Return how many parts are listed, by group."""
         counts = [0] * len(self.groups)

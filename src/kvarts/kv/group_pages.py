@@ -196,11 +196,6 @@ class GroupPages(Cache):
         """Return the same for a sequence, as of when it began."""
         return cast(PartHolding, holding).parts.branch
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other models have parts of the same memory."""
-        return self.parts.is_shared
-
     def counts(self) -> tuple[int, ...]:
         """Return the parts used and cached in each group, as one pair per group."""
         parts = self.parts

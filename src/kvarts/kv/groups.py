@@ -233,10 +233,6 @@ class SinkWindow(msgspec.Struct, frozen=True):
         """Return the most pages that a sequence holds between steps: ceil(sink/page) + ceil(window/page) + 1."""
         return self.num_sink_pages(page_size) + -(-self.window // page_size) + 1
 
-    def num_dropped(self, position: int, page_size: int) -> int:
-        """Return how many pages after those of the sink no token at `position` or later can see."""
-        return max(0, self.first_seen(position) // page_size - self.num_sink_pages(page_size))
-
     def places(self, page_size: int) -> set[int]:
         """Return the places in a page at which a token no longer needs a page that the token before it needed."""
         return {self.window % page_size}
@@ -268,10 +264,6 @@ class OwnPages(Protocol):
     @property
     def state(self) -> tuple[PageId, ...]:
         """The blocks of its state, in which that of the next token follows; empty for a model without states."""
-
-    @property
-    def page_ids(self) -> Sequence[PageId]:
-        """The remaining pages, in order of position; empty where pages are only counted."""
 
     @property
     def places(self) -> Iterable[int]:

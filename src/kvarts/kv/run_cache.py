@@ -475,10 +475,6 @@ class RunCache(RunAccount):
             last.prune()
         holding.is_open = False
 
-    def clear(self) -> None:
-        """Evict all cached parts."""
-        self.evict(self.free_bytes)
-
     def _grow(self, holding: RunHolding, num_tokens: int, is_end: bool) -> None:
         page_size = self.page_size
         num_pages = -(-num_tokens // page_size) - holding.num_taken

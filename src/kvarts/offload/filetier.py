@@ -58,12 +58,12 @@ class FileTier(MemoryTier):
 
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
         """Find consecutive pages, also of earlier processes, and pin them for `holder`."""
-        self._recognise(content, 0, min(limit, content.num_known_pages))
+        self._recognise(content, min(limit, content.num_known_pages))
         return super().lookup(holder, content, start, limit)
 
     def read(self, content: Content, start: int, end: int) -> Pin | None:
         """Begin to read consecutive pages, also of earlier processes; their slots are keys."""
-        self._recognise(content, 0, min(end, content.num_known_pages))
+        self._recognise(content, min(end, content.num_known_pages))
         pin = super().read(content, start, end)
         if pin is not None:
             pin.slots = self._keys(content, start, pin.end)
@@ -71,7 +71,7 @@ class FileTier(MemoryTier):
 
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
         """Return the stretches of pages [start, end) that are stored, also by earlier processes."""
-        self._recognise(content, 0, min(end, content.num_known_pages))
+        self._recognise(content, min(end, content.num_known_pages))
         return super().held(content, start, end)
 
     def prepare_store(
@@ -79,7 +79,7 @@ class FileTier(MemoryTier):
     ) -> Placement | None:
         """Make room for the missing pages of [start, end), at most `limit`; their slots are keys."""
         end = min(end, content.num_known_pages)
-        self._recognise(content, 0, end)
+        self._recognise(content, end)
         num_short = min(limit, self.index.missing(content, start, end)) - self.index.pool.num_empty
         while num_short > 0 and self.names.unknown:
             self._drop_unknown()
@@ -127,18 +127,18 @@ class FileTier(MemoryTier):
         return tuple([self.key(content, page) for page in range(start, end)])
 
     def _find(self, content: Content, start: int, limit: int) -> int:
-        self._recognise(content, 0, min(limit, content.num_known_pages))
+        self._recognise(content, min(limit, content.num_known_pages))
         return self.index.find(content, start, limit)
 
     def _find_whole(self, content: Content, start: int, limit: int) -> tuple[int, bool]:
-        self._recognise(content, 0, min(limit, content.num_known_pages))
+        self._recognise(content, min(limit, content.num_known_pages))
         return self.index.find_whole(content, start, limit)
 
-    def _recognise(self, content: Content, start: int, end: int) -> None:
+    def _recognise(self, content: Content, end: int) -> None:
         """Make pages of `content` that an earlier process stored findable, the first ones first."""
         if not self.names.unknown:
             return
-        position = start + self.index.find(content, start, end)
+        position = self.index.find(content, 0, end)
         known_end = self.names.unknown_to(content, position, end)
         if known_end == position:
             return

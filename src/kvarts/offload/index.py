@@ -104,7 +104,6 @@ class TierRun:
         parent: TierRun | None,
         state: NodeState,
         pins: int = 0,
-        slots: list[PageId] | None = None,
         writer: int = 0,
     ) -> None:
         self.content = content
@@ -115,7 +114,7 @@ class TierRun:
         self.state = state
         self.pins = pins
         self.children: dict[PageKey, TierRun] | None = None
-        self.slots = slots
+        self.slots: list[PageId] | None = None
         self.writer = writer
         self.placement: Placement | None = None
         self.older: TierRun | None = None

@@ -5,7 +5,7 @@ A chart has axes with units and series of points; each point has a text and a co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import product
 from typing import Any
 
@@ -264,39 +264,31 @@ def _curve(values: dict[str, Any]) -> Chart:
     def memory(pages: int) -> str:
         return f"{pages:,} pages{in_memory(pages, values.get('config') or {})}"
 
-    points = [
-        _point(
-            f"{memory(point['pages'])}{', a knee' if point['pages'] in knees else ''}: "
-            f"LRU {percent(point['hit_ratio'])}, optimum {percent(point['optimum_hit_ratio'])}",
-            str(point.get("command", "")),
-        )
-        for point in at
-    ]
-    sizes = [point["pages"] for point in at]
-    line = _of_sizes("LRU", values["curve"])
-    if values.get("command"):
-        line["at"] = _point("{X} pages: LRU {Y}", f"{values['command']} --at {{x}}")
-    series = [
-        line,
-        _series("LRU, in the table", sizes, [100 * point["hit_ratio"] for point in at], points, "dots"),
-        _series("optimum", sizes, [100 * point["optimum_hit_ratio"] for point in at], points),
-    ]
-    note = f"Knees: {', '.join(f'{pages:,}' for pages in sorted(knees))} pages." if knees else "The curve has no knee."
-    if "groups" in values:
+    def lines(hit: str, most: str, said: str, label: str, label_of_most: str, marked: Set[int]) -> list[Chart]:
         texts = [
             _point(
-                f"{memory(point['pages'])}: with KV groups {percent(point['group_hit_ratio'])}, "
-                f"at most {percent(point['group_optimum_hit_ratio'])}",
+                f"{memory(point['pages'])}{', a knee' if point['pages'] in marked else ''}: "
+                + said.format(percent(point[hit]), percent(point[most])),
                 str(point.get("command", "")),
             )
             for point in at
         ]
-        groups = [100 * point["group_hit_ratio"] for point in at]
-        most = [100 * point["group_optimum_hit_ratio"] for point in at]
+        sizes = [point["pages"] for point in at]
+        return [
+            _series(f"{label}, in the table", sizes, [100 * point[hit] for point in at], texts, "dots"),
+            _series(label_of_most, sizes, [100 * point[most] for point in at], texts),
+        ]
+
+    line = _of_sizes("LRU", values["curve"])
+    if values.get("command"):
+        line["at"] = _point("{X} pages: LRU {Y}", f"{values['command']} --at {{x}}")
+    series = [line, *lines("hit_ratio", "optimum_hit_ratio", "LRU {}, optimum {}", "LRU", "optimum", knees)]
+    note = f"Knees: {', '.join(f'{pages:,}' for pages in sorted(knees))} pages." if knees else "The curve has no knee."
+    if "groups" in values:
+        said = "with KV groups {}, at most {}"
         series += [
             _of_sizes("KV groups counted", counted["curve"]),
-            _series("KV groups, in the table", sizes, groups, texts, "dots"),
-            _series("KV groups, bound", sizes, most, texts),
+            *lines("group_hit_ratio", "group_optimum_hit_ratio", said, "KV groups", "KV groups, bound", frozenset()),
         ]
         note += " Knees are those with KV groups, of which more memory can find less: each size was simulated."
     num_pages = max((point["pages"] for point in (values.get("latency") or {}).get("points", [])), default=None)
@@ -419,16 +411,10 @@ def _latencies(latency: dict[str, Any], page_size: int) -> list[Chart]:
         ]
         front = pareto(rows, ("tokens", "ttft"))
         texts = [_latency_point(point, is_on) for point, is_on in zip(by_memory, front, strict=True)]
-        charts.append(
-            _chart(
-                "Latency by memory",
-                ("tokens of KV memory, all replicas", ""),
-                ("TTFT", "ms"),
-                [*_ttft(tokens, by_memory, texts, slo_ms), _front(tokens, by_memory, texts, front)],
-                log=True,
-            )
-        )
-        charts += _kept(("tokens of KV memory, all replicas", ""), tokens, by_memory, texts, latency, log=True)
+        x = (MEMORY[0], "")
+        lines = [*_ttft(tokens, by_memory, texts, slo_ms), _front(tokens, by_memory, texts, front)]
+        charts.append(_chart("Latency by memory", x, ("TTFT", "ms"), lines, log=True))
+        charts += _kept("memory", x, tokens, by_memory, texts, latency, log=True)
     by_rate = [point for point in points if _step(point) == _most_rates(points)]
     if len({point["rate"] for point in by_rate}) > 1:
         by_rate.sort(key=lambda point: float(point["rate"]))
@@ -436,7 +422,7 @@ def _latencies(latency: dict[str, Any], page_size: int) -> list[Chart]:
         xs = [point["rate"] for point in by_rate]
         x = ("times the rate of the trace", "")
         charts.append(_chart("Latency by rate", x, ("TTFT", "ms"), _ttft(xs, by_rate, texts, slo_ms)))
-        charts += _kept(x, xs, by_rate, texts, latency)
+        charts += _kept("rate", x, xs, by_rate, texts, latency)
     return charts
 
 
@@ -459,22 +445,22 @@ def _front(xs: list[float], points: list[dict[str, Any]], texts: list[Chart], is
 
 
 def _kept(
+    by: str,
     x: tuple[str, str],
     xs: list[float],
     points: list[dict[str, Any]],
     texts: list[Chart],
-    latency: dict[str, Any],
+    asked: dict[str, Any],
     *,
     log: bool = False,
 ) -> list[Chart]:
-    """Return the chart of requests that keep the SLO; empty without an SLO."""
-    share = latency["slo_share"]
+    """Return the chart of requests that keep the SLO that was `asked` for; empty without an SLO."""
+    share = asked["slo_share"]
     if share is None:
         return []
     kept: list[float | None] = [100 * point["slo_ratio"] for point in points]
-    name = f"SLO kept, by {'memory' if log else 'rate'}"
     lines = [_series("SLO kept", xs, kept, texts), _limit("asked for", xs, 100 * share)]
-    return [_chart(name, x, ("requests that keep the SLO", "%"), lines, log=log)]
+    return [_chart(f"SLO kept, by {by}", x, ("requests that keep the SLO", "%"), lines, log=log)]
 
 
 def usual_points(latency: dict[str, Any]) -> list[dict[str, Any]]:
@@ -500,13 +486,16 @@ def _most_rates(points: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def _latency_point(point: dict[str, Any], is_on_front: bool) -> Chart:
-    kept = "" if point["slo_ratio"] is None else f", SLO kept by {percent(point['slo_ratio'])}"
     text = (
-        f"{point['replicas']} x {point['pages']:,} pages at {point['rate']:.3g} times the rate: "
-        f"TTFT p50 {_ms(point['ttft_ms']['p50'])}, p99 {_ms(point['ttft_ms']['p99'])}{kept}"
+        f"{point['replicas']} x {point['pages']:,} pages at {point['rate']:.3g} times the rate: {_measured(point)}"
         f"{', on the Pareto front' if is_on_front else ''}"
     )
     return _point(text, point["command"])
+
+
+def _measured(point: dict[str, Any]) -> str:
+    kept = "" if point["slo_ratio"] is None else f", SLO kept by {percent(point['slo_ratio'])}"
+    return f"TTFT p50 {_ms(point['ttft_ms']['p50'])}, p99 {_ms(point['ttft_ms']['p99'])}{kept}"
 
 
 def _ms(value: float | None) -> str:
@@ -515,22 +504,11 @@ def _ms(value: float | None) -> str:
 
 def _users(users: dict[str, Any]) -> list[Chart]:
     points = users["points"]
-    texts = [
-        _point(
-            f"{point['users']} users: TTFT p50 {_ms(point['ttft_ms']['p50'])}, p99 {_ms(point['ttft_ms']['p99'])}"
-            + ("" if point["slo_ratio"] is None else f", SLO kept by {percent(point['slo_ratio'])}"),
-            point["command"],
-        )
-        for point in points
-    ]
+    texts = [_point(f"{point['users']} users: {_measured(point)}", point["command"]) for point in points]
     xs = [point["users"] for point in points]
     x = ("users", "")
-    charts = [_chart("Latency by users", x, ("TTFT", "ms"), _ttft(xs, points, texts, users["slo"]["ttft_ms"]))]
-    if users["slo_share"] is not None:
-        kept: list[float | None] = [100 * point["slo_ratio"] for point in points]
-        lines = [_series("SLO kept", xs, kept, texts), _limit("asked for", xs, 100 * users["slo_share"])]
-        charts.append(_chart("SLO kept, by users", x, ("requests that keep the SLO", "%"), lines))
-    return charts
+    latency = _chart("Latency by users", x, ("TTFT", "ms"), _ttft(xs, points, texts, users["slo"]["ttft_ms"]))
+    return [latency, *_kept("users", x, xs, points, texts, users)]
 
 
 def _fleets(fleets: dict[str, Any]) -> list[Chart]:

@@ -18,7 +18,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from threading import Lock
 from typing import Any
 from zlib import crc32
 
@@ -34,7 +33,6 @@ __all__ = [
     "CheckpointHeader",
     "Checkpoints",
     "Refused",
-    "Saved",
     "decode_checkpoint",
     "encode_checkpoint",
     "token_digest",
@@ -161,12 +159,6 @@ def _starts(begin: int, layout: Sequence[_Layout]) -> list[int]:
     return starts
 
 
-class Saved(msgspec.Struct, frozen=True):
-    """A file of `num_bytes` bytes was written to disk."""
-
-    num_bytes: int
-
-
 class Refused(msgspec.Struct, frozen=True):
     """The reason why no file was written or used."""
 
@@ -174,41 +166,26 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Checkpoints:
-    """The only writer of the checkpoints in a directory, of at most `max_bytes` in total; None: no limit.
+    """The only writer of the checkpoints in a directory.
 
     May be called from any thread, but by one at a time for each session. The directory must belong to one process,
-    which `Histories` enforces. Raises OutputError if the directory cannot be created, ConfigError for an invalid limit.
+    which `Histories` enforces. Raises OutputError if the directory cannot be created.
     """
 
-    def __init__(self, directory: Path, *, max_bytes: int | None = None) -> None:
-        if max_bytes is not None and max_bytes < 1:
-            raise ConfigError(f"must be at least 1, got {max_bytes}", field="max_bytes")
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._max_bytes = max_bytes
-        self._lock = Lock()
-        """Guards `_sizes`."""
         try:
             make_private(directory, lambda name: name.removeprefix(".")[:32].isalnum())
-            self._sizes = {path.stem: path.stat().st_size for path in sorted(directory.iterdir()) if _is_ours(path)}
         except OSError as error:
             raise OutputError(f"cannot hold checkpoints: {error.strerror}", path=directory) from error
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the total size of all files, including those being written."""
-        with self._lock:
-            return sum(self._sizes.values())
-
-    def save(self, header: CheckpointHeader, arrays: Mapping[str, Array]) -> Saved | Refused:
+    def save(self, header: CheckpointHeader, arrays: Mapping[str, Array]) -> Refused | None:
         """Write the KV of a session, replacing any older checkpoint. It is on disk when this returns.
 
-        Refused, with the older checkpoint kept, if `max_bytes` is exceeded or the disk cannot be written. Raise
-        ConfigError for arrays of other types than booleans and plain numbers: view bfloat16 as uint16.
+        Refused, with the older checkpoint kept, if the disk cannot be written. Raise ConfigError for arrays of other
+        types than booleans and plain numbers: view bfloat16 as uint16.
         """
         parts = encode_checkpoint(header, arrays)
-        num_bytes = sum(map(len, parts))
-        if not self._reserve(header.session_id, num_bytes):
-            return Refused(f"{num_bytes} bytes do not fit into {self._max_bytes} beside other checkpoints")
         path = self._path(header.session_id)
         temporary = path.with_name(f".{path.stem}.tmp")
         try:
@@ -222,9 +199,8 @@ class Checkpoints:
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            self._set_size(header.session_id, path.stat().st_size if path.exists() else 0)
             return Refused(f"{path} cannot be written: {error.strerror}")
-        return Saved(num_bytes)
+        return None
 
     def load(self, session_id: str, fingerprint: Mapping[str, str], tokens: Tokens) -> Checkpoint | Refused | None:
         """Return the KV of a session with the history `tokens`; None if there is no file.
@@ -255,7 +231,6 @@ class Checkpoints:
             return False
         except OSError as error:
             raise OutputError(f"cannot be removed: {error.strerror}", path=path) from error
-        self._set_size(session_id, 0)
         return True
 
     def sweep(self, known_ids: Collection[str]) -> list[Path]:
@@ -272,30 +247,12 @@ class Checkpoints:
                     path.unlink()
                 except OSError as error:
                     raise OutputError(f"cannot be removed: {error.strerror}", path=path) from error
-                if not is_unfinished:
-                    self._set_size(path.stem, 0)
                 removed.append(path)
         return removed
 
     def _path(self, session_id: str) -> Path:
         assert re.fullmatch("[0-9a-f]{32}", session_id), "an id is 32 hexadecimal digits, and never a path"
         return self.directory / f"{session_id}.kv"
-
-    def _reserve(self, session_id: str, num_bytes: int) -> bool:
-        """Count `num_bytes` for the session instead of its previous size; return whether they fit."""
-        with self._lock:
-            others = sum(self._sizes.values()) - self._sizes.get(session_id, 0)
-            if self._max_bytes is not None and others + num_bytes > self._max_bytes:
-                return False
-            self._sizes[session_id] = num_bytes
-            return True
-
-    def _set_size(self, session_id: str, num_bytes: int) -> None:
-        with self._lock:
-            if num_bytes:
-                self._sizes[session_id] = num_bytes
-            else:
-                self._sizes.pop(session_id, None)
 
     def _sync_directory(self) -> None:
         """Sync the directory, so that file names are on disk too."""

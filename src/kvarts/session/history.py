@@ -25,19 +25,11 @@ from kvarts.session.history_file import HistoryFile, HistoryTables
 from kvarts.session.table import Session, SessionTable
 from kvarts.session.values import EndReason, SessionNotReadyError, SessionValueError, StoredSession, Tombstone, Usage
 
-__all__ = ["FILE_NAME", "Append", "Appending", "Histories"]
+__all__ = ["FILE_NAME", "Appending", "Histories"]
 
 FILE_NAME = "history.sqlite3"
 
 T = TypeVar("T")
-
-
-class Append(msgspec.Struct, frozen=True):
-    """Tokens for one session. `expected_length`: previous length of its history."""
-
-    session_id: str
-    expected_length: int
-    tokens: Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class Histories:
@@ -104,18 +96,6 @@ class Histories:
         except SessionValueError as error:
             return _failed(error)
         return self._submit(lambda tables: tables.append(session_id, expected_length, data))
-
-    def append_many(self, appends: Sequence[Append]) -> Future[list[int | KvartsError]]:
-        """Append to many sessions; return, for each, its new length, or the error that left it unchanged."""
-
-        def outcome(tables: HistoryTables, append: Append) -> int | KvartsError:
-            length, refusal = _attempt(tables, lambda tables: _append(tables, append))
-            if refusal is not None:
-                return refusal
-            assert length is not None, "an operation has a result or a refusal"
-            return length
-
-        return self._submit(lambda tables: [outcome(tables, append) for append in appends])
 
     def truncate(self, session_id: str, length: int) -> Future[int]:
         """Remove the tokens from `length` on, and return it."""
@@ -226,10 +206,6 @@ def _attempt(tables: HistoryTables, run: Callable[[HistoryTables], T]) -> tuple[
         if tables.num_changes != before:
             raise
         return None, error
-
-
-def _append(tables: HistoryTables, append: Append) -> int:
-    return tables.append(append.session_id, append.expected_length, packed(append.tokens))
 
 
 def packed(tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes:

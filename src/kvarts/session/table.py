@@ -237,7 +237,7 @@ class SessionTable:
         self.config = config
         self.on_removed: Callable[[Session, EndReason], object] | None = None
         """Called with a session that was removed, and the reason."""
-        self.tombstones = Tombstones(ttl_s=config.tombstone_ttl_s)
+        self.tombstones = Tombstones(config.tombstone_ttl_s)
         self._new_id = new_id
         self._page_size = host.config.page_size
         self._reserve = host.core.scheduler.own_pages.reserve

@@ -50,7 +50,7 @@ Positions = Literal["global", "cache"]
 Retention = Literal["pin", "cache", "host"]
 Keep = Literal["window", "h2o", "snapkv"]
 
-
+MOST_TOMBSTONES = 10_000
 MAX_LABEL_CHARS = 256
 """Limit for a client's name for a session."""
 MAX_ENDS = 1024
@@ -387,10 +387,9 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tombstones:
-    """Owner of at most `most` tombstones, each valid for `ttl_s` seconds."""
+    """Owner of at most MOST_TOMBSTONES tombstones, each valid for `ttl_s` seconds."""
 
-    def __init__(self, *, most: int = 10_000, ttl_s: float = 3600.0) -> None:
-        self._most = most
+    def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self._by_id: OrderedDict[str, Tombstone] = OrderedDict()
         self.num_gone = {"closed": 0, "evicted": 0, "expired": 0}
@@ -404,7 +403,7 @@ class Tombstones:
         self.num_gone[tombstone.reason] += 1
         self.inv1_violations += tombstone.inv1_violations
         self.inv2_violations += tombstone.inv2_violations
-        while len(self._by_id) > self._most:
+        while len(self._by_id) > MOST_TOMBSTONES:
             self._by_id.popitem(last=False)
 
     def error(self, owner: str, session_id: str) -> UnknownSessionError:

@@ -282,21 +282,6 @@ class SharedDevice:
         member.scheduler = scheduler
         member.cancel = cancel or scheduler.cancel
 
-    def deregister(self, model: str) -> list[Request]:
-        """Remove `model` with all its pages; cancel and return its requests.
-
-        Raise ConfigError while transfers to or from a lower tier are running, since these hold pages.
-        """
-        member = self._member(model)
-        tiers = None if member.scheduler is None else member.scheduler.tiers
-        if tiers is not None and tiers.has_work:
-            raise ConfigError("has transfers under way", field=model, hint="End them first.")
-        requests = self._cancel_all(member)
-        part = self._members.pop(model).part
-        part.memory.remove(part)
-        self.retry_blocked()
-        return requests
-
     # Turns ------------------------------------------------------------------------------------------------
 
     def end_turn(self, model: str, *, has_released: bool) -> None:

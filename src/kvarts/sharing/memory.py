@@ -167,13 +167,6 @@ class DeviceMemory:
         self.parts[part.name] = part
         self._part_of[part.pool] = part
 
-    def remove(self, part: DevicePart) -> None:
-        """Evict all cached pages of `part`, which must not have used pages, and remove it."""
-        cache = part.cache
-        assert cache.num_used == 0, f"L2: {cache.num_used} pages of {part.name} are in use"
-        cache.shed(cache.num_cached)
-        del self.parts[part.name], self._part_of[part.pool]
-
     # Queries ----------------------------------------------------------------------------------------------
 
     @property

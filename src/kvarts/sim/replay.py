@@ -382,20 +382,28 @@ def make_router(
         return WithinGroups(config.replicas, ranks)
     if tiers is None:
         tiers = tiers_of(config)
-    routing = config.routing_settings
-    memory = None if config.kv_groups == "off" else config.memory
     # These events cost time, and caches that are asked answer the same if no event is late.
-    is_asking = (shares_devices or memory is not None) and not routing.event_lag_ns
-    return routing.open(
+    is_asking = (shares_devices or config.kv_groups != "off") and not config.routing_settings.event_lag_ns
+    return open_router(config, tiers, peers, AskedCaches(engines, tuple(tiers)) if is_asking else None)
+
+
+def open_router(
+    config: ReplayConfig, tiers: Mapping[str, bool], peers: PeersGain | None, asked: AskedCaches | None
+) -> Router:
+    """Return a new router of `config` that knows its workers. It reads their events, except where caches are `asked`.
+
+    `tiers`, `peers`: as in `make_router`.
+    """
+    return config.routing_settings.open(
         config.router,
         num_workers=config.replicas,
         page_size=config.page_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        tiers=("device", *(() if is_asking else tiers)),
-        directory=AskedCaches(engines, tuple(tiers)) if is_asking else None,
+        tiers=("device", *(tiers if asked is None else ())),
+        directory=asked,
         peers=peers,
         are_files=tuple(tiers.values()),
-        memory=memory,
+        memory=None if config.kv_groups == "off" else config.memory,
     )
 
 
