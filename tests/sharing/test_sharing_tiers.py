@@ -14,7 +14,7 @@ from test_sharing_groups_laws import Device, devices
 from test_sharing_laws import Sharing, everything, sharings
 
 from kvarts import replay
-from kvarts.offload.config import OffloadConfig
+from kvarts.offload.config import LoadKv, OffloadConfig
 from kvarts.sharing.config import SharingConfig
 from kvarts.sharing.report import SharedReport
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.laws
 def offloads(draw: st.DrawFn) -> OffloadConfig:
     """Small tiers and slow channels: everything that makes transfers meet evictions."""
     rate = draw(st.sampled_from(["100B/s", "1kB/s", "100kB/s", "1GB/s"]))
-    load_kv = draw(st.sampled_from(["placed", "placed", "async", "sync"]))
+    load_kv: LoadKv = draw(st.sampled_from(("placed", "placed", "async", "sync")))
     return OffloadConfig(
         load_kv=load_kv,
         host_pages=draw(st.sampled_from([1, 3, 8, 40])),
