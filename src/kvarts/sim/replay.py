@@ -385,8 +385,10 @@ def make_router(
         tiers = tiers_of(config)
     routing = config.routing_settings
     memory = None if config.kv_groups == "off" else config.memory
-    # These events cost time, and caches that are asked answer the same if no event is late.
-    is_asking = (shares_devices or memory is not None) and not routing.event_lag_ns
+    # These events cost time, and caches that are asked answer the same if no event is late and none waits for the end
+    # of its step.
+    asks_groups = memory is not None and not routing.counts_at_ends(config.router)
+    is_asking = (shares_devices or asks_groups) and not routing.event_lag_ns
     return routing.open(
         config.router,
         num_workers=config.replicas,
