@@ -450,6 +450,7 @@ class _Serial:
         self._most_new = config.max_num_batched_tokens
         self._aligned = AlignedChunks(config.page_size, config.max_num_batched_tokens) if memory.aligns else None
         self._needs = _needs_of(config)
+        self._releases_apart = sum(group.is_state or group.is_bounded for group in memory.groups) > 1
         self._num_blocks = memory.num_blocks(num_pages)
         self._cache = RunCache(
             memory,
@@ -485,12 +486,17 @@ class _Serial:
             # A chunk of the prompt, or generated tokens up to the end of a page.
             is_prompt = at < num_prompt
             end = min(num_prompt, at + most_new) if is_prompt else min(num_tokens, at + page_size - at % page_size)
-            if end - at > most_new:
-                end = at + most_new
             if is_prompt and self._aligned is not None:
                 end = at + self._aligned.num_tokens(request, at, end - at, holding.branch)
+            if not is_prompt and (self._releases_apart or end == num_tokens):
+                # Each token follows the releases of the one before. Groups that release in different steps have their
+                # order, and the last step releases nothing: the request ends with it.
+                for each in range(at + 1 if self._releases_apart else max(at + 1, end - 1), end):
+                    cache.extend(holding, each)
+                    cache.settle(holding, each)
             cache.extend(holding, end, is_end=is_prompt and end == num_prompt)
-            cache.settle(holding, end)
+            if end < num_tokens:
+                cache.settle(holding, end)
             at = end
         cache.close(holding, at // page_size)
         cache.computed.clear()  # its steps are over
