@@ -12,13 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvarts.content import pack_units
 from kvarts.executor.cost import LinearCost
+from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.eviction import LruOrder
 from kvarts.kv.groups import PartGroup
 from kvarts.plan.cache import CachePlan, GroupHits
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
-from kvarts.traffic.trace import Trace
+from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.grouped import FULL, part_groups
 from builders.guide_policies import LeastHits
@@ -79,6 +81,20 @@ def test_hits_are_those_of_a_closed_loop_of_one(
     if num_pages > 20:  # asked for again, and others in between
         hits.hit_pages(num_pages // 2)
         assert hits.hit_pages(num_pages) * page_size == found
+
+
+def test_a_request_ends_with_the_parts_that_its_last_step_attended_to() -> None:
+    """Its last step releases none, so the pages of the first prompt are the last that its request gives up."""
+    prompts = [([1], 4), ([0], 2), ([1, 1, 1], 1)]
+    rows = [TraceRequest(n, 0, pack_units(units), len(units), outputs) for n, (units, outputs) in enumerate(prompts)]
+    window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=4), 1)
+    config = ReplayConfig(
+        num_pages=5, page_size=1, max_num_seqs=1, cost=LinearCost(step_ms=1.0), concurrency=1, kv_groups="all",
+        groups=(window,),
+    )  # fmt: skip
+    trace = Trace(rows, unit_tokens=1)
+    assert replay(trace, config).request_columns["cached_tokens"].tolist() == [0, 0, 1]
+    assert GroupHits(trace, config).by_request(5).tolist() == [0, 0, 1]
 
 
 @pytest.mark.laws

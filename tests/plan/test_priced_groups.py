@@ -136,15 +136,19 @@ def test_one_full_group_finds_what_whole_pages_do(trace: Trace, page_size: int, 
 
 def test_more_memory_can_find_less() -> None:
     """A longer hit computes less, so it leaves fewer parts of windows that a prompt which ends earlier could need."""
-    lengths = [(2, 14), (0, 10), (2, 11), (2, 8), (0, 6)]
+    lengths = [(1, 12), (0, 10), (1, 14), (1, 11)]
     rows = [
         TraceRequest(row, row, pack_units([which * 100 + place for place in range(length)]), length, 1)
         for row, (which, length) in enumerate(lengths)
     ]
     groups = (PartGroup(FULL, 1), PartGroup(WINDOW.layer, 2))
-    _, plan = plans_of(Trace(rows), 2, kv_groups="all", groups=groups)
-    assert plan.least_pages <= 11
-    assert (plan.hit_pages(11), plan.hit_pages(12)) == (7, 6)
+    trace = Trace(rows)
+    _, plan = plans_of(trace, 2, kv_groups="all", groups=groups)
+    assert plan.least_pages <= 10
+    assert (plan.hit_pages(10), plan.hit_pages(11)) == (8, 7)
+    config = config_of(2, concurrency=1, kv_groups="all", groups=groups)
+    reports = (replay(trace, msgspec.structs.replace(config, num_pages=num_pages)) for num_pages in (10, 11))
+    assert [report.request_columns["cached_tokens"].sum() for report in reports] == [16, 14]
 
 
 # Curves -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts import ConfigError, ReplayConfig, Routing, load_trace, replay
+from kvarts.executor.cost import LinearCost
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.groups import PartGroup
 from kvarts.report.requests import RequestLog
 from kvarts.routers.policies import POLICIES
 from kvarts.sim.arrivals import Arrivals
@@ -23,11 +26,13 @@ from kvarts.sim.replay import open_replica
 from kvarts.traffic.source import source_of
 from kvarts.traffic.trace import Trace
 
-from builders.case import Case, cases
+from builders.case import Case, Row, cases
+from builders.grouped import FULL
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 from oracles.naive_prefix_router import LookingRouter
 
 MS = 1_000_000
+LONG_WINDOW = KvLayer(kind="window", num_heads=1, head_numbers=2, span=100_000)
 
 names = st.sampled_from(
     [
@@ -91,6 +96,48 @@ def test_leaps_equal_steps(
     if concurrency is None and not is_in_sessions:
         trace.has_sessions = True  # as if one request could wait for another: from event to event
         assert replay(trace, case.config(**changes)).requests_jsonl() == fast.requests_jsonl()
+
+
+long_windows = st.lists(st.tuples(st.booleans(), st.integers(1, 5)), min_size=1, max_size=3).map(
+    lambda groups: tuple(PartGroup(LONG_WINDOW if is_window else FULL, size) for is_window, size in groups)
+)
+
+
+@pytest.mark.laws
+@given(cases(max_requests=24, cancels=True), names, routings, long_windows, st.booleans(), st.data())
+def test_groups_that_keep_every_token_are_placed_as_whole_pages(
+    case: Case,
+    router: str,
+    values: dict[str, Any],
+    groups: tuple[PartGroup, ...],
+    is_in_sessions: bool,
+    data: st.DataObject,
+) -> None:
+    """No window passes a token, so a page has all its parts: whatever the router counts, late or not, is the same.
+
+    Memory runs short with one group only: parts of several are evicted one by one.
+    """
+    case.profile = "default"
+    if len(groups) > 1:
+        case.num_pages += sum(row.num_prompt_tokens + row.num_output_tokens for row in case.rows)
+    trace = in_sessions(case.trace(), data) if is_in_sessions else case.trace()
+    changes: dict[str, Any] = {"replicas": 3, "router": router, "routing": routing_of(router, values)}
+    by_group, whole = (
+        replay(trace, case.config(**changes, **more)) for more in ({"kv_groups": "all", "groups": groups}, {})
+    )
+    for field in ("replica", "cached_tokens", "last_token_ns"):
+        assert by_group.request_columns[field].tolist() == whole.request_columns[field].tolist()
+
+
+def test_the_prefix_router_counts_blocks_in_use_as_pages() -> None:
+    """A replica that has 40 of 50 tokens, and nothing else in use, costs less than one with 15 others in use."""
+    prompts = [[0] * 40, [1] * 15, [0] * 40 + [2] * 10]
+    rows = [Row(100 * place, units, len(units), 200, None, 0, None) for place, units in enumerate(prompts)]
+    case = Case(rows, 1, 1, 10_000, 8192, 8, "default", 2)
+    groups = (PartGroup(FULL, 1), PartGroup(LONG_WINDOW, 2))
+    for more in ({}, {"kv_groups": "all", "groups": groups}):
+        report = replay(case.trace(), case.config(router="prefix", cost=LinearCost(step_ms=10.0), **more))
+        assert report.request_columns["replica"].tolist() == [0, 1, 0]
 
 
 @pytest.mark.laws

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from builders.rooms import HAS_OFFLOAD
+from kvarts.content import pack_units
+from kvarts.executor.cost import LinearCost
+from kvarts.session.replay_settings import SessionReplay
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
+from kvarts.traffic.trace import Trace, TraceRequest
+
+from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 
 Kvarts = Callable[..., tuple[int, str, str]]
 
@@ -52,3 +59,30 @@ def test_a_load_below_pinned_pages_begins(kvarts: Kvarts, tmp_path: Path) -> Non
     command += ["--mamba-cache-mode", "align", "--cost", "linear:step_ms=5", "--pages", 588, "--json"]
     code, out, _ = kvarts(*command, *["--audit"])
     assert code == 0 and json.loads(out)["num_completed"] == 5
+
+
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="the room is not there")
+def test_a_load_that_lacks_memory_gets_that_of_a_pin() -> None:
+    """A prompt of 30 tokens is half computed, 20 others are pinned, and the next prompt has 20 tokens below.
+
+    The load and the rest of the first prompt need 15 of 34 pages, and 14 are free.
+    """
+    from kvarts import OffloadConfig
+
+    sent = [(0, 0, 20, None), (1, 100, 66, None), (2, 200, 20, "a"), (3, 300, 30, None), (3.06, 0, 22, None)]
+    rows = [
+        TraceRequest(place, round(at_s * 1e9), pack_units(range(first, first + length)), length, 1, session_id=session)
+        for place, (at_s, first, length, session) in enumerate(sent)
+    ]
+    later = TraceRequest(5, 0, pack_units(range(200, 220)), 20, 1, session_id="a", delay_ns=60 * 10**9)
+    below = OffloadConfig(
+        host_pages=200, kv_bytes_per_token=1, h2d=10**9, d2h=10**9, latency_us=0.0, load_kv="async"
+    )  # fmt: skip
+    config = ReplayConfig(
+        num_pages=34, page_size=2, max_num_batched_tokens=8, max_num_seqs=4, long_prefill_token_threshold=4,
+        audit=HAS_AUDIT, offload=below,
+        cost=LinearCost(step_ms=10.0, chunk_token_ms=5.0), sessions=SessionReplay(retention="pin"),
+    )  # fmt: skip
+    report = replay(Trace([*rows, later], unit_tokens=1), config)
+    assert report.summary["sessions"]["num_pins_given_up"] == 1
+    assert report.request_columns["first_admitted_ns"].tolist()[4] < 3.15e9

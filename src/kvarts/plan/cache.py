@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from math import isqrt
+from math import gcd, isqrt
 from typing import Any
 
 import msgspec
@@ -33,7 +33,7 @@ import numpy as np
 from kvarts.columns import Column
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.group_needs import GroupNeeds
-from kvarts.kv.groups import PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.run_cache import RunCache
@@ -450,6 +450,9 @@ class _Serial:
         self._most_new = config.max_num_batched_tokens
         self._aligned = AlignedChunks(config.page_size, config.max_num_batched_tokens) if memory.aligns else None
         self._needs = _needs_of(config)
+        self._releases_apart = sum(group.is_state or group.is_bounded for group in memory.groups) > 1
+        self._release_places = _release_places(memory, config.page_size)
+        """The numbers of tokens after a page end at which a group may release parts."""
         self._num_blocks = memory.num_blocks(num_pages)
         self._cache = RunCache(
             memory,
@@ -485,16 +488,36 @@ class _Serial:
             # A chunk of the prompt, or generated tokens up to the end of a page.
             is_prompt = at < num_prompt
             end = min(num_prompt, at + most_new) if is_prompt else min(num_tokens, at + page_size - at % page_size)
-            if end - at > most_new:
-                end = at + most_new
             if is_prompt and self._aligned is not None:
                 end = at + self._aligned.num_tokens(request, at, end - at, holding.branch)
+            if not is_prompt and (self._releases_apart or end == num_tokens):
+                # Groups that release in different steps have their order, and the last step releases nothing: the
+                # request ends with it.
+                for place in self._release_places:
+                    each = at - at % page_size + place
+                    if at < each < end:
+                        cache.extend(holding, each)
+                        cache.settle(holding, each)
             cache.extend(holding, end, is_end=is_prompt and end == num_prompt)
-            cache.settle(holding, end)
+            if end < num_tokens:
+                cache.settle(holding, end)
             at = end
         cache.close(holding, at // page_size)
         cache.computed.clear()  # its steps are over
         return match.num_pages
+
+
+def _release_places(memory: GroupMemory, page_size: int) -> list[int]:
+    """Return how many tokens after a page end, less than a page, sequences have when a group may release parts."""
+    places = {1 % page_size}  # a snapshot of a state, when a token follows it
+    for group in memory.groups:
+        if group.layer.kind == "chunk":
+            assert group.layer.span is not None
+            places.update(range(0, page_size, gcd(group.layer.span, page_size)))
+        elif group.is_bounded:
+            assert group.layer.span is not None
+            places.add((group.layer.span - 1) % page_size)
+    return sorted(places)
 
 
 class GroupPlan(HitPlan):

@@ -119,6 +119,13 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
         return STALENESS_NS.get(router.partition(":")[0], 0) if isinstance(router, str) else 0
 
+    def counts_at_ends(self, router: str | Callable[[], Any]) -> bool:
+        """Return whether `router` counts the pages of a step once it has ended, and not once it is planned."""
+        from kvarts.routers.policies import policy_of
+
+        needs: Needs | None = getattr(policy_of(router), "needs", None)
+        return needs is not None and needs.pages == "end"
+
     def open(
         self,
         router: str | Callable[[], Any],

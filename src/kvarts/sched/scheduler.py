@@ -838,6 +838,8 @@ class Scheduler:
                     budget = self._go_on_after(loads, request, now_ns, budget, chunks, admitted)
                     continue
                 if loads.num_short:
+                    if self.pins is not None and self.pins.num_pins and self.pins.give_up_oldest():
+                        continue  # what prefills under way will take must stay free beside a load
                     self.blocked = FOR_PAGES
                     self.num_pages_wanted = self._least_wanted = cache.num_free + loads.num_short
                     if loads.tiers.has_work:

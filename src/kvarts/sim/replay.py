@@ -382,8 +382,11 @@ def make_router(
         return WithinGroups(config.replicas, ranks)
     if tiers is None:
         tiers = tiers_of(config)
-    # These events cost time, and caches that are asked answer the same if no event is late.
-    is_asking = (shares_devices or config.kv_groups != "off") and not config.routing_settings.event_lag_ns
+    # These events cost time, and caches that are asked answer the same if no event is late and none waits for the end
+    # of its step.
+    routing = config.routing_settings
+    asks_groups = config.kv_groups != "off" and not routing.counts_at_ends(config.router)
+    is_asking = (shares_devices or asks_groups) and not routing.event_lag_ns
     return open_router(config, tiers, peers, AskedCaches(engines, tuple(tiers)) if is_asking else None)
 
 

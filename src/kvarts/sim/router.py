@@ -102,7 +102,11 @@ class Router(Protocol):
     def report(
         self, worker: int, running: int, waiting: int, used_pages: int, waiting_pages: int, usage: float
     ) -> None:
-        """Record metrics: requests that run and wait, pages in use, pages of waiting tokens, share of pages in use."""
+        """Record metrics: requests that run and wait, pages in use, pages of waiting tokens, share of memory in use.
+
+        All pages are those of a request, with their parts in every KV group, as are the pages of hits: blocks in use
+        count as the pages that their memory would hold, rounded up.
+        """
 
     def reader_of(self, worker: int) -> EventReader | None:
         """Return the reader of a worker's events; None if the router reads none."""
@@ -144,6 +148,9 @@ class RoutingSettings(Protocol):
 
         `has_pages`: whether workers have cached pages to report.
         """
+
+    def counts_at_ends(self, router: str | RouterMaker) -> bool:
+        """Return whether `router` counts the pages of a step once it has ended, and not once it is planned."""
 
     def open(
         self,
@@ -269,7 +276,11 @@ class Informed:
         return tick_ns if tick_ns > self._polled_ns else NEVER_NS
 
     def poll(self, now_ns: int, numbers: Iterable[int]) -> None:
-        """Read the metrics of the engines with these numbers, which have reached `now_ns`."""
+        """Read the metrics of the engines with these numbers, which have reached `now_ns`.
+
+        Memory in use is reported in pages of a request, not in blocks: policies add it to tokens that wait, and hits,
+        which are counted in pages, and the layout of a model's KV in blocks has no effect on where its requests go.
+        """
         self._polled_ns = now_ns
         report, pages_for = self.router.report, self.engines[0].config.pages_for
         for index in numbers:
@@ -280,7 +291,7 @@ class Informed:
                 index,
                 scheduler.running.num_running,
                 scheduler.num_waiting,
-                num_used,
+                -(-num_used // cache.page_blocks),
                 pages_for(waiting.num_waiting_tokens),
                 num_used / cache.pool.total,
             )
@@ -298,8 +309,9 @@ class Informed:
 class AskedCaches:
     """A router's index that reads the caches of its workers, where nothing reaches the router late.
 
-    So it is with KV groups and with several models on a device: their events need not be made then. `tiers`: the names
-    of the tiers below any of the workers, in the order in which the router knows them.
+    So it is with KV groups, if pages count once a step is planned, and with several models on a device: their events
+    need not be made then. `tiers`: the names of the tiers below any of the workers, in the order in which the router
+    knows them.
     """
 
     def __init__(self, engines: Sequence[Routed], tiers: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ turns, event for event.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,13 +13,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvarts.clock import VirtualClock
+from kvarts.content import Content
+from kvarts.event_log import EventLog
+from kvarts.events import Cancelled, Event, StepEnded
 from kvarts.executor.cost import LinearCost
+from kvarts.executor.simulated import SimExecutor
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.openai_api.opening import Door
 from kvarts.openai_api.served import Ask, Limits
-from kvarts.openai_api.sharing.device import open_several
+from kvarts.openai_api.sharing.device import Assignments, PacedDevice, TurnCost, open_several
+from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 from kvarts.sharing.config import ModelShare, SharingConfig
+from kvarts.sharing.device import SharedDevice
+from kvarts.sharing.outcome import Contention
+from kvarts.sharing.replay import open_tenant
+from kvarts.sharing.tenant import TurnOrder
+from kvarts.sharing.turns import TurnLoop
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.logs import RecordedRow, recorded_trace
@@ -209,3 +221,47 @@ def test_a_run_in_which_models_preempt_each_other_replays_to_the_same_events() -
     ]
     assert any(preemption.model for preemption in preempted)
     assert_same(config, rows, live)
+
+
+def test_a_request_is_dropped_at_the_time_of_the_device() -> None:
+    """The model of the request was idle, or waited, while another had its turns: its own last step is long over."""
+    config = shared(40, 8, 2, has_host=False, step_ms=1.0)
+    config = msgspec.structs.replace(config, each=msgspec.structs.replace(config.each, max_num_seqs=1))
+    heard = {name: Told() for name in NAMES}
+    device = SharedDevice(config.kv_bytes)
+    clock, models = VirtualClock(), Assignments()
+    tenants = []
+    for name in NAMES:
+        times = SimExecutor(TurnCost(config.configs[name].cost_model))
+        log = EventLog([heard[name]], num_waiting=1)
+        tenants.append(open_tenant(config, name, device, times, log=log, times=times))
+    turns = TurnLoop(device, tenants, TurnOrder(device, tenants), Contention(tenants), step_by_step=True)
+    paced = PacedDevice(device, turns, {tenant.name: tenant for tenant in tenants}, models, clock)
+    requests = []
+    for index, name in enumerate(["chat", "chat", "code"]):
+        models.assign(index, name)
+        content = Content.from_tokens([index] * 4, page_size=2, owner=index)
+        requests.append(Request(index, content, num_prompt_tokens=4, max_tokens=8, arrival_ns=0))
+        assert paced.submit(requests[-1], 0) is None
+    while heard["code"].ended_ns <= heard["chat"].ended_ns or not heard["chat"].ended_ns:
+        paced.step(clock.now_ns())
+        clock.wait_until_ns(turns.now_ns)
+    assert clock.now_ns() == heard["code"].ended_ns > heard["chat"].ended_ns
+    paced.cancel(requests[1])
+    (cancelled,) = [event for event in heard["chat"].events if isinstance(event, Cancelled)]
+    assert cancelled.time_ns == requests[1].cancelled_ns == clock.now_ns()
+    device.check()
+
+
+class Told:
+    """Keeps the events of one model, and when its last step ended."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.ended_ns = 0
+
+    def observe(self, events: Sequence[Event]) -> None:
+        self.events += events
+        for event in events:
+            if isinstance(event, StepEnded):
+                self.ended_ns = event.end_ns

@@ -108,13 +108,14 @@ class PacedDevice:
         return reason
 
     def cancel(self, request: Request) -> None:
-        """Drop `request` between steps; its pages are free at once, for other models as well."""
+        """Drop `request` between steps, now; its pages are free at once, for other models as well.
+
+        The last step of its own model may have ended long before: others had their turns since.
+        """
         name = self._models.of(request.index)
         assert name is not None
-        tenant = self._tenants[name]
-        tenant.engine.cancel(request)
-        tenant.is_fresh = True
-        self.device.retry_blocked()
+        now_ns = self.device.now_ns = max(self._clock.now_ns(), self._turns.now_ns)
+        self._tenants[name].cancel(request, now_ns)
 
     def step(self, now_ns: int) -> list[Request]:
         """Execute one turn that starts at `now_ns`, or wait until one is possible. Return finished requests."""
