@@ -86,10 +86,12 @@ class RankedRuns:
         if len(self._heap) > LEAST_TO_CLEAN + 4 * len(self._entries):
             self._rebuild()
 
-    def remove(self, node: Run) -> None:
-        """Unlist `node`."""
+    def remove(self, node: Run) -> int:
+        """Unlist `node`; return its pages when it was listed."""
         del self._entries[node]
-        self.num_pages -= self._sizes.pop(node)
+        size = self._sizes.pop(node)
+        self.num_pages -= size
+        return size
 
     def split(self, head: Run, tail: Run) -> None:
         """List `head` directly after `tail`, with the same rank."""
@@ -182,9 +184,8 @@ class _Ghosts:
         self.num_pages = 0
         self._sizes: OrderedDict[RunKey, int] = OrderedDict()
 
-    def add(self, node: Run, most_pages: int) -> None:
+    def add(self, node: Run, size: int, most_pages: int) -> None:
         self.take(run_key(node))
-        size = node.end - node.start
         self._sizes[run_key(node)] = size
         self.num_pages += size
         while self.num_pages > most_pages and self._sizes:
@@ -222,8 +223,11 @@ class QueuesOrder(BaseOrder):
     def settle(self) -> None:
         """Move runs that should not be at the head of their queue."""
 
-    def evicted(self, node: Run, queue: str) -> None:
-        """Record that a run was evicted."""
+    def evicted(self, node: Run, queue: str, size: int) -> None:
+        """Record that a run was evicted, which had `size` pages when it was listed.
+
+        Of these it may have lost some before, from its tail: how many depends on how many pages were asked for at once.
+        """
 
     def __iter__(self) -> Iterator[Run]:
         """Return all listed runs: those of the next queue, then those of the others."""
@@ -261,8 +265,8 @@ class QueuesOrder(BaseOrder):
     def removed(self, node: Run) -> None:
         """Unlist `node`."""
         queue = node.place[0]
-        self.queues[queue].remove(node)
-        self.evicted(node, queue)
+        size = self.queues[queue].remove(node)
+        self.evicted(node, queue, size)
         self.settle()
 
     def split(self, head: Run, tail: Run) -> None:
@@ -324,10 +328,10 @@ class S3FifoOrder(QueuesOrder):
             self._num_moved += 1
             self.move(node, "main", 0 if queue == "small" else min(hits, self.MOST_HITS) - 1, self._num_moved)
 
-    def evicted(self, node: Run, queue: str) -> None:
+    def evicted(self, node: Run, queue: str, size: int) -> None:
         """Remember runs evicted from the small queue."""
         if queue == "small":
-            self._ghosts.add(node, self.most_pages)
+            self._ghosts.add(node, size, self.most_pages)
 
 
 class ArcOrder(QueuesOrder):
@@ -360,9 +364,9 @@ class ArcOrder(QueuesOrder):
         """Return the recent end of the queue of runs used again."""
         return "again", self.now
 
-    def evicted(self, node: Run, queue: str) -> None:
+    def evicted(self, node: Run, queue: str, size: int) -> None:
         """Remember the run under the queue that it left."""
-        self._ghosts[queue].add(node, self.most_pages)
+        self._ghosts[queue].add(node, size, self.most_pages)
 
 
 class TimedOrder(RankedOrder):

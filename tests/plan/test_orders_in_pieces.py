@@ -1,0 +1,44 @@
+"""What an order evicts does not depend on how many pages are asked for at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.content import Content
+from kvarts.kv.page_cache import PageCache
+from kvarts.kv.pool import CountPool
+from kvarts.kv.tree import PrefixTree
+from kvarts.plan.league import find_policy
+from kvarts.traffic.trace import Trace
+
+pytestmark = pytest.mark.laws
+
+PROMPTS = [[*range(first, first + shared), *range(100 * first, 100 * first + rest)]
+           for first in (1, 20) for shared, rest in ((4, 0), (4, 3), (2, 5), (6, 1))]  # fmt: skip
+NUM_PAGES = 16
+
+
+def used(cache: PageCache, prompt: list[int]) -> int:
+    """Let a request use `prompt` and end; return the pages that it found."""
+    content = Content.from_tokens(prompt, page_size=1, owner=0)
+    match = cache.match(content, len(prompt))
+    holding = cache.open(match)
+    cache.extend(holding, len(prompt), is_end=True)
+    cache.close(holding, len(prompt), len(prompt))
+    return match.num_pages
+
+
+@pytest.mark.parametrize("name", ["lru", "s3-fifo", "arc", "auto"])
+@given(uses=st.lists(st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, 5)), max_size=30))
+def test_pages_are_evicted_at_once_as_one_by_one(name: str, uses: list[tuple[int, int]]) -> None:
+    """L5: a leap takes the pages of many steps at once."""
+    make = find_policy(name, Trace([]))
+    at_once, by_one = (PageCache(CountPool(NUM_PAGES), PrefixTree(make())) for _ in range(2))
+    for prompt, num_shed in uses:
+        assert used(at_once, PROMPTS[prompt]) == used(by_one, PROMPTS[prompt])
+        count = min(num_shed, at_once.num_cached)
+        at_once.shed(count)
+        for _ in range(count):
+            by_one.shed(1)
