@@ -223,7 +223,8 @@ def build_engine(
         needs_ids = executor.needs_page_ids
         # Ids, events, tiers and handoffs name the parts of a group.
         counts_only = below is None and tell is None and not (needs_ids or holds_pages or hands_over)
-        if memory is None or (memory.is_whole and counts_only):
+        # An order that decides run by run may evict others where requests have made other runs of the same pages.
+        if memory is None or (memory.is_whole and counts_only and make_order is LruOrder):
             cache = _page_cache(config, make_order, below, tell, memory, with_page_ids=needs_ids)
         else:
             assert num_blocks is not None

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
+from kvarts.executor.cost import LinearCost
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.groups import PartGroup
 from kvarts.plan.league import ALL_POLICIES, find_policy
+from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
 from builders.grouped import FULL, WINDOW, assert_same_outcome, part_groups, told_by
@@ -61,3 +63,20 @@ def test_an_order_of_whole_pages_only_is_named() -> None:
     assert report.summary["num_requests"] == 1
     with pytest.raises(ConfigError, match="makes Mine, which is derived from LruOrder"):
         told_by(case, **groups, eviction=Mine)
+
+
+@pytest.mark.skipif(not HAS_AUDIT, reason="without the room `audit`")
+def test_an_audit_changes_nothing_where_one_group_keeps_every_token() -> None:
+    """Orders that decide run by run see the same runs, whether anybody watches or not."""
+    prompts = [([1, 0, 2, 2, 2], 20, 1), ([0], 3, 12), ([0, 0], 7, 12), ([1, 0, 2, 2, 2, 1, 2], 27, 5)]
+    prompts += [([0, 0, 0, 1, 1, 1], 23, 1), ([0, 0, 0], 12, 1)]
+    tenants = [None, None, None, None, "other", None]
+    rows = [Row(0, *prompt, None, 0, tenant) for prompt, tenant in zip(prompts, tenants, strict=True)]
+    rows[5].arrival_ms = 30
+    case = Case(rows, 4, 1, 47, 64, 3, "default", 1)
+    changes: dict[str, Any] = {"kv_groups": "all", "groups": (PartGroup(FULL, 1),), "eviction": maker("arc", case)}
+    cost = LinearCost(step_ms=1.0, chunk_token_ms=1.0, decode_ms=0.1)
+    plain, audited = (
+        replay(case.trace(), case.config(cost=cost, audit=watched, **changes)) for watched in (False, True)
+    )
+    assert plain.requests_jsonl() == audited.requests_jsonl()
