@@ -1,8 +1,9 @@
 """Processor time of replays of whole pages by two versions of kvarts, in turns.
 
-    python benchmarks/whole_pages.py TRACE --before CHECKOUT [--rounds N]
+    python benchmarks/whole_pages.py TRACE --before CHECKOUT [--now CHECKOUT] [--rounds N]
 
-TRACE: Mooncake's conversation_trace.jsonl. `--before`: another version of kvarts. A *command* is a whole process that
+TRACE: Mooncake's conversation_trace.jsonl. `--before`: another version of kvarts, or the folder of a compiled build
+(`scripts/compiled_build.py --keep DIR`); `--now`: this version, unless given. A *command* is a whole process that
 replays the trace and writes its summary; a *replay* is the call alone, the least of three in a process that has done
 one, without the garbage collector, which a command does without as well.
 """
@@ -61,9 +62,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--before", type=Path, required=True, metavar="CHECKOUT")
+    parser.add_argument("--now", type=Path, default=ROOT, metavar="CHECKOUT")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    sources = {"before": args.before / "src", "now": ROOT / "src"}
+    sources = {"before": args.before / "src", "now": args.now / "src"}
     for num_pages, page_size in SIZES:
         for kind, measure in (("command", command_s), ("replay", replay_s)):
             found: dict[str, list[float]] = {name: [] for name in sources}
