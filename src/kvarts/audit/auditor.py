@@ -200,8 +200,8 @@ class Auditor:
         """Decodes that still need parts for a page in this step."""
         self._is_served = self._is_settled = True
         """Whether the decodes of the step have taken the parts they need, and have computed their tokens."""
-        self._has_ended = False
-        """Whether a step has ended and the parts held by its requests are not checked yet."""
+        self._last_looked = -1
+        """The last step after which the parts held by its requests were checked."""
         self._mark: tuple[int, tuple[int, ...]] = -1, ()
         """Used blocks, and parts of each group, at the peak of this step."""
 
@@ -261,8 +261,6 @@ class Auditor:
                 return
             case _:
                 self._expect_nothing()
-        if isinstance(event, StepStarted | StepDone):
-            self._look_at_held()
         request = event.victim if isinstance(event, Preemption) else getattr(event, "request", None)
         if request in self._with_own_pages and not isinstance(event, Arrived):
             if isinstance(event, Finished | Cancelled):
@@ -490,13 +488,20 @@ class Auditor:
     # Steps ------------------------------------------------------------------------------------------------
 
     def _pass_steps(self, last: int) -> None:
-        """Account for all planned steps up to `last`. In steps without events, requests only decoded."""
+        """Account for all planned steps up to `last`. In steps without events, requests only decoded.
+
+        What one of their tokens does not see, no later one does, so the last one is compared with the parts held.
+        """
         self._settle()
         while self._found.step < last:
             self._begin(self._found.step + 1)
             self._settle()
+        if self._last_looked < last:
+            self._last_looked = last
+            self._look_at_held()
 
     def _begin(self, step: int) -> None:
+        self._held.end_drafts()
         self._found.step = step
         self._is_settled = self._is_served = False
         self._mark = -1, ()
@@ -627,7 +632,6 @@ class Auditor:
             for request in [one for one in self._decoding if self._requests[one].known == self._requests[one].last]:
                 del self._decoding[request]
                 self._ended.append(request)
-        self._has_ended = True
 
     def _look(self) -> None:
         num_used = self.ledger.num_used
@@ -754,10 +758,7 @@ class Auditor:
             self.ledger.release(known.parts[index].pop(page), is_passed=True)
 
     def _look_at_held(self) -> None:
-        """Report parts held by running requests that no later token sees. Runs once, as the last check after a step."""
-        if not self._has_ended:
-            return
-        self._has_ended = False
+        """Report parts held by running requests that no later token sees."""
         for request, known in self._requests.items():
             if known.is_running and request not in self._ended:
                 self._held.look_at(known, known.before if self._lags else known.began)
