@@ -10,7 +10,7 @@ the page events of the engine, one by one, with the counts of each step, and wit
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 from kvarts.audit.ledger import (
@@ -27,6 +27,7 @@ from kvarts.audit.ledger import (
 )
 from kvarts.audit.request_parts import KnownRequest, PageDigests, RequestParts
 from kvarts.audit.tiers import EvictionsTold, PartsBelow, TierBooks
+from kvarts.columns import Column
 from kvarts.content import Content
 from kvarts.events import (
     Admitted,
@@ -64,7 +65,14 @@ from kvarts.events import (
 )
 from kvarts.kv.cache import Cache
 
-__all__ = ["AuditError", "Auditor", "Finding", "find_different_pages", "find_different_private"]
+__all__ = [
+    "AuditError",
+    "Auditor",
+    "Finding",
+    "expect_same",
+    "find_different_pages",
+    "find_different_private",
+]
 
 OF_A_REQUEST = (
     Admitted,
@@ -1042,6 +1050,46 @@ def _after(by_tier: tuple[tuple[str, int], ...], num_front: int) -> tuple[tuple[
         if num_left:
             left.append((medium, num_left))
     return tuple(left)
+
+
+def expect_same(
+    requests: Mapping[str, Column],
+    steps: Sequence[Mapping[str, Column]],
+    plain_requests: Mapping[str, Column],
+    plain_steps: Sequence[Mapping[str, Column]],
+) -> None:
+    """Compare an audited replay with a plain one: columns of its requests, and of the steps of each replica.
+
+    An engine without readers of its events may count where an audited one names what it counts. Raise AuditError for
+    the first step and the first request that differ.
+    """
+    findings: list[Finding] = []
+    of_steps = [_first_different(mine, theirs) for mine, theirs in zip(steps, plain_steps, strict=True)]
+    different = [(found[0], replica, found[1]) for replica, found in enumerate(of_steps) if found is not None]
+    if different:
+        step, replica, words = min(different)
+        findings.append(Finding(step, f"{words}{f' in replica {replica}' if len(steps) > 1 else ''}"))
+    of_requests = _first_different(requests, plain_requests)
+    if of_requests is not None:
+        request, words = of_requests
+        last = max(len(column) - 1 for of_replica in steps for column in of_replica.values())
+        findings.append(Finding(last, f"of request {request}, {words}", request))
+    if findings:
+        raise AuditError(findings)
+
+
+def _first_different(columns: Mapping[str, Column], plain: Mapping[str, Column]) -> tuple[int, str] | None:
+    """Return the first row in which columns differ, with words for its first column that does; None if all agree."""
+    first: tuple[int, str] | None = None
+    for name, mine in columns.items():
+        theirs = plain[name]
+        num_both = min(len(mine), len(theirs))
+        differs = mine[:num_both] != theirs[:num_both]
+        row = int(differs.argmax()) if differs.any() else num_both
+        if row < max(len(mine), len(theirs)) and (first is None or row < first[0]):
+            said = [str(column[row]) if row < len(column) else "missing" for column in (mine, theirs)]
+            first = row, f"{name} is {said[0]}, and {said[1]} in a replay that is not audited"
+    return first
 
 
 MAX_PAGES_NAMED = 20
