@@ -15,23 +15,28 @@ from kvarts.audit.auditor import AuditError, Finding, expect_same
 from kvarts.config import EngineConfig
 from kvarts.events import Admitted, CopiesRemoved, Event, PagesRemoved, PagesStored
 from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.sim.replay import replay
 from kvarts.sim.replica import NEVER_NS, Replica
 from kvarts.traffic.trace import Trace
 
 from builders.case import Case, Row
 from builders.engines import make_replica, whole_pages
+from builders.grouped import FULL, WINDOW
 from builders.guide_policies import LeastHits
-from builders.orders import FewestHits, MostHits
+from builders.orders import FewestHits, MostHits, plant_deaf
 from builders.outcome import run_kvarts
 from builders.tampering import PAGE_SIZE, SHARED, Plant, findings_of, hear, request, tamper, wrap
 
 ORDERS: list[Callable[[], EvictionOrder]] = [LeastHits, FewestHits, partial(LruOrder)]
 
 
-def run(plant: Plant | None, make_order: Callable[[], EvictionOrder] = LeastHits) -> tuple[list[Finding], Replica]:
+def run(
+    plant: Plant | None, make_order: Callable[[], EvictionOrder] = LeastHits, memory: GroupMemory | None = None
+) -> tuple[list[Finding], Replica]:
     """Pairs of requests that share a prefix and pairs that do not, by turns, on a device for little more than one."""
-    engine = make_replica(EngineConfig(num_pages=13, page_size=PAGE_SIZE), audit=True, make_order=make_order)
+    config = EngineConfig(num_pages=13, page_size=PAGE_SIZE)
+    engine = make_replica(config, audit=True, make_order=make_order, memory=memory)
     tokens = [
         [*SHARED, 100 + index, 7, 7, 7, 7] if index % 4 < 2 else [1000 + index, *range(20)] for index in range(12)
     ]
@@ -130,6 +135,17 @@ def test_an_eviction_before_what_follows_it_is_found() -> None:
     findings, _ = run(lambda engine: tamper(engine, change))
     assert changed
     assert any("was evicted before what follows it" in finding.what for finding in findings)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("memory", [None, GroupMemory((PartGroup(FULL, 1), WINDOW))], ids=["whole pages", "KV groups"])
+@pytest.mark.parametrize("make_order", [LeastHits, FewestHits])
+def test_an_eviction_of_another_run_than_the_one_that_the_order_names_is_found(
+    make_order: Callable[[], EvictionOrder], memory: GroupMemory | None, asks: bool
+) -> None:
+    assert run(None, make_order, memory)[0] == []
+    findings, _ = run(lambda engine: plant_deaf(engine.scheduler.cache, asks=asks), make_order, memory)
+    assert f"was evicted, and the order {'named pages' if asks else 'was not asked'}" in findings[0].what
 
 
 def test_a_hit_of_what_is_gone_is_found() -> None:

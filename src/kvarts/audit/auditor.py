@@ -26,7 +26,7 @@ from kvarts.audit.ledger import (
     LedgerPart,
 )
 from kvarts.audit.request_parts import KnownRequest, PageDigests, RequestParts
-from kvarts.audit.tiers import EvictionsTold, PartsBelow, TierBooks
+from kvarts.audit.tiers import EvictionsTold, OrderWatch, PartsBelow, TierBooks, Told
 from kvarts.columns import Column
 from kvarts.content import Content
 from kvarts.events import (
@@ -105,14 +105,14 @@ class Auditor:
     `groups`: its KV groups; by default pages are whole, and a block is a page. `keeps_all`: parts released by windows
     stay cached; otherwise only the tails of prompts and requests do. `safe_first`: the engine evicts first the pages
     that a tier below also holds; `stores_go_first`: with KV groups, it evicts next the parts stored below. `is_lru`:
-    the eviction order is known; under any other order, the evicted part is taken from the events and checked. `tiers`:
-    names of the tiers below, the fastest first. `full_prompt_hits`: a load may bring a whole prompt. `at_branches`:
-    snapshots of states are also made where prompts leave others. `plans_ahead`: a step is planned while the step before
-    it runs. A request that has ended then keeps its parts until the next plan is made; a page that a decode fills is
-    published a step later, and a part that a window has passed is released a step later. `finds_prefixes`: requests
-    find cached pages. `loads_have_turns`: loaded pages become findable when their request has its turn, and not before
-    the step after their load. `account`: returns the engine's account of its memory; if given, `observe` compares it
-    with the ledger and raises AuditError. Nothing is repaired.
+    the eviction order is known; under any other order, the evicted part is taken from the events and checked. `watch`:
+    tells which runs such an order named. `tiers`: names of the tiers below, the fastest first. `full_prompt_hits`: a
+    load may bring a whole prompt. `at_branches`: snapshots of states are also made where prompts leave others.
+    `plans_ahead`: a step is planned while the step before it runs. A request that has ended then keeps its parts until
+    the next plan is made; a page that a decode fills is published a step later, and a part that a window has passed is
+    released a step later. `finds_prefixes`: requests find cached pages. `loads_have_turns`: loaded pages become
+    findable when their request has its turn, and not before the step after their load. `account`: returns the engine's
+    account of its memory; if given, `observe` compares it with the ledger and raises AuditError. Nothing is repaired.
     """
 
     wants_details = True
@@ -127,6 +127,7 @@ class Auditor:
         safe_first: bool = False,
         stores_go_first: bool = False,
         is_lru: bool = True,
+        watch: OrderWatch | None = None,
         tiers: Sequence[str] = ("host", "disk"),
         full_prompt_hits: bool = False,
         at_branches: bool = False,
@@ -136,6 +137,7 @@ class Auditor:
         account: Callable[[], Cache] | None = None,
     ) -> None:
         self._account = account
+        self._watch = watch
         self._loads_have_turns = loads_have_turns
         self._page_size = page_size
         self._has_groups = bool(groups)
@@ -146,7 +148,9 @@ class Auditor:
         self._books = TierBooks(tiers, full_prompt_hits=full_prompt_hits)
         self._evictions: EvictionsTold | None = None
         if safe_first or not is_lru:
-            self._evictions = EvictionsTold(self._books if safe_first else None, self._find_page)
+            books = self._books if safe_first else None
+            named = None if stores_go_first else watch  # that first parts go next is no choice of the order
+            self._evictions = EvictionsTold(books, named, self._digests, self._find_page)
         choose = None if self._evictions is None else self._evictions.choose
         # Of parts in groups one may outlive that before it: a window goes on from what a full group has lost.
         self.ledger = Ledger(
@@ -232,6 +236,8 @@ class Auditor:
         self._expect_nothing()
         if self._account is not None:
             self.compare(self._account())
+        if self._watch is not None:
+            self._watch.named.clear()
         self._digests.forget()
 
     def _look_ahead(self, evictions: EvictionsTold, events: Sequence[Event]) -> None:
@@ -245,8 +251,8 @@ class Auditor:
                     copy = 0
                 case _:
                     continue
-            digests = self._digests.upto(event.content, event.end_page)[event.start_page : event.end_page]
-            evictions.told.extend((event.group or 0, digest, copy) for digest in reversed(digests))
+            for page in range(event.end_page - 1, event.start_page - 1, -1):
+                evictions.told.append(Told(event.group or 0, event.content, page, copy))
 
     def _follow(self, event: Event) -> None:
         match event:
