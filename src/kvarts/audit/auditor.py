@@ -106,8 +106,8 @@ class Auditor:
     stay cached; otherwise only the tails of prompts and requests do. `safe_first`: the engine evicts first the pages
     that a tier below also holds; `stores_go_first`: with KV groups, it evicts next the parts stored below. `is_lru`:
     the eviction order is known; under any other order, the evicted part is taken from the events and checked. `watch`:
-    tells which runs such an order named. `tiers`: names of the tiers below, the fastest first. `full_prompt_hits`: a
-    load may bring a whole prompt. `at_branches`: snapshots of states are also made where prompts leave others.
+    records the runs that such an order named. `tiers`: names of the tiers below, the fastest first. `full_prompt_hits`:
+    a load may bring a whole prompt. `at_branches`: snapshots of states are also made where prompts leave others.
     `plans_ahead`: a step is planned while the step before it runs. A request that has ended then keeps its parts until
     the next plan is made; a page that a decode fills is published a step later, and a part that a window has passed is
     released a step later. `finds_prefixes`: requests find cached pages. `loads_have_turns`: loaded pages become
@@ -504,7 +504,7 @@ class Auditor:
     def _pass_steps(self, last: int) -> None:
         """Account for all planned steps up to `last`. In steps without events, requests only decoded.
 
-        What one of their tokens does not see, no later one does, so the last one is compared with the parts held.
+        A part that one of their tokens does not see is seen by no later one, so the last one stands for all.
         """
         self._settle()
         while self._found.step < last:
@@ -1066,7 +1066,7 @@ def expect_same(
 ) -> None:
     """Compare an audited replay with a plain one: columns of its requests, and of the steps of each replica.
 
-    An engine without readers of its events may count where an audited one names what it counts. Raise AuditError for
+    An engine without readers of its events may only count pages that an audited one names. Raise AuditError for
     the first step and the first request that differ.
     """
     findings: list[Finding] = []

@@ -1,8 +1,8 @@
 """The auditor's knowledge of the tiers below: the parts there, those held by stores and filled by loads, and evictions.
 
-Of evictions in an order other than LRU, `OrderWatch` tells which run the order named.
+Under an order other than LRU, an `OrderWatch` records which runs the order named for eviction.
 
-All of it derives from the engine's events. The tiers' own invariants verify that their contents match.
+All else derives from the engine's events. The tiers' own invariants verify that their contents match.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 class OrderWatch:
-    """Tells which runs the orders that it watches named. `make` makes such an order; `named` grows.
+    """Records the runs that orders named. `make` makes an order that is watched; `named` grows.
 
     `is_watching`: whether it made any.
     """
@@ -147,7 +147,7 @@ class WatchedOrder:
 
 
 class Told(msgspec.Struct, frozen=True):
-    """An eviction that the engine tells of: page `page` of `content`, in a KV group.
+    """An eviction in the engine's events: page `page` of `content`, in a KV group.
 
     `copy` counts from 0 in order of creation.
     """
@@ -164,8 +164,8 @@ class EvictionsTold:
     An engine that evicts first the pages that a tier below holds keeps two lists, whose order depends on when it looked
     at them; and an EvictionOrder may be arbitrary. Rules for any order: no page is evicted while in use or before the
     pages that follow it; given the `books` of the tiers below, none is lost while another page could be evicted without
-    loss; and given what a `watch` saw, each is of the run that the order named, or follows that run. `find` receives
-    the text, group and page of a violation.
+    loss; and given a `watch` of the order, each is of the run that the order named, or follows that run. `find`
+    receives the text, group and page of a violation.
     """
 
     def __init__(
