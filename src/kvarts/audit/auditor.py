@@ -150,7 +150,7 @@ class Auditor:
         if safe_first or not is_lru:
             books = self._books if safe_first else None
             named = None if stores_go_first else watch  # that first parts go next is no choice of the order
-            self._evictions = EvictionsTold(books, named, self._digests, self._find_page)
+            self._evictions = EvictionsTold(books, self._find_page, self._digests, named)
         choose = None if self._evictions is None else self._evictions.choose
         # Of parts in groups one may outlive that before it: a window goes on from what a full group has lost.
         self.ledger = Ledger(
@@ -251,8 +251,9 @@ class Auditor:
                     copy = 0
                 case _:
                     continue
+            digests = self._digests.upto(event.content, event.end_page)
             for page in range(event.end_page - 1, event.start_page - 1, -1):
-                evictions.told.append(Told(event.group or 0, event.content, page, copy))
+                evictions.told.append(Told(event.group or 0, digests[page], copy, event.content, page))
 
     def _follow(self, event: Event) -> None:
         match event:

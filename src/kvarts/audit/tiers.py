@@ -20,7 +20,7 @@ from kvarts.content import Content
 from kvarts.events import LoadStarted, PagesRemoved, PagesStored, StoreStarted, TransferEnded
 from kvarts.kv.eviction import EvictionOrder, noter_of, pages_seen_by, ranges_read_by
 
-__all__ = ["EvictionsTold", "OrderWatch", "PartsBelow", "TierBooks", "WatchedOrder"]
+__all__ = ["EvictionsTold", "OrderWatch", "PartsBelow", "TierBooks", "Told", "WatchedOrder"]
 
 
 class TierBooks:
@@ -147,15 +147,16 @@ class WatchedOrder:
 
 
 class Told(msgspec.Struct, frozen=True):
-    """An eviction in the engine's events: page `page` of `content`, in a KV group.
+    """An eviction in the engine's events, in a KV group: `name`, which page `page` of `content` has.
 
     `copy` counts from 0 in order of creation.
     """
 
     group: int
+    name: bytes
+    copy: int
     content: Content
     page: int
-    copy: int
 
 
 class EvictionsTold:
@@ -171,9 +172,9 @@ class EvictionsTold:
     def __init__(
         self,
         books: TierBooks | None,
-        watch: OrderWatch | None,
-        digests: PageDigests,
         find: Callable[[str, int, bytes], object],
+        digests: PageDigests,
+        watch: OrderWatch | None = None,
     ) -> None:
         self.told: deque[Told] = deque()
         self.ledger: Ledger
@@ -188,7 +189,7 @@ class EvictionsTold:
         if not self.told:
             return next(candidates)  # the comparison of events reports it
         told = self.told.popleft()
-        group, digest = told.group, self._digests.of(told.content, told.page)
+        group, digest = told.group, told.name
         copies = ledger.copies.get((group, digest), [])
         if told.copy >= len(copies) or not ledger.is_evictable(copies[told.copy]):
             self._find("was evicted while it was in use", group, digest)
@@ -197,7 +198,7 @@ class EvictionsTold:
         if not ledger.is_alone(part) and any(map(ledger.is_alone, ledger.evictable())):
             self._find("was evicted before what follows it", group, digest)
         if self._watch is not None and self._watch.is_watching and not ledger.has_keeps:
-            self._compare_named(self._watch, told, digest)
+            self._compare_named(self._watch, told)
         books = self._books
         if books is not None and not self._is_safe(books, group, digest):
             for other in candidates:
@@ -206,7 +207,7 @@ class EvictionsTold:
                     break
         return part
 
-    def _compare_named(self, watch: OrderWatch, told: Told, digest: bytes) -> None:
+    def _compare_named(self, watch: OrderWatch, told: Told) -> None:
         """Find the run that the order named for an eviction: the next one that has its page or is before it."""
         named = watch.named
         for num_before, run in enumerate(named):
@@ -219,7 +220,7 @@ class EvictionsTold:
             run = named[0]
             what = f"named pages {run.start} to {run.end - 1} of request {run.content.owner}"
             what += self.ledger.words(run.group)
-        self._find(f"was evicted, and the order {what}", told.group, digest)
+        self._find(f"was evicted, and the order {what}", told.group, told.name)
 
     def _is_of(self, run: _Named, told: Told) -> bool:
         """Return whether a page is in `run`, or follows it in a group whose layers need every page."""
