@@ -187,15 +187,21 @@ def build_engine(
     """
     if config.max_itl_ms is not None and step_ns is None:
         raise ConfigError("needs an engine of its own, with a cost of steps", field="max_itl_ms", hint="Leave it out.")
+    # The ledger follows handoffs of whole pages without tiers, of engines that plan one step after the other.
+    knows_handoffs = memory is None and tiers is None and config.profile == "default" and not plans_ahead
+    is_audited = audit and cache is None and not num_draft_slots and (knows_handoffs or not hands_over)
+    watch: Any = None
+    is_lru = make_order is LruOrder
+    if is_audited and not is_lru:
+        watch = from_room("audit.tiers", "OrderWatch", field="audit")(make_order)
+        make_order = watch.make
     if tiers is not None:
         assert cache is None, "the tree of a given cache was made without these tiers"
         below = tiers(config, make_order, memory)
     if memory is not None and num_blocks is None:
         num_blocks = memory.num_blocks(config.num_pages)
     is_lazy = memory is not None and below is not None and below.is_lazy
-    # The ledger follows handoffs of whole pages without tiers, of engines that plan one step after the other.
-    knows_handoffs = memory is None and tiers is None and config.profile == "default" and not plans_ahead
-    if audit and cache is None and not num_draft_slots and (knows_handoffs or not hands_over):
+    if is_audited:
         auditor = from_room("audit.auditor", "Auditor", field="audit")(
             config.num_pages if memory is None else num_blocks,
             config.page_size,
@@ -203,7 +209,8 @@ def build_engine(
             keeps_all=memory is None or memory.keeps == "all",
             safe_first=below is not None and below.evicts_safe_first,
             stores_go_first=is_lazy,
-            is_lru=make_order is LruOrder,
+            is_lru=is_lru,
+            watch=watch,
             tiers=() if below is None else below.tier_names,
             full_prompt_hits=below is not None and below.full_prompt_hits,
             loads_have_turns=below is not None and below.load_kv == "async",

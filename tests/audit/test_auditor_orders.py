@@ -4,30 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from kvarts.audit.auditor import AuditError, Finding
+from kvarts.audit.auditor import AuditError, Finding, expect_same
 from kvarts.config import EngineConfig
 from kvarts.events import Admitted, CopiesRemoved, Event, PagesRemoved, PagesStored
 from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.groups import GroupMemory, PartGroup
+from kvarts.sim.replay import replay
 from kvarts.sim.replica import NEVER_NS, Replica
+from kvarts.traffic.trace import Trace
 
 from builders.case import Case, Row
 from builders.engines import make_replica, whole_pages
+from builders.grouped import FULL, WINDOW
 from builders.guide_policies import LeastHits
-from builders.orders import FewestHits
+from builders.orders import FewestHits, MostHits, plant_deaf
 from builders.outcome import run_kvarts
 from builders.tampering import PAGE_SIZE, SHARED, Plant, findings_of, hear, request, tamper, wrap
 
 ORDERS: list[Callable[[], EvictionOrder]] = [LeastHits, FewestHits, partial(LruOrder)]
 
 
-def run(plant: Plant | None, make_order: Callable[[], EvictionOrder] = LeastHits) -> tuple[list[Finding], Replica]:
+def run(
+    plant: Plant | None, make_order: Callable[[], EvictionOrder] = LeastHits, memory: GroupMemory | None = None
+) -> tuple[list[Finding], Replica]:
     """Pairs of requests that share a prefix and pairs that do not, by turns, on a device for little more than one."""
-    engine = make_replica(EngineConfig(num_pages=13, page_size=PAGE_SIZE), audit=True, make_order=make_order)
+    config = EngineConfig(num_pages=13, page_size=PAGE_SIZE)
+    engine = make_replica(config, audit=True, make_order=make_order, memory=memory)
     tokens = [
         [*SHARED, 100 + index, 7, 7, 7, 7] if index % 4 < 2 else [1000 + index, *range(20)] for index in range(12)
     ]
@@ -128,6 +137,17 @@ def test_an_eviction_before_what_follows_it_is_found() -> None:
     assert any("was evicted before what follows it" in finding.what for finding in findings)
 
 
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("memory", [None, GroupMemory((PartGroup(FULL, 1), WINDOW))], ids=["whole pages", "KV groups"])
+@pytest.mark.parametrize("make_order", [LeastHits, FewestHits])
+def test_an_eviction_of_another_run_than_the_one_that_the_order_names_is_found(
+    make_order: Callable[[], EvictionOrder], memory: GroupMemory | None, asks: bool
+) -> None:
+    assert run(None, make_order, memory)[0] == []
+    findings, _ = run(lambda engine: plant_deaf(engine.scheduler.cache, asks=asks), make_order, memory)
+    assert f"was evicted, and the order {'named pages' if asks else 'was not asked'}" in findings[0].what
+
+
 def test_a_hit_of_what_is_gone_is_found() -> None:
     def change(event: Event) -> Event | None:
         if isinstance(event, Admitted) and event.request == 3:
@@ -191,3 +211,56 @@ def test_an_eviction_of_another_copy_than_the_one_told_is_found() -> None:
         engine.submit(request(index, [*SHARED, 7, 7, 7, 7], num_output), 0)
     with pytest.raises(AuditError, match="was evicted while it was in use"):
         engine.run_until(NEVER_NS, [])
+
+
+# A plain replay ----------------------------------------------------------------------------------------------
+
+
+def row_of(index: int, unit: int) -> Row:
+    return Row(300 * index, [unit] * 4 * PAGE_SIZE, 4 * PAGE_SIZE, 2, None, 0, None)
+
+
+ONE_RETURNS = Case(
+    [row_of(index, 0 if index % 2 else index) for index in range(12)], 1, PAGE_SIZE, 11, 64, 8, "default", 1
+)
+"""Every second prompt is the same, in a memory for two of them."""
+
+
+def test_a_plain_replay_that_differs_is_found() -> None:
+    """The audited replay has an order that the plain one has not."""
+
+    def config(first: Callable[[], EvictionOrder]) -> Any:
+        makers = chain([first], repeat(MostHits))
+
+        def make() -> EvictionOrder:
+            return next(makers)()
+
+        return ONE_RETURNS.config(eviction=make, audit=True)
+
+    replay(ONE_RETURNS.trace(), config(MostHits))
+    with pytest.raises(AuditError, match="in a replay that is not audited") as caught:
+        replay(ONE_RETURNS.trace(), config(FewestHits))
+    step, request = caught.value.findings
+    assert step.request is None
+    assert request.request is not None and f"of request {request.request}, " in request.what
+    # A stream is gone when the audited replay has ended.
+    replay(Trace(iter(ONE_RETURNS.trace())), config(FewestHits))
+
+
+def test_the_first_step_and_the_first_request_that_differ_are_named() -> None:
+    requests = {"row": np.array([0, 1, 2]), "cached_tokens": np.array([0, 4, 8])}
+    steps = {"used": np.array([3, 4, 5, 6]), "tokens": np.array([1, 1, 1, 1])}
+    expect_same(requests, [steps, steps], dict(requests), [steps, dict(steps)])
+    other = {**steps, "used": np.array([3, 4, 5, 7]), "tokens": np.array([1, 1, 2, 1])}
+    fewer = {name: column[:1] for name, column in steps.items()}
+    changed = {**requests, "cached_tokens": np.array([0, 4, 0])}
+    for plain, row, words in (
+        ([steps, other], 2, "tokens is 1, and 2 in a replay that is not audited in replica 1"),
+        ([fewer, other], 1, "used is 4, and missing in a replay that is not audited in replica 0"),
+    ):
+        with pytest.raises(AuditError) as caught:
+            expect_same(requests, [steps, steps], changed, plain)
+        assert caught.value.findings == (
+            Finding(row, words),
+            Finding(3, "of request 2, cached_tokens is 8, and 0 in a replay that is not audited", 2),
+        )

@@ -48,7 +48,9 @@ WHOLE: tuple[PartGroup, ...] = ()
 """Pages that are whole."""
 
 
-def audited(groups: Sequence[PartGroup], case: Case, keeps: str, events: Sequence[Event]) -> list[Finding]:
+def audited(
+    groups: Sequence[PartGroup], case: Case, keeps: str, events: Sequence[Event], *, plans_ahead: bool = False
+) -> list[Finding]:
     """What the audit finds in what one engine told."""
     if not groups:
         auditor = Auditor(case.num_pages, case.page_size)
@@ -64,7 +66,13 @@ def audited(groups: Sequence[PartGroup], case: Case, keeps: str, events: Sequenc
         )
         for group in groups
     )
-    auditor = Auditor(memory.num_blocks(case.num_pages), case.page_size, groups=facts, keeps_all=keeps == "all")
+    auditor = Auditor(
+        memory.num_blocks(case.num_pages),
+        case.page_size,
+        groups=facts,
+        keeps_all=keeps == "all",
+        plans_ahead=plans_ahead,
+    )
     auditor.observe(events)
     return auditor.findings
 
@@ -299,6 +307,25 @@ def test_what_is_not_kept_must_be_told(told: dict[str, list[Event]]) -> None:
     index = first(events, PagesRemoved, lambda event: event.is_dropped)
     findings = audited(GROUPS, CASE, "tails", [*events[:index], *events[index + 1 :]])
     assert "was dropped in group 1 (window 6) and no event says so" in str(findings[0])
+
+
+@pytest.mark.parametrize("setting", [{}, {"step_by_step": True}, {"async_scheduling": True}], ids=str)
+@pytest.mark.parametrize("page_size", [4, 8, 16])
+@pytest.mark.parametrize(("kind", "held", "seen"), [("chunk", 32, 16), ("window", 21, 20), ("window", 40, 20)])
+def test_a_part_that_a_decode_releases_late_is_found(
+    kind: Any, held: int, seen: int, page_size: int, setting: dict[str, bool]
+) -> None:
+    """The layers of the engine see more tokens than those that the audit is told of; a chunk, one chunk more."""
+
+    def groups_of(span: int) -> tuple[PartGroup, ...]:
+        return PartGroup(FULL, 1), PartGroup(KvLayer(kind=kind, num_heads=1, head_numbers=2, span=span), 1)
+
+    case = Case([Row(0, [1] * 7, 7, 90, None, 0, None)], 1, page_size, 200 // page_size, 16, 3, "default", 1)
+    events = told_by(case, groups_of(held), "all", **setting)[1][0].events
+    plans_ahead = "async_scheduling" in setting
+    assert audited(groups_of(held), case, "all", events, plans_ahead=plans_ahead) == []
+    findings = audited(groups_of(seen), case, "all", events, plans_ahead=plans_ahead)
+    assert f"is held in group 1 ({kind} {seen}), and no later token sees it" in str(findings[0])
 
 
 def test_an_engine_that_counts_other_parts_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

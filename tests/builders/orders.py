@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
+from typing import Any
+
+import pytest
 
 from kvarts.kv.eviction import BaseOrder, Run
 
-__all__ = ["FewestHits", "LatestFirst", "MostHits"]
+__all__ = ["FewestHits", "LatestFirst", "MostHits", "plant_deaf"]
 
 
 class FewestHits(BaseOrder):
@@ -62,3 +65,31 @@ class MostHits(FewestHits):
 
     def __iter__(self) -> Iterator[Run]:
         return iter(sorted(self._runs, key=lambda node: (-node.place[0], node.place[1], -node.start)))
+
+
+class Deaf:
+    """An order as a cache has it that evicts another run than the one that `inner` names: the last one."""
+
+    def __init__(self, inner: Any, *, asks: bool) -> None:
+        self._inner = inner
+        self._asks = asks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._inner)
+
+    def next_run(self) -> Any:
+        if self._asks:
+            self._inner.next_run()
+        return list(self._inner)[-1]
+
+
+def plant_deaf(cache: Any, *, asks: bool) -> None:
+    """Let `cache`, of whole pages or of KV groups, not do what its order says; whether it `asks` nevertheless."""
+    owner, name = (cache.parts, "eviction_order") if hasattr(cache, "parts") else (cache.tree, "order")
+    try:
+        setattr(owner, name, Deaf(getattr(owner, name), asks=asks))
+    except (AttributeError, TypeError):
+        pytest.skip("the order of a compiled cache cannot be replaced")

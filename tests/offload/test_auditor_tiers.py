@@ -10,9 +10,10 @@ import pytest
 
 from kvarts.audit.auditor import Finding
 from kvarts.audit.ledger import Ledger, LedgerGroup, LedgerPart
-from kvarts.audit.tiers import EvictionsTold, TierBooks
+from kvarts.audit.request_parts import PageDigests
+from kvarts.audit.tiers import EvictionsTold, TierBooks, Told
 from kvarts.config import EngineConfig
-from kvarts.content import pack_units
+from kvarts.content import NOTHING, pack_units
 from kvarts.events import Event, LoadStarted, PagesRemoved, PagesStored, StoreStarted
 from kvarts.executor.cost import LinearCost
 from kvarts.offload.config import LoadKv, OffloadConfig
@@ -115,7 +116,7 @@ def told(used: str | None = None, *below: str) -> tuple[EvictionsTold, dict[str,
     """Pages a, then b and c after it, all cached but the one in use; some of them are below."""
     books = TierBooks(("host", "disk"), full_prompt_hits=False)
     findings: list[tuple[str, bytes]] = []
-    evictions = EvictionsTold(books, lambda what, group, name: findings.append((what, name)))
+    evictions = EvictionsTold(books, lambda what, group, name: findings.append((what, name)), PageDigests())
     ledger = evictions.ledger = Ledger((LedgerGroup("full", 1),), 3, choose=evictions.choose)
     parts = {}
     for name, before in (("a", None), ("b", b"a"), ("c", b"a")):
@@ -147,7 +148,7 @@ def taken(ledger: Ledger) -> LedgerPart:
 )
 def test_an_eviction_is_judged(says: str, below: str, what: str | None) -> None:
     evictions, parts, findings = told(None, *below)
-    evictions.told.append((0, says.encode(), 0))
+    evictions.told.append(Told(0, says.encode(), 0, NOTHING, 0))
     evictions.ledger.reserve(1)
     assert parts[says].name is None
     assert findings == ([] if what is None else [(what, says.encode())])
@@ -155,7 +156,7 @@ def test_an_eviction_is_judged(says: str, below: str, what: str | None) -> None:
 
 def test_an_eviction_of_what_is_in_use_is_found() -> None:
     evictions, parts, findings = told("b")
-    evictions.told.append((0, b"b", 0))
+    evictions.told.append(Told(0, b"b", 0, NOTHING, 0))
     evictions.ledger.reserve(1)
     assert parts["a"].name is None and parts["b"].name == b"b"
     assert findings == [("was evicted while it was in use", b"b")]

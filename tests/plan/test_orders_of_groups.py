@@ -9,16 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.executor.cost import LinearCost
 from kvarts.kv.eviction import EvictionOrder, LruOrder
-from kvarts.kv.groups import PartGroup
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.plan.league import ALL_POLICIES, find_policy
 from kvarts.sim.replay import replay
+from kvarts.traffic.trace import Trace
 
 from builders.case import Case, Row, cases
+from builders.engines import make_replica, request_of, run
 from builders.grouped import FULL, WINDOW, assert_same_outcome, part_groups, told_by
 from builders.guide_policies import LeastHits
+from builders.orders import plant_deaf
 from builders.rooms import HAS_AUDIT
 
 pytestmark = pytest.mark.laws
@@ -51,6 +55,22 @@ def test_a_policy_decides_what_goes(name: str, num_hit: int) -> None:
     case = Case([row(second, unit) for second, unit in enumerate((0, 0, 100, 200, 0))], 4, 4, 13, 64, 4, "default", 1)
     report, _ = told_by(case, (PartGroup(FULL, 2), WINDOW), "all", eviction=maker(name, case), audit=HAS_AUDIT)
     assert report.request_columns["cached_tokens"].tolist()[-1] == num_hit
+
+
+@pytest.mark.skipif(not HAS_AUDIT, reason="needs the second bookkeeping")
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("memory", [None, GroupMemory((PartGroup(FULL, 2), WINDOW))], ids=["whole pages", "KV groups"])
+@pytest.mark.parametrize("name", [name for name in ALL_POLICIES if name != "lru"])
+def test_an_audit_finds_an_eviction_of_another_run_than_the_one_that_a_policy_names(
+    name: str, memory: GroupMemory | None, asks: bool
+) -> None:
+    engine = make_replica(
+        EngineConfig(num_pages=13, page_size=1), audit=True, make_order=find_policy(name, Trace([])), memory=memory
+    )
+    plant_deaf(engine.scheduler.cache, asks=asks)
+    requests = [request_of(index, range(10 * index, 10 * index + 5)) for index in range(6)]
+    with pytest.raises(AssertionError, match=f"the order {'named pages' if asks else 'was not asked'}"):
+        run(engine, *requests)
 
 
 def test_an_order_of_whole_pages_only_is_named() -> None:

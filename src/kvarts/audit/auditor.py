@@ -10,7 +10,7 @@ the page events of the engine, one by one, with the counts of each step, and wit
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 from kvarts.audit.ledger import (
@@ -26,7 +26,8 @@ from kvarts.audit.ledger import (
     LedgerPart,
 )
 from kvarts.audit.request_parts import KnownRequest, PageDigests, RequestParts
-from kvarts.audit.tiers import EvictionsTold, PartsBelow, TierBooks
+from kvarts.audit.tiers import EvictionsTold, OrderWatch, PartsBelow, TierBooks, Told
+from kvarts.columns import Column
 from kvarts.content import Content
 from kvarts.events import (
     Admitted,
@@ -64,7 +65,14 @@ from kvarts.events import (
 )
 from kvarts.kv.cache import Cache
 
-__all__ = ["AuditError", "Auditor", "Finding", "find_different_pages", "find_different_private"]
+__all__ = [
+    "AuditError",
+    "Auditor",
+    "Finding",
+    "expect_same",
+    "find_different_pages",
+    "find_different_private",
+]
 
 OF_A_REQUEST = (
     Admitted,
@@ -97,14 +105,14 @@ class Auditor:
     `groups`: its KV groups; by default pages are whole, and a block is a page. `keeps_all`: parts released by windows
     stay cached; otherwise only the tails of prompts and requests do. `safe_first`: the engine evicts first the pages
     that a tier below also holds; `stores_go_first`: with KV groups, it evicts next the parts stored below. `is_lru`:
-    the eviction order is known; under any other order, the evicted part is taken from the events and checked. `tiers`:
-    names of the tiers below, the fastest first. `full_prompt_hits`: a load may bring a whole prompt. `at_branches`:
-    snapshots of states are also made where prompts leave others. `plans_ahead`: a step is planned while the step before
-    it runs. A request that has ended then keeps its parts until the next plan is made; a page that a decode fills is
-    published a step later, and a part that a window has passed is released a step later. `finds_prefixes`: requests
-    find cached pages. `loads_have_turns`: loaded pages become findable when their request has its turn, and not before
-    the step after their load. `account`: returns the engine's account of its memory; if given, `observe` compares it
-    with the ledger and raises AuditError. Nothing is repaired.
+    the eviction order is known; under any other order, the evicted part is taken from the events and checked. `watch`:
+    records the runs that such an order named. `tiers`: names of the tiers below, the fastest first. `full_prompt_hits`:
+    a load may bring a whole prompt. `at_branches`: snapshots of states are also made where prompts leave others.
+    `plans_ahead`: a step is planned while the step before it runs. A request that has ended then keeps its parts until
+    the next plan is made; a page that a decode fills is published a step later, and a part that a window has passed is
+    released a step later. `finds_prefixes`: requests find cached pages. `loads_have_turns`: loaded pages become
+    findable when their request has its turn, and not before the step after their load. `account`: returns the engine's
+    account of its memory; if given, `observe` compares it with the ledger and raises AuditError. Nothing is repaired.
     """
 
     wants_details = True
@@ -119,6 +127,7 @@ class Auditor:
         safe_first: bool = False,
         stores_go_first: bool = False,
         is_lru: bool = True,
+        watch: OrderWatch | None = None,
         tiers: Sequence[str] = ("host", "disk"),
         full_prompt_hits: bool = False,
         at_branches: bool = False,
@@ -128,6 +137,7 @@ class Auditor:
         account: Callable[[], Cache] | None = None,
     ) -> None:
         self._account = account
+        self._watch = watch
         self._loads_have_turns = loads_have_turns
         self._page_size = page_size
         self._has_groups = bool(groups)
@@ -138,7 +148,9 @@ class Auditor:
         self._books = TierBooks(tiers, full_prompt_hits=full_prompt_hits)
         self._evictions: EvictionsTold | None = None
         if safe_first or not is_lru:
-            self._evictions = EvictionsTold(self._books if safe_first else None, self._find_page)
+            books = self._books if safe_first else None
+            named = None if stores_go_first else watch  # that first parts go next is no choice of the order
+            self._evictions = EvictionsTold(books, self._find_page, self._digests, named)
         choose = None if self._evictions is None else self._evictions.choose
         # Of parts in groups one may outlive that before it: a window goes on from what a full group has lost.
         self.ledger = Ledger(
@@ -200,8 +212,8 @@ class Auditor:
         """Decodes that still need parts for a page in this step."""
         self._is_served = self._is_settled = True
         """Whether the decodes of the step have taken the parts they need, and have computed their tokens."""
-        self._has_ended = False
-        """Whether a step has ended and the parts held by its requests are not checked yet."""
+        self._last_looked = -1
+        """The last step after which the parts held by its requests were checked."""
         self._mark: tuple[int, tuple[int, ...]] = -1, ()
         """Used blocks, and parts of each group, at the peak of this step."""
 
@@ -224,6 +236,8 @@ class Auditor:
         self._expect_nothing()
         if self._account is not None:
             self.compare(self._account())
+        if self._watch is not None:
+            self._watch.named.clear()
         self._digests.forget()
 
     def _look_ahead(self, evictions: EvictionsTold, events: Sequence[Event]) -> None:
@@ -237,8 +251,9 @@ class Auditor:
                     copy = 0
                 case _:
                     continue
-            digests = self._digests.upto(event.content, event.end_page)[event.start_page : event.end_page]
-            evictions.told.extend((event.group or 0, digest, copy) for digest in reversed(digests))
+            digests = self._digests.upto(event.content, event.end_page)
+            for page in range(event.end_page - 1, event.start_page - 1, -1):
+                evictions.told.append(Told(event.group or 0, digests[page], copy, event.content, page))
 
     def _follow(self, event: Event) -> None:
         match event:
@@ -261,8 +276,6 @@ class Auditor:
                 return
             case _:
                 self._expect_nothing()
-        if isinstance(event, StepStarted | StepDone):
-            self._look_at_held()
         request = event.victim if isinstance(event, Preemption) else getattr(event, "request", None)
         if request in self._with_own_pages and not isinstance(event, Arrived):
             if isinstance(event, Finished | Cancelled):
@@ -490,13 +503,20 @@ class Auditor:
     # Steps ------------------------------------------------------------------------------------------------
 
     def _pass_steps(self, last: int) -> None:
-        """Account for all planned steps up to `last`. In steps without events, requests only decoded."""
+        """Account for all planned steps up to `last`. In steps without events, requests only decoded.
+
+        A part that one of their tokens does not see is seen by no later one, so the last one stands for all.
+        """
         self._settle()
         while self._found.step < last:
             self._begin(self._found.step + 1)
             self._settle()
+        if self._last_looked < last:
+            self._last_looked = last
+            self._look_at_held()
 
     def _begin(self, step: int) -> None:
+        self._held.end_drafts()
         self._found.step = step
         self._is_settled = self._is_served = False
         self._mark = -1, ()
@@ -627,7 +647,6 @@ class Auditor:
             for request in [one for one in self._decoding if self._requests[one].known == self._requests[one].last]:
                 del self._decoding[request]
                 self._ended.append(request)
-        self._has_ended = True
 
     def _look(self) -> None:
         num_used = self.ledger.num_used
@@ -754,10 +773,7 @@ class Auditor:
             self.ledger.release(known.parts[index].pop(page), is_passed=True)
 
     def _look_at_held(self) -> None:
-        """Report parts held by running requests that no later token sees. Runs once, as the last check after a step."""
-        if not self._has_ended:
-            return
-        self._has_ended = False
+        """Report parts held by running requests that no later token sees."""
         for request, known in self._requests.items():
             if known.is_running and request not in self._ended:
                 self._held.look_at(known, known.before if self._lags else known.began)
@@ -1041,6 +1057,46 @@ def _after(by_tier: tuple[tuple[str, int], ...], num_front: int) -> tuple[tuple[
         if num_left:
             left.append((medium, num_left))
     return tuple(left)
+
+
+def expect_same(
+    requests: Mapping[str, Column],
+    steps: Sequence[Mapping[str, Column]],
+    plain_requests: Mapping[str, Column],
+    plain_steps: Sequence[Mapping[str, Column]],
+) -> None:
+    """Compare an audited replay with a plain one: columns of its requests, and of the steps of each replica.
+
+    An engine without readers of its events may only count pages that an audited one names. Raise AuditError for
+    the first step and the first request that differ.
+    """
+    findings: list[Finding] = []
+    of_steps = [_first_different(mine, theirs) for mine, theirs in zip(steps, plain_steps, strict=True)]
+    different = [(found[0], replica, found[1]) for replica, found in enumerate(of_steps) if found is not None]
+    if different:
+        step, replica, words = min(different)
+        findings.append(Finding(step, f"{words}{f' in replica {replica}' if len(steps) > 1 else ''}"))
+    of_requests = _first_different(requests, plain_requests)
+    if of_requests is not None:
+        request, words = of_requests
+        last = max(len(column) - 1 for of_replica in steps for column in of_replica.values())
+        findings.append(Finding(last, f"of request {request}, {words}", request))
+    if findings:
+        raise AuditError(findings)
+
+
+def _first_different(columns: Mapping[str, Column], plain: Mapping[str, Column]) -> tuple[int, str] | None:
+    """Return the first row in which columns differ, with words for its first column that does; None if all agree."""
+    first: tuple[int, str] | None = None
+    for name, mine in columns.items():
+        theirs = plain[name]
+        num_both = min(len(mine), len(theirs))
+        differs = mine[:num_both] != theirs[:num_both]
+        row = int(differs.argmax()) if differs.any() else num_both
+        if row < max(len(mine), len(theirs)) and (first is None or row < first[0]):
+            said = [str(column[row]) if row < len(column) else "missing" for column in (mine, theirs)]
+            first = row, f"{name} is {said[0]}, and {said[1]} in a replay that is not audited"
+    return first
 
 
 MAX_PAGES_NAMED = 20

@@ -244,6 +244,11 @@ class Ledger:
         """Blocks of parts that can be found and are not held."""
         return self.num_blocks - self.num_used - self.num_empty
 
+    @property
+    def has_keeps(self) -> bool:
+        """Whether transfers hold pages that can be found."""
+        return bool(self._kept)
+
     def counts(self) -> tuple[int, ...]:
         """Return the parts held and the parts cached, one pair per group."""
         return tuple(count for pair in zip(self._num_held, self._num_cached, strict=True) for count in pair)

@@ -143,6 +143,8 @@ class RequestParts:
         self._found = found
         self._page_size = page_size
         self._names_private = names_private
+        self._drafting: list[KnownRequest] = []
+        """Requests with drafted tokens that are not judged yet."""
 
     def hit(self, known: KnownRequest, num_pages: int, *, how: str = "hit") -> None:
         """Hold the parts of the first `num_pages` pages that later tokens need: the copies that a lookup finds."""
@@ -251,6 +253,7 @@ class RequestParts:
             what = f"drafts tokens {event.start} to {event.end}, and had {known.computed} computed"
             self._found.add(what, event.request, event.start // self._page_size)
         known.drafted = event.end - event.start
+        self._drafting.append(known)
         self.take_pages(known, event.end)
 
     def judge(self, known: KnownRequest, event: DraftJudged) -> None:
@@ -259,6 +262,7 @@ class RequestParts:
             what = f"accepts {event.num_accepted} of {event.num_drafted} tokens, and {known.drafted} were drafted"
             self._found.add(what, event.request)
         known.drafted = 0
+        self._drafting = [other for other in self._drafting if other is not known]
         known.computed += event.num_accepted
         known.known += event.num_accepted
         num_pages = max(known.num_named, -(-known.computed // self._page_size))
@@ -268,6 +272,14 @@ class RequestParts:
                     self._ledger.release(parts.pop(page))
         known.num_taken = min(known.num_taken, num_pages)
         self.name(known)
+
+    def end_drafts(self) -> None:
+        """Report running requests with a draft of an earlier step."""
+        drafting, self._drafting = self._drafting, []
+        for known in drafting:
+            if known.is_running:
+                self._found.add("has a draft of an earlier step, which was not judged", known.content.owner)
+            known.drafted = 0
 
     def close(self, known: KnownRequest, *, num_unread: int = 0, keeps_state: bool = False) -> None:
         """Release all parts of a request, group by group: the state, then pages from the last to the first.
@@ -313,13 +325,10 @@ class RequestParts:
                 self._ledger.drop(part)
 
     def look_at(self, known: KnownRequest, since: int) -> None:
-        """Report parts that a running request holds between two steps though no token from `since` on sees them.
+        """Report parts that a running request holds though no token from `since` on sees them.
 
-        States are compared with the tokens from its last step on. Drafts of earlier steps are reported as well.
+        States are compared with the tokens from its last step on.
         """
-        if known.drafted:
-            self._found.add("has a draft of an earlier step, which was not judged", known.content.owner)
-            known.drafted = 0
         began = known.began
         if began == known.resumed:
             # It holds what tokens from the page end on see at which its state was found.

@@ -1,6 +1,8 @@
 """The auditor's knowledge of the tiers below: the parts there, those held by stores and filled by loads, and evictions.
 
-All of it derives from the engine's events. The tiers' own invariants verify that their contents match.
+Under an order other than LRU, an `OrderWatch` records which runs the order named for eviction.
+
+All else derives from the engine's events. The tiers' own invariants verify that their contents match.
 """
 
 from __future__ import annotations
@@ -8,14 +10,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import msgspec
 
 from kvarts.audit.ledger import Findings, Ledger, LedgerPart
 from kvarts.audit.request_parts import KnownRequest, PageDigests, RequestParts
+from kvarts.content import Content
 from kvarts.events import LoadStarted, PagesRemoved, PagesStored, StoreStarted, TransferEnded
+from kvarts.kv.eviction import EvictionOrder, noter_of, pages_seen_by, ranges_read_by
 
-__all__ = ["EvictionsTold", "PartsBelow", "TierBooks"]
+__all__ = ["EvictionsTold", "OrderWatch", "PartsBelow", "TierBooks", "Told", "WatchedOrder"]
 
 
 class TierBooks:
@@ -59,20 +64,123 @@ class TierBooks:
         return tuple(by_tier)
 
 
+class _Named(msgspec.Struct, frozen=True):
+    """Pages [start, end) of `content` in a KV group: a run that an order named as the next to be evicted."""
+
+    group: int
+    content: Content
+    start: int
+    end: int
+
+
+class OrderWatch:
+    """Records the runs that orders named. `make` makes an order that is watched; `named` grows.
+
+    `is_watching`: whether it made any.
+    """
+
+    def __init__(self, make: Callable[[], EvictionOrder]) -> None:
+        self.named: deque[_Named] = deque()
+        self.is_watching = False
+        self._make = make
+
+    def make(self) -> EvictionOrder:
+        """Return a new order that is watched.
+
+        An order that evicts the same pages however they are divided into runs is left alone: caches ask its class.
+        """
+        order = self._make()
+        if pages_seen_by(order) or getattr(order, "links_pages", False):
+            return order
+        self.is_watching = True
+        return WatchedOrder(order, self.named)
+
+
+class WatchedOrder:
+    """An EvictionOrder around `inner`, which adds each run that `inner` names to `named`."""
+
+    __slots__ = ("_inner", "_named", "note_request", "reads_ranges")
+
+    def __init__(self, inner: EvictionOrder, named: deque[_Named]) -> None:
+        self._inner = inner
+        self._named = named
+        self.note_request = noter_of(inner)
+        self.reads_ranges = ranges_read_by(inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return all listed runs, in the order of `inner`."""
+        return iter(self._inner)
+
+    def released(self, nodes: Sequence[Any]) -> None:
+        """List `nodes`."""
+        self._inner.released(nodes)
+
+    def pinned(self, nodes: Sequence[Any], path: Sequence[Any]) -> None:
+        """Unlist `nodes`."""
+        self._inner.pinned(nodes, path)
+
+    def removed(self, node: Any) -> None:
+        """Unlist `node`."""
+        self._inner.removed(node)
+
+    def put_back(self, nodes: Sequence[Any]) -> None:
+        """List `nodes` before all others."""
+        self._inner.put_back(nodes)
+
+    def split(self, head: Any, tail: Any) -> None:
+        """List `head`."""
+        self._inner.split(head, tail)
+
+    def held(self, node: Any) -> None:
+        """Skip `node` until it is unheld."""
+        self._inner.held(node)
+
+    def unheld(self, node: Any) -> None:
+        """Stop skipping `node`."""
+        self._inner.unheld(node)
+
+    def next_run(self) -> Any:
+        """Return the run that `inner` names."""
+        run = self._inner.next_run()
+        self._named.append(_Named(run.group, run.content, run.start, run.end))
+        return run
+
+
+class Told(msgspec.Struct, frozen=True):
+    """An eviction in the engine's events, in a KV group: `name`, which page `page` of `content` has.
+
+    `copy` counts from 0 in order of creation.
+    """
+
+    group: int
+    name: bytes
+    copy: int
+    content: Content
+    page: int
+
+
 class EvictionsTold:
     """Follows the engine's choice of evictions, and reports those that break a rule.
 
     An engine that evicts first the pages that a tier below holds keeps two lists, whose order depends on when it looked
     at them; and an EvictionOrder may be arbitrary. Rules for any order: no page is evicted while in use or before the
-    pages that follow it, and, given the `books` of the tiers below, none is lost while another page could be evicted
-    without loss. `find` receives the text, group and page of a violation.
+    pages that follow it; given the `books` of the tiers below, none is lost while another page could be evicted without
+    loss; and given a `watch` of the order, each is of the run that the order named, or follows that run. `find`
+    receives the text, group and page of a violation.
     """
 
-    def __init__(self, books: TierBooks | None, find: Callable[[str, int, bytes], object]) -> None:
-        self.told: deque[tuple[int, bytes, int]] = deque()
-        """Group, page and copy of each eviction; copies count from 0 in order of creation."""
+    def __init__(
+        self,
+        books: TierBooks | None,
+        find: Callable[[str, int, bytes], object],
+        digests: PageDigests,
+        watch: OrderWatch | None = None,
+    ) -> None:
+        self.told: deque[Told] = deque()
         self.ledger: Ledger
         self._books = books
+        self._watch = watch
+        self._digests = digests
         self._find = find
 
     def choose(self, candidates: Iterator[LedgerPart]) -> LedgerPart:
@@ -80,14 +188,17 @@ class EvictionsTold:
         ledger = self.ledger
         if not self.told:
             return next(candidates)  # the comparison of events reports it
-        group, digest, copy = self.told.popleft()
+        told = self.told.popleft()
+        group, digest = told.group, told.name
         copies = ledger.copies.get((group, digest), [])
-        if copy >= len(copies) or not ledger.is_evictable(copies[copy]):
+        if told.copy >= len(copies) or not ledger.is_evictable(copies[told.copy]):
             self._find("was evicted while it was in use", group, digest)
             return next(candidates)
-        part = copies[copy]
+        part = copies[told.copy]
         if not ledger.is_alone(part) and any(map(ledger.is_alone, ledger.evictable())):
             self._find("was evicted before what follows it", group, digest)
+        if self._watch is not None and self._watch.is_watching and not ledger.has_keeps:
+            self._compare_named(self._watch, told)
         books = self._books
         if books is not None and not self._is_safe(books, group, digest):
             for other in candidates:
@@ -95,6 +206,30 @@ class EvictionsTold:
                     self._find("was lost, and there was a page to evict that a tier below has", group, digest)
                     break
         return part
+
+    def _compare_named(self, watch: OrderWatch, told: Told) -> None:
+        """Find the run that the order named for an eviction: the next one that has its page or is before it."""
+        named = watch.named
+        for num_before, run in enumerate(named):
+            if self._is_of(run, told):
+                for _ in range(num_before):
+                    named.popleft()
+                return
+        what = "was not asked"
+        if named:
+            run = named[0]
+            what = f"named pages {run.start} to {run.end - 1} of request {run.content.owner}"
+            what += self.ledger.words(run.group)
+        self._find(f"was evicted, and the order {what}", told.group, told.name)
+
+    def _is_of(self, run: _Named, told: Told) -> bool:
+        """Return whether a page is in `run`, or follows it in a group whose layers need every page."""
+        if run.group != told.group or told.page < run.start:
+            return False
+        if told.page >= run.end and not self.ledger.groups[run.group].has_every_page:
+            return False
+        page = min(told.page, run.end - 1)
+        return self._digests.of(run.content, page) == self._digests.of(told.content, page)
 
     def _is_safe(self, books: TierBooks, group: int, digest: bytes) -> bool:
         pages = [digest]

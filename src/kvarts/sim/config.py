@@ -174,8 +174,9 @@ class ReplayConfig(
     `cost`: a cost model, or any callable that returns the milliseconds of a Batch. `replicas` engines of the same
     configuration are behind `router`. Requests arrive at their times divided by `speedup`, or `concurrency` of them (or
     sessions) are kept in flight. `step_by_step`: the same replay, one step at a time. `audit`: check the laws of page
-    accounting after every step. `offload`: tiers below the device of each replica. `sessions`: the state that engines
-    keep of sessions between turns; without it, a turn is a request like any other.
+    accounting after every step, and then replay the trace once more without the audit, which must be the same; a
+    stream, which cannot be read twice, is not replayed again. `offload`: tiers below the device of each replica.
+    `sessions`: the state that engines keep of sessions between turns; without it, a turn is a request like any other.
 
     Some fields can be set in Python only. `groups`: PartGroups to count if `kv_groups` is not off and no model provides
     them. `whole_pages`: why they are not counted although they are the default. `placement`: the names of the model and
@@ -280,7 +281,13 @@ class ReplayConfig(
     step_by_step: Annotated[
         bool, setting("Compute every step alone. The result is the same, only slower: for checks.")
     ] = False
-    audit: Annotated[bool, setting("After every step, check that each page is accounted for.")] = False
+    audit: Annotated[
+        bool,
+        setting(
+            "After every step, check that each page is accounted for, and at the end of a replay that one without the "
+            "audit is the same; docs/limits.md says what is trusted."
+        ),
+    ] = False
     kv_groups: Annotated[
         KvGroupsName,
         setting(

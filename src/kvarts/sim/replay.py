@@ -17,7 +17,7 @@ from kvarts.executor.simulated import SimExecutor
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog, Taken
 from kvarts.report.steps import StepLog
-from kvarts.rooms import function_named
+from kvarts.rooms import from_room, function_named
 from kvarts.sim.arrivals import Arrivals, SessionsKept
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.driver import Driver, Runner
@@ -173,6 +173,8 @@ def replay_one(
         requests, done = _done_apart(trace, config, workers, on_progress)
     else:
         requests, done = _done(trace, config, on_progress, observers)
+    if config.audit and trace.requests is not None:
+        _expect_same(trace, config, requests, done.steps)
     return Report(
         trace,
         config,
@@ -194,6 +196,13 @@ class _Done(msgspec.Struct, frozen=True):
     transfers: list[TransferTotals]
     num_evicted_parts: list[int]
     sessions: Mapping[str, int] | None = None
+
+
+def _expect_same(trace: Trace, config: ReplayConfig, requests: RequestLog, steps: Sequence[StepLog]) -> None:
+    """Replay `trace` without an audit. Raise AuditError if a request or a step differs from `requests` and `steps`."""
+    plain, done = _done(trace, structs.replace(config, audit=False), None, ())
+    of_steps = [[{**log.columns, "released": log.released()} for log in logs] for logs in (steps, done.steps)]
+    from_room("audit.auditor", "expect_same", field="audit")(requests.columns, of_steps[0], plain.columns, of_steps[1])
 
 
 def _request_log(config: ReplayConfig) -> RequestLog:
