@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from kvarts.cli.replaying import all_sections
+from kvarts.errors import ConfigError
 from kvarts.offload.config import OffloadConfig
 from kvarts.settings import given_in
-from kvarts.sim.config import resolve_replay
+from kvarts.sim.config import ReplayConfig, resolve_replay
 
 from builders.command_line import parsed
 
@@ -90,6 +91,25 @@ def test_a_model_says_what_a_token_weighs_unless_it_is_given() -> None:
     for more, weighs in (("", 114_688), (" --kv-bytes-per-token 5", 5)):
         offload: Any = resolve_replay(parsed(*(command + more).split()), SECTIONS).offload
         assert offload.kv_bytes_per_token == weighs
+
+
+@pytest.mark.parametrize("fleet", ["", " --prefill-replicas 1 --decode-replicas 1 --transfer-rate 1GB/s"])
+def test_kv_groups_say_what_a_token_weighs(fleet: str) -> None:
+    """The option had no effect, and nothing was said of it."""
+    if fleet:
+        resolve: Any = pytest.importorskip("kvarts.fleet.config").resolve_fleet
+    else:
+        resolve = resolve_replay
+    command = f"--host-pages 10 --model gpt-oss-20b --device h100-80gb{fleet}"
+    of_token = ("--kv-bytes-per-token", "7")
+    resolve(parsed(*command.split()), SECTIONS)
+    resolve(parsed(*command.split(), *of_token, "--kv-groups", "off"), SECTIONS)
+    with pytest.raises(ConfigError, match="--kv-bytes-per-token: has no effect where KV is counted by KV group"):
+        resolve(parsed(*command.split(), *of_token), SECTIONS)
+    in_file = given_in({"offload": {"kv_bytes_per_token": 7}}, SECTIONS, Path("c.toml"))  # for other commands as well
+    resolve(parsed(*command.split()).over(in_file), SECTIONS)
+    with pytest.raises(ConfigError, match="kv_bytes_per_token: has no effect where"):
+        ReplayConfig.for_device("gpt-oss-20b", "h100-80gb", host_pages=10, kv_bytes_per_token=7)
 
 
 @pytest.mark.parametrize(

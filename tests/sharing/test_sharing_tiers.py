@@ -29,7 +29,7 @@ pytestmark = pytest.mark.laws
 def offloads(draw: st.DrawFn) -> OffloadConfig:
     """Small tiers and slow channels: everything that makes transfers meet evictions."""
     rate = draw(st.sampled_from(["100B/s", "1kB/s", "100kB/s", "1GB/s"]))
-    load_kv = draw(st.sampled_from(["placed", "placed", "async", "sync"]))
+    load_kv: Any = draw(st.sampled_from(["placed", "placed", "async", "sync"]))
     return OffloadConfig(
         load_kv=load_kv,
         host_pages=draw(st.sampled_from([1, 3, 8, 40])),

@@ -94,6 +94,7 @@ NEEDS = (
     Need(("--top-k", "--top-p", "--min-p"), ("--temperature",), commands=("generate", "profile", "chat")),
     Need(("--startup-time",), ("--scaler",)),
     Need(("--open",), ("--html",)),
+    Need(("--stop-tokens",), ("--async-scheduling", "--engine")),
     Need(("--retries",), ("--client-timeout-s",)),
     Need(("--retry-after-s",), ("--retries",)),
     Need(("--checkpoint-turns",), ("--json",), commands=("soak",)),
