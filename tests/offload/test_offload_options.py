@@ -143,3 +143,33 @@ def test_an_error_says_where_the_value_came_from(
     file: str, arguments: str, says: str, refusal: Callable[[str, str], str]
 ) -> None:
     assert refusal(f"[offload]\n{file}\n", arguments).startswith(f"kvarts: {says}")
+
+
+def test_a_mock_refuses_what_has_no_effect_without_a_size(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was refused by replays, and a mock said nothing."""
+    pytest.importorskip("kvarts.openai_api.opening")
+    assert run_command("mock", "--port", "0", "--h2d", "3GB/s") == 2
+    assert "--h2d: has no effect without a size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--h2d 3GB/s", "--h2d: has no effect without a size"),
+        ("--transfer-latency-us 3", "--transfer-latency-us: has no effect without a size"),
+        ("--preemption-mode recompute", "--preemption-mode: has no effect without a size"),
+        ("--load-overlap layers", "--load-overlap: has no effect without a size"),
+        ("--kv-bytes-per-token 3", "--kv-bytes-per-token: has no effect without a size"),
+        ("--bus 3GB/s", "--bus: does not go with a store that workers share"),
+    ],
+)
+def test_a_store_alone_reads_few_options_of_tiers(
+    option: str, says: str, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its size was taken for that of host memory, and the options had no effect."""
+    pytest.importorskip("kvarts.fleet.config")
+    model = ("--model", "qwen3-8b", "--device", "h100-80gb")
+    assert run_command("replay", *model, "--replicas", "2", "--store-pages", "9", *option.split()) == 2
+    assert says in capsys.readouterr().err

@@ -66,6 +66,14 @@ NEEDS = (
         except_with=("--tier", "[[tier]]"),
     ),
     Need(("--memory-fraction",), unless=("--pages", "--kv-memory"), commands=("replay", "plan", "mock")),
+    *(
+        Need(
+            (f"--{role}-memory-fraction",),
+            unless=("--pages", f"--{role}-pages", "--kv-memory", f"--{role}-kv-memory"),
+            commands=("replay",),
+        )
+        for role in ("prefill", "decode")
+    ),
     Need(("--memory-fraction", "--data-parallel"), ("--device",), commands=("model show",)),
     Need(
         ("--router",),
