@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from kvarts.few import Column, arrays_pay, narrowed
+from kvarts.few import Column, arrays_pay
 
 __all__ = ["Column", "Rows", "append_packed", "to_frame"]
 
@@ -118,12 +118,6 @@ class Rows:
         if near is not None:
             column += self._of_block(near, block)
         return column
-
-    def take_narrow_columns(self) -> list[Column]:
-        """Return the columns, each with the smallest type that has room for its integers, and clear the rows."""
-        columns = [narrowed(self.column(field)) for field in range(self._width)]
-        self._clear()
-        return columns
 
     def take_columns(self) -> list[Column]:
         """Return the columns in 8 bytes per integer, and clear the rows."""

@@ -32,7 +32,7 @@ class Feature(NamedTuple):
     part_of: str = ""
 
 
-LOAD_PLACES = ("replay", "plan", "mock", "several", "fleet")
+LOAD_PLACES = ("replay", "plan", "mock", "sessions", "several", "fleet")
 
 FEATURES = {
     "kv_groups": Feature("KV groups"),
@@ -46,16 +46,20 @@ FEATURES = {
     "layers": Feature("loads by layer", LOAD_PLACES, part_of="tiers"),
     "async_loads": Feature("asynchronous loads without a place", LOAD_PLACES, part_of="tiers"),
     "sync_loads": Feature("synchronous loads", LOAD_PLACES, part_of="tiers"),
-    "bus": Feature("channels that share a bus", ("replay", "plan", "mock", "fleet"), part_of="tiers"),
-    "copies": Feature("steps that copies slow down", ("replay", "plan", "mock", "fleet"), part_of="tiers"),
-    "full_prompt_hits": Feature("hits of whole prompts", ("replay", "mock", "several")),
-    "orders": Feature("an eviction order other than LRU", ("replay", "plan", "mock", "sessions", "several", "fleet")),
+    "bus": Feature("channels that share a bus", ("replay", "plan", "mock", "sessions", "fleet"), part_of="tiers"),
+    "copies": Feature("steps that copies slow down", ("replay", "plan", "mock", "sessions", "fleet"), part_of="tiers"),
+    "full_prompt_hits": Feature("hits of whole prompts", ("replay", "plan", "mock", "several", "fleet")),
+    "orders": Feature("an eviction order other than LRU"),
+    "bound": Feature(
+        "a bound on inter-token latency", ("replay", "plan", "mock", "model", "sessions", "several", "fleet")
+    ),
     "mocker": Feature("the profile 'mocker'", ("replay", "plan", "mock", "several", "fleet")),
     "uncached": Feature("an engine without a prefix cache", ("replay", "fleet")),
-    "windows": Feature("sessions with a window", ("replay", "mock", "model", "sessions")),
-    "speculation": Feature("speculation", ("model", "sessions")),
-    "first_drafts": Feature("drafts before prompts", ("model", "sessions"), part_of="speculation"),
-    "kv_events": Feature("KV events of one replay", ("replay", "several", "fleet")),
+    "windows": Feature("sessions with a window", ("replay", "plan", "mock", "model", "sessions")),
+    "drafts": Feature("draft tokens in the time of steps", ("replay", "plan", "sessions", "several", "fleet")),
+    "speculation": Feature("guesses by n-grams", ("model", "sessions")),
+    "first_drafts": Feature("guesses before prompts", ("model", "sessions"), part_of="speculation"),
+    "kv_events": Feature("KV events over the network", ("replay", "mock", "sessions", "several", "fleet")),
     "prices": Feature("policies and prices of memory", ("plan",)),
     "record": Feature("a journal of what a server was asked", ("mock", "model")),
     "ranks": Feature("ranks in lock step", ("replay", "sessions")),
@@ -157,6 +161,7 @@ REFUSED = (
     Refusal(("uncached", "plan"), "a plan is about what is found", "Replay the options you have in mind."),
     Refusal(("uncached", "several"), "it is not modelled", "Leave it out."),
     Refusal(("ahead", "several"), "models take turns, and a turn is planned when it begins", "Leave it out."),
+    Refusal(("bound", "several"), "steps of the other models lie between those of one", "Leave it out."),
 )
 
 
@@ -180,7 +185,7 @@ def why_not(*given: str) -> str:
     if refusal is None:
         return ""
     blamed, *others = refusal.together
-    return f"{_words([blamed])} do not go with {_words(others)}, since {refusal.why}"
+    return f"{_words([blamed])} cannot be combined with {_words(others)}, since {refusal.why}"
 
 
 def _refusal(given: Mapping[str, str]) -> Refusal | None:

@@ -91,6 +91,15 @@ def _value(flag: str, param: object) -> str:
         ("replay --host-pages 9 --target-free 3", "--target-free: has no effect without --offload lazy"),
         ("replay --host-pages 9 --disk-read 1GB/s", "--disk-read: has no effect without --disk-pages or --disk-memory"),
         ("replay --pages 40000 --memory-fraction 0.5", "--memory-fraction: has no effect with --pages"),
+        ("replay --stop-tokens", "--stop-tokens: has no effect without --async-scheduling or --engine"),
+        (
+            "replay --pages 40000 --prefill-replicas 1 --prefill-memory-fraction 0.5",
+            "--prefill-memory-fraction: has no effect with --pages",
+        ),
+        (
+            "replay --decode-replicas 1 --decode-kv-memory 4GiB --decode-memory-fraction 0.5",
+            "--decode-memory-fraction: has no effect with --decode-kv-memory",
+        ),
         ("replay --open", "--open: has no effect without --html"),
         ("replay --kv-events-topic x", "--kv-events-topic: has no effect without --kv-events"),
         ("model show llama-3.1-8b --memory-fraction 0.5", "--memory-fraction: has no effect without --device"),

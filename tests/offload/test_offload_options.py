@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from kvarts.cli.replaying import all_sections
+from kvarts.errors import ConfigError
 from kvarts.offload.config import OffloadConfig
 from kvarts.settings import given_in
-from kvarts.sim.config import resolve_replay
+from kvarts.sim.config import ReplayConfig, resolve_replay
 
 from builders.command_line import parsed
 
@@ -92,6 +93,25 @@ def test_a_model_says_what_a_token_weighs_unless_it_is_given() -> None:
         assert offload.kv_bytes_per_token == weighs
 
 
+@pytest.mark.parametrize("fleet", ["", " --prefill-replicas 1 --decode-replicas 1 --transfer-rate 1GB/s"])
+def test_kv_groups_say_what_a_token_weighs(fleet: str) -> None:
+    """The option had no effect, and nothing was said of it."""
+    if fleet:
+        resolve: Any = pytest.importorskip("kvarts.fleet.config").resolve_fleet
+    else:
+        resolve = resolve_replay
+    command = f"--host-pages 10 --model gpt-oss-20b --device h100-80gb{fleet}"
+    of_token = ("--kv-bytes-per-token", "7")
+    resolve(parsed(*command.split()), SECTIONS)
+    resolve(parsed(*command.split(), *of_token, "--kv-groups", "off"), SECTIONS)
+    with pytest.raises(ConfigError, match="--kv-bytes-per-token: has no effect where KV is counted by KV group"):
+        resolve(parsed(*command.split(), *of_token), SECTIONS)
+    in_file = given_in({"offload": {"kv_bytes_per_token": 7}}, SECTIONS, Path("c.toml"))  # for other commands as well
+    resolve(parsed(*command.split()).over(in_file), SECTIONS)
+    with pytest.raises(ConfigError, match="kv_bytes_per_token: has no effect where"):
+        ReplayConfig.for_device("gpt-oss-20b", "h100-80gb", host_pages=10, kv_bytes_per_token=7)
+
+
 @pytest.mark.parametrize(
     ("file", "arguments", "expected"),
     [
@@ -123,3 +143,33 @@ def test_an_error_says_where_the_value_came_from(
     file: str, arguments: str, says: str, refusal: Callable[[str, str], str]
 ) -> None:
     assert refusal(f"[offload]\n{file}\n", arguments).startswith(f"kvarts: {says}")
+
+
+def test_a_mock_refuses_what_has_no_effect_without_a_size(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was refused by replays, and a mock said nothing."""
+    pytest.importorskip("kvarts.openai_api.opening")
+    assert run_command("mock", "--port", "0", "--h2d", "3GB/s") == 2
+    assert "--h2d: has no effect without a size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--h2d 3GB/s", "--h2d: has no effect without a size"),
+        ("--transfer-latency-us 3", "--transfer-latency-us: has no effect without a size"),
+        ("--preemption-mode recompute", "--preemption-mode: has no effect without a size"),
+        ("--load-overlap layers", "--load-overlap: has no effect without a size"),
+        ("--kv-bytes-per-token 3", "--kv-bytes-per-token: has no effect without a size"),
+        ("--bus 3GB/s", "--bus: does not go with a store that workers share"),
+    ],
+)
+def test_a_store_alone_reads_few_options_of_tiers(
+    option: str, says: str, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its size was taken for that of host memory, and the options had no effect."""
+    pytest.importorskip("kvarts.fleet.config")
+    model = ("--model", "qwen3-8b", "--device", "h100-80gb")
+    assert run_command("replay", *model, "--replicas", "2", "--store-pages", "9", *option.split()) == 2
+    assert says in capsys.readouterr().err

@@ -112,10 +112,10 @@ def test_an_option_changes_one_tier_of_a_file(tmp_path: Path) -> None:
         ([{"name": "a"}], "tier.a: has no size"),
         ([{"name": "a", "pages": 3, "size": "4GiB"}], "tier.a.pages: is given beside tier.a.size"),
         ([{"pages": 3}, {"pages": 4}], "tier.2.name: two tables have the name 'host'. Name each."),
-        ([{"name": "cached", "pages": 3}], "tier.cached: cannot be 'cached'"),
+        ([{"name": "cached", "pages": 3}], "tier.cached: cannot be 'cached', which reports and KV"),
         ([{"name": "Fast-1", "pages": 3}], "cannot be 'Fast-1'"),
-        ([{"name": "group0", "pages": 3}], "cannot be 'group0'"),
-        ([{"name": "gpu", "pages": 3}], "cannot be 'gpu'"),
+        ([{"name": "group0", "pages": 3}], "cannot be 'group0', which reports and KV events use"),
+        ([{"name": "gpu", "pages": 3}], "Not to be used: cached, cpu, device, free, gpu, "),
         ([{"name": "2", "pages": 3}], "tier.2: cannot be '2'. It is a part of names of columns: small letters and"),
         ([{"pages": 3, "size": 2.5}], "tier.host.size: Expected"),
         (

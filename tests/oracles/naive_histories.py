@@ -21,7 +21,6 @@ class NaiveHistories:
     sessions: dict[str, StoredSession] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     tombstones: dict[str, Tombstone] = field(default_factory=dict)
-    ended: tuple[int, int] = (0, 0)
 
     def of(self, session_id: str) -> list[int]:
         if session_id not in self.tokens:
@@ -63,7 +62,6 @@ class NaiveHistories:
         session = self.sessions.pop(session_id)
         del self.tokens[session_id]
         inv1, inv2 = session.usage.inv1_violations, session.usage.inv2_violations
-        self.ended = self.ended[0] + inv1, self.ended[1] + inv2
         self.tombstones[session_id] = Tombstone(
             session_id=session_id, owner=session.owner, reason=reason,  # type: ignore[arg-type]
             ended_s=ended_s, length=length, inv1_violations=inv1, inv2_violations=inv2,

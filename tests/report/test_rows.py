@@ -44,7 +44,7 @@ def test_columns_are_those_of_the_rows(
     sent: Rows = pickle.loads(pickle.dumps(rows))
     copied = Rows(3, near)
     copied.add_columns([sent.column(field) for field in range(3)])
-    assert [column.tolist() for column in sent.take_narrow_columns()] == expected
+    assert [column.tolist() for column in sent.take_columns()] == expected
     assert [column.tolist() for column in copied.take_columns()] == expected
     assert [column.tolist() for column in rows.take_columns()] == expected
     assert not len(rows) and [len(column) for column in rows.take_columns()] == [0, 0, 0]
@@ -67,13 +67,6 @@ def test_a_block_takes_the_bytes_of_its_distances(
     rows.add_columns([np.array(first, np.int64), np.array(second, np.int64)])
     assert sum(len(content) for blocks in rows._blocks for *_, content in blocks) == 1000 * size
     assert rows.to_lists() == [list(first), list(second)]
-
-
-def test_a_column_is_as_wide_as_its_largest_integer() -> None:
-    rows = Rows(3)
-    for number in range(PACK_AT // 16):
-        rows.add((number % 2, number, -1 if number else 1 << 40))
-    assert [column.dtype.itemsize for column in rows.take_narrow_columns()] == [1, 2, 8]
 
 
 COUNTS = st.one_of(st.integers(0, 3), st.integers(0, MOST_COUNT))

@@ -85,6 +85,15 @@ def test_an_engine_does_not_plan_ahead_where_models_take_turns() -> None:
         ),
         ({"kv_memory": 63}, "kv_memory: 63 bytes hold no page of 1,024 bytes"),
         ({"models": {"a": ModelShare(model="qwen3-8b")}}, "models.a.model: says nothing without a device"),
+        (
+            {"models": {"a": ModelShare(snapshots="branches", **NUMBERS)}},
+            "models.a.snapshots: has no effect without layers with a state",
+        ),
+        (
+            {"each": ReplayConfig(max_itl_ms=5.0)},
+            "max_itl_ms: does not go with several models on a device: steps of the other models lie between",
+        ),
+        ({"each": ReplayConfig(stop_tokens=True)}, "stop_tokens: has no effect without asynchronous scheduling"),
         ({"models": {"a": ModelShare(guarantee="2MiB", **NUMBERS)}}, "models.a.guarantee: all guarantees are"),
     ],
 )
@@ -165,3 +174,45 @@ def test_an_error_says_where_the_value_came_from(
     file: str, arguments: str, says: str, refusal: Callable[[str, str], str]
 ) -> None:
     assert refusal(file, arguments).startswith(f"kvarts: {says}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"snapshots": "end"}, "snapshots: must be 'ends' or 'branches', got 'end'"),
+        ({"eviction": "arc"}, "eviction: 'arc' is not callable"),
+    ],
+)
+def test_a_share_names_the_field(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        ModelShare(**NUMBERS, **settings)
+
+
+HYBRID = "--model a=granite-4.0-h-tiny{} --model b=gpt-oss-20b --device h100-80gb --kv-memory 4GiB"
+
+
+def test_snapshots_are_those_of_one_model() -> None:
+    """They were refused together with a model without states, though each model has its own."""
+    config = resolve_shares(parsed(*HYBRID.format(":snapshots=branches").split()), SECTIONS)
+    assert {name: of_model.snapshots for name, of_model in config.configs.items()} == {"a": "branches", "b": "ends"}
+    with pytest.raises(ConfigError, match=r"--snapshots: .*Say it of each: --model NAME=MODEL:snapshots=branches"):
+        resolve_shares(parsed(*HYBRID.format("").split(), "--snapshots", "branches"), SECTIONS)
+
+
+def test_drafts_are_those_of_one_model() -> None:
+    """The list of rates has commas, as the list of settings has."""
+    of_a = ":acceptance=0.7,0.4,speculative_tokens=2,weight=2"
+    config = resolve_shares(parsed(*HYBRID.format(of_a).split()), SECTIONS)
+    costs = {name: of_model.cost for name, of_model in config.configs.items()}
+    assert [cost.acceptance for cost in costs.values()] == [(0.7, 0.4), ()]
+    assert config.models["a"].weight == 2.0
+    for option, value, hint in (
+        ("--speculative-tokens", "2", "speculative_tokens=2,acceptance=0.7,0.4"),
+        ("--acceptance", "0.7", "acceptance=0.7,speculative_tokens=1"),
+        ("--kv-dtype", "fp8", "kv_dtype=fp8"),
+    ):
+        with pytest.raises(ConfigError, match=f"{option}: .*Say it of each: --model NAME=MODEL:{hint}."):
+            resolve_shares(parsed(*HYBRID.format("").split(), option, value), SECTIONS)
+        resolve_shares(parsed(*HYBRID.format(f":{hint}").split()), SECTIONS)
+    with pytest.raises(ConfigError, match=r"--model a: '0\.4' is not known"):
+        parsed(*HYBRID.format(":weight=2,0.4").split())

@@ -66,6 +66,14 @@ NEEDS = (
         except_with=("--tier", "[[tier]]"),
     ),
     Need(("--memory-fraction",), unless=("--pages", "--kv-memory"), commands=("replay", "plan", "mock")),
+    *(
+        Need(
+            (f"--{role}-memory-fraction",),
+            unless=("--pages", f"--{role}-pages", "--kv-memory", f"--{role}-kv-memory"),
+            commands=("replay",),
+        )
+        for role in ("prefill", "decode")
+    ),
     Need(("--memory-fraction", "--data-parallel"), ("--device",), commands=("model show",)),
     Need(
         ("--router",),
@@ -94,6 +102,7 @@ NEEDS = (
     Need(("--top-k", "--top-p", "--min-p"), ("--temperature",), commands=("generate", "profile", "chat")),
     Need(("--startup-time",), ("--scaler",)),
     Need(("--open",), ("--html",)),
+    Need(("--stop-tokens",), ("--async-scheduling", "--engine")),
     Need(("--retries",), ("--client-timeout-s",)),
     Need(("--retry-after-s",), ("--retries",)),
     Need(("--checkpoint-turns",), ("--json",), commands=("soak",)),

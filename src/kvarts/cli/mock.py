@@ -25,7 +25,7 @@ from kvarts.cli.http_options import (
     serve_http,
 )
 from kvarts.cli.options import INPUT, Command, GroupedOption, options_of
-from kvarts.cli.parts import ReadersOf, engine_options, with_engine_options
+from kvarts.cli.parts import ReadersOf, check_engine_options, engine_options, with_engine_options
 from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.replaying import all_sections
 from kvarts.errors import ConfigError, MissingFileError
@@ -107,6 +107,7 @@ def mock_command(**params: Any) -> None:
     if not 0.0 < speedup < float("inf"):
         raise ConfigError(f"must be a finite number above 0, got {speedup}", field="speedup")
     given = mock_fleet.over_file(params, given, sections)
+    check_engine_options(given)
     if "model" in given:
         _check_model(str(given["model"]))
     given = _over_default(given, sections)

@@ -9,7 +9,7 @@ import click
 
 from kvarts.cli.options import options_of
 from kvarts.cli.process import tell_whole_pages
-from kvarts.cli.sharing import MODELS
+from kvarts.cli.sharing import MODELS, with_policies
 from kvarts.cli.sharing import PART as SHARING
 from kvarts.errors import ConfigError
 
@@ -60,12 +60,10 @@ def open_if_several(
     for key in ("cost", "pages"):
         if key in given:
             raise given.error(key, "is for one model", hint="Give it for each model: --model NAME=MODEL:cost=FILE.")
-    if "eviction" in given:
-        raise given.error("eviction", "is for one model")
     from kvarts.openai_api.sharing.device import open_several
     from kvarts.sharing.config import resolve_shares
 
-    config = resolve_shares(given, sections)
+    config = with_policies(resolve_shares(given, sections), given, {})
     for name, of_model in config.configs.items():
         tell_whole_pages(of_model, name)
         if of_model.kv_groups != "off":

@@ -78,14 +78,20 @@ class OffloadPart(CommandPart):
         by_flags = [key for key in given.in_table(TABLE) if given.source_of(key) == Flags()]
         tables = (TABLE, "prefill", "decode", *(f"pool.{name}" for name in given.names("pool")))
         sizes = [f"{table}.{name}" for table in tables for name in ("host_pages", "host_memory")]
-        sizes += ["store.pages", "store.memory"]  # what a token weighs, it weighs there, too
-        if by_flags and not given.names(TIERS.table) and not any(size in given for size in sizes):
+        if given.names(TIERS.table) or any(size in given for size in sizes):
+            return
+        if "store.pages" in given or "store.memory" in given:
+            read = (*OF_STORES, *(("kv_bytes_per_token",) if "model" not in given else ()))
+            by_flags = [key for key in by_flags if key.removeprefix(f"{TABLE}.") not in read]
+        if by_flags:
             raise given.error(
                 by_flags[0], "has no effect without a size", hint="Give --host-pages or --host-memory as well."
             )
 
 
 NUMBERS = ("pages", "latency_us")
+OF_STORES = ("policy", "target_free", "store_within_ms", "load_kv", "bus", "copy_slowdown")
+"""Fields of [offload] that a store alone reads, or that are refused with it for another reason."""
 
 
 def _number(text: str) -> int | float | str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvarts.traffic.trace import Trace
 
 __all__ = ["CommandPart", "Outputs", "ReadersOf", "ReplayRun", "concern_parts", "engine_options", "load_parts"]
-__all__ += ["with_engine_options"]
+__all__ += ["check_engine_options", "with_engine_options"]
 
 PARTS: tuple[str, ...] = (
     "fleet",
@@ -135,6 +135,13 @@ def load_parts() -> tuple[CommandPart, ...]:
 def engine_options() -> list[click.Option]:
     """Return the parts' own options that are settings of an engine."""
     return [option for part in load_parts() if part.is_of_engines for option in part.options()]
+
+
+def check_engine_options(given: Given) -> None:
+    """Raise ConfigError for settings of an engine, of parts with options of their own, that cannot be combined."""
+    for part in load_parts():
+        if part.is_of_engines:
+            part.check(given)
 
 
 def with_engine_options(params: dict[str, Any], given: Given) -> Given:

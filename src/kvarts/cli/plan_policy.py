@@ -23,18 +23,15 @@ class PolicyPart(CommandPart):
     sections = (SECTION,)
 
     def check(self, given: Given) -> None:
-        """Raise ConfigError for an unknown policy, and with several models: each has its own eviction order."""
-        if KEY in given and given.names("models"):
-            raise given.error(KEY, "is for one model", hint="In Python, each model can have its own.")
+        """Raise ConfigError for an unknown policy."""
         check_policy(given)
 
     def run(
         self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]
     ) -> ReplayRun | None:
-        """Return the run if a policy is given."""
-        if KEY not in given:
+        """Return the run if a policy is given, unless it is that of several models."""
+        if KEY not in given or given.names("models"):
             return None
-
         return PolicyRun(given, trace, sections)
 
 

@@ -20,6 +20,8 @@ from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.process import Progress, print_bytes, tell_whole_pages
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole, writing
+from kvarts.plan.policy import KEY as EVICTION
+from kvarts.plan.policy import PolicySettings, check_policy, with_policy
 from kvarts.report.run_directory import REPORT, named
 from kvarts.report.words import number
 from kvarts.settings import Flags, Given, Section, setting, settings_of
@@ -42,6 +44,18 @@ TITLE = "Several models"
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 WIDTH = 14
 LOANS = "loans.jsonl"
+OF_MODEL = (ModelShare, PolicySettings)
+"""The settings of a model after its name in `--model`."""
+NUMBERS: dict[str, Callable[[str], Any]] = {
+    "weight": float,
+    "floor": int,
+    "ceiling": int,
+    "priority": int,
+    "kv_bytes_per_token": int,
+    "speculative_tokens": int,
+}
+LISTS = ("acceptance",)
+"""Those of them with values that contain commas."""
 
 
 class ModelTraffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +68,11 @@ class SharingPart(CommandPart):
     """Names of models, their traces, and settings of the shared device."""
 
     of_one_model = False
-    sections = (*SECTIONS, Section(struct=ModelTraffic, title=TITLE, table=MODELS, is_named=True))
+    sections = (
+        *SECTIONS,
+        Section(struct=ModelTraffic, title=TITLE, table=MODELS, is_named=True),
+        Section(struct=PolicySettings, title=TITLE, table=MODELS, is_named=True),
+    )
 
     def options(self) -> Sequence[click.Option]:
         """Return `--model`, which may be repeated for several models, `--trace` and `--loans`."""
@@ -62,7 +80,7 @@ class SharingPart(CommandPart):
         several = (
             " Several models on one device: --model NAME=MODEL for each, and after a colon its weight=2, floor=100, "
             "ceiling=800 (per mille of the time), guarantee=20GiB or 0.3, priority=1, weight_dtype=fp8, "
-            "kv_dtype=fp8, cost=FILE, kv_groups=all."
+            "kv_dtype=fp8, cost=FILE, kv_groups=all, eviction=arc."
         )
         return (
             GroupedOption(
@@ -91,7 +109,7 @@ class SharingPart(CommandPart):
                     raise ConfigError(
                         "is given twice", field=f"--model {name}", hint="Give each model a different name."
                     )
-                self._add(given, name, fields, ModelShare, f"--model {name}")
+                self._add(given, name, fields, OF_MODEL, f"--model {name}")
         elif len(texts) > 1:
             raise ConfigError(
                 "several models need names", field="--model", hint="Each: --model NAME=MODEL and --trace NAME=FILE."
@@ -106,7 +124,7 @@ class SharingPart(CommandPart):
                 raise ConfigError(f"{text!r} is not NAME=FILE", field="--trace", hint="Name the model it is for.")
             if f"{MODELS}.{name}.trace" in given:
                 raise ConfigError("is given twice", field=f"--trace {name}", hint="Keep one of them.")
-            self._add(given, name, {"trace": path}, ModelTraffic, f"--trace {name}", is_model=False)
+            self._add(given, name, {"trace": path}, (ModelTraffic,), f"--trace {name}", is_model=False)
         return given
 
     def _add(
@@ -114,18 +132,24 @@ class SharingPart(CommandPart):
         given: Given,
         name: str,
         fields: dict[str, Any],
-        struct: type[msgspec.Struct],
+        structs: Sequence[type[msgspec.Struct]],
         flag: str,
         *,
         is_model: bool = True,
     ) -> None:
-        settings = {each.field: each for each in settings_of(struct, f"{MODELS}.{name}")}
+        table = f"{MODELS}.{name}"
+        settings = {each.field: each for struct in structs for each in settings_of(struct, table)}
         spellings = {each.key: f"{flag}: {each.field}" if is_model else flag for each in settings.values()}
-        source = Flags({**spellings, f"[{MODELS}.{name}]": flag})
+        source = Flags({**spellings, f"[{table}]": flag})
         if is_model:
             given.add_name(MODELS, name, source)
         for field, value in fields.items():
             given.add(settings[field], value, source)
+
+    def check(self, given: Given) -> None:
+        """Raise ConfigError for an unknown eviction policy of a model."""
+        for name in given.names(MODELS):
+            check_policy(given, f"{MODELS}.{name}.{EVICTION}")
 
     def run(
         self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]
@@ -150,7 +174,7 @@ def parse_share(text: str) -> tuple[str, dict[str, Any]]:
 
     Raise ConfigError for an unknown field, or one that must be a number and is not.
     """
-    known = [each.field for each in settings_of(ModelShare)]
+    known = [each.field for struct in OF_MODEL for each in settings_of(struct)]
     name, equals, rest = text.partition("=")
     if not equals or not re.fullmatch(NAME, name):
         raise ConfigError(
@@ -160,7 +184,11 @@ def parse_share(text: str) -> tuple[str, dict[str, Any]]:
         )
     model, _, options = rest.partition(":")
     fields: dict[str, Any] = {"model": model} if model else {}
+    key = ""
     for part in filter(None, options.split(",")):
+        if key in LISTS and "=" not in part:
+            fields[key] += f",{part.strip()}"
+            continue
         key, equals, value = part.partition("=")
         key = key.strip()
         if not equals or key not in known:
@@ -172,8 +200,7 @@ def parse_share(text: str) -> tuple[str, dict[str, Any]]:
         if key in fields:
             raise ConfigError("is given twice", field=f"--model {name}: {key}", hint="Keep one of them.")
         fields[key] = value.strip()
-    numbers = {"weight": float, "floor": int, "ceiling": int, "priority": int, "kv_bytes_per_token": int}
-    for key, kind in numbers.items():
+    for key, kind in NUMBERS.items():
         if key in fields:
             try:
                 fields[key] = kind(fields[key])
@@ -183,6 +210,18 @@ def parse_share(text: str) -> tuple[str, dict[str, Any]]:
 
 
 PART = SharingPart()
+
+
+def with_policies(config: SharingConfig, given: Given, traces: Mapping[str, Trace]) -> SharingConfig:
+    """Return `config` with the eviction policies that were given, for all models or for one. Raise ConfigError.
+
+    `traces`: the requests of the models, where they are known beforehand.
+    """
+    models = {}
+    for name, share in config.models.items():
+        own = f"{MODELS}.{name}.{EVICTION}"
+        models[name] = with_policy(share, given, traces.get(name), own if own in given else EVICTION)
+    return msgspec.structs.replace(config, models=models)
 
 
 def render_shared_table(summary: dict[str, Any]) -> str:
@@ -301,6 +340,7 @@ class SharedRun:
         """Load the trace of each model."""
         with Progress("reading traces"):
             traces = {name: load_trace(self._paths[name], **reading_of(self._given)) for name in self.config.models}
+        self.config = with_policies(self.config, self._given, traces)
         return traces, list(traces.values())
 
 

@@ -17,7 +17,7 @@ from kvarts.fleet.scaling import Scaler, Scripted, Thresholds, parse_scaler
 from kvarts.limits import MOST_BYTES, MOST_MS, MOST_PAGES, brief, check_number, check_whole
 from kvarts.rooms import from_room
 from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, Within, setting, settings_of
-from kvarts.sim.config import ReplayConfig, Slo, resolve_replay
+from kvarts.sim.config import ReplayConfig, Slo, check_token_bytes, resolve_replay
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
 from kvarts.units import meant_size, parse_bytes, parse_rate
 
@@ -479,6 +479,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         served = given.build(PoolSettings, table).served_model_name if table not in ("", *ROLES) else None
         config = _resolve_pool(given, table, of_all.without(ages[place]), sections)
         pools.append(PoolConfig(name=name, role=role, each=config, served_model_name=served))
+    check_token_bytes(given, [pool.each for pool in pools])
     transfer = given.build(TransferSettings, "transfer")
     if given.in_table("transfer") and not transfer.pull and all(pool.role == "mixed" for pool in pools):
         raise given.error(given.in_table("transfer")[0], "has no effect: mixed workers send nothing")

@@ -67,12 +67,10 @@ class Direction(StrEnum):
 class Move(msgspec.Struct, frozen=True, gc=False):
     """Copies `source_ids[i]` to `target_ids[i]`. A place in files is named by its key, any other by its page.
 
-    Several places in a row with the same key are one file.
-
-    `tier`: the tier below that takes part; the other end is the device, or host memory for a spill.
+    Several places in a row with the same key are one file. One end is a tier below, the other the device, or host
+    memory for a spill.
     """
 
-    tier: str
     source_ids: tuple[PageId | bytes, ...]
     target_ids: tuple[PageId | bytes, ...]
 

@@ -117,7 +117,10 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             if kind != self.kind and self.name in (kind, name):
                 what = f"is of {self.kind}, and has the name of the other kind"
                 raise SettingError(what, "name", hint=f"Give it kind={kind}, or another name.")
-        if not re.fullmatch(r"(?!group\d)[a-z][a-z0-9]{0,30}", self.name) or self.name in TAKEN:
+        if self.name in TAKEN or re.match(r"group\d", self.name):
+            what = f"cannot be {self.name!r}, which reports and KV events use for something else"
+            raise SettingError(what, "name", hint=f"Not to be used: {', '.join(sorted(TAKEN))}, and group0 and so on.")
+        if not re.fullmatch(r"[a-z][a-z0-9]{0,30}", self.name):
             raise SettingError(
                 f"cannot be {self.name!r}",
                 "name",

@@ -183,7 +183,7 @@ class Offloader(Transfers, Generic[LayoutT]):
             self._tell(StoreStarted(self.num_transfers, name, tuple(copies.runs), tuple(copies.groups)))
         moves = []
         if self._with_page_ids:
-            moves.append(Move(name, tuple(copies.source_ids), tuple(copies.target_ids)))
+            moves.append(Move(tuple(copies.source_ids), tuple(copies.target_ids)))
         num_bytes = copies.num_blocks * self.block_bytes
         under_way = UnderWay(direction, self._workers(), copies, ((write, num_bytes),))
         dropped = self._dropped() if self._with_page_ids else ()
@@ -244,7 +244,7 @@ class Offloader(Transfers, Generic[LayoutT]):
         for place, num_blocks, source_ids, target_ids in loading.reads:
             read, num_bytes = self._connected[place].read, num_blocks * self.block_bytes
             if self._with_page_ids:
-                moves.append(Move(self.tier_names[place], source_ids, target_ids))
+                moves.append(Move(source_ids, target_ids))
             lanes.append((read, num_bytes))
             within_ns = 0 if self._bus is None else read.within_ns(now_ns, num_bytes)
             read_ns = read.submit(now_ns, num_bytes)

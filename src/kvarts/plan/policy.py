@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
@@ -10,11 +10,11 @@ from kvarts.errors import ConfigError
 from kvarts.settings import Given, Section, setting
 
 if TYPE_CHECKING:
-    from kvarts.sim.config import ReplayConfig
     from kvarts.traffic.trace import Trace
 
 __all__ = ["KEY", "SECTION", "PolicySettings", "check_policy", "with_policy"]
 
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 KEY = "eviction"
 
 
@@ -35,31 +35,31 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
 SECTION = Section(struct=PolicySettings, title="Engine and load")
 
 
-def check_policy(given: Given) -> None:
-    """Raise ConfigError if `eviction` is given and is not a policy."""
+def check_policy(given: Given, key: str = KEY) -> None:
+    """Raise ConfigError if `key` is given and is not a policy."""
     from kvarts.traffic.trace import Trace
 
-    if KEY in given:
-        _find(given, Trace([]))
+    if key in given:
+        _find(given, Trace([]), key)
 
 
-def with_policy(config: ReplayConfig, given: Given, trace: Trace | None) -> ReplayConfig:
-    """Return `config` with the policy that was given, if any. Raise ConfigError if it is not a policy.
+def with_policy(config: StructT, given: Given, trace: Trace | None, key: str = KEY) -> StructT:
+    """Return `config`, which has an `eviction`, with the policy that was given by `key`, if any.
 
-    `trace`: the requests, where they are known beforehand.
+    `trace`: the requests, where they are known beforehand. Raise ConfigError if it is not a policy.
     """
-    return msgspec.structs.replace(config, eviction=_find(given, trace)) if KEY in given else config
+    return msgspec.structs.replace(config, eviction=_find(given, trace, key)) if key in given else config
 
 
-def _find(given: Given, trace: Trace | None) -> Any:
+def _find(given: Given, trace: Trace | None, key: str) -> Any:
     from kvarts.plan.league import find_policy
 
-    if ":" in given[KEY] and given.source_of(KEY).path is not None:
+    if ":" in given[key] and given.source_of(key).path is not None:
         # Configuration files are shared; opening one must not run code from its directory.
         raise given.error(
-            KEY, "names code, which no file may", hint=f"Give it on the command line: --eviction {given[KEY]}."
+            key, "names code, which no file may", hint=f"Give it on the command line: --eviction {given[key]}."
         )
     try:
-        return find_policy(given[KEY], trace)
+        return find_policy(given[key], trace)
     except ConfigError as error:
-        raise given.error(KEY, error.what, hint=error.hint) from error
+        raise given.error(key, error.what, hint=error.hint) from error

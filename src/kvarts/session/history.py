@@ -130,10 +130,6 @@ class Histories:
         """Return the tombstones of ended sessions, in order of their end."""
         return self._submit(HistoryTables.tombstones).result()
 
-    def ended_violations(self) -> tuple[int, int]:
-        """Return the violations of both invariants counted in all sessions that have ended."""
-        return self._submit(HistoryTables.ended_violations).result()
-
     def tokens(self, session_id: str, start: int = 0, end: int | None = None) -> Future[npt.NDArray[np.uint32]]:
         """Return tokens `start` to `end` (exclusive; None: the last)."""
         return self._submit(lambda tables: tables.tokens(session_id, start, end))

@@ -71,8 +71,6 @@ SCHEMA = (
         inv2_violations INTEGER NOT NULL
     ) WITHOUT ROWID""",
     "CREATE INDEX tombstones_by_end ON tombstones (ended_s)",
-    "CREATE TABLE ended (inv1_violations INTEGER NOT NULL, inv2_violations INTEGER NOT NULL)",
-    "INSERT INTO ended VALUES (0, 0)",
 )
 
 MOVE_AWAY = "Move the file away, or give another directory."
@@ -282,10 +280,6 @@ class HistoryTables:
             self._run("DELETE FROM sessions WHERE serial = ?", (serial,))
             row = (session_id, session.owner, reason, ended_s, length, usage.inv1_violations, usage.inv2_violations)
             self._run("INSERT OR REPLACE INTO tombstones VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-            self._run(
-                "UPDATE ended SET inv1_violations = inv1_violations + ?, inv2_violations = inv2_violations + ?",
-                (usage.inv1_violations, usage.inv2_violations),
-            )
             return length
 
     def forget(self, before_s: float) -> int:
@@ -317,12 +311,6 @@ class HistoryTables:
             return [
                 msgspec.convert(dict(zip(Tombstone.__struct_fields__, row, strict=True)), Tombstone) for row in rows
             ]
-
-    def ended_violations(self) -> tuple[int, int]:
-        """Return the violations of both invariants counted in all sessions that have ended."""
-        with self._file.named_errors():
-            inv1, inv2 = self._run("SELECT * FROM ended").fetchone()
-            return inv1, inv2
 
     def tokens(self, session_id: str, start: int, end: int | None) -> Tokens:
         """Return tokens `start` to `end` (exclusive; None: the last). Raise SessionNotReadyError if there are fewer."""

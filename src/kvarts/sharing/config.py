@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 import msgspec
 
 from kvarts.combines import check_combination
-from kvarts.config import StateMode
+from kvarts.config import Snapshots, StateMode
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_BYTES_PER_TOKEN, MOST_COUNT, MOST_SECONDS, brief, check_number, check_whole
 from kvarts.settings import AtLeastOne, Given, Section, SettingError, parts_of_error, setting, settings_of
@@ -85,8 +85,11 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
     `shares_of`. `guarantee`: KV memory that it can always reclaim, as a size or as a fraction of the whole;
     by default, the part by weight of the memory that other guarantees leave. `priority` is added to that of each of its
     requests. `kv_groups`: as in ReplayConfig; the model then draws on the memory in blocks, and its states are counted.
-    None: `all` if its layers keep less and nothing refuses it, else `off`. `mamba_cache_mode`: as in ReplayConfig.
-    `groups`, which only Python can give: PartGroups that are counted instead of those of the model.
+    None: `all` if its layers keep less and nothing refuses it, else `off`. `snapshots` and `mamba_cache_mode`: as in
+    ReplayConfig.
+
+    Some fields can be set in Python only. `groups`: PartGroups that are counted instead of those of the model.
+    `eviction`: a callable that makes its EvictionOrder; None: that of `each` in SharingConfig.
     """
 
     weight: Annotated[float, setting("Its part of the time and the memory, relative to the others.", flag=None)] = 1.0
@@ -103,11 +106,15 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
     kv_groups: Annotated[
         KvGroupsName | None, setting("Count for each of its layers what it keeps: off, all or tails.", flag=None)
     ] = None
+    snapshots: Annotated[
+        Snapshots, setting("Where its layers with a state leave snapshots: ends or branches.", flag=None)
+    ] = "ends"
     mamba_cache_mode: Annotated[
         StateMode, setting("States that its layers keep for prefixes: snapshots, all or align.", flag=None)
     ] = "snapshots"
     # Any, as in ReplayConfig.
     groups: tuple[Any, ...] = ()
+    eviction: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,6 +124,12 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
             check_whole(self.kv_bytes_per_token, "kv_bytes_per_token", most=MOST_BYTES_PER_TOKEN)
         if self.kv_groups not in (None, *get_args(KvGroupsName)):
             raise SettingError(f"must be 'off', 'all' or 'tails', got {self.kv_groups!r}", "kv_groups")
+        if self.snapshots not in get_args(Snapshots):
+            raise SettingError(f"must be 'ends' or 'branches', got {self.snapshots!r}", "snapshots")
+        if self.eviction is not None and not callable(self.eviction):
+            raise SettingError(
+                f"{self.eviction!r} is not callable", "eviction", hint="Give a class, or a function that makes one."
+            )
         if self.mamba_cache_mode not in get_args(StateMode):
             raise SettingError(
                 f"must be 'snapshots', 'all' or 'align', got {self.mamba_cache_mode!r}", "mamba_cache_mode"
@@ -308,6 +321,8 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         for name, share in self.models.items():
             if share.mamba_cache_mode != "snapshots":
                 given["states_by_page"] = f"models.{name}.mamba_cache_mode"
+            if share.eviction is not None:
+                given["orders"] = f"models.{name}.eviction"
         if self.each.async_scheduling and self.each.engine == "none":  # else it is a default of the engine
             given["ahead"] = "async_scheduling"
         return {"several": "models", **self.each.features, **given}
@@ -415,17 +430,19 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
             if offload is not None:
                 num_layers = None if placed.geometry is None else placed.geometry.num_layers
                 offload = offload.for_model(placed.kv_bytes_per_token, num_layers)
-            groups, kv_groups = self.groups[name], self.models[name].kv_groups or "all"
-            with _errors_of(name, ("kv_groups", "groups", "mamba_cache_mode")):
+            share, groups = self.models[name], self.groups[name]
+            with _errors_of(name, ("kv_groups", "groups", "snapshots", "mamba_cache_mode")):
                 configs[name] = msgspec.structs.replace(
                     self.each,
                     num_pages=most // page_bytes,
                     cost=placed.cost,
                     placement=self._placement_of(name),
                     offload=offload,
-                    kv_groups=kv_groups if groups else "off",
+                    kv_groups=(share.kv_groups or "all") if groups else "off",
                     groups=groups,
-                    mamba_cache_mode=self.models[name].mamba_cache_mode,
+                    snapshots=share.snapshots,
+                    mamba_cache_mode=share.mamba_cache_mode,
+                    eviction=self.each.eviction if share.eviction is None else share.eviction,
                     async_scheduling=False,
                     whole_pages=self._whole_pages if self._default_groups[name] and not groups else "",
                 )
@@ -480,6 +497,7 @@ def check_each(each: ReplayConfig) -> None:
         "num_pages": "is for a replay of one model: pages of several differ in bytes. Give {kv_memory}",
         "cost": "is for a replay of one model: each of several has its own",
         "kv_groups": "is for a replay of one model: each of several says it, as --model NAME=MODEL:kv_groups=all",
+        "stop_tokens": "has no effect without asynchronous scheduling, which several models on a device do not have",
     }
     for field, why in refused.items():
         if getattr(each, field) != getattr(default, field):
@@ -494,18 +512,23 @@ SECTIONS = (
 
 
 TOKEN_BYTES = "offload.kv_bytes_per_token"
-OF_EACH = {"kv_groups": "all", "mamba_cache_mode": "align"}
+OF_EACH = {
+    "weight_dtype": "fp8",
+    "kv_dtype": "fp8",
+    "speculative_tokens": "2,acceptance=0.7,0.4",
+    "acceptance": "0.7,speculative_tokens=1",
+    "kv_groups": "all",
+    "snapshots": "branches",
+    "mamba_cache_mode": "align",
+}
 """Settings of a replay of one model that each of several has, and a value of each, for hints."""
 
 
 def resolve_shares(given: Given, sections: Sequence[Section]) -> SharingConfig:
     """Build a SharingConfig from the given settings. Raises ConfigError that names the setting and its origin."""
     models = {name: given.build(ModelShare, f"models.{name}") for name in given.names("models")}
-    for of_one in settings_of(ModelSettings):
-        if of_one.key in given:
-            raise given.error(
-                of_one.key, "is for a replay of one model", hint="Say it of each: --model NAME=MODEL:weight_dtype=fp8."
-            )
+    if "model" in given:
+        raise given.error("model", "is for a replay of one model", hint="Name each: --model NAME=MODEL.")
     if TOKEN_BYTES in given:
         raise given.error(
             TOKEN_BYTES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, get_args
 
@@ -32,6 +32,7 @@ __all__ = [
     "EngineSet",
     "ReplayConfig",
     "Slo",
+    "check_token_bytes",
     "engine_of",
     "make_config",
     "resolve_replay",
@@ -375,6 +376,7 @@ class ReplayConfig(
             "bus": getattr(self.offload, "bus", None) is not None and "offload.bus",
             "copies": getattr(self.offload, "copy_slowdown", 0.0) > 0 and "offload.copy_slowdown",
             "orders": self.eviction is not _default_eviction() and "eviction",
+            "bound": self.max_itl_ms is not None and "max_itl_ms",
             "mocker": self.profile == "mocker" and "profile",
             "sessions": self.sessions is not None and "sessions",
             "late_events": getattr(self.routing, "event_lag_ns", 0) > 0 and "routing.event_lag",
@@ -659,14 +661,33 @@ def resolve_replay(
 
     Raise ConfigError that names the setting and where it was given.
     """
+    asked = asked or {}
+    config = _resolved_by_default(given, sections, asked, counts_groups=counts_groups)
+    if "fleet" not in asked:  # which has more than one
+        check_token_bytes(given, [config])
+    return config
+
+
+def check_token_bytes(given: Given, configs: Iterable[ReplayConfig]) -> None:
+    """Raise ConfigError if bytes of a token are given, not in a file, and KV groups say them in all `configs`."""
+    key = "offload.kv_bytes_per_token"
+    if key in given and given.source_of(key).path is None and all(each.kv_groups != "off" for each in configs):
+        what = "has no effect where KV is counted by KV group"
+        raise given.error(key, what, hint="Leave it out, or count no KV groups.")
+
+
+def _resolved_by_default(
+    given: Given, sections: Sequence[Section], asked: Mapping[str, str], *, counts_groups: bool
+) -> ReplayConfig:
+    """Return the configuration with KV groups, or with whole pages if these are refused and not asked for."""
     if not counts_groups or "kv_groups" in given:
-        return _resolved(given, sections, asked or {}, counts_groups=False)
+        return _resolved(given, sections, asked, counts_groups=False)
     try:
-        return _resolved(given, sections, asked or {}, counts_groups=True)
+        return _resolved(given, sections, asked, counts_groups=True)
     except ConfigError as refused:
         if "mamba_cache_mode" in given and given["mamba_cache_mode"] != "snapshots":
             raise  # whole pages have no states
-        config = _resolved(given, sections, asked or {}, counts_groups=False)
+        config = _resolved(given, sections, asked, counts_groups=False)
         return msgspec.structs.replace(config, whole_pages=_reason(refused))
 
 

@@ -266,12 +266,12 @@ of_models = pytest.mark.skipif("sharing" not in ROOMS, reason="needs kvarts.shar
     [
         pytest.param(
             (*MODELS, "--session-window", "32"),
-            "--session-window: is of sessions: sessions do not go with several models on a device",
+            "--session-window: is of sessions: sessions cannot be combined with several models on a device",
             marks=of_models,
         ),
         (
             ("--record", "x.jsonl", "--max-sessions", "3"),
-            "do not go with sessions, since it is replayed request by request",
+            "cannot be combined with sessions, since it is replayed request by request",
         ),
         (("--no-sessions", "--state-dir", "x"), "--no-sessions was given"),
         (("--session-memory", "1GiB"), "--session-memory: is of sessions with a window"),

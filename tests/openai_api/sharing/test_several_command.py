@@ -48,6 +48,10 @@ def test_two_models_are_served_and_their_records_are_replayed(tmp_path: Path, ru
         (("--served-model-name", "x"), "--served-model-name: is for one model"),
         (("--lora", "code"), "'code' is the name of two models"),
         (("--model", "chat=qwen3-8b"), "is given twice"),
+        (("--eviction", "session-aware"), "--eviction: 'session-aware' needs a trace"),
+        (("--model", "more=qwen3-8b:eviction=session-aware"), "--model more: eviction: 'session-aware' needs a trace"),
+        (("--model", "more=qwen3-8b:eviction=nothing"), "--model more: eviction: 'nothing' is not a policy"),
+        (("--max-itl-ms", "5"), "--max-itl-ms: does not go with several models on a device"),
     ],
 )
 def test_what_several_models_do_not_combine_with_is_refused(
