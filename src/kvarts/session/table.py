@@ -595,7 +595,7 @@ def memory_of(host: ModelHost) -> SessionMemory:
 
 
 def keeps_of(settings: SessionSettings, host: ModelHost) -> SinkWindow:
-    """Return what a bounded session retains. Raise ConfigError for what the model cannot choose."""
+    """Return the tokens that a bounded session retains. Raise ConfigError for a choice that the model does not have."""
     assert settings.window is not None
     if not settings.heavy:
         return SinkWindow(settings.sink, settings.window, rotates_late=settings.positions == "cache")

@@ -285,8 +285,7 @@ class ReplayConfig(
     audit: Annotated[
         bool,
         setting(
-            "After every step, check that each page is accounted for, and at the end of a replay that one without the "
-            "audit is the same; docs/limits.md says what is trusted."
+            "After every step, check that each page is accounted for; at the end, that a plain replay is the same."
         ),
     ] = False
     kv_groups: Annotated[
@@ -669,7 +668,7 @@ def resolve_replay(
 
 
 def check_token_bytes(given: Given, configs: Iterable[ReplayConfig]) -> None:
-    """Raise ConfigError if bytes of a token are given, not in a file, and KV groups say them in all `configs`."""
+    """Raise ConfigError if bytes of a token are given, not in a file, and all `configs` have KV groups, which fix them."""
     key = "offload.kv_bytes_per_token"
     if key in given and given.source_of(key).path is None and all(each.kv_groups != "off" for each in configs):
         what = "has no effect where KV is counted by KV group"
