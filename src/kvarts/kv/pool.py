@@ -25,7 +25,7 @@ class PageError(KvartsError):
 
 
 class PageIds:
-    """Ids in an order, as runs of consecutive ones, upwards or downwards. A call costs what its runs cost.
+    """Ids in an order, as runs of consecutive ones, upwards or downwards. A call takes a time for each run.
 
     `_firsts`: the first id of each run; `_counts`: the number of its ids, negative for a run downwards.
     """
@@ -54,8 +54,24 @@ class PageIds:
 
     def add(self, page_ids: Iterable[PageId]) -> None:
         """Add ids one by one."""
+        # As `_add_run` does: this runs for every page that is emptied.
+        firsts, counts = self._firsts, self._counts
+        first, count, num_added = -2, 1, 0  # no id follows that one
+        if counts:
+            first, count = firsts[-1], counts[-1]
         for page_id in page_ids:
-            self._add_run(page_id, 1)
+            num_added += 1
+            if count > 0 and page_id == first + count:
+                count += 1
+                counts[-1] = count
+            elif count <= 1 and page_id == first - abs(count):
+                count = -1 - abs(count)
+                counts[-1] = count
+            else:
+                first, count = page_id, 1
+                firsts.append(page_id)
+                counts.append(1)
+        self._num_ids += num_added
 
     def __add__(self, other: PageIds) -> PageIds:
         every = self.part(0, self._num_ids)
@@ -68,7 +84,7 @@ class PageIds:
             self._add_run(first, count)
 
     def _add_run(self, first: int, count: int) -> None:
-        """Add a run, as part of the last one if it goes on in the same direction. One id has no direction."""
+        """Add a run, as part of the last one if it continues that. A single id continues in either direction."""
         self._num_ids += abs(count)
         if count == -1:
             count = 1
@@ -128,8 +144,22 @@ class PageIds:
             found._add_run(first + count - 1 if count > 0 else first + count + 1, -count)
         return found
 
+    def pop_one(self) -> PageId:
+        """Remove the last id, and return it."""
+        counts = self._counts
+        count = counts[-1]
+        self._num_ids -= 1
+        if count == 1:
+            counts.pop()
+            return PageId(self._firsts.pop())
+        if count > 0:
+            counts[-1] = count - 1
+            return PageId(self._firsts[-1] + count - 1)
+        counts[-1] = count + 1 if count < -2 else 1
+        return PageId(self._firsts[-1] + count + 1)
+
     def pop(self, count: int) -> PageIds:
-        """Remove the last `count` ids, of which there are as many, and return them, the last first."""
+        """Remove the last `count` ids, and return them, the last first. There are that many."""
         taken = PageIds()
         firsts, counts = self._firsts, self._counts
         self._num_ids -= count
@@ -156,7 +186,7 @@ class PageIds:
 
 
 NO_IDS: Final = PageIds()
-"""The ids of whatever has none, such as all runs whose blocks are only counted; nothing adds to it."""
+"""The ids of parts whose blocks are only counted; nothing adds to it."""
 
 
 def _ids_of_run(first: int, count: int) -> Sequence[PageId]:
@@ -285,6 +315,10 @@ class IdPool:
 
     def take(self, count: int) -> list[PageId]:
         """Take `count` pages; return their ids. Raise PageError if fewer are empty."""
+        if count == 1 and self.num_empty:
+            self.num_empty -= 1
+            self.num_taken += 1
+            return [self.empty.pop_one()]
         return list(self.take_runs(count))
 
     def take_runs(self, count: int) -> PageIds:
