@@ -23,6 +23,7 @@ __all__ = [
     "first_line",
     "parts_of",
     "renamed",
+    "with_type",
 ]
 
 MOST_PROBLEM_CHARS = 200
@@ -109,6 +110,12 @@ def parts_of(error: Exception) -> tuple[str, str | None]:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type's name if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def with_type(error: BaseException) -> str:
+    """Return the name of an error's type, and the first line of its message if it has one."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line[:MOST_PROBLEM_CHARS]}"
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.kv.group_pages import HeldByOthers
 from kvarts.kv.groups import STATE_SPAN, GroupMemory, PartGroup, Retention
-from kvarts.kv.pool import IdPool, PageError
+from kvarts.kv.pool import IdPool, PageError, PageIds
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.runs import RunHolding
 
@@ -573,7 +573,8 @@ def test_ids_of_a_large_pool_are_examined_once_as_many_have_moved(num_blocks: in
 
     filled(0)
     (run,) = [run for span in cache.tree.every() for run in span.parts[0]]
-    run.ids[0] = run.ids[1]
+    _, second, *others = run.ids
+    run.ids = PageIds([second, second, *others])
     num_checks, found = 0, ""
     while not found:
         num_checks += 1
@@ -584,6 +585,6 @@ def test_ids_of_a_large_pool_are_examined_once_as_many_have_moved(num_blocks: in
             found = str(error)
     assert "two owners" in found
     assert num_checks == 1 if num_blocks <= FEW_IDS else 8 < num_checks <= 16
-    run.ids.pop()
+    run.ids.pop(1)
     with pytest.raises(AssertionError, match="4 blocks, and 3 ids"):
         cache.check([])

@@ -288,18 +288,27 @@ def test_an_error_in_a_step_reaches_every_caller_and_closes_the_loop(is_interrup
     assert not served.loop.has_work, "a loop that steps by hand comes to an end"
 
 
-def test_an_error_in_a_step_by_hand_is_raised_there() -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(BrokenError(), "BrokenError"), (MemoryError(), "MemoryError"), (OSError("no\nroom"), "OSError: no")],
+    ids=repr,
+)
+def test_an_error_in_a_step_by_hand_is_raised_there_and_logged(
+    error: Exception, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     served = Served()
 
     def fail(step: int) -> None:
-        raise BrokenError
+        raise error
 
     served.loop.submit([1], params())
     served.toy.before_step = fail
-    with pytest.raises(BrokenError):
+    with pytest.raises(type(error)):
         served.loop.step()
-    with pytest.raises(EngineDeadError):
-        served.loop.step()
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=rf"an error: {words}\."):
+            served.loop.step()
+    assert caplog.messages == [f"the engine has stopped after an error: {words}"]
 
 
 def test_a_stream_whose_event_loop_has_gone_is_dropped() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from cProfile import Profile
 from random import Random
 from typing import Any
 
@@ -16,9 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvarts.clock import VirtualClock
 from kvarts.config import EngineConfig
 from kvarts.executor.cost import LinearCost
+from kvarts.executor.page_bytes import FIRST_ROWS
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.groups import GroupMemory, PartGroup
+from kvarts.kv.groups import STATE_SPAN, GroupMemory, PartGroup
 from kvarts.openai_api.opening import mock_model
+from kvarts.sampling import SamplingParams
 
 from builders import preforked
 from builders.grouped import FULL, WINDOW
@@ -85,6 +89,69 @@ def test_one_of_two_models_counts_its_groups() -> None:
         states = found[name]
         assert states["cached"] > 0 == states["used"]
         assert states["elsewhere"] == 0, "what others have cached is free"
+
+
+def cost_of(state: PartGroup, *, aligns: bool) -> tuple[int, int]:
+    """Return the most memory that a mock takes for a prompt of 500 tokens, in bytes, and the calls that it makes."""
+    config = EngineConfig(num_pages=100, page_size=16, max_num_batched_tokens=64, max_num_seqs=4)
+    groups = GroupMemory((PartGroup(FULL, 1), state), aligns=aligns)
+    profile = Profile()
+    tracemalloc.start()
+    try:
+        host = mock_model(config, LinearCost(step_ms=1.0), token_bytes=100, groups=groups, clock=VirtualClock())
+        host.loop.submit([7] * 500, SamplingParams(max_tokens=20))
+        profile.enable()
+        while host.loop.has_work:
+            host.loop.step()
+        profile.disable()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    return peak, sum(entry.callcount for entry in profile.getstats())
+
+
+@pytest.mark.parametrize("aligns", [False, True])
+def test_a_state_of_many_blocks_costs_what_one_of_few_does(aligns: bool) -> None:
+    """A state by page is taken, named in plans, written and given back as one."""
+    layer = KvLayer(kind="state", state_bytes=1, span=STATE_SPAN)
+    _, few, many = (cost_of(PartGroup(layer, each), aligns=aligns) for each in (3, 3, 30_000))  # the first one imports
+    assert many[1] < few[1] * 1.1
+    untouched = 2 * 8 * 100 * 30_001 + FIRST_ROWS * 16 * 8  # zeros of PageSlots
+    assert many[0] < few[0] + untouched + (1 << 20)
+
+
+def test_a_mock_that_writes_a_state_by_page_elsewhere_is_noticed() -> None:
+    """INV1 reads the block of each state that plans name: the others follow it."""
+    opening = pytest.importorskip("kvarts.session.opening")
+    from kvarts.session.values import SessionsConfig, SessionSettings
+
+    from builders.sessions import OWNER, say
+
+    config = EngineConfig(num_pages=60, page_size=4, max_num_batched_tokens=64, max_num_seqs=4)
+    by_page = PartGroup(KvLayer(kind="state", state_bytes=1, span=STATE_SPAN), 3)
+    memory = GroupMemory((PartGroup(FULL, 1), by_page), aligns=True)
+    host = mock_model(config, LinearCost(step_ms=1.0), token_bytes=100, groups=memory, clock=VirtualClock())
+    sessions = opening.sessions_on(host, SessionsConfig(defaults=SessionSettings(sink=3, window=10), chunk_tokens=16))
+
+    async def violations(name: str) -> int:
+        return int((await sessions.info(OWNER, name)).inv1_violations)
+
+    async def talk() -> None:
+        name, other = [await sessions.create(OWNER) for _ in range(2)]
+        for each in (name, other):
+            await say(sessions, each, [7] * 30, 5)
+        assert await violations(name) == await violations(other) == 0
+        table, of_other = (sessions._table.get(OWNER, each).pages.tables[1] for each in (name, other))
+        own, table._page_ids = table._page_ids, of_other._page_ids
+        assert await violations(name) == 0, "two sessions of one history, at the same position"
+        await say(sessions, other, [7], 5)
+        assert await violations(name) == 1
+        table._page_ids = own
+        assert await violations(name) == 1
+        await sessions.close(OWNER, name)
+        await sessions.shut_down()
+
+    asyncio.run(talk())
 
 
 @pytest.mark.parametrize(

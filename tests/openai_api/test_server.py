@@ -207,7 +207,7 @@ def test_sleep_and_wake(start: Any) -> None:
     assert call(server.url, COMPLETIONS, hello()).status == 200
 
 
-def test_an_engine_that_dies_tells_every_client_and_its_health(start: Any) -> None:
+def test_an_engine_that_dies_tells_every_client_and_its_health(start: Any, caplog: pytest.LogCaptureFixture) -> None:
     server = start(cost="linear:step_ms=5")
     server.excuse("missing retry")
     reading = OpenStream(server.url, COMPLETIONS, hello(max_tokens=2000, ignore_eos=True, stream=True))
@@ -217,8 +217,11 @@ def test_an_engine_that_dies_tells_every_client_and_its_health(start: Any) -> No
     told = reading.read()
     reading.close()
     assert b'"code":500' in told and b"Traceback" not in told
+    why = "the engine has stopped after an error: RuntimeError: the engine dies on purpose"
+    assert why.encode() in told and caplog.messages == [why]
     assert call(server.url, "/health").status == 503
-    assert call(server.url, COMPLETIONS, hello()).error["type"] == "InternalServerError"
+    later = call(server.url, COMPLETIONS, hello()).error
+    assert (later["type"], later["message"]) == ("InternalServerError", why)
 
 
 def test_what_vllm_tells_of_itself_is_told(server: RunningServer) -> None:

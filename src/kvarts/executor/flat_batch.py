@@ -376,7 +376,8 @@ class PageTables:
         longest = self._ids.shape[2]
         if num_pages > longest:
             longer = np.zeros((*self._ids.shape[:2], max(num_pages, 2 * longest)), np.int64)
-            longer[..., :longest] = self._ids
+            used = np.flatnonzero(self._requests >= 0)  # others have only zeros, which take no memory
+            longer[:, used, :longest] = self._ids[:, used]
             self._ids = longer
 
 

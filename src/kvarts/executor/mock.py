@@ -117,7 +117,7 @@ class MockExecutor:
         self.rotate_late = no_rotation
         self.late_ns = 0
         """The longest delay so far between a step's intended end and its real end."""
-        num_each = 1 if groups is None else groups.page_bytes // groups.block_bytes
+        num_each = 1 if groups is None else sum(groups.part_tables)
         self._rows = PageTables(config.max_num_seqs, config.page_size, (), num_blocks=num_each)
         num_state_blocks = 0 if groups is None else groups.num_state_blocks
         self._states = StateTables(config.max_num_seqs, num_state_blocks) if num_state_blocks else None

@@ -169,8 +169,9 @@ FIRST_ROWS = 1 << 16
 class PageSlots:
     """Owner of the position of the token that each slot holds; -1 for a slot that was never written.
 
-    A block of a state has one position for all its slots. Pages have a row from their first token on, as there can be
-    far more of them than a mock ever fills.
+    A block of a state has one position for all its slots. Plans name the first block of a state that is kept by page,
+    and only that one has positions: the others are taken and released with it. Pages have a row from their first token
+    on, as there can be far more of them than a mock ever fills.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:

@@ -17,7 +17,7 @@ from kvarts.events import CopiesRemoved, PagesRemoved, PagesStored, PartsGivenBa
 from kvarts.hints import Hints
 from kvarts.kv.eviction import EvictionOrder, noter_of, ranges_read_by
 from kvarts.kv.groups import GroupMemory
-from kvarts.kv.pool import IdPool, PageId, SharedMemory
+from kvarts.kv.pool import NO_IDS, IdPool, PageId, PageIds, SharedMemory
 from kvarts.kv.runs import Listed, PartCounts, PartRun, RunHolding, Span, Spot, Stream, Turns
 
 __all__ = ["MOST_UNCHECKED", "RunAccount", "RunEvents", "Unchecked", "Wants"]
@@ -280,7 +280,7 @@ class RunAccount(PartCounts):
 
     def give_blocks(self, block_ids: list[PageId]) -> None:
         """Return blocks that were taken by `take_blocks`."""
-        self.give_ids(block_ids)
+        self.give_ids(PageIds(block_ids))
         self.empty_bytes += len(block_ids) * self.block_bytes
 
     def make_room(self, num_bytes: int) -> None:
@@ -489,7 +489,7 @@ class RunAccount(PartCounts):
                     events.goes(run, run.start, run.end, is_dropped=True)
                 if run.ids:
                     self.give_ids(run.ids)
-                    run.ids = []
+                    run.ids = NO_IDS
                 run.forget()
         if events is not None:
             events.told()

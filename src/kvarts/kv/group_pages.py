@@ -101,6 +101,7 @@ class GroupPages(Cache):
 
     __slots__ = (
         "_num_given",
+        "_part_tables",
         "_unchecked",
         "block_bytes",
         "memory",
@@ -137,6 +138,7 @@ class GroupPages(Cache):
         self.aligns = memory.aligns
         self.defers = memory.has_states_by_page
         self.releases = any(group.is_bounded or group.is_state for group in memory.groups)
+        self._part_tables = memory.part_tables
         self._unchecked = Unchecked()
         self.parts = RunCache(
             memory.in_blocks(),
@@ -598,7 +600,7 @@ class GroupPages(Cache):
     # Blocks for a plan ---------------------------------------------------------------------------------------
 
     def tables(self, holding: Holding, num_tokens: int) -> tuple[tuple[PageId, ...], ...]:
-        """Return the page tables of a request, group by group, one for each block of a part; states have none.
+        """Return the page tables of a request, group by group, by GroupMemory.part_tables.
 
         Each has an entry for every page of its first `num_tokens` tokens. It is 0 if the group has no part of the page:
         no token that is computed from here on attends to such a page.
@@ -606,33 +608,38 @@ class GroupPages(Cache):
         of_parts = cast(PartHolding, holding).parts
         num_pages = -(-num_tokens // self.page_size)
         tables: list[tuple[PageId, ...]] = []
-        for index, group in enumerate(self.parts.groups):
-            if group.is_state:
+        for index, num_tables in enumerate(self._part_tables):
+            if not num_tables:
                 continue
             step = self.parts.part_blocks[index]
             open_ids, first_open = of_parts.open_ids[index], of_parts.first_open[index]
-            for place in range(step):
-                table = [PageId(0)] * num_pages
-                for run in of_parts.held[index]:
-                    table[run.start : run.end] = run.ids[place::step]
-                if open_ids:
-                    table[first_open : of_parts.num_taken] = open_ids[place::step]
-                tables.append(tuple(table[:num_pages]))
+            parts = [(run.start, run.end, run.ids) for run in of_parts.held[index]]
+            if open_ids:
+                parts.append((first_open, of_parts.num_taken, open_ids))
+            of_group = [[PageId(0)] * num_pages for _ in range(num_tables)]
+            for start, end, ids in parts:
+                if num_tables < step:
+                    of_group[0][start:end] = ids.every(step)
+                    continue
+                blocks = list(ids)
+                for place, table in enumerate(of_group):
+                    table[start:end] = blocks[place::step]
+            tables += [tuple(table[:num_pages]) for table in of_group]
         return tuple(tables)
 
     def blocks_of_page(self, holding: Holding, page: int) -> tuple[PageId, ...]:
         """Return the blocks of `page`, one of the last that a request took, one for each page table."""
         of_parts = cast(PartHolding, holding).parts
         blocks: list[PageId] = []
-        for index, group in enumerate(self.parts.groups):
-            if group.is_state:
+        for index, num_tables in enumerate(self._part_tables):
+            if not num_tables:
                 continue
             step, start, ids = self.parts.part_blocks[index], of_parts.first_open[index], of_parts.open_ids[index]
             if page < start:  # with pages of one token, it is full already
                 run = next(run for run in reversed(of_parts.held[index]) if run.start <= page < run.end)
                 start, ids = run.start, run.ids
             at = (page - start) * step
-            blocks += ids[at : at + step]
+            blocks += ids.part(at, at + num_tables)
         return tuple(blocks)
 
     def states(self, holding: Holding, start: int) -> tuple[tuple[PageId, ...], tuple[PageId, ...]]:

@@ -144,6 +144,19 @@ class GroupMemory(msgspec.Struct, frozen=True):
         return sum(group.part_bytes for group in self.groups if group.is_state) // self.block_bytes
 
     @property
+    def part_tables(self) -> list[int]:
+        """By group, the page tables of a sequence: one for each block of a part, and none for its own state.
+
+        States that are kept by page have one, with the first block of each: the others are of the same owner, by law
+        L1, and are written and read with it. They can be tens of thousands.
+        """
+        size = self.block_bytes
+        return [
+            0 if group.is_state else 1 if group.has_states_by_page else group.part_bytes // size
+            for group in self.groups
+        ]
+
+    @property
     def has_one_table(self) -> bool:
         """Whether a page is one block, so that a sequence has one page table, and perhaps a state."""
         return self.page_bytes == self.block_bytes
@@ -198,6 +211,11 @@ class SinkWindow(msgspec.Struct, frozen=True):
     @property
     def is_scored(self) -> bool:
         """Whether the pages that stay are chosen by the attention that they receive."""
+        return False
+
+    @property
+    def is_state(self) -> bool:
+        """Whether they are retained as states, which are kept by page: no."""
         return False
 
     @property
@@ -271,7 +289,7 @@ class OwnPages(Protocol):
 
     @property
     def page_tables(self) -> tuple[PageTable, ...]:
-        """The page tables, one for each block of a page; empty where pages are only counted."""
+        """The page tables, by GroupMemory.part_tables; empty where pages are only counted."""
 
     def settle(self, position: int) -> bool:
         """Drop pages that no token at `position` or later can see; return whether there were any."""
@@ -407,6 +425,11 @@ class GroupKeeps(msgspec.Struct, frozen=True):
     def _reach(self) -> int | None:
         """The most tokens before its own, its sink excluded, that a token attends to in these layers; None for all."""
         return None if self.layer.span is None else self.layer.span - 1
+
+    @property
+    def is_state(self) -> bool:
+        """Whether the layers retain states, which are kept by page."""
+        return self.layer.kind == "state"
 
     @property
     def sink(self) -> int:

@@ -8,7 +8,7 @@ are evicted from their tails.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import cast
 
 from kvarts.content import Content
@@ -16,7 +16,7 @@ from kvarts.kv.account import RunAccount, RunEvents
 from kvarts.kv.decodes import Decodes
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.groups import GroupMemory
-from kvarts.kv.pool import IdPool, PageError, PageId
+from kvarts.kv.pool import NO_IDS, IdPool, PageError, PageId, PageIds, are_all_once
 from kvarts.kv.runs import NEVER, Listed, PartRun, RunHolding, RunMatch, Span, Spot, Stream
 from kvarts.kv.span_tree import SpanTree
 
@@ -237,8 +237,7 @@ class RunCache(RunAccount):
             if self.blocks is not None:
                 ids = holding.open_ids[index]
                 at = len(ids) - count * self.part_blocks[index]
-                self.give_ids(ids[at:])
-                del ids[at:]
+                self.give_ids(ids.cut(max(0, at)))
 
     def fill_page(self, holding: RunHolding, num_tokens: int) -> None:
         """Make the page that ends with `num_tokens` tokens findable; `take_next` took it."""
@@ -328,8 +327,7 @@ class RunCache(RunAccount):
             if start >= sink:  # else they are released once they can be found
                 self.note_empty(index, first - start)
                 at = (first - start) * self.part_blocks[index]
-                self.give_ids(holding.open_ids[index][:at])
-                holding.open_ids[index] = holding.open_ids[index][at:]
+                self.give_ids(holding.open_ids[index].take_first(at))
                 holding.first_open[index] = first
             return
         assert self.events is None, "a page with events is findable as soon as it is full"
@@ -462,7 +460,7 @@ class RunCache(RunAccount):
                 self.note_empty(index, num_unnamed)
                 if self.blocks is not None:
                     self.give_ids(holding.open_ids[index] + holding.state_ids[index])
-                    holding.open_ids[index], holding.state_ids[index] = [], []
+                    holding.open_ids[index] = holding.state_ids[index] = NO_IDS
             if held:
                 held.reverse()
                 holding.held[index] = []
@@ -511,7 +509,7 @@ class RunCache(RunAccount):
                 self._place(given, spans, holding.content, holding.num_told)
             holding.given = []
         events, has_ids = self.events, self.blocks is not None
-        ids: list[PageId] | None = None
+        ids: PageIds | None = None
         first_open, num_told = holding.first_open, holding.num_told
         all_held, all_kept, streams = holding.held, self._kept, holding.streams
         for index in self._of_tokens:
@@ -530,8 +528,7 @@ class RunCache(RunAccount):
                         events.came(holding.content, index, span, untold, stop)
                 if has_ids:
                     at = (stop - begin) * self.part_blocks[index]
-                    ids = holding.open_ids[index][:at]
-                    del holding.open_ids[index][:at]
+                    ids = holding.open_ids[index].take_first(at)
                 if siblings and held:
                     last = held[-1]
                     # No copy of these pages may be younger than a run that is extended. Nor is the sink extended by
@@ -541,7 +538,7 @@ class RunCache(RunAccount):
                         if is_alike and len(last.holders) == 1:
                             last.end = stop
                             if ids is not None:
-                                last.ids += ids
+                                last.ids.extend(ids)
                             continue
                 run = PartRun(index, span, begin, stop, [holding], is_kept=all_kept[index], ids=ids)
                 siblings.append(run)
@@ -614,7 +611,7 @@ class RunCache(RunAccount):
                     self.wants.complete(holding.content, index, page - 1, page)
             self.release(index, (run,), holding)  # a copy that nothing holds
 
-    def _add_snapshot(self, holding: RunHolding, index: int, span: Span, ids: list[PageId]) -> PartRun:
+    def _add_snapshot(self, holding: RunHolding, index: int, span: Span, ids: PageIds) -> PartRun:
         """Return a snapshot of `holding` after its last full page, which is in `span`."""
         page = holding.num_named
         run = PartRun(index, span, page - 1, page, [holding], is_kept=True, ids=ids)
@@ -640,7 +637,7 @@ class RunCache(RunAccount):
         holding.content.swapped_tokens = holding.swapped_tokens
         for index in self._of_states:
             run = self._add_snapshot(holding, index, span, holding.state_ids[index])
-            holding.num_states[index], holding.state_ids[index] = 0, []
+            holding.num_states[index], holding.state_ids[index] = 0, NO_IDS
             holding.held[index].append(run)
 
     def drop_state(self, content: Content, page: int) -> None:
@@ -662,7 +659,7 @@ class RunCache(RunAccount):
                 self.note_used(index, 1)
                 self.note_empty(index, 1)
                 self.give_ids(run.ids)
-                run.ids = []
+                run.ids = NO_IDS
                 run.forget()
 
     # Loads and stores ----------------------------------------------------------------------------------------
@@ -702,14 +699,13 @@ class RunCache(RunAccount):
                 if run.list_index == index:
                     held.append(next(of_device))
                     continue
-                at = (end - start) * self.part_blocks[index] if ids else 0
+                own = ids.take_first((end - start) * self.part_blocks[index]) if ids else NO_IDS
                 before = held[-1] if held else None
                 if before is not None and before.span is None and before.end == start:
                     before.end = end
-                    before.ids += ids[:at]
+                    before.ids.extend(own)
                 else:
-                    held.append(PartRun(index, None, start, end, [holding], is_kept=False, ids=ids[:at]))
-                del ids[:at]
+                    held.append(PartRun(index, None, start, end, [holding], is_kept=False, ids=own))
             holding.held[index] = held
         return holding
 
@@ -854,16 +850,12 @@ class RunCache(RunAccount):
 
     def _check_ids(self, blocks: IdPool, holdings: Sequence[RunHolding], taken_ids: Sequence[Sequence[PageId]]) -> None:
         """Assert that every block has one owner."""
-        ids = [*blocks.empty_ids, *chain.from_iterable(taken_ids)]
+        ids = [blocks.empty, *map(PageIds, taken_ids)]
         for span in self.tree.every():
             for runs in span.parts[: len(self.groups)]:
-                for run in runs:
-                    ids += run.ids
+                ids += [run.ids for run in runs]
         for holding in holdings:
-            for of_group in (*holding.open_ids, *holding.state_ids):
-                ids += of_group
+            ids += (*holding.open_ids, *holding.state_ids)
             for runs in holding.held:
-                for run in runs:
-                    if run.span is None:
-                        ids += run.ids  # a load fills it
-        assert sorted(ids) == list(range(blocks.total)), "L1: a block is lost or has two owners"
+                ids += [run.ids for run in runs if run.span is None]  # a load fills them
+        assert are_all_once(ids, blocks.total), "L1: a block is lost or has two owners"

@@ -29,7 +29,7 @@ from kvarts.content import NOTHING, Content, PageKey
 from kvarts.kv.cache import Match
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.groups import GroupMemory
-from kvarts.kv.pool import IdPool, PageId
+from kvarts.kv.pool import NO_IDS, IdPool, PageId, PageIds
 
 __all__ = [
     "ENDED",
@@ -48,8 +48,6 @@ __all__ = [
 ]
 
 NEVER: Final = 1 << 62
-NO_IDS: Final[list[PageId]] = []
-"""The ids of whatever has none, such as all runs whose blocks are only counted; nothing adds to it."""
 NO_HOLES: Final[list[tuple[int, int]]] = []
 """Those of a stream that lists all its pages; nothing adds to it."""
 MOST_ALIKE: Final = 1 << 6
@@ -180,14 +178,14 @@ class PartCounts:
         for index in self._of_tokens:
             num_used[index] += count
 
-    def take_ids(self, index: int, count: int) -> list[PageId]:
+    def take_ids(self, index: int, count: int) -> PageIds:
         """Return block ids for `count` parts of a group that were counted as used; empty without ids."""
-        return [] if self.blocks is None else self.blocks.take(count * self.part_blocks[index])
+        return NO_IDS if self.blocks is None else self.blocks.take_runs(count * self.part_blocks[index])
 
-    def give_ids(self, block_ids: list[PageId]) -> None:
+    def give_ids(self, block_ids: PageIds) -> None:
         """Return the ids of parts that are now empty to the pool."""
         if self.blocks is not None:
-            self.blocks.give(len(block_ids), block_ids)
+            self.blocks.give_runs(block_ids)
 
     def note_evicted(self, index: int, count: int) -> None:
         """Count cached parts of a group as evicted; `note_gone` counts their bytes."""
@@ -277,7 +275,7 @@ class PartRun(Listed):
         holders: list[RunHolding],
         *,
         is_kept: bool,
-        ids: list[PageId] | None = None,
+        ids: PageIds | None = None,
         list_index: int = -1,
     ) -> None:
         self.older = self.newer = None  # as of Listed: this runs for every chunk
@@ -292,7 +290,7 @@ class PartRun(Listed):
         self.is_kept = is_kept
         self.is_passed = False
         self.stream: Stream | None = None
-        self.ids: list[PageId] = NO_IDS if ids is None else ids
+        self.ids = NO_IDS if ids is None else ids
         self.keeps = 0
         self.listed_by: EvictionOrder | None = None
         self.place: Any = None
@@ -407,14 +405,13 @@ class PartRun(Listed):
             self.end -= count
             if self.ids:
                 at = (self.end - self.start) * account.part_blocks[index]
-                account.give_ids(self.ids[at:])
-                del self.ids[at:]
+                account.give_ids(self.ids.cut(at))
         else:
             if account.emits:
                 account.emit_gone(self, self.start, self.end, is_dropped=False)
             if self.ids:
                 account.give_ids(self.ids)
-                self.ids = []
+                self.ids = NO_IDS
             self.unlist()
             self.forget()
         account.note_evicted(index, count)
@@ -492,8 +489,7 @@ class PartRun(Listed):
         head.is_passed, head.writer, head.written = self.is_passed, self.writer, self.written
         if self.ids:
             at = len(self.ids) // (self.end - self.start) * (page - self.start)
-            head.ids = self.ids[:at]
-            del self.ids[:at]
+            head.ids = self.ids.take_first(at)
         self.start = page
         if span is not None:
             runs = span.parts[self.list_index]
@@ -668,8 +664,8 @@ class RunHolding:
         self.first_open = [num_pages] * num_groups
         self.num_states = [0] * num_groups
         self.given: list[PartRun] = []
-        self.open_ids: list[list[PageId]] = [NO_IDS] * num_groups
-        self.state_ids: list[list[PageId]] = [NO_IDS] * num_groups
+        self.open_ids: list[PageIds] = [NO_IDS] * num_groups
+        self.state_ids: list[PageIds] = [NO_IDS] * num_groups
         self.snapshots: list[tuple[int, PartRun]] = []
         self.is_open = True
         self.is_decoding = False

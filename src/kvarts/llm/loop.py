@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from kvarts.clock import Clock
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
-from kvarts.errors import KvartsError
+from kvarts.errors import KvartsError, with_type
 from kvarts.executor.page_bytes import PageBytes, PageSlots
 from kvarts.kv.groups import GroupMemory
 from kvarts.llm.llm_engine import EngineDeadError, Gone, Listener, LLMEngine, Outbox, RequestFailedError
@@ -327,7 +327,10 @@ class EngineLoop:
             task.fail(self._dead())
 
     def _dead(self) -> EngineDeadError:
-        dead = EngineDeadError(f"the engine has stopped after an error: {self._error!r}", hint="Make a new one.")
+        assert self._error is not None
+        dead = EngineDeadError(
+            f"the engine has stopped after an error: {with_type(self._error)}", hint="Make a new one."
+        )
         dead.__cause__ = self._error
         return dead
 
@@ -335,6 +338,8 @@ class EngineLoop:
         """Pass every listener an error that leaves the state of the engine unknown."""
         if self._error is None:
             self._error = error
+            if isinstance(error, Exception):  # not an interrupt
+                _log.error("the engine has stopped after an error: %s", with_type(error))
         listeners = list(self._listeners.values())
         self._listeners.clear()
         for listener in listeners:

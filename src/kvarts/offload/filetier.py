@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvarts.content import Content
+from kvarts.kv.pool import NO_IDS
 from kvarts.offload.index import ALL, OnRemoved, OnStored, Placement, Segment
 from kvarts.offload.pagefiles import FileNames
 from kvarts.offload.tier import MemoryTier, Pin
@@ -29,7 +30,7 @@ class FileTier(MemoryTier):
             if names.group_of(key) is None:
                 names.refuse(key)
                 continue
-            names.unknown[key] = []
+            names.unknown[key] = NO_IDS
             names.use([key])
         while len(names.unknown) > num_pages:
             self._drop_unknown()

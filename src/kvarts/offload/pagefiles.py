@@ -16,7 +16,7 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError, OutputError
 from kvarts.files import make_private, write_whole
 from kvarts.keys import BlockKeys, root_key
-from kvarts.kv.pool import PageId
+from kvarts.kv.pool import PageIds
 
 __all__ = ["MOST_KEY_BYTES", "PAGE_KEY_BYTES", "PART_KEY_BYTES", "FileNames", "PageFiles", "file_bytes"]
 
@@ -39,7 +39,7 @@ class FileNames:
         self._num_groups = num_groups
         self._num_uses: dict[bytes, int] = {}
         self._dropped: dict[bytes, None] = {}
-        self.unknown: dict[bytes, list[PageId]] = {}
+        self.unknown: dict[bytes, PageIds] = {}
         """What earlier processes stored, the oldest first, with its blocks, if these have ids. They use its names."""
 
     def of(self, content: Content, page: int, group: int = 0) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.groups import GroupMemory
-from kvarts.kv.pool import PageId
+from kvarts.kv.pool import PageId, PageIds
 from kvarts.kv.runs import PartRun, Span, holding_of_transfer
 from kvarts.kv.span_tree import SpanTree
 from kvarts.offload.pagefiles import FileNames
@@ -66,7 +66,7 @@ class PartFiles(PartTier):
         """Return the keys of files to delete since the last call."""
         return self.files.take_dropped()
 
-    def give_ids(self, block_ids: list[PageId]) -> None:
+    def give_ids(self, block_ids: PageIds) -> None:
         """Return the ids of blocks that are now empty; a key without blocks is dropped."""
         self.files.release(self._keys.pop(block) for block in block_ids)
         super().give_ids(block_ids)
@@ -101,14 +101,14 @@ class PartFiles(PartTier):
                         self.place(span, index, max(start, first), min(end, last), pin)
             self.settle(pin, is_stored=True)
 
-    def _ids_for(self, span: Span, index: int, start: int, end: int) -> list[PageId]:
+    def _ids_for(self, span: Span, index: int, start: int, end: int) -> PageIds:
         keys = [self.files.of(span.content, page, index) for page in range(start, end)]
         return self._named(self.take_ids(index, end - start), keys)
 
-    def _unlisted_ids(self) -> list[PageId]:
-        return [block for blocks in self.files.unknown.values() for block in blocks]
+    def _unlisted_ids(self) -> Iterable[PageIds]:
+        return self.files.unknown.values()
 
-    def _named(self, blocks: list[PageId], keys: list[bytes]) -> list[PageId]:
+    def _named(self, blocks: PageIds, keys: list[bytes]) -> PageIds:
         """Name `blocks`, which were taken for parts of as many pages as there are `keys`; return them."""
         count = len(blocks) // len(keys)
         for place, block in enumerate(blocks):

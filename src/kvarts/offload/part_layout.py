@@ -612,5 +612,5 @@ def _targets(loading: RunHolding, pin: RunHolding, part_blocks: Sequence[int]) -
             for to_fill in held:
                 start, end = max(run.start, to_fill.start), min(run.end, to_fill.end)
                 if to_fill.span is None and start < end:
-                    targets += to_fill.ids[(start - to_fill.start) * blocks : (end - to_fill.start) * blocks]
+                    targets += to_fill.ids.part((start - to_fill.start) * blocks, (end - to_fill.start) * blocks)
     return tuple(targets)

@@ -20,7 +20,7 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.account import MOST_UNCHECKED, RunAccount, RunEvents, Unchecked
 from kvarts.kv.groups import GroupMemory
-from kvarts.kv.pool import IdPool, PageId
+from kvarts.kv.pool import NO_IDS, IdPool, PageId, PageIds, are_all_once
 from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span, Spot, first_list, holding_of_transfer
 from kvarts.kv.span_tree import SpanTree, find
 from kvarts.kv.transfer import Coming
@@ -124,7 +124,7 @@ class PartTier(RunAccount):
         pin.held[index].append(run)
         return run
 
-    def _ids_for(self, span: Span, index: int, start: int, end: int) -> list[PageId]:
+    def _ids_for(self, span: Span, index: int, start: int, end: int) -> PageIds:
         """Return the ids of blocks for pages [start, end) of `span`, which were counted as used."""
         return self.take_ids(index, end - start)
 
@@ -225,7 +225,7 @@ class PartTier(RunAccount):
                 self.note_used(run.group, count)
                 self.note_empty(run.group, count)
                 self.give_ids(run.ids)
-                run.ids = []
+                run.ids = NO_IDS
                 run.forget()
 
     # Use --------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ class PartTier(RunAccount):
         held: dict[int, int] = {}
         used, cached = [0] * len(self.groups), self._num_unlisted.copy()
         blocks = self.blocks if self.is_id_check_due() else None
-        ids = [] if blocks is None else [*blocks.empty_ids, *self._unlisted_ids()]
+        ids = [] if blocks is None else [blocks.empty, *self._unlisted_ids()]
         for pin in (*pins, *self.guests):
             for runs in pin.held:
                 for run in runs:
@@ -385,7 +385,7 @@ class PartTier(RunAccount):
                     if held[id(run)] == 1:
                         used[run.group] += run.end - run.start
                         if blocks is not None:
-                            ids += run.ids
+                            ids.append(run.ids)
         for run in self.listed():
             assert not run.holders, "L2: a cached part below is pinned"
             assert run.span is not None and run in run.span.parts[run.list_index], (
@@ -393,7 +393,7 @@ class PartTier(RunAccount):
             )
             cached[run.group] += run.end - run.start
             if blocks is not None:
-                ids += run.ids
+                ids.append(run.ids)
         for span in self._tree.every():
             for index in range(len(self.groups)):
                 runs = span.parts[self._here + index] + span.parts[self._coming + index]
@@ -407,9 +407,9 @@ class PartTier(RunAccount):
         num_bytes = sum(map(int.__mul__, used, self.part_bytes)) + sum(map(int.__mul__, cached, self.part_bytes))
         assert num_bytes + self.empty_bytes == self.total_bytes, "L1: bytes below are lost"
         if blocks is not None:
-            assert sorted(ids) == list(range(self.num_blocks)), "L1: a block below has two owners"
+            assert are_all_once(ids, self.num_blocks), "L1: a block below has two owners"
 
-    def _unlisted_ids(self) -> list[PageId]:
+    def _unlisted_ids(self) -> Iterable[PageIds]:
         """Return the ids of cached blocks that are not in the list."""
         return []
 

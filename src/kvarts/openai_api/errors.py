@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvarts.errors import KvartsError
+from kvarts.errors import KvartsError, with_type
 from kvarts.llm.llm_engine import EngineDeadError, RequestFailedError
 
 __all__ = ["ApiError", "api_error", "too_long"]
@@ -103,10 +103,10 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):
-        return ApiError(500, "the engine has stopped after an error")
+        return ApiError(500, error.what)
     if isinstance(error, RequestFailedError) and error.asked is None:
         return ApiError(503 if error.is_outage else 500, str(error))
     if isinstance(error, KvartsError):
         field = (error.asked if isinstance(error, RequestFailedError) else error.field) or ""
         return ApiError(400, str(error).removeprefix("sampling."), param=field.removeprefix("sampling.") or None)
-    return ApiError(500, "the engine has stopped after an error")
+    return ApiError(500, f"the engine has stopped after an error: {with_type(error)}")

@@ -31,7 +31,7 @@ class Chunk(Value):
 
     `tokens`: npt.NDArray[np.uint64] of shape [num_tokens], or None. `samples`: whether a token is sampled where known
     tokens end. `keeps`: the tokens that the sequence retains; None for all. `tables`: all page tables of the sequence,
-    one for each block of a page. `state`: the blocks of the state, for a model with states: the chunk leaves its state
+    by GroupMemory.part_tables. `state`: the blocks of the state, for a model with states: the chunk leaves its state
     there, and later decodes do. `begins_from`: the blocks of the state before the chunk: `state`, or those of a
     snapshot; empty before the first token.
     """

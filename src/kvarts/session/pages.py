@@ -94,6 +94,11 @@ class SessionPageTable:
         return len(self._page_ids)
 
     @property
+    def named(self) -> Sequence[Sequence[PageId]]:
+        """The ids that page tables of plans have, a sequence for each table, by GroupMemory.part_tables."""
+        return (self._page_ids,) if self.retained.is_state else self.by_block
+
+    @property
     def by_block(self) -> Sequence[Sequence[PageId]]:
         """The ids of the pages that it holds, in order of position: a sequence for each block of a page."""
         if self.num_blocks == 1:
@@ -342,7 +347,7 @@ class SessionPages:
                 table.seen(late),
             )
             for table in self.tables
-            for block in table.by_block
+            for block in table.named
         )
 
     def settle(self, position: int) -> bool:
@@ -552,13 +557,15 @@ def holds_what_it_should(slots: PageSlots, pages: SessionPages, page_size: int, 
 def _counts(slots: PageSlots, table: SessionPageTable, page_size: int, num_computed: int) -> list[int]:
     """Return how many tokens the page tables of a KV group hold that a later token can see, table by table.
 
-    A token counts only if it was written to its own slot, the one given by page table and position.
+    A token counts only if it was written to its own slot, the one given by page table and position. The blocks of a
+    state count as the first of them, which is the one that plans name.
     """
     if not table.num_pages:
         return [0] * table.num_blocks
     expected = table.page_numbers()[:, None] * page_size + np.arange(page_size)
     seen = table.retained.sees(expected, num_computed) & (expected < num_computed)
-    return [int(np.count_nonzero((slots.positions(block) == expected) & seen)) for block in table.by_block]
+    counts = [int(np.count_nonzero((slots.positions(block) == expected) & seen)) for block in table.named]
+    return counts * (table.num_blocks // len(counts))
 
 
 class SessionMemory:
