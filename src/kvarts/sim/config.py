@@ -668,7 +668,7 @@ def resolve_replay(
 
 
 def check_token_bytes(given: Given, configs: Iterable[ReplayConfig]) -> None:
-    """Raise ConfigError if bytes of a token are given, not in a file, and all `configs` have KV groups, which fix them."""
+    """Raise ConfigError for bytes of a token that no file gives, if all `configs` have KV groups, which fix them."""
     key = "offload.kv_bytes_per_token"
     if key in given and given.source_of(key).path is None and all(each.kv_groups != "off" for each in configs):
         what = "has no effect where KV is counted by KV group"
