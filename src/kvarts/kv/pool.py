@@ -158,6 +158,19 @@ class PageIds:
         counts[-1] = count + 1 if count < -2 else 1
         return PageId(self._firsts[-1] + count + 1)
 
+    def pop_few(self, count: int) -> list[PageId]:
+        """Do what `pop` does, and return the ids as a list. Usually they are of one run, of which others are left."""
+        first, last = self._firsts[-1], self._counts[-1]
+        if last > count + 1:
+            self._num_ids -= count
+            self._counts[-1] = last - count
+            return cast(list[PageId], list(range(first + last - 1, first + last - 1 - count, -1)))
+        if last < -count - 1:
+            self._num_ids -= count
+            self._counts[-1] = last + count
+            return cast(list[PageId], list(range(first + last + 1, first + last + 1 + count)))
+        return list(self.pop(count))
+
     def pop(self, count: int) -> PageIds:
         """Remove the last `count` ids, and return them, the last first. There are that many."""
         taken = PageIds()
@@ -315,11 +328,11 @@ class IdPool:
 
     def take(self, count: int) -> list[PageId]:
         """Take `count` pages; return their ids. Raise PageError if fewer are empty."""
-        if count == 1 and self.num_empty:
-            self.num_empty -= 1
-            self.num_taken += 1
-            return [self.empty.pop_one()]
-        return list(self.take_runs(count))
+        if not 0 < count <= self.num_empty:
+            return list(self.take_runs(count))
+        self.num_empty -= count
+        self.num_taken += count
+        return [self.empty.pop_one()] if count == 1 else self.empty.pop_few(count)
 
     def take_runs(self, count: int) -> PageIds:
         """Do the same, with the ids as runs."""
