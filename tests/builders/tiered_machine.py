@@ -230,7 +230,7 @@ class TieredMachine(RuleBasedStateMachine):
             return
         holding = self.parts.begin(content, match)
         self.grow(holding, sequence.num_tokens, is_end)
-        self.model.note(sequence, is_end=is_end)
+        self.model.note(sequence, is_end=is_end, is_prompt=is_end)
         self.holders.append(Holder(content, holding, sequence))
 
     def grow(self, holding: RunHolding, num_tokens: int, is_end: bool) -> None:
@@ -258,7 +258,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.parts.settle(holder.holding, holder.sequence.num_tokens)
         if self.model.advance(holder.sequence, num_new, is_end=is_end):
             self.grow(holder.holding, holder.sequence.num_tokens, is_end)
-            self.model.note(holder.sequence, is_end=is_end)
+            self.model.note(holder.sequence, is_end=is_end, is_prompt=is_end)
         self.cache.count()
 
     def within_page(self, sequence: NaiveSequence, num_new: int) -> int:

@@ -237,6 +237,46 @@ def test_nothing_is_computed_again_that_could_be_hit(case: Case, groups: tuple[P
     assert as_much.all()
 
 
+@pytest.mark.parametrize("keeps", ["all", "tails"])
+@pytest.mark.parametrize("budget", [1000, 20])
+@pytest.mark.parametrize(
+    ("layer", "states"),
+    [
+        (WINDOW.layer, "snapshots"),
+        (KvLayer(kind="window", num_heads=1, head_numbers=2, span=8, sink=4), "snapshots"),
+        (KvLayer(kind="chunk", num_heads=1, head_numbers=2, span=32), "snapshots"),
+        (STATES[1].layer, "all"),
+        (STATES[1].layer, "align"),
+    ],
+)
+def test_a_prompt_of_whole_pages_is_found_again_up_to_its_last_page(
+    layer: KvLayer, states: StateMode, budget: int, keeps: str
+) -> None:
+    """Its last token is computed again, so it continues a page before its end: on a large device, and from below."""
+    others = [list(range(base, base + 64)) for base in (1000, 2000, 3000)]
+    prompts = [list(range(64)), *others, list(range(64))]
+    rows = [Row(100_000 * place, units, 64, 2, None, 0, None) for place, units in enumerate(prompts)]
+    groups = PartGroup(FULL, 2), PartGroup(layer, 2)
+    small = Grouped(
+        Case(rows, 1, 4, 22, budget, 4, "default", 1), groups, keeps, OffloadConfig(host_pages=1000, **FAST), states
+    )
+    report = small.replayed()
+    assert report.request_columns["cached_tokens"].tolist() == [0, 0, 0, 0, 60]
+    assert report.request_columns["host_tokens"].tolist() == [0, 0, 0, 0, 60]
+    large = small.replayed(offload=None, num_pages=1000)
+    assert large.request_columns["cached_tokens"].tolist() == [0, 0, 0, 0, 60]
+
+
+def test_a_page_that_the_window_passed_before_the_last_chunk_is_stored_for_the_same_prompt() -> None:
+    """The last chunk is one token, which does not see the first page that the last token of the page before saw."""
+    layer = KvLayer(kind="window", num_heads=1, head_numbers=2, span=8)
+    prompts = [list(range(48)), *(list(range(base, base + 48)) for base in (1000, 2000, 3000)), list(range(48))]
+    rows = [Row(100_000 * place, units, 48, 2, None, 0, None) for place, units in enumerate(prompts)]
+    case = Case(rows, 1, 4, 18, 47, 4, "default", 1)
+    tiers = Grouped(case, (PartGroup(FULL, 2), PartGroup(layer, 2)), "all", OffloadConfig(host_pages=1000, **FAST))
+    assert tiers.replayed().request_columns["host_tokens"].tolist() == [0, 0, 0, 0, 44]
+
+
 @given(
     returning(max_requests=12),
     part_groups().filter(lambda groups: any(group.is_state for group in groups)),

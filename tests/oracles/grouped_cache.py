@@ -198,7 +198,7 @@ class GroupedCache(PartPool):
         if any(group.is_state for group in self.groups):
             self._take_for(holding, num_tokens)  # all its pages first: they evict no snapshot of its own
         if is_end and page_end != num_tokens and page_end > holding.num_tokens:
-            self._grow(holding, page_end - holding.num_tokens, is_end)
+            self._grow(holding, page_end - holding.num_tokens, is_end, is_midway=True)
         self._grow(holding, num_tokens - holding.num_tokens, is_end)
 
     def take_page(self, holding: GroupedHolding, page: int) -> None:
@@ -276,12 +276,14 @@ class GroupedCache(PartPool):
             num_bytes += group.part_bytes * (holding.states[index] is None if group.is_state else count)
         return num_bytes
 
-    def _grow(self, holding: GroupedHolding, num_new: int, is_end: bool) -> None:
+    def _grow(self, holding: GroupedHolding, num_new: int, is_end: bool, *, is_midway: bool = False) -> None:
         self._take_for(holding, holding.num_tokens + num_new)
         holding.num_tokens += num_new
         self._name(holding)
         if is_end:
             self._keep_tails(holding)
+            if not (is_midway or holding.num_tokens % self.page_size):
+                self._keep_tails(holding, num_before=1)
             if not holding.num_tokens % self.page_size:
                 self._keep_snapshots(holding)
 
@@ -297,9 +299,12 @@ class GroupedCache(PartPool):
             elif holding.states[index] is None:
                 (holding.states[index],) = self._take(index, 1)
 
-    def _keep_tails(self, holding: GroupedHolding) -> None:
-        """Mark what the token after the last full page attends to."""
-        num_pages = holding.num_tokens // self.page_size
+    def _keep_tails(self, holding: GroupedHolding, num_before: int = 0) -> None:
+        """Mark what the token after the last full page attends to, or `num_before` pages before.
+
+        The same prompt goes on a page before its end if that is a page end, as it computes its last token again.
+        """
+        num_pages = holding.num_tokens // self.page_size - num_before
         for group, parts in zip(self.groups, holding.parts, strict=True):
             if group.is_bounded:
                 sink, first = self._needed(group, num_pages * self.page_size)

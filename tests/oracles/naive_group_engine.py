@@ -171,16 +171,16 @@ class NaiveGroupEngine(NaiveEngine):
         sequence = self.sequences[request.seq]
         end = request.computed + want
         sequence.tokens[:] = self.tokens_of(request, end)
-        is_end = end == request.known and request.seq not in self.continued
+        is_last = end == request.known and request.seq not in self.continued
         page_end = end - end % self.page_size
         branch = self.branches.get(request.seq, 0)
         self.take_pages_of(request, want)  # all at once, as in vLLM: none is taken from a snapshot that it makes
         if request.computed < branch < end:
-            self.groups.grow(sequence, branch - sequence.num_tokens, is_end=True)
-        is_end = is_end or request.computed < branch == end
+            self.groups.grow(sequence, branch - sequence.num_tokens, is_end=True, is_midway=True)
+        is_end = is_last or request.computed < branch == end
         if is_end and sequence.num_tokens < page_end < end:
-            self.groups.grow(sequence, page_end - sequence.num_tokens, is_end=True)
-        self.groups.grow(sequence, end - sequence.num_tokens, is_end=is_end)
+            self.groups.grow(sequence, page_end - sequence.num_tokens, is_end=True, is_midway=True)
+        self.groups.grow(sequence, end - sequence.num_tokens, is_end=is_end, is_midway=not is_last)
         self.count_computed(request, end)
 
     def take_pages_of(self, request: NaiveRequest, want: int) -> None:

@@ -158,8 +158,13 @@ class NaiveTieredGroups(NaiveGroups):
                     self.wanted += [(group, self.name(tokens, salt, page)) for page in pages]
         return sequence
 
-    def note(self, sequence: NaiveSequence, *, is_end: bool, num_known: int | None = None) -> None:
-        """Something was done with a sequence: what of it is to be stored now. `num_known`: of its tokens; None: all."""
+    def note(
+        self, sequence: NaiveSequence, *, is_end: bool, is_prompt: bool = False, num_known: int | None = None
+    ) -> None:
+        """Something was done with a sequence: what of it is to be stored now. `num_known`: of its tokens; None: all.
+
+        `is_prompt`: of `tail`.
+        """
         fresh, self.fresh = self.fresh, []
         most = (sequence.num_tokens if num_known is None else num_known) // self.page_size * self.page_size
         keys = [(part.group, part.name) for part in fresh if part.name is not None and len(part.name[1]) <= most]
@@ -173,10 +178,8 @@ class NaiveTieredGroups(NaiveGroups):
                 self.wanted += [key for key in keys if key[0] == group]
         num_tokens = sequence.num_tokens // self.page_size * self.page_size
         for group, (layer, _) in enumerate(self.groups if is_end and num_tokens <= most else ()):
-            for page in sorted(self.needed(layer, num_tokens)) if is_bounded(layer) else ():
-                held = sequence.parts[group].get(page)
-                if held is not None and held.name is not None:
-                    self.wanted.append((group, held.name))
+            tail = self.tail(layer, sequence.num_tokens, is_prompt=is_prompt) if is_bounded(layer) else ()
+            self.wanted += [(group, self.name(sequence.tokens, sequence.salt, page)) for page in sorted(tail)]
         self.wanted += [key for key in keys if has_state(self.groups[key[0]][0])]
 
     def preempt(self, sequence: NaiveSequence, num_known: int) -> None:

@@ -237,8 +237,8 @@ class NaiveGroups:
                 asked += part_bytes * len(self.with_parts(layer, new))
         return asked
 
-    def grow(self, sequence: NaiveSequence, num_new: int, is_end: bool) -> None:
-        """Take parts for the next tokens; what is full then can be found."""
+    def grow(self, sequence: NaiveSequence, num_new: int, is_end: bool, *, is_midway: bool = False) -> None:
+        """Take parts for the next tokens; what is full then can be found. `is_midway`: the prompt is longer."""
         old = {position // self.page_size for position in range(sequence.num_tokens)}
         sequence.num_tokens += num_new
         new = {position // self.page_size for position in range(sequence.num_tokens)} - old
@@ -255,15 +255,24 @@ class NaiveGroups:
                 if not has_state(layer) and part is not None and part.name is None:
                     self.publish(part, self.name(sequence.tokens, sequence.salt, page))
         if is_end:
-            self.keep_tails(sequence)
+            self.keep_tails(sequence, is_prompt=not is_midway)
         if is_end and sequence.num_tokens % self.page_size == 0:
             self.keep_snapshots(sequence)
 
-    def keep_tails(self, sequence: NaiveSequence) -> None:
-        """Keep what the token after the last full page needs."""
-        full_tokens = sequence.num_tokens // self.page_size * self.page_size
+    def tail(self, layer: KvLayer, num_tokens: int, *, is_prompt: bool) -> frozenset[int]:
+        """Return what the token after the last full page needs.
+
+        And what the same prompt needs, of all these tokens: the last one is always computed again.
+        """
+        tail = self.needed(layer, num_tokens // self.page_size * self.page_size)
+        if is_prompt and num_tokens:
+            tail |= self.needed(layer, (num_tokens - 1) // self.page_size * self.page_size)
+        return tail
+
+    def keep_tails(self, sequence: NaiveSequence, *, is_prompt: bool = False) -> None:
+        """Keep the tail of what is computed."""
         for index, (layer, _) in enumerate(self.groups):
-            for page in self.needed(layer, full_tokens) if is_bounded(layer) else ():
+            for page in self.tail(layer, sequence.num_tokens, is_prompt=is_prompt) if is_bounded(layer) else ():
                 if page in sequence.parts[index]:
                     sequence.parts[index][page].is_kept = True
 

@@ -90,7 +90,7 @@ def test_a_page_that_is_given_back_one_token_early_is_read_from_another_sequence
     """The control: with what is read as it is, and a window that the control plane takes for shorter."""
     # The token that still sees the page is the first of a page itself, which takes the block that was just given back.
     span = 2 * page_size + 2
-    rows = [Row(0, list(range(2 + seq * 50, 22 + seq * 50)), 20, 40, None, 0, None) for seq in range(4)]
+    rows = [Row(0, list(range(2 + seq * 50, 24 + seq * 50)), 22, 40, None, 0, None) for seq in range(4)]
     case = Case(rows, 1, page_size, 160 // page_size, 64, 4, "default", 1)
     right = full_and(span)
     live, _, _ = both(case, right, "tails")

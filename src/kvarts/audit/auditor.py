@@ -746,9 +746,9 @@ class Auditor:
         if self._has_states:
             self._held.take_pages(known, event.end)  # all its pages first: they evict no snapshot of its own
         if known.computed < known.branch <= event.end:
-            self._held.grow(known, known.branch, is_end=True)
+            self._held.grow(known, known.branch, is_end=True, is_midway=True)
         if is_end and self._has_states and known.computed < page_end < event.end:
-            self._held.grow(known, page_end, is_end=True)
+            self._held.grow(known, page_end, is_end=True, is_midway=True)
         self._held.grow(known, event.end, is_end=is_end, num_unread=int(known.is_unread))
         if is_front and self._has_groups:
             self._below.end_front(event.request)

@@ -160,16 +160,21 @@ class RequestParts:
                 known.parts[index][page] = part
         known.num_named = known.num_taken = num_pages
 
-    def grow(self, known: KnownRequest, num_tokens: int, *, is_end: bool, num_unread: int = 0) -> None:
+    def grow(
+        self, known: KnownRequest, num_tokens: int, *, is_end: bool, is_midway: bool = False, num_unread: int = 0
+    ) -> None:
         """Take the parts that tokens up to `num_tokens` need, and publish filled ones.
 
-        `is_end`: others may continue from there, as all known tokens are then computed. `num_unread`: as for `name`.
+        `is_end`: others may continue from there, as all known tokens are then computed, unless `is_midway`.
+        `num_unread`: as for `name`.
         """
         self.take_pages(known, num_tokens)
         known.computed = num_tokens
         self.name(known, num_unread=num_unread)
         if is_end:
             self._keep_tails(known)
+            if not is_midway and known.num_named * self._page_size == num_tokens:
+                self._keep_tails(known, num_before=1)  # where the same prompt continues, as it computes its last token
             if num_tokens % self._page_size == 0:
                 self._take_snapshots(known)
 
@@ -222,9 +227,9 @@ class RequestParts:
         before = digests[page - 1] if page else None
         self._ledger.publish(part, digests[page], before=before, is_known=is_known)
 
-    def _keep_tails(self, known: KnownRequest) -> None:
-        """Keep the parts that the token after the last page that can be found sees."""
-        full_tokens = known.num_named * self._page_size
+    def _keep_tails(self, known: KnownRequest, num_before: int = 0) -> None:
+        """Keep the parts that the token after the last page that can be found sees, or `num_before` pages before."""
+        full_tokens = (known.num_named - num_before) * self._page_size
         for index, group in enumerate(self._ledger.groups):
             if group.is_bounded:
                 for page in chain(*group.needed(full_tokens, self._page_size)):

@@ -51,7 +51,8 @@ class Wants(Protocol):
         """Record that pages [start, end) of `content` are complete when the step ends.
 
         Called only for parts from which other sequences may continue: for groups that keep all tokens every full page,
-        for windows and chunks the pages to which the token after a prompt or an end attends, and snapshots.
+        for windows and chunks the pages to which the token after a prompt or an end attends, with those that the same
+        prompt needs, and snapshots.
         """
 
     def computes(self, owner: RunHolding | PartRun, start: int) -> None:

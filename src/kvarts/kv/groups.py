@@ -46,7 +46,8 @@ __all__ = [
 
 Retention = Literal["all", "tails"]
 """The parts of windows and chunks that are kept: `all`, as in vLLM, or the `tails`, to which the token after the last
-full page of a marked end, or of the whole sequence, attends."""
+full page of a marked end, or of the whole sequence, attends. If a prompt ends with a page, the parts that the same
+prompt needs to continue a page earlier are tails as well."""
 STATE_SPAN = 2
 """The span of states that are kept by page: a token needs the state after the token before it."""
 

@@ -185,13 +185,13 @@ class RunCache(RunAccount):
             self.take_for(holding, num_tokens)  # all its pages first: they evict no snapshot of its own
             branch = holding.branch
             if holding.num_tokens < branch <= num_tokens:
-                self._grow(holding, branch, is_end=True)
+                self._grow(holding, branch, is_end=True, is_midway=True)
                 if branch == num_tokens:
                     return
             if is_end:
                 page_end = num_tokens - num_tokens % self.page_size
                 if page_end != num_tokens and page_end > holding.num_tokens:
-                    self._grow(holding, page_end, is_end)
+                    self._grow(holding, page_end, is_end, is_midway=True)
         self._grow(holding, num_tokens, is_end)
 
     def take_for(self, holding: RunHolding, num_tokens: int) -> None:
@@ -473,7 +473,8 @@ class RunCache(RunAccount):
             last.prune()
         holding.is_open = False
 
-    def _grow(self, holding: RunHolding, num_tokens: int, is_end: bool) -> None:
+    def _grow(self, holding: RunHolding, num_tokens: int, is_end: bool, *, is_midway: bool = False) -> None:
+        """Take the parts of tokens up to `num_tokens`. `is_end`: as of `extend`; `is_midway`: the prompt is longer."""
         page_size = self.page_size
         num_pages = -(-num_tokens // page_size) - holding.num_taken
         if num_pages > 0:
@@ -490,7 +491,7 @@ class RunCache(RunAccount):
             self.publish_to(holding, end)
         if is_end:
             if self._bounded and not (self._keeps_all and self.wants is None):
-                self.keep_tails(holding, end)
+                self.keep_tails(holding, end, is_prompt=end * page_size == num_tokens and not is_midway)
             if self._of_states and not num_tokens % page_size:
                 self._keep_snapshots(holding)
 
@@ -574,24 +575,39 @@ class RunCache(RunAccount):
             if piece is run:
                 break
 
-    def keep_tails(self, holding: RunHolding, num_pages: int) -> None:
-        """Mark the parts that the token after the last full page attends to."""
+    def keep_tails(self, holding: RunHolding, num_pages: int, *, is_prompt: bool = False) -> None:
+        """Mark the parts that the token after the last full page attends to.
+
+        `is_prompt`: that page is the last of a prompt. The same prompt computes its last token again, so it continues
+        a page earlier; the parts that it needs there are marked as well.
+        """
         wants = self.wants if num_pages <= holding.content.num_known_pages else None
         if self._keeps_all and wants is None:
             return
         for index in self._bounded:
             sink, first = self.tree.needed(index, num_pages * self.page_size)
+            end = num_pages
+            if is_prompt:
+                if first == num_pages:
+                    end -= 1  # neither needs the last page
+                _, first = self.tree.needed(index, (num_pages - 1) * self.page_size)
+                if first < sink:
+                    first = sink
             held = holding.held[index]
-            for page in (sink, first):
+            for page in (sink, first, end):
                 for run in held:
                     if run.start < page < run.end:
                         run.split(page)
                         break
-            for run in tuple(held):
-                if run.span is not None and (run.end <= sink or run.start >= first):
+            for run in held:
+                if run.span is not None and (run.end <= sink or first <= run.start < end):
                     run.is_kept = True
-                    if wants is not None:
-                        wants.complete(holding.content, index, run.start, run.end)
+            if wants is not None:
+                # The window of the last chunk may have passed the first of these pages: others may find them still.
+                if sink:
+                    wants.complete(holding.content, index, 0, sink)
+                if first < end:
+                    wants.complete(holding.content, index, first, end)
 
     def _keep_snapshots(self, holding: RunHolding) -> None:
         """Copy the states to separate parts, where such parts do not exist yet and fit."""

@@ -1,7 +1,8 @@
 """Store policies for a device with KV groups: which runs of parts are stored below it, and when.
 
 Both policies store the parts that RunCache selects: every page in groups that keep all tokens; in windows and chunks
-only those from which another sequence can resume, the tails of prompts and of finished requests. Parts in between serve
+only those from which another sequence can resume, the tails of prompts and of finished requests. The same prompt is
+such a sequence: if it ends with a page, it resumes a page earlier, to compute its last token. Parts in between serve
 no hit that a tail does not serve nearly as well, and would be most of the bytes. A state after a page is a tail by
 itself: where the device keeps those in between, every one is stored, as vLLM's connector does.
 """
