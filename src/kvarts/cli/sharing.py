@@ -20,10 +20,9 @@ from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.process import Progress, print_bytes, tell_whole_pages
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole, writing
-from kvarts.plan.policy import KEY as EVICTION
-from kvarts.plan.policy import PolicySettings, check_policy, with_policy
 from kvarts.report.run_directory import REPORT, named
 from kvarts.report.words import number
+from kvarts.rooms import from_room
 from kvarts.settings import Flags, Given, Section, setting, settings_of
 from kvarts.sharing.config import SECTIONS, ModelShare, SharingConfig, resolve_shares
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
@@ -44,8 +43,7 @@ TITLE = "Several models"
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 WIDTH = 14
 LOANS = "loans.jsonl"
-OF_MODEL = (ModelShare, PolicySettings)
-"""The settings of a model after its name in `--model`."""
+EVICTION = "eviction"
 NUMBERS: dict[str, Callable[[str], Any]] = {
     "weight": float,
     "floor": int,
@@ -64,6 +62,18 @@ class ModelTraffic(msgspec.Struct, frozen=True, kw_only=True):
     trace: Annotated[str | None, setting("Path of its trace, relative to this file.", flag=None)] = None
 
 
+class ModelPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """The eviction policy of a model, by name; the room `plan` has the policies."""
+
+    eviction: Annotated[
+        str | None, setting("Which cached pages of the model go next, as --eviction.", metavar="NAME", default="lru")
+    ] = None
+
+
+OF_MODEL = (ModelShare, ModelPolicy)
+"""The settings of a model after its name in `--model`."""
+
+
 class SharingPart(CommandPart):
     """Names of models, their traces, and settings of the shared device."""
 
@@ -71,7 +81,7 @@ class SharingPart(CommandPart):
     sections = (
         *SECTIONS,
         Section(struct=ModelTraffic, title=TITLE, table=MODELS, is_named=True),
-        Section(struct=PolicySettings, title=TITLE, table=MODELS, is_named=True),
+        Section(struct=ModelPolicy, title=TITLE, table=MODELS, is_named=True),
     )
 
     def options(self) -> Sequence[click.Option]:
@@ -149,7 +159,9 @@ class SharingPart(CommandPart):
     def check(self, given: Given) -> None:
         """Raise ConfigError for an unknown eviction policy of a model."""
         for name in given.names(MODELS):
-            check_policy(given, f"{MODELS}.{name}.{EVICTION}")
+            key = f"{MODELS}.{name}.{EVICTION}"
+            if key in given:
+                from_room("plan.policy", "check_policy", field=EVICTION)(given, key)
 
     def run(
         self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]
@@ -217,10 +229,13 @@ def with_policies(config: SharingConfig, given: Given, traces: Mapping[str, Trac
 
     `traces`: the requests of the models, where they are known beforehand.
     """
-    models = {}
+    models = dict(config.models)
     for name, share in config.models.items():
         own = f"{MODELS}.{name}.{EVICTION}"
-        models[name] = with_policy(share, given, traces.get(name), own if own in given else EVICTION)
+        key = own if own in given else EVICTION
+        if key in given:
+            with_policy = from_room("plan.policy", "with_policy", field=EVICTION)
+            models[name] = with_policy(share, given, traces.get(name), key)
     return msgspec.structs.replace(config, models=models)
 
 
