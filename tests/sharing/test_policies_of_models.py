@@ -20,7 +20,7 @@ from builders.case import Case, cases
 from builders.guide_policies import LeastHits, shortest_first
 from builders.orders import FewestHits
 from builders.policies import patiences_ms
-from builders.rooms import HAS_AUDIT
+from builders.rooms import HAS_AUDIT, ROOMS
 
 
 def sharing(names: tuple[str, ...] = ("a", "b"), **each: object) -> SharingConfig:
@@ -95,6 +95,7 @@ def policies_of(told: bytes) -> dict[str, str]:
     return {name: of_model["config"].get("eviction", "-") for name, of_model in models.items()}
 
 
+@pytest.mark.skipif("plan" not in ROOMS, reason="without the room `plan`, there are no policies by name")
 def test_commands_name_the_policy_of_all_models_or_of_one(
     run_command: Callable[..., int],
     capsysbinary: pytest.CaptureFixture[bytes],
@@ -117,6 +118,7 @@ def test_commands_name_the_policy_of_all_models_or_of_one(
     assert told("", "--config", tmp_path / "c.toml") == of_one
 
 
+@pytest.mark.skipif("plan" not in ROOMS, reason="without the room `plan`, there are no policies by name")
 def test_a_model_names_a_policy_that_there_is(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], short_traces: list[str], tmp_path: Path
 ) -> None:
