@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 
 from kvarts.cli.replaying import all_sections, read_settings
+from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.offload.config import OffloadConfig, TierConfig
 from kvarts.settings import given_in
@@ -532,7 +533,7 @@ def test_a_router_that_asks_caches_knows_tiers_by_name() -> None:
     without = worker()
     without.scheduler.tiers = None
     workers = [worker(dram=3, cxl=4, disk=5), worker(disk=6), worker(cxl=7), without, worker()]
-    content: Any = None
+    content = Content.from_tokens(range(4), page_size=1, owner=0)
     assert AskedCaches(workers, ["dram", "cxl", "disk"]).matches(content, 100) == {
         0: (2, 3, 4, 5),
         1: (2, 0, 0, 6),

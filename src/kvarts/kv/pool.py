@@ -73,7 +73,8 @@ class PageIds:
                 counts.append(1)
         self._num_ids += num_added
 
-    def __add__(self, other: PageIds) -> PageIds:
+    def with_more(self, other: PageIds) -> PageIds:
+        """Return all ids of this one, and then those of `other`."""
         every = self.part(0, self._num_ids)
         every.extend(other)
         return every

@@ -223,7 +223,7 @@ class RunCache(RunAccount):
         if self.blocks is not None:
             for index in self._of_tokens:
                 ids = self.take_ids(index, 1 if index in self._aligned else num_pages)
-                holding.open_ids[index] = holding.open_ids[index] + ids
+                holding.open_ids[index] = holding.open_ids[index].with_more(ids)
 
     def drop_pages(self, holding: RunHolding, num_pages: int) -> None:
         """Undo `take_next` for all but the first `num_pages` pages of `holding`."""
@@ -459,7 +459,7 @@ class RunCache(RunAccount):
             if num_unnamed:
                 self.note_empty(index, num_unnamed)
                 if self.blocks is not None:
-                    self.give_ids(holding.open_ids[index] + holding.state_ids[index])
+                    self.give_ids(holding.open_ids[index].with_more(holding.state_ids[index]))
                     holding.open_ids[index] = holding.state_ids[index] = NO_IDS
             if held:
                 held.reverse()

@@ -452,7 +452,7 @@ class PartRun(Listed):
         self.span.parts[self.list_index].remove(head)
         self.start = head.start
         if head.ids:
-            self.ids = head.ids + self.ids
+            self.ids = head.ids.with_more(self.ids)
         return True
 
     def join_held(self, head: PartRun) -> None:
@@ -473,7 +473,7 @@ class PartRun(Listed):
         span.parts[index].remove(head)
         self.start = head.start
         if head.ids:
-            self.ids = head.ids + self.ids
+            self.ids = head.ids.with_more(self.ids)
         head.span = None
 
     def split(self, page: int) -> PartRun:
