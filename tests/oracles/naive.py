@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Protocol
 
 
 @dataclass
@@ -632,7 +633,23 @@ def round_ns(ms: float) -> int:
     return round(Fraction(ms * 1e6))
 
 
-def run_naive(requests: Sequence[NaiveRequest], engines: Sequence[NaiveEngine]) -> None:
+class Driven(Protocol):
+    """What `run_naive` drives: an engine, or engines that step together."""
+
+    is_pausing: bool
+
+    def submit(self, request: NaiveRequest) -> None: ...
+
+    def give_up(self, request: NaiveRequest) -> None: ...
+
+    def end_transfers(self, now_ns: int) -> None: ...
+
+    def has_work(self) -> bool: ...
+
+    def step(self, now_ns: int) -> int: ...
+
+
+def run_naive(requests: Sequence[NaiveRequest], engines: Sequence[Driven]) -> None:
     """Open loop, round robin: arrivals at their times, i-th arrival to engine i mod n."""
     pending = sorted(requests, key=lambda r: r.arrival_ns)
     ends: list[int | None] = [None] * len(engines)

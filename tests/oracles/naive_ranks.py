@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TypeAlias
 
-from oracles.naive import NaiveRequest
+from oracles.naive import NaiveRequest, run_naive
 from oracles.naive_offload import NaiveOffloadEngine
 
 __all__ = ["NaiveRank", "run_naive_ranks"]
@@ -55,72 +55,48 @@ class NaiveRank(NaiveOffloadEngine):
         return super().step_ns(duration_ns, now_ns)
 
 
-def step_together(engines: Sequence[NaiveRank], now_ns: int, together_ns: TogetherNs) -> tuple[int, bool]:
-    """Run a common step, or none; return when it ends, or what is waited for, and whether any engine computes."""
-    alone = [(engine, engine.begin_with_others(now_ns)) for engine in engines]
-    computing = [(engine, duration_ns) for engine, duration_ns in alone if duration_ns is not None]
-    if not computing:
-        return min(engine.end_ns for engine in engines), False
-    duration_ns = together_ns([duration_ns for _, duration_ns in computing])
-    duration_ns = max(engine.with_copies_ns(duration_ns, now_ns) for engine, _ in computing)
-    for engine, _ in computing:
-        engine.end_with_others(duration_ns)
-    return now_ns + duration_ns, True
+class NaiveRanks:
+    """Ranks that step together, one request after the other in turn. `run_naive` drives them as one engine."""
+
+    def __init__(self, ranks: Sequence[NaiveRank], together_ns: TogetherNs) -> None:
+        self.ranks, self.together_ns = ranks, together_ns
+        self.rank_of: dict[int, int] = {}
+        self.is_pausing = False
+
+    def submit(self, request: NaiveRequest) -> None:
+        rank = self.rank_of[request.seq] = len(self.rank_of) % len(self.ranks)
+        self.ranks[rank].submit(request)
+
+    def give_up(self, request: NaiveRequest) -> None:
+        self.ranks[self.rank_of[request.seq]].give_up(request)
+
+    def end_transfers(self, now_ns: int) -> None:
+        for rank in self.ranks:
+            rank.end_transfers(now_ns)
+
+    def has_work(self) -> bool:
+        return any(rank.has_work() for rank in self.ranks)
+
+    def step(self, now_ns: int) -> int:
+        """Run a common step; return when it ends, or what is waited for if no rank computes."""
+        busy = [rank for rank in self.ranks if rank.has_work()]
+        for rank in busy:
+            rank.is_pausing = False
+        alone = [(rank, rank.begin_with_others(now_ns)) for rank in busy]
+        computing = [(rank, duration_ns) for rank, duration_ns in alone if duration_ns is not None]
+        self.is_pausing = not computing
+        if not computing:
+            return min(rank.end_ns for rank in busy)
+        duration_ns = self.together_ns([duration_ns for _, duration_ns in computing])
+        duration_ns = max(rank.with_copies_ns(duration_ns, now_ns) for rank, _ in computing)
+        for rank, _ in computing:
+            rank.end_with_others(duration_ns)
+        return now_ns + duration_ns
 
 
-def run_naive_ranks(requests: Sequence[NaiveRequest], engines: Sequence[NaiveRank], together_ns: TogetherNs) -> None:
-    """Open loop, round robin, as `run_naive` does it for engines that are not in lock step."""
-    pending = sorted(requests, key=lambda request: request.arrival_ns)
-    end: int | None = None
-    is_pausing = False
-    dropping: list[NaiveRequest] = []
-    impatient: list[NaiveRequest] = []
-    now = sent = 0
-
-    def give_up(request: NaiveRequest) -> None:
-        assert request.replica is not None
-        engines[request.replica].end_transfers(now)
-        engines[request.replica].give_up(request)
-
-    while True:
-        if end is not None and end <= now:
-            end = None
-            for request in dropping:
-                give_up(request)
-            dropping = []
-        impatient = [r for r in impatient if not r.rejected and (r.last_token_ns is None or r.last_token_ns > now)]
-        for request in sorted(impatient, key=lambda r: (r.gives_up_ns, r.seq)):
-            assert request.gives_up_ns is not None
-            if request.gives_up_ns > now:
-                break
-            impatient.remove(request)
-            if is_pausing:
-                end = None
-            if end is None:
-                give_up(request)
-            else:
-                dropping.append(request)
-        while sent < len(pending) and pending[sent].arrival_ns <= now:
-            request = pending[sent]
-            request.replica = sent % len(engines)
-            engines[request.replica].submit(request)
-            if is_pausing:
-                end = None
-            if request.gives_up_ns is not None:
-                impatient.append(request)
-            sent += 1
-        if any(request.gives_up_ns == now for request in impatient):
-            continue
-        busy = [engine for engine in engines if engine.has_work()]
-        if end is None and busy:
-            for engine in busy:
-                engine.is_pausing = False
-            end, computes = step_together(busy, now, together_ns)
-            is_pausing = not computes
-        times = [end] if end is not None else []
-        if sent < len(pending):
-            times.append(pending[sent].arrival_ns)
-        times += [request.gives_up_ns for request in impatient if request.gives_up_ns is not None]
-        if not times:
-            return
-        now = min(times)
+def run_naive_ranks(requests: Sequence[NaiveRequest], ranks: Sequence[NaiveRank], together_ns: TogetherNs) -> None:
+    """Run `requests` as `run_naive` does; each then knows its rank."""
+    group = NaiveRanks(ranks, together_ns)
+    run_naive(requests, [group])
+    for request in requests:
+        request.replica = group.rank_of[request.seq]

@@ -149,7 +149,8 @@ class Auditor:
         self._evictions: EvictionsTold | None = None
         if safe_first or not is_lru:
             books = self._books if safe_first else None
-            named = None if stores_go_first else watch  # that first parts go next is no choice of the order
+            # An engine in which stores go first evicts the parts that tiers hold, whichever run the order names.
+            named = None if stores_go_first else watch
             self._evictions = EvictionsTold(books, self._find_page, self._digests, named)
         choose = None if self._evictions is None else self._evictions.choose
         # Of parts in groups one may outlive that before it: a window goes on from what a full group has lost.

@@ -19,8 +19,8 @@ class Need(NamedTuple):
     """`options` have an effect only if one of `needs` is given: an option, or `--option=value`.
 
     `commands`: the commands that the rule applies to; if empty, all that know one of the options and one of `needs`.
-    `unless`: the options have no effect if one of these is given. `except_with`: with one of these, what reads the
-    options says more.
+    `unless`: the options have no effect if one of these is given. `except_with`: with one of these, the
+    rule does not apply, because the code that reads the options gives a better error.
     """
 
     options: tuple[str, ...]

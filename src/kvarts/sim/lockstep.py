@@ -82,8 +82,7 @@ class Ranks:
         if others_join:
             num_steps = min(num_steps, 1)
         if num_steps > 0:
-            until_ns = min(until_ns, *(replica.next_ns(now_ns) for replica in busy))
-            self.now_ns = self._leap(busy, now_ns, until_ns, num_steps)
+            self.now_ns = self._leap(busy, now_ns, min(until_ns, _next_ns(busy, now_ns)), num_steps)
             return self.now_ns
         computing = []
         for replica in busy:
@@ -94,7 +93,7 @@ class Ranks:
                 self._idle.append(replica)
         if not computing:
             waits = self.has_work and not others_join and not any(each.scheduler.has_released for each in busy)
-            self.now_ns = min(replica.next_ns(now_ns) for replica in busy) if waits else now_ns
+            self.now_ns = _next_ns(busy, now_ns) if waits else now_ns
             assert self.now_ns < NEVER_NS, "L8: there is work, and nothing can be computed"
             self.is_pausing = True
             return self.now_ns
@@ -152,7 +151,7 @@ class Ranks:
         """Return the end of the identical steps that could start now: no request ends before. None if they cannot."""
         busy = [replica for replica in self._ranks if replica.has_work]
         num_steps = 0 if any(replica.num_joining for replica in busy) else self._num_alike(busy, now_ns)
-        next_ns = min((replica.next_ns(now_ns) for replica in busy), default=NEVER_NS)
+        next_ns = _next_ns(busy, now_ns)
         if not num_steps or next_ns <= now_ns:
             return None
         return min(now_ns + sum(self._durations_ns(busy, now_ns, min(num_steps, MOST_STEPS))), next_ns)
@@ -192,6 +191,11 @@ class Ranks:
             replica.leap(now_ns, LeapTimes(list(durations_ns)))
             self._under_way.append(replica)
         return end_ns
+
+
+def _next_ns(busy: Sequence[Replica], now_ns: int) -> int:
+    """Return when the next transfer of a rank ends, or another request may become the head of its waiting queue."""
+    return min((replica.next_ns(now_ns) for replica in busy), default=NEVER_NS)
 
 
 class WithinGroups(RoundRobin):
