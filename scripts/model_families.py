@@ -23,7 +23,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -31,7 +30,6 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-HAS_AUDIT = find_spec("kvarts.audit") is not None
 """Whether every page is looked at after every step: the room may be deleted."""
 
 NUM_LAYERS = 4
@@ -263,7 +261,7 @@ def compare(family: str, model: Any) -> Outcome:
         config = EngineConfig(num_pages=num_pages, page_size=PAGE_SIZE, max_num_batched_tokens=16, max_num_seqs=4)
         # By the backend that needs no compiler: tests hold all backends to the same numbers.
         keeps = "all" if num_pages > 48 else "off"
-        llm = LLM(model, None, config, attention="sdpa", kv_groups=keeps, audit=HAS_AUDIT)
+        llm = LLM(model, None, config, attention="sdpa", kv_groups=keeps, audit=True)
     except ConfigError as error:
         reason = str(error).partition("cannot run in pages: ")[2].partition(". `kvarts")[0]
         return Outcome(family, "refused", reason or str(error))
@@ -296,7 +294,7 @@ def compare(family: str, model: Any) -> Outcome:
     if not has_windows(model):
         return Outcome(family, "exact")
     try:
-        llm = LLM(model, None, config, attention="sdpa", kv_groups="all", audit=HAS_AUDIT)
+        llm = LLM(model, None, config, attention="sdpa", kv_groups="all", audit=True)
     except ConfigError as error:
         return Outcome(family, "exact", f"with every layer keeping every token: {error.what}")
     if reason := wrong(llm):

@@ -46,7 +46,6 @@ settings.register_profile(
     "fast", max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("few", parent=settings.get_profile("fast"), max_examples=4)
-settings.register_profile("drill", parent=settings.get_profile("fast"), max_examples=4)
 settings.register_profile("many", parent=settings.get_profile("fast"), max_examples=30)
 # Examples that differ from run to run: to look for defects, not to judge a change.
 settings.register_profile("search", parent=settings.get_profile("fast"), max_examples=500, derandomize=False)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
 
 import click
 
@@ -17,11 +16,7 @@ from kvarts.cli.commands import cli
 from kvarts.cli.main import main
 from kvarts.cli.options import role_of
 
-from builders.rooms import has_every_room
-
-__all__ = ["CALLS", "Call", "PathParam", "commands", "make_files", "path_params", "present", "snapshot", "with_value"]
-
-T = TypeVar("T")
+__all__ = ["CALLS", "Call", "PathParam", "commands", "make_files", "path_params", "snapshot", "with_value"]
 
 HAS_TORCH = find_spec("torch") is not None and find_spec("transformers") is not None
 HAS_GRPC = find_spec("grpc") is not None
@@ -87,13 +82,6 @@ CALLS: dict[str, Call] = {
 def commands() -> dict[str, click.Command]:
     """Every command, by the words that call it."""
     return dict(_commands(cli, ()))
-
-
-def present(table: dict[str, T]) -> dict[str, T]:
-    """Return the rows of `table`, by commands, that there are; all of them where no room is missing."""
-    if has_every_room():
-        return table
-    return {name: row for name, row in table.items() if name.removesuffix(" --run-dir") in commands()}
 
 
 def _commands(group: click.Group, words: tuple[str, ...]) -> Iterator[tuple[str, click.Command]]:

@@ -15,6 +15,8 @@ from kvarts.traffic.trace import Trace, TraceRequest
 from oracles.naive import HeadFn, NaiveEngine, NaiveRequest, first, polynomial_ns, run_naive
 
 NS_PER_MS = 1_000_000
+ROUTERS = ("round-robin", "least-loaded", "prefix")
+"""Routers that any test may take; the last one looks at most."""
 
 
 @dataclass

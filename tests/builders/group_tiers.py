@@ -18,7 +18,6 @@ from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
 from builders.grouped import STATES, part_groups
-from builders.rooms import HAS_AUDIT
 
 __all__ = ["COST", "FAST", "Grouped", "grouped", "overlapping", "preempted", "returning"]
 
@@ -41,7 +40,7 @@ class Grouped:
             "kv_groups": self.keeps,
             "groups": self.groups,
             "offload": self.offload,
-            "audit": HAS_AUDIT,
+            "audit": True,
             "cost": COST,
             "mamba_cache_mode": self.states if any(group.is_state for group in self.groups) else "snapshots",
         }

@@ -19,7 +19,7 @@ from kvarts.sim.replay import replay
 
 from builders.case import Case
 from builders.fields import fields_of
-from builders.rooms import HAS_AUDIT, timelines_json
+from builders.outcome import timelines_json
 from oracles.naive import NaiveRequest, polynomial_ns, run_naive
 from oracles.naive_group_engine import NaiveGroupEngine
 
@@ -184,4 +184,4 @@ def assert_grouped_as_in_naive(case: Case, groups: tuple[PartGroup, ...], keeps:
         for group, _ in naive.groups.evicted:
             evicted[group] += 1
     assert [group["num_evicted_parts"] for group in report.summary["kv_groups"]] == evicted
-    assert_same_outcome(report, replay(case.trace(), case.config(**of_groups, audit=HAS_AUDIT)))
+    assert_same_outcome(report, replay(case.trace(), case.config(**of_groups, audit=True)))

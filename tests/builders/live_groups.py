@@ -22,7 +22,6 @@ from kvarts.request import Request, RequestState
 from kvarts.sched.drafts import Drafter
 from kvarts.sched.plan import StepPlan, StepResult
 
-from builders.rooms import HAS_AUDIT
 from oracles.naive import NaiveRequest
 from oracles.naive_group_engine import NaiveGroupEngine
 from oracles.naive_kv_groups import seen_by
@@ -325,7 +324,7 @@ class LiveRun:
             memory=memory,
             num_blocks=num_blocks,
             readers=[self.steps, *readers],
-            audit=HAS_AUDIT,
+            audit=True,
             tiers=tiers,
             drafter=drafter,
             num_draft_slots=num_draft_slots,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import kvarts
 from kvarts.event_log import EventReader
 from kvarts.events import Event
+from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.sim.arrivals import Arrivals
@@ -17,7 +19,6 @@ from kvarts.sim.router import RoundRobin
 
 from builders.case import Case
 from builders.kept import Kept
-from builders.rooms import HAS_AUDIT
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Outcome:
 
 def run_kvarts(case: Case, *, ranks: int = 1, **changes: Any) -> Outcome:
     """The case through kvarts, with page events and the audit on. `ranks`: the number of engines in lock step."""
-    config = case.config(**{"audit": HAS_AUDIT, **changes})
+    config = case.config(**{"audit": True, **changes})
     trace = case.trace()
     tiers = {} if config.offload is None else config.offload.sizes(config.page_size)
     requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
@@ -56,3 +57,8 @@ def run_kvarts(case: Case, *, ranks: int = 1, **changes: Any) -> Outcome:
     )
     Driver([arrivals], runners, ranks=ranks).run()
     return Outcome(requests, engines, steps, [seen.events for seen in kept])
+
+
+def timelines_json(report: Report) -> list[bytes]:
+    """The timelines of `report`."""
+    return [timeline.to_json() for timeline in kvarts.timelines_of(report)]

@@ -11,11 +11,10 @@ from kvarts.report.report import STATUS_NAMES
 from kvarts.report.requests import COMPLETED, REJECTED
 from kvarts.sched.policy import PriorityPolicy
 
-from builders.case import Case
+from builders.case import ROUTERS, Case
 from builders.guide_policies import LeastHits, shortest_first
 from builders.laws import replayed_as_slowly
 from builders.orders import FewestHits
-from builders.rooms import ROUTERS
 
 __all__ = ["assert_closed_loop_fast_as_slow", "closed_loops", "patiences_ms", "policies"]
 

@@ -19,8 +19,6 @@ from kvarts.llm.llm import LLM
 from kvarts.llm.text import Completion
 from kvarts.sampling import SamplingParams
 
-from builders.rooms import HAS_AUDIT
-
 ATTENDING = [
     family for family, (_, changes) in FAMILIES.items() if "linear_attention" not in changes.get("layer_types", ())
 ]
@@ -67,7 +65,7 @@ def engine_of(
         max_num_seqs=min(seqs, budget),
         snapshots=snapshots,
     )
-    return LLM(model, None, config, audit=HAS_AUDIT, **kwargs)
+    return LLM(model, None, config, audit=True, **kwargs)
 
 
 def prompts_with_prefixes(seed: int = 1) -> list[Ids]:

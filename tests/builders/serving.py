@@ -15,7 +15,6 @@ from kvarts.engine import Engine
 from kvarts.event_log import EventReader
 from kvarts.request import Request
 
-from builders.rooms import HAS_AUDIT
 from builders.toy_model import NUM_TOKEN_IDS, generate
 
 
@@ -48,7 +47,7 @@ def serve(
     **below: Any,
 ) -> tuple[Engine, list[Request], set[int]]:
     """Runs all arrivals, one step at a time; the laws of page accounting are checked after each."""
-    engine = build_engine(config, executor, audit=HAS_AUDIT, readers=observers, **below)
+    engine = build_engine(config, executor, audit=True, readers=observers, **below)
     requests = [make_request(index, arrival, config.page_size) for index, arrival in enumerate(arrivals)]
     unfinished = set()
     cancelled = set()

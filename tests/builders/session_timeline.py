@@ -7,21 +7,18 @@ from typing import Any
 import kvarts
 from kvarts.report.steps import StepLog
 
-from builders.rooms import HAS_RECORD
-
 __all__ = ["check_timeline", "timeline_of"]
 
 
 def timeline_of(steps: StepLog, page_size: int) -> Any:
-    """The timeline that the steps make; the room of timelines may be missing."""
-    name = "Timeline"  # a type checker finds it only where the room is
-    return getattr(kvarts, name).of(steps, page_size=page_size)
+    """The timeline that the steps make."""
+    return kvarts.Timeline.of(steps, page_size=page_size)
 
 
 def check_timeline(steps: StepLog, page_size: int) -> None:
     """Nothing is lost: what is in use at rest is what sessions keep, and in the end that is nothing."""
     rests = steps.rests
     assert (rests["used"] == rests["reserved"]).all()
-    if HAS_RECORD and len(steps):
+    if len(steps):
         verdict = kvarts.verify(timeline_of(steps, page_size).to_json())
         assert verdict.verdict != "violated", verdict.to_text()

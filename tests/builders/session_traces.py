@@ -15,7 +15,7 @@ from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.grouped import assert_same_outcome
-from builders.rooms import timelines_json
+from builders.outcome import timelines_json
 
 __all__ = ["Talk", "replayed_as_slowly", "session_traces"]
 

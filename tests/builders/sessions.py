@@ -18,8 +18,6 @@ from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable
 from kvarts.session.values import Done, SessionInfo, SessionsConfig, SessionSettings, Token
 
-from builders.rooms import HAS_AUDIT
-
 __all__ = [
     "OWNER",
     "GateClock",
@@ -50,7 +48,7 @@ def mock_sessions(
     seqs: int = 8,
     clock: Clock | None = None,
     max_positions: int | None = None,
-    audit: bool = HAS_AUDIT,
+    audit: bool = True,
     readers: Sequence[EventReader] = (),
 ) -> tuple[Sessions, ModelHost]:
     engine = EngineConfig(num_pages=num_pages, page_size=page_size, max_num_batched_tokens=budget, max_num_seqs=seqs)

@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 
-from builders.rooms import ROOMS
-
-pytestmark = pytest.mark.skipif(not {"openai_api", "session"} <= ROOMS, reason="talks to a mock")
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -10,7 +10,6 @@ import pytest
 from kvarts.cli.effects import MODES, NEEDS, NO_REPLAY
 
 from builders.calls import commands
-from builders.rooms import has_every_room
 
 Call = Callable[..., tuple[int, str]]
 EVERY = commands()
@@ -30,7 +29,6 @@ def flags_of(name: str) -> set[str]:
     return {flag for param in EVERY[name].params for flag in param.opts}
 
 
-@pytest.mark.skipif(not has_every_room(), reason="names options of several rooms")
 def test_rows_name_options_that_exist() -> None:
     for mode in MODES:
         if mode.command in EVERY:
@@ -73,7 +71,6 @@ def _value(flag: str, param: object) -> str:
     return VALUES.get(flag, "0.5" if "FloatRange" in repr(getattr(param, "type", "")) else "3")
 
 
-@pytest.mark.skipif(not has_every_room(), reason="names options of several rooms")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -122,7 +119,6 @@ def test_what_has_no_effect_is_refused(arguments: str, says: str, call: Call) ->
     assert (code, says in err) == (2, True), err
 
 
-@pytest.mark.skipif(not has_every_room(), reason="names options of several rooms")
 def test_a_plan_has_no_options_of_several_models(call: Call, tmp_path: Path) -> None:
     assert not {"--reclaim-after", "--health", "--baselines"} & flags_of("plan")
     config = tmp_path / "c.toml"
@@ -131,7 +127,6 @@ def test_a_plan_has_no_options_of_several_models(call: Call, tmp_path: Path) -> 
     assert code == 2 and "a plan is for one model" in err
 
 
-@pytest.mark.skipif(not has_every_room(), reason="names options of several rooms")
 def test_what_a_file_gives_counts(call: Call, tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text("replicas = 2\npages = 40000\n[offload]\nhost_pages = 9\npolicy = 'lazy'\n")
@@ -142,7 +137,6 @@ def test_what_a_file_gives_counts(call: Call, tmp_path: Path) -> None:
     assert code == 0, err  # a file of settings is read by several commands
 
 
-@pytest.mark.skipif(not has_every_room(), reason="names options of several rooms")
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("arguments", ["plan --slo-ttft-ms 3 --cost-error", "replay --speedup", "plan --slo-ttft-ms"])
 def test_no_number_is_nan_or_infinite(arguments: str, text: str, call: Call) -> None:

@@ -16,7 +16,6 @@ from kvarts.cli.helps import COMMON, EXAMPLES, GROUPS, SUMMARIES
 
 from builders import preforked
 from builders.calls import commands
-from builders.rooms import has_every_room
 
 EVERY = commands()
 EXAMPLE_LINES = [
@@ -40,7 +39,6 @@ def test_each_command_is_in_a_group_with_a_line() -> None:
     assert set(EVERY) <= set(EXAMPLES)
 
 
-@pytest.mark.skipif(not has_every_room(), reason="names options of several rooms")
 def test_no_line_is_cut_or_wrapped() -> None:
     lines = helped("").splitlines()
     for name in COMMANDS:
@@ -49,7 +47,6 @@ def test_no_line_is_cut_or_wrapped() -> None:
     assert [title for title in GROUPS if f"{title}:" in lines] == list(GROUPS)
 
 
-@pytest.mark.skipif(not has_every_room(), reason="names options of several rooms")
 @pytest.mark.parametrize(("name", "line"), EXAMPLE_LINES)
 def test_examples_are_understood(name: str, line: str) -> None:
     words = shlex.split(line)[1:]
@@ -61,7 +58,6 @@ def test_examples_are_understood(name: str, line: str) -> None:
     assert context.args == []
 
 
-@pytest.mark.skipif(not has_every_room(), reason="names options of several rooms")
 @pytest.mark.parametrize("name", COMMON)
 def test_short_help_lists_the_options_that_are_asked_for_most(name: str) -> None:
     if name not in EVERY:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from builders.rooms import has_every_room
-
 Run = Callable[..., int]
 
 
@@ -32,7 +30,6 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.skipif(not has_every_room(), reason="names options of several rooms")
 @pytest.mark.parametrize("command", ["replay", "plan"])
 def test_a_page_is_written_and_opened(
     command: str, trace: Path, tmp_path: Path, run_command: Run, opened: list[str]

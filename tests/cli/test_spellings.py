@@ -11,7 +11,6 @@ from kvarts.cli.options import ALIASES, ANSWERS, in_our_words
 from kvarts.errors import did_you_mean
 
 from builders.calls import commands
-from builders.rooms import has_every_room
 
 EVERY = commands()
 
@@ -61,7 +60,6 @@ def test_close_matches(name: str, known: list[str], said: str) -> None:
     assert did_you_mean(name, known) == said
 
 
-@pytest.mark.skipif(not has_every_room(), reason="names options of several rooms")
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
@@ -14,13 +13,12 @@ pytest.importorskip("zmq", reason="needs kvarts[serve]")
 from kvarts.connect.live import WatchedPage
 from kvarts.connect.metrics import EngineSample, parse_metrics
 from kvarts.errors import ConfigError
+from kvarts.openai_api.running import RunningServer
 from kvarts.report.page import LiveEngine
-from kvarts.rooms import from_room
 from kvarts.serve.kv_events.batches import KvEventsConfig
 from kvarts.serve.kv_events.publisher import open_kv_events
 
 from builders.http_client import Reply, call
-from builders.rooms import ROOMS
 from builders.working import give_time, working
 
 Run = Callable[..., int]
@@ -36,12 +34,10 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-@pytest.mark.skipif("openai_api" not in ROOMS, reason="watches a mock")
 def test_the_page_shows_the_blocks_and_the_metrics_of_an_engine(run_command: Run) -> None:
     events_port, replay_port, page_port = free_ports(3)
     endpoints = [f"tcp://127.0.0.1:{port}" for port in (events_port, replay_port)]
     events = open_kv_events(KvEventsConfig(endpoint=endpoints[0], replay_endpoint=endpoints[1]))
-    running_server: Any = from_room("openai_api.running", "RunningServer", field="mock")
     url = f"http://127.0.0.1:{page_port}"
     seen: list[Reply] = []
     pages: list[Reply] = []
@@ -58,7 +54,7 @@ def test_the_page_shows_the_blocks_and_the_metrics_of_an_engine(run_command: Run
         seen.append(call(url, "/live", headers={"origin": "http://elsewhere.example"}))
         seen.append(call(url, "/v1/models"))
 
-    with running_server(readers=[events.reader], cost="linear:step_ms=10", pages=256) as server, working(work):
+    with RunningServer(readers=[events.reader], cost="linear:step_ms=10", pages=256) as server, working(work):
         code = run_command("watch", endpoints[0], "--replay", endpoints[1], "--metrics", f"{server.url}/metrics",
                            "--ui", page_port, "--duration", 60, "--quiet", "--json")  # fmt: skip
     events.close()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from builders.go_template import Chart, FailedError
-from builders.rooms import ROOMS
 
 yaml: Any = pytest.importorskip("yaml", reason="reads YAML")
 
@@ -50,7 +49,6 @@ def of_kind(documents: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [each for each in documents if each["kind"] == kind]
 
 
-@pytest.mark.skipif("openai_api" not in ROOMS, reason="parses options of a mock")
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_containers_start_with_options_that_a_mock_has(settings: dict[str, Any]) -> None:
     from kvarts.cli.mock import mock_command

@@ -28,7 +28,6 @@ from kvarts.traffic.mooncake import load_mooncake
 
 from builders.claude_sessions import write_claude_sessions
 from builders.files_of_pages import write_files_of_pages
-from builders.rooms import missing_room
 
 ROOT = Path(__file__).parents[2]
 IN_ORDER = {"first-ten-minutes.md"}
@@ -140,9 +139,6 @@ def blocks(kind: str) -> list[Any]:
             if name == kind:
                 output = after[1] if after[0] == "output" else None
                 marks = [NEEDS[page.name]] if page.name in NEEDS else []
-                missing = missing_room(text)
-                if missing is not None:
-                    marks.append(pytest.mark.skip(f"needs kvarts.{missing}"))
                 place = f"{page.name}-{index}"
                 marks += [pytest.mark.long] * (place in LONG) + [pytest.mark.slow] * (place in SLOW)
                 found.append(pytest.param(defined + text, output, id=f"{page.relative_to(ROOT)}-{index}", marks=marks))
@@ -200,9 +196,6 @@ def test_commands(
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```pycon" in page.read_text()], ids=lambda page: page.name)
 def test_sessions(page: Path) -> None:
-    missing = missing_room("".join(text for kind, text in BLOCK.findall(page.read_text()) if kind == "pycon"))
-    if missing is not None:
-        pytest.skip(f"needs kvarts.{missing}")
     results = doctest.testfile(str(page), module_relative=False, optionflags=doctest.FAIL_FAST)
     assert results.attempted
     assert not results.failed
@@ -238,8 +231,6 @@ def test_the_readme_has_two_complete_commands() -> None:
 def test_the_command_for_several_models_among_the_features_runs(
     capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if missing_room("--model chat=") is not None:
-        pytest.skip("needs kvarts.sharing")
     text = (ROOT / "docs" / "index.md").read_text()
     command = re.search(r"`(kvarts replay --model chat=[^`]*)`", text)
     assert command is not None

@@ -11,14 +11,11 @@ import pytest
 
 from kvarts.cli.main import main
 
-from builders.rooms import has_every_room
-
 PAGE = Path(__file__).parents[2] / "docs" / "first-ten-minutes.md"
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not has_every_room(), reason="the transcript uses every room")
 def test_the_transcript_is_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:

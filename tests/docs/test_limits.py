@@ -11,8 +11,6 @@ import pytest
 from kvarts.cli.main import main
 from kvarts.combines import FEATURES, PLACES, REFUSED
 
-from builders.rooms import has_every_room
-
 PAGE = (Path(__file__).parents[2] / "docs" / "limits.md").read_text()
 GEMMA = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all")
 LLAMA = ("--model", "llama-3.1-8b", "--device", "h100-80gb")
@@ -87,7 +85,6 @@ def test_refused_cells_are_those_of_the_code() -> None:
             assert {feature, FEATURES[feature].part_of} & set(REFUSED[int(number) - 1].together)
 
 
-@pytest.mark.skipif(not has_every_room(), reason="needs every room")
 @pytest.mark.parametrize(("place", "feature"), TRIES)
 def test_a_command_does_what_its_cell_claims(
     place: str, feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from builders.rooms import has_every_room
-
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "kvarts"
 PAGE = (ROOT / "docs" / "walks.md").read_text()
@@ -38,13 +36,11 @@ def test_there_are_three_walks_down_and_up() -> None:
     assert len(ROWS) == len(table_rows) > 35
 
 
-@pytest.mark.skipif(not has_every_room(), reason="needs every room")
 @pytest.mark.parametrize(("path", "name"), ROWS)
 def test_the_function_is_in_the_file(path: str, name: str) -> None:
     assert name in definitions(SOURCE / path)
 
 
-@pytest.mark.skipif(not has_every_room(), reason="needs every room")
 def test_files_and_classes_named_in_sentences_exist() -> None:
     sentences = re.sub(r"^\|.*$", "", PAGE, flags=re.MULTILINE)
     for path in re.findall(r"`([\w/]+\.py)`", PAGE):

@@ -13,7 +13,6 @@ from kvarts.cli.main import main
 from kvarts.config import EngineConfig
 
 from builders.calls import commands, make_files
-from builders.rooms import missing_room
 
 Run = Callable[..., tuple[int, bytes, str]]
 
@@ -21,9 +20,6 @@ Run = Callable[..., tuple[int, bytes, str]]
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the calls of all commands read."""
-    missing = missing_room("--run-dir --timeline")
-    if missing is not None:
-        pytest.skip(f"needs kvarts.{missing}, which writes what most of the calls read")
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -14,11 +14,11 @@ import pytest
 
 from kvarts.cli.options import NEVER, role_of
 
-from builders.calls import CALLS, commands, present
+from builders.calls import CALLS, commands
 
 Call = Callable[..., tuple[int, bytes, str]]
 
-EVERY = [name for name, call in present(CALLS).items() if call.needs]
+EVERY = [name for name, call in CALLS.items() if call.needs]
 NO_TEXT = "\udcff"
 """An argument with a byte that is not UTF-8, as Python hands it on."""
 ALSO = {

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from builders.calls import CALLS, path_params, present, snapshot
+from builders.calls import CALLS, path_params, snapshot
 from builders.faults import ERRORS, Disk
 
 Run = Callable[..., tuple[int, bytes, str]]
 
-WRITES: dict[str, tuple[str, ...]] = present({
+WRITES: dict[str, tuple[str, ...]] = {
     "calibrate": (*CALLS["calibrate"].arguments, "--out", "x.toml"),
     "compare": (*CALLS["compare"].arguments, "--html", "x.html"),
     "replay": ("trace.jsonl", "--config", "config.toml", "--report", "x.json", "--requests", "y.jsonl", "--timeline",
@@ -29,7 +29,7 @@ WRITES: dict[str, tuple[str, ...]] = present({
         name: (*CALLS[name].arguments, "--output", "x.jsonl")
         for name in ("trace anonymize", "trace convert", "trace merge", "trace scale", "trace slice")
     },
-})  # fmt: skip
+}  # fmt: skip
 """Calls that read and write as much as they can."""
 NOT_HERE = {
     "profile": "real models",

@@ -31,8 +31,7 @@ from kvarts.sim.hardware import DeviceSettings
 from kvarts.traffic.workload import FixedLength, LogNormalLength, UniformLength
 from kvarts.units import parse_bytes, parse_duration_s, parse_rate
 
-from builders.calls import CALLS, commands, present
-from builders.rooms import missing_room
+from builders.calls import CALLS, commands
 
 Run = Callable[..., tuple[int, bytes, str]]
 
@@ -56,11 +55,7 @@ def valued(name: str) -> list[click.Parameter]:
     ]
 
 
-NAMES = [
-    name
-    for name, call in present(CALLS).items()
-    if not call.is_slow and name not in ("chat", "serve sessions", "watch")
-]
+NAMES = [name for name, call in CALLS.items() if not call.is_slow and name not in ("chat", "serve sessions", "watch")]
 
 
 def words(name: str, param: click.Parameter, value: str) -> list[str]:
@@ -126,8 +121,6 @@ def test_no_value_is_answered_by_a_traceback(name: str, here: Path, call: Run) -
     ],
 )
 def test_what_is_out_of_its_limits_is_named_as_it_was_typed(arguments: str, says: str, here: Path, call: Run) -> None:
-    if room := missing_room(arguments):
-        pytest.skip(f"needs kvarts.{room}")
     code, out, err = call("replay", "trace.jsonl", *arguments.split())
     assert (code, out, says in err) == (2, b"", True), err
 
@@ -149,8 +142,6 @@ LAYER_WISE = "--prefill-replicas 1 --decode-replicas 1 --transfer-rate 1B/s --tr
 )
 def test_transfers_that_last_longer_than_virtual_time_are_refused(arguments: str, here: Path, call: Run) -> None:
     """Where transfers share a rate, they were never ended."""
-    if missing_room("--host-pages") is not None or missing_room("--prefill-replicas") is not None:
-        pytest.skip("needs kvarts.offload and kvarts.fleet")
     rows = [
         f'{{"timestamp": {row}, "input_length": 512, "output_length": 2, "hash_ids": [{row}]}}' for row in range(60)
     ]
@@ -169,8 +160,6 @@ def test_transfers_that_last_longer_than_virtual_time_are_refused(arguments: str
     ],
 )
 def test_nothing_that_is_given_twice_is_dropped(arguments: str, here: Path, call: Run) -> None:
-    if missing_room("[models.]") is not None:
-        pytest.skip("needs kvarts.sharing")
     code, _, err = call("replay", "--device", "h100-80gb", *arguments.split())
     assert (code, "is given twice" in err) == (2, True), err
 

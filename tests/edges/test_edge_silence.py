@@ -13,7 +13,7 @@ import pytest
 from kvarts.cli import process
 from kvarts.cli.process import Progress
 
-from builders.calls import CALLS, present
+from builders.calls import CALLS
 
 Call = Callable[..., tuple[int, bytes, str]]
 
@@ -34,8 +34,8 @@ LONG = {"calibrate --design"}
 
 
 CASES = [
-    *((name, each.arguments) for name, each in present(CALLS).items() if name not in AT_ONCE | OF_THEIR_OWN),
-    *present(MORE).items(),
+    *((name, each.arguments) for name, each in CALLS.items() if name not in AT_ONCE | OF_THEIR_OWN),
+    *MORE.items(),
 ]
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from builders.calls import CALLS, Call, commands, present
+from builders.calls import CALLS, Call, commands
 from builders.forked import opened, run_forked
 
-FAST = [name for name, call in present(CALLS).items() if not call.is_slow]
+FAST = [name for name, call in CALLS.items() if not call.is_slow]
 RUNS = {name: [*name.split(), *CALLS[name].arguments] for name in FAST}
 HELPS = {f"{name} --help": [*name.split(), "--help"] for name in FAST}
 ENDS = {name: CALLS[name] for name in FAST} | {name: Call(()) for name in HELPS}
@@ -127,4 +127,4 @@ def test_dev_stdout_is_standard_output_also_of_a_regular_file(here: Path, tmp_pa
 
 
 def test_the_table_has_every_command() -> None:
-    assert set(commands()) == set(present(CALLS))
+    assert set(commands()) == set(CALLS)

@@ -14,7 +14,7 @@ import pytest
 
 from kvarts.cli.options import Command, role_of
 
-from builders.calls import CALLS, PathParam, commands, path_params, present, snapshot, with_value
+from builders.calls import CALLS, PathParam, commands, path_params, snapshot, with_value
 
 Run = Callable[..., tuple[int, bytes, str]]
 
@@ -75,10 +75,10 @@ def outcome(param: PathParam) -> int:
 
 
 def test_each_command_has_a_call_in_the_table() -> None:
-    assert set(commands()) == set(present(CALLS))
+    assert set(commands()) == set(CALLS)
 
 
-@pytest.mark.parametrize("name", present(CALLS))
+@pytest.mark.parametrize("name", CALLS)
 def test_each_command_checks_its_paths_and_says_of_each_what_it_is_for(name: str) -> None:
     command = commands()[name]
     assert isinstance(command, Command)
@@ -90,7 +90,7 @@ def test_each_command_checks_its_paths_and_says_of_each_what_it_is_for(name: str
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.long) if call.is_slow else name for name, call in present(CALLS).items()],
+    [pytest.param(name, marks=pytest.mark.long) if call.is_slow else name for name, call in CALLS.items()],
 )
 def test_each_call_of_the_table_ends_as_it_says(name: str, here: Path, call: Run) -> None:
     skip_unless_installed(name)

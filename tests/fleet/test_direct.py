@@ -13,8 +13,6 @@ from kvarts.fleet.replay import replay_fleet
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.logs import RecordedRow, recorded_trace
 
-from builders.rooms import HAS_AUDIT
-
 MS = 1_000_000
 PROMPT = list(range(21))
 """Five full pages and a token. Computed in one step of 10 ms; sent in 7 ms + 21 tokens x 10 bytes at 10 kB/s."""
@@ -28,7 +26,7 @@ def replayed(rows: list[RecordedRow], **settings: Any) -> dict[str, Any]:
         "page_size": 4,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
-        "audit": HAS_AUDIT,
+        "audit": True,
     }
     cost = LinearCost(step_ms=10.0)
     pools = (

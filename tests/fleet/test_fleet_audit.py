@@ -14,10 +14,6 @@ from kvarts.sched.handoffs import Handoffs
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.logs import RecordedRow, recorded_trace
 
-from builders.rooms import HAS_AUDIT
-
-pytestmark = pytest.mark.skipif(not HAS_AUDIT, reason="needs kvarts.audit")
-
 
 def run(**settings: Any) -> Any:
     """Replay prompts that share pages, on two workers, with an audit."""

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from builders.rooms import HAS_ROUTERS
-
 SAMPLE = files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"
 APART = ("--prefill-replicas", 1, "--decode-replicas", 2)
 SMALL = ("--pages", 600, "--page-size", 512, "--decode-pages", 300)
@@ -316,7 +314,6 @@ def test_layer_wise_transfers_that_are_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not HAS_ROUTERS, reason="needs routers")
 def test_requests_wait_in_the_router_of_prefill_workers(asked: Callable[..., Any], trace: Path) -> None:
     """Short prompts first: the mean wait falls, and that of the last rises."""
     burst = *APART, *SMALL, "--speedup", 50, "--router", "least-loaded", "--json"
@@ -328,7 +325,6 @@ def test_requests_wait_in_the_router_of_prefill_workers(asked: Callable[..., Any
     assert waits[2]["mean"] < 0.9 * waits[1]["mean"]
 
 
-@pytest.mark.skipif(not HAS_ROUTERS, reason="needs routers")
 def test_ages_apply_to_the_routers_that_read_what_ages(
     kvarts: Callable[..., tuple[int, str, str]], asked: Callable[..., Any], trace: Path
 ) -> None:

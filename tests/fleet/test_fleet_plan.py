@@ -21,8 +21,6 @@ from kvarts.plan.fleets import FleetsPlan, plan_fleets
 from kvarts.settings import Given, given_by_keywords
 from kvarts.sim.replay import replay
 
-from builders.rooms import HAS_OFFLOAD
-
 SAMPLE = files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"
 MODEL = ("--model", "llama-3.1-8b", "--device", "h100-80gb")
 TIGHT = ("--slo-ttft-ms", "10000", "--slo-tpot-ms", "30", "--transfer-rate", "50GB/s")
@@ -299,7 +297,6 @@ FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'
             ["--gpus", "2", "--store-sizes", "5GiB", "--tier", "store:scope=all,pages=9"],
             "",
             "--store-sizes: is one size already",
-            marks=pytest.mark.skipif(not HAS_OFFLOAD, reason="tiers are not installed"),
         ),
         (["--gpus", "2", "--tensor-parallel", "4"], "", "--gpus: is less than one worker takes"),
         (["--gpus", "2000"], "", "--gpus: must be at most 256"),

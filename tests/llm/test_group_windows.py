@@ -26,7 +26,6 @@ from kvarts.sampling import SamplingParams
 
 from builders.flash_standin import flash_module
 from builders.real_models import GREEDY, VOCABULARY, engine_of, prompts_with_prefixes, undisturbed
-from builders.rooms import HAS_AUDIT
 from builders.windowed_models import config_of, forgetting, models_of
 
 ATTENTION = ("numba", "sdpa", "flash")
@@ -105,7 +104,7 @@ def test_windows_and_pages_of_any_size(
         max_num_batched_tokens=page_size + 1,
         max_num_seqs=min(3, page_size + 1),
     )
-    engine = forgetting(LLM(model, None, config, audit=HAS_AUDIT, attention=attention, kv_groups=keeps))
+    engine = forgetting(LLM(model, None, config, audit=True, attention=attention, kv_groups=keeps))
     for num_tokens in (1, 9):
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         for prompt, completion in zip(prompts, engine.generate(prompts, params), strict=True):

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from builders.rooms import HAS_OFFLOAD, HAS_RECORD
-
 pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
@@ -45,7 +43,6 @@ def profile(kvarts: Kvarts, directory: Path, prompts: Path, kv_groups: str) -> d
     return report
 
 
-@pytest.mark.skipif(not HAS_RECORD, reason="needs kvarts.record")
 @pytest.mark.parametrize("kv_groups", ["all", "tails"])
 def test_a_profile_counts_blocks_and_says_the_same(
     kvarts: Kvarts, directory: Path, prompts: Path, kv_groups: str
@@ -77,7 +74,6 @@ def test_text_is_the_same_and_memory_is_told(kvarts: Kvarts, directory: Path) ->
     assert "16 pages of 16 tokens in 0.2 MiB as 32 blocks of 8,192 bytes" in said
 
 
-@pytest.mark.skipif(not (HAS_OFFLOAD and HAS_RECORD), reason="needs kvarts.offload and kvarts.record")
 def test_host_memory_changes_no_token_and_is_in_timeline_and_report(
     kvarts: Kvarts, directory: Path, prompts: Path
 ) -> None:
@@ -129,7 +125,6 @@ def test_a_check_compares_with_generate(kvarts: Kvarts, directory: Path, monkeyp
         pytest.param(
             ["--kv-groups", "all", "--host-memory", "1MiB", "--disk-memory", "1", "--disk-path", "."],
             "--disk-memory: 1 bytes hold no block of",
-            marks=pytest.mark.skipif(not HAS_OFFLOAD, reason="needs kvarts.offload"),
         ),
         (["--kv-groups", "all", "--layers", "compiled"], "--layers: "),
     ],

@@ -25,7 +25,6 @@ from kvarts.sampling import Logprobs, SamplingParams
 from kvarts.sched.plan import StepPlan, StepResult
 
 from builders.kept import Kept
-from builders.rooms import HAS_AUDIT
 from builders.toy_model import NUM_TOKEN_IDS, ToyExecutor, generate
 
 PATIENCE_S = 60
@@ -85,7 +84,7 @@ class Served:
         self.toy = Toy(num_pages, config.page_size, seqs)
         executor = DetokenizingExecutor(self.toy, max_num_seqs=seqs, clock=clock)
         self.kept = Kept()
-        self.core = build_engine(config, executor, readers=[self.kept], audit=HAS_AUDIT)
+        self.core = build_engine(config, executor, readers=[self.kept], audit=True)
         self.sampling = NoSampling()
         engine = LLMEngine(
             self.core, self.sampling, executor, clock, page_size=config.page_size, tokenizer=Digits()

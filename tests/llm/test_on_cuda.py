@@ -31,7 +31,6 @@ from kvarts.sampling import SamplingParams
 
 from builders.kept import Kept
 from builders.real_models import GREEDY, VOCABULARY, Ids, prompts_with_prefixes, undisturbed
-from builders.rooms import HAS_AUDIT
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no GPU")
 
@@ -58,7 +57,7 @@ def engine_of(model: Any, *, num_pages: int = 64, budget: int = 2048, **settings
     config = EngineConfig(
         num_pages=num_pages, page_size=PAGE_SIZE, max_num_batched_tokens=budget, max_num_seqs=min(4, budget)
     )
-    return LLM(model, None, config, audit=HAS_AUDIT, **settings)
+    return LLM(model, None, config, audit=True, **settings)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "triton"])

@@ -53,7 +53,6 @@ from builders.real_models import (
     serve_at_random,
     undisturbed,
 )
-from builders.rooms import HAS_RECORD
 from builders.triton_interpreted import interpreted
 
 
@@ -394,12 +393,12 @@ def test_the_commands(
     assert run_command("generate", "--prompt", "hello there", *options) == 0
     assert capsysbinary.readouterr().out.decode() == lines[0]["text"] + "\n"
     timeline, record, trace = (tmp_path / name for name in ("timeline.jsonl", "steps.jsonl", "trace.jsonl"))
-    files = ("--record", record, "--write-trace", trace, *(("--kv-timeline", timeline) if HAS_RECORD else ()))
+    files = ("--record", record, "--write-trace", trace, "--kv-timeline", timeline)
     assert run_command("profile", "--prompts", prompts, *options, *files) == 0
     report = msgspec.json.decode(capsysbinary.readouterr().out)
     assert (report["num_completed"], report["num_output_tokens"]) == (2, 24)
     assert report["ttft_ms"]["mean"] > 0
-    assert not HAS_RECORD or verify_file(timeline).verdict == "ok"
+    assert verify_file(timeline).verdict == "ok"
     steps = [msgspec.json.decode(line) for line in record.read_bytes().splitlines()]
     assert len(steps) == report["num_steps"] == len(load_steps(record)), "what a calibration reads"
     assert steps[0]["chunks"] == [[0, 11, 11], [0, 3, 3]]
@@ -417,7 +416,7 @@ def test_the_commands(
     assert run_command("profile", "--prompts", prompts, *options, *pages, *files[4:]) == 0
     below = msgspec.json.decode(capsysbinary.readouterr().out)
     assert below["transfers"]["num_stores"] > 0 and set(below["prefix_hit_ratio_by_tier"]) == {"device", "host", "disk"}
-    assert not HAS_RECORD or verify_file(timeline).verdict == "ok"
+    assert verify_file(timeline).verdict == "ok"
     assert run_command("generate", "--prompts", prompts, *options, *pages) == 0
     through_files = [msgspec.json.decode(line) for line in capsysbinary.readouterr().out.splitlines()]
     assert [line["text"] for line in through_files] == [line["text"] for line in lines]

@@ -34,7 +34,6 @@ from builders.real_models import (
     serve_at_random,
     undisturbed,
 )
-from builders.rooms import HAS_AUDIT
 from builders.windowed_models import forgetting
 
 Models = Callable[[str], tuple[Any, Any]]
@@ -59,7 +58,7 @@ def test_greedy_tokens_are_those_of_an_undisturbed_run(
         config = EngineConfig(
             num_pages=num_tokens // page_size, page_size=page_size, max_num_batched_tokens=budget, max_num_seqs=4
         )
-        engine = LLM(model, None, config, audit=HAS_AUDIT, attention=attention, speculative_config="ngram")
+        engine = LLM(model, None, config, audit=True, attention=attention, speculative_config="ngram")
         for prompt, completion in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
             assert list(completion.tokens) == answers[tuple(prompt)]
         assert engine.drafts is not None
@@ -211,7 +210,7 @@ def test_a_stop_inside_a_draft_is_the_end(tiny: Callable[[str], Path], monkeypat
     long = SamplingParams(max_tokens=40, ignore_eos=True)
     whole = plain.generate([prompt], long)[0]
     guessing(monkeypatch, Oracle({tuple(prompt): whole.tokens}, wrong=0.0, most=9))
-    guessed = LLM.from_pretrained(path, kv_memory="4MiB", page_size=4, audit=HAS_AUDIT, speculative_config="ngram")
+    guessed = LLM.from_pretrained(path, kv_memory="4MiB", page_size=4, audit=True, speculative_config="ngram")
     asked = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 2, 3, 17)]
     for place in (3, 8, 11, 20, 33):
         asked.append(SamplingParams(max_tokens=40, stop_token_ids=(whole.tokens[place],), ignore_eos=True))
@@ -251,7 +250,7 @@ def test_requests_come_and_go_at_any_time(models: Models, seed: int, family: str
     answers: dict[tuple[int, ...], Ids] = {}
     with pytest.MonkeyPatch.context() as patch:
         guessing(patch, Oracle(answers, wrong=random.choice([0.0, 0.3, 1.0]), most=random.choice([1, 4, 11])))
-        engine = LLM(model, None, config, audit=HAS_AUDIT, speculative_config="ngram", kv_groups=keeps)
+        engine = LLM(model, None, config, audit=True, speculative_config="ngram", kv_groups=keeps)
     if keeps != "off":
         forgetting(engine)
 

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from builders.rooms import HAS_RECORD
-
 pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
@@ -72,7 +70,6 @@ def test_a_check_says_what_it_ran(kvarts: Kvarts, directory: Path, monkeypatch: 
     assert code == 5 and "DIFFERENT" in printed
 
 
-@pytest.mark.skipif(not HAS_RECORD, reason="needs kvarts.record")
 def test_a_profile_counts_states(kvarts: Kvarts, directory: Path, tmp_path: Path) -> None:
     prompts, timeline = tmp_path / "prompts.jsonl", tmp_path / "blocks.jsonl"
     texts = ["once upon a time there was a sea " * 2 + str(number) for number in range(6)]

@@ -20,7 +20,6 @@ from kvarts.request import Request
 
 from builders.engines import make_replica
 from builders.kept import Kept
-from builders.rooms import HAS_AUDIT
 from builders.tiers import offloader_of
 from oracles.naive_bus import NaiveLane, naive_bus_ends
 
@@ -172,7 +171,7 @@ def loaded(num_new: int, **tier: Any) -> tuple[int, list[Event]]:
     kept = Kept()
     config = EngineConfig(num_pages=200, page_size=1, max_num_batched_tokens=256, max_num_seqs=4)
     below = OffloadConfig(host_pages=1000, latency_us=0.0, kv_bytes_per_token=1000, h2d=100_000, d2h=100_000, **tier)
-    engine = make_replica(config, offload=below, readers=[kept], audit=HAS_AUDIT, prefill=SlowPrefill().prefill_ns)
+    engine = make_replica(config, offload=below, readers=[kept], audit=True, prefill=SlowPrefill().prefill_ns)
 
     def submit(index: int, first: int, num_tokens: int) -> None:
         content = Content.from_tokens(list(range(first, first + num_tokens)), page_size=1, owner=index)

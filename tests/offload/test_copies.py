@@ -18,7 +18,6 @@ from kvarts.sim.replica import Replica
 
 from builders.engines import make_replica
 from builders.kept import Kept
-from builders.rooms import HAS_AUDIT
 from builders.tiers import offloader_of
 
 MS = 1_000_000
@@ -31,7 +30,7 @@ def serve(**settings: Any) -> tuple[Replica, list[int]]:
     below = OffloadConfig(
         host_pages=64, latency_us=0.0, kv_bytes_per_token=1000, preemption_mode="recompute", **settings
     )
-    engine = make_replica(config, offload=below, readers=[kept], audit=HAS_AUDIT)
+    engine = make_replica(config, offload=below, readers=[kept], audit=True)
     content = Content.from_tokens(list(range(8)), page_size=1, owner=0)
     engine.submit(Request(0, content, num_prompt_tokens=8, max_tokens=10), 0)
     engine.run_until(1 << 60, [])

@@ -33,7 +33,6 @@ from kvarts.traffic.trace import Trace, TraceRequest
 from builders.case import Case, Row
 from builders.group_tiers import FAST, Grouped, grouped, overlapping, preempted, returning
 from builders.grouped import FULL, STATES, WINDOW, Told, assert_same_outcome, part_groups
-from builders.rooms import HAS_AUDIT, HAS_RECORD
 
 pytestmark = pytest.mark.laws
 
@@ -298,7 +297,6 @@ def test_states_by_page_come_back_to_requests_without_a_place(
     assert fast.summary["num_completed"] + fast.summary["num_rejected"] == len(case.rows)
 
 
-@pytest.mark.skipif(not HAS_AUDIT, reason="the room of the audit is not here")
 def test_a_preempted_request_may_compute_nothing_in_the_step_after_its_load() -> None:
     """The audit asks for what its next token sees, and not for what it saw before it was preempted."""
     rows = [
@@ -331,7 +329,6 @@ def test_a_request_that_waits_for_the_memory_of_its_load_takes_back_what_stores_
     assert fast.summary["transfers"]["num_given_up"]
 
 
-@pytest.mark.skipif(not HAS_AUDIT, reason="the room of the audit is not here")
 def test_after_its_load_a_request_computes_when_a_step_reaches_a_page_end() -> None:
     """In `align`: the chunk of another request leaves two tokens of a step, short of a page of four."""
     times_ms = 0, 1000, 2000, 2000
@@ -411,7 +408,7 @@ def test_requests_whose_loads_have_ended_do_not_wait_for_each_other(seed: int, f
         kv_groups="all",
         concurrency=random.randint(2, 4),
         cost=LinearCost(step_ms=1.0, chunk_token_ms=1.0),
-        audit=HAS_AUDIT,
+        audit=True,
         offload=OffloadConfig(
             host_pages=800,
             load_kv="async",
@@ -440,7 +437,6 @@ def test_a_request_that_lacks_a_page_gets_the_memory_of_another_whose_load_has_e
     assert fast.summary["num_completed"] + fast.summary["num_rejected"] == 7
 
 
-@pytest.mark.skipif(not HAS_RECORD, reason="the room of journals is not here")
 def test_a_journal_says_that_a_load_was_given_up() -> None:
     """The last of the two, which then waits and loads again."""
     from kvarts.record.journal import JournalWriter
@@ -475,7 +471,7 @@ def _two_that_lack_a_page(span: int, part_bytes: int, num_rest: int, num_pages: 
         groups=groups,
         kv_groups="all",
         cost=LinearCost(step_ms=1.0, chunk_token_ms=1.0),
-        audit=HAS_AUDIT,
+        audit=True,
         offload=OffloadConfig(host_pages=800, load_kv="async", h2d="5kB/s", d2h="1GB/s"),
     )
     return Trace(rows, unit_tokens=2), config
@@ -500,7 +496,7 @@ def test_with_a_connector_who_gives_up_first_releases_what_its_window_has_passed
         kv_groups="all",
         groups=(PartGroup(FULL, 1), window),
         cost=LinearCost(step_ms=1.0),
-        audit=HAS_AUDIT,
+        audit=True,
         offload=OffloadConfig(host_memory=1000, load_kv=load_kv, h2d="1MB/s", d2h="1MB/s"),
     )
     replay(Trace(rows), config, observers_of=lambda _: [told])

@@ -36,7 +36,6 @@ from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.engines import make_replica, request_of, run
 from builders.kept import Kept
-from builders.rooms import HAS_AUDIT
 from builders.serving import assert_undisturbed, serve
 from builders.tiered_toy import TieredToy, busy
 from builders.tiers import offloader_of
@@ -58,7 +57,7 @@ def make_engine(num_pages: int = 32, budget: int = 64, **offload: object) -> tup
     settings = {"host_pages": 64, "latency_us": 0.0, "kv_bytes_per_token": 1000, **offload}
     below = OffloadConfig(**settings)  # type: ignore[arg-type]
     config = EngineConfig(num_pages=num_pages, page_size=1, max_num_batched_tokens=budget, max_num_seqs=4)
-    engine = make_replica(config, offload=below, readers=[kept], audit=HAS_AUDIT, prefill=SlowPrefill().prefill_ns)
+    engine = make_replica(config, offload=below, readers=[kept], audit=True, prefill=SlowPrefill().prefill_ns)
     return engine, kept.events
 
 
@@ -316,7 +315,7 @@ def summary_of(**offload: Any) -> dict[str, Any]:
         page_size=16,
         cost=lambda batch: 50.0 * sum(chunk.num_tokens for chunk in batch.chunks) / 16 + 1.0,
         offload=OffloadConfig(host_pages=200, **offload),
-        audit=HAS_AUDIT,
+        audit=True,
     )
     return replay(Trace(rows, unit_tokens=16), config).summary
 

@@ -21,7 +21,6 @@ from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.engines import make_replica, request_of, run
 from builders.kept import Kept
-from builders.rooms import HAS_AUDIT
 from builders.tiers import offloader_of
 
 NS_PER_S = 1_000_000_000
@@ -65,7 +64,7 @@ def make_engine(*, prefill: Any = None, **settings: Any) -> tuple[Replica, list[
         SimExecutor(cost),
         offload=below,
         readers=[kept],
-        audit=HAS_AUDIT,
+        audit=True,
         prefill=PrefillCost(prefill or cost, token_budget=64, pool_tokens=200).prefill_ns,
         step_ns=cost.step_ns,
     )
@@ -206,7 +205,6 @@ def test_a_request_may_be_cancelled_at_any_time(after_s: float) -> None:
     assert offloader_of(engine).tiers[0].num_used_blocks == 0
 
 
-@pytest.mark.skipif(not HAS_AUDIT, reason="the room of audits is not installed")
 def test_an_audit_finds_a_step_that_ends_before_its_load() -> None:
     engine, _ = with_history(prefill=Slowly())
     tiers: Any = offloader_of(engine)
@@ -225,7 +223,7 @@ def ttft_ms(num_pages: int, offload: OffloadConfig | None, *prompts: tuple[range
         for index, tokens in enumerate(prompts)
     ]
     config = make_config({"model": "qwen3-8b", "device": "h100-80gb", "pages": num_pages, **values})
-    config = msgspec.structs.replace(config, offload=offload, audit=HAS_AUDIT)
+    config = msgspec.structs.replace(config, offload=offload, audit=True)
     columns = replay(Trace(rows), config).request_columns
     return float(columns["first_token_ns"][-1] - columns["arrival_ns"][-1]) / 1e6
 

@@ -32,7 +32,6 @@ from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.engines import make_replica, request_of, run
 from builders.kept import Kept
-from builders.rooms import HAS_AUDIT
 from builders.tiers import offloader_of
 
 NS_PER_MS = 1_000_000
@@ -50,7 +49,7 @@ def make_engine(
     kept = Kept()
     below = OffloadConfig(**{"host_pages": 64, "latency_us": 0.0, "kv_bytes_per_token": 1000, **offload})  # type: ignore[arg-type]
     config = EngineConfig(num_pages=num_pages, page_size=1, max_num_batched_tokens=budget, max_num_seqs=num_seqs)
-    engine = make_replica(config, offload=below, readers=[kept], audit=HAS_AUDIT)
+    engine = make_replica(config, offload=below, readers=[kept], audit=True)
     return engine, kept.events
 
 

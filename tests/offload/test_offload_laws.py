@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from kvarts.offload.config import OffloadConfig
 from kvarts.sim.replay import replay
 
-from builders.case import Case, Row
+from builders.case import ROUTERS, Case, Row
 from builders.grouped import assert_same_outcome
 from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once, replayed_as_slowly
 from builders.outcome import run_kvarts
-from builders.rooms import HAS_AUDIT, ROUTERS
 from builders.tiered import BYTES_PER_TOKEN, Tiered, naive_settings, tiered
 from builders.tiers import offloader_of
 from oracles.naive import NaiveRequest, run_naive
@@ -77,7 +76,7 @@ def test_fast_forward_equals_step_by_step(tiers: Tiered) -> None:
 def test_fast_forward_equals_step_by_step_with_every_limit_of_a_step(tiers: Tiered, max_itl_ms: float | None) -> None:
     """L5, audited, with tiers; a bound of latency is of the default profile."""
     tiers.case.profile = "default"
-    assert_fast_as_slow(tiers.case, offload=tiers.offload, max_itl_ms=max_itl_ms, audit=HAS_AUDIT)
+    assert_fast_as_slow(tiers.case, offload=tiers.offload, max_itl_ms=max_itl_ms, audit=True)
 
 
 @given(tiered(cancels=True, limits=True, all_loads=True, lists=True))
@@ -85,7 +84,7 @@ def test_a_run_that_nobody_watches_is_the_same(tiers: Tiered) -> None:
     """Without events, what a store reads is held only when its request lets go of it."""
     case = tiers.case
     watched, alone = (
-        replay(case.trace(), case.config(offload=tiers.offload, audit=is_watched)) for is_watched in (HAS_AUDIT, False)
+        replay(case.trace(), case.config(offload=tiers.offload, audit=is_watched)) for is_watched in (True, False)
     )
     assert watched.requests_jsonl() == alone.requests_jsonl()
     for name, column in watched.steps.items():

@@ -13,12 +13,11 @@ from kvarts import PolynomialCost, ReplayConfig, replay
 from kvarts.offload.config import OffloadConfig
 from kvarts.sched.plan import Batch
 
-from builders.case import Case
+from builders.case import ROUTERS, Case
 from builders.group_tiers import Grouped, grouped, overlapping
 from builders.grouped import Told, assert_same_outcome
 from builders.laws import assert_as_in_naive
 from builders.outcome import run_kvarts
-from builders.rooms import HAS_AUDIT, ROUTERS
 from builders.session_traces import Talk, session_traces
 from builders.tiered import BYTES_PER_TOKEN, Tiered, naive_settings, tiered, tiers_below
 from builders.tiers import offloader_of
@@ -84,7 +83,7 @@ def test_everything_is_as_in_naive_ranks(tiers: Tiered, num_ranks: int) -> None:
 def test_ranks_with_tiers_are_fast_as_slow(tiers: Tiered, num_ranks: int, router: str) -> None:
     """L5, audited."""
     case = tiers.case
-    changes = {**ranks(case, num_ranks), "offload": tiers.offload, "router": router, "audit": HAS_AUDIT}
+    changes = {**ranks(case, num_ranks), "offload": tiers.offload, "router": router, "audit": True}
     fast, slow = (replay(case.trace(), case.config(step_by_step=slowly, **changes)) for slowly in (False, True))
     assert_same_outcome(fast, slow)
 
@@ -119,7 +118,7 @@ def test_sessions_of_ranks_with_tiers_are_fast_as_slow(
                 sessions=session_replay(chunk_tokens=16, **kept),
                 offload=offload,
                 step_by_step=slowly,
-                audit=slowly and HAS_AUDIT,
+                audit=slowly,
             ),
         )
         for slowly in (False, True)

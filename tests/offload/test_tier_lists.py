@@ -23,7 +23,6 @@ from kvarts.traffic.formats import load_trace
 
 from builders.command_line import parsed
 from builders.group_tiers import Grouped, grouped
-from builders.rooms import HAS_AUDIT, HAS_RECORD, HAS_ROUTERS, ROOMS
 from builders.tiered import Tiered, as_list, tiered, tiers_between
 
 SECTIONS = all_sections()
@@ -158,8 +157,6 @@ def test_a_list_and_its_short_form_are_refused_together() -> None:
 def test_an_option_of_files_beside_a_list_names_the_key_of_a_tier(
     run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path, command: str
 ) -> None:
-    if {"plan": "plan", "mock": "openai_api"}.get(command, "offload") not in ROOMS:
-        pytest.skip("its room is not installed")
     trace = () if command == "mock" else (write_trace(tmp_path / "trace.jsonl"),)
     of_model = ("--model", "llama-3.1-8b", "--device", "h100-80gb")
     assert run_command(command, *trace, *of_model, "--tier", "x:pages=40", "--disk-latency-us", 100) == 2
@@ -202,7 +199,6 @@ def test_an_option_that_cannot_be_is_refused(text: str) -> None:
         resolve_replay(parsed("--tier", text), SECTIONS)
 
 
-@pytest.mark.skipif(not HAS_RECORD, reason="the recorder is not installed")
 def test_everything_that_is_written_names_the_tiers(
     run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
@@ -273,7 +269,6 @@ def test_the_verifier_reads_lists_of_tiers(tmp_path: Path, row: dict[str, Any], 
     assert message in verdict.to_text()
 
 
-@pytest.mark.skipif(not HAS_ROUTERS, reason="routers are not installed")
 def test_a_router_weighs_a_tier_by_its_kind() -> None:
     from kvarts.routers.policies import PrefixAware
     from kvarts.routers.view import View
@@ -282,7 +277,6 @@ def test_a_router_weighs_a_tier_by_its_kind() -> None:
     assert view.weights_below(0.75, 0.25) == [0.75, 0.75, 0.25]
 
 
-@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
 def test_a_tier_of_all_engines_is_the_store_of_a_fleet(tmp_path: Path) -> None:
     from kvarts.fleet.config import resolve_fleet
 
@@ -305,7 +299,6 @@ def test_a_tier_of_all_engines_is_the_store_of_a_fleet(tmp_path: Path) -> None:
     assert lists.summary["num_cached_tokens_by_tier"]["store"]
 
 
-@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
 def test_a_tier_that_is_added_is_above_the_store_of_a_file(tmp_path: Path) -> None:
     from kvarts.fleet.config import resolve_fleet
 
@@ -319,7 +312,6 @@ def test_a_tier_that_is_added_is_above_the_store_of_a_file(tmp_path: Path) -> No
         resolve_fleet(parsed("--tier", "store:scope=all,pages=9", "--tier", "cxl:pages=50"), SECTIONS)
 
 
-@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -339,7 +331,6 @@ def test_errors_of_a_fleet_name_what_was_given(options: list[str], message: str)
     assert message in str(caught.value)
 
 
-@pytest.mark.skipif(not {"fleet", "sharing"} <= ROOMS, reason="fleets or several models are not installed")
 @pytest.mark.parametrize(
     ("option", "field"),
     [
@@ -361,7 +352,6 @@ def test_several_models_with_a_store_are_refused_by_its_name(
     assert field + b": does not go with several models on a device" in capsysbinary.readouterr().err
 
 
-@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
 def test_a_pool_can_have_some_of_the_tiers() -> None:
     from kvarts.fleet.config import resolve_fleet
 
@@ -377,7 +367,6 @@ def test_a_pool_can_have_some_of_the_tiers() -> None:
     ]
 
 
-@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -419,7 +408,6 @@ def test_one_engine_has_no_tier_of_all() -> None:
         OffloadConfig(tiers=(TierConfig(scope="all", pages=9),))
 
 
-@pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
 def test_a_plan_compares_the_tiers_of_a_list(
     run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
@@ -442,7 +430,6 @@ def test_a_plan_compares_the_tiers_of_a_list(
     assert b"has a price for host, which is no tier" in capsysbinary.readouterr().err
 
 
-@pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
 def test_a_plan_searches_for_its_first_tier_alone(
     run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
@@ -466,7 +453,6 @@ def test_a_plan_searches_for_its_first_tier_alone(
     assert found == found[:1] * 4
 
 
-@pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
 def test_a_plan_of_users_names_the_first_tier_of_a_list(
     run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -483,7 +469,6 @@ def test_a_plan_of_users_names_the_first_tier_of_a_list(
     assert json.loads(capsysbinary.readouterr().out)["prefix_hit_ratio"] == point["hit_ratio"]
 
 
-@pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
 def test_a_sweep_changes_a_tier_by_its_name() -> None:
     from kvarts.plan.sweep import with_changes
 
@@ -504,7 +489,6 @@ def test_an_argument_that_is_no_list_of_tiers_is_refused(tiers: Any) -> None:
         ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", tier=tiers)
 
 
-@pytest.mark.skipif("fleet" not in ROOMS or not HAS_ROUTERS, reason="fleets or routers are not installed")
 def test_a_router_knows_the_tiers_of_every_pool(tmp_path: Path) -> None:
     """Two pools with a tier each, of one name or of two: the same fleet."""
     from kvarts.fleet.config import resolve_fleet
@@ -545,7 +529,6 @@ def test_a_router_that_asks_caches_knows_tiers_by_name() -> None:
     }
 
 
-@pytest.mark.skipif("fleet" not in ROOMS, reason="fleets are not installed")
 @pytest.mark.parametrize(("shared", "num_first"), [("", 60), ("store", 60), ("peers", 400)])
 def test_three_tiers_of_groups_above_what_engines_share(tmp_path: Path, shared: str, num_first: int) -> None:
     """Two pools with three tiers and one: conserved after every step, and the fast path is that of single steps."""
@@ -567,7 +550,7 @@ def test_three_tiers_of_groups_above_what_engines_share(tmp_path: Path, shared: 
     fast, slow = (
         replay(
             trace,
-            resolve_fleet(given_in({**values, "audit": HAS_AUDIT, "step_by_step": slowly}, SECTIONS), SECTIONS),
+            resolve_fleet(given_in({**values, "audit": True, "step_by_step": slowly}, SECTIONS), SECTIONS),
         )
         for slowly in (False, True)
     )

@@ -9,8 +9,6 @@ import pytest
 
 from kvarts.openai_api.running import RunningServer
 
-from builders.rooms import HAS_AUDIT
-
 Start = Callable[..., RunningServer]
 
 
@@ -20,7 +18,7 @@ def start() -> Iterator[Start]:
     running: list[RunningServer] = []
 
     def begin(**settings: Any) -> RunningServer:
-        settings.setdefault("audit", HAS_AUDIT)
+        settings.setdefault("audit", True)
         running.append(RunningServer(**settings))
         return running[-1]
 
@@ -35,7 +33,7 @@ def start() -> Iterator[Start]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     """One server for all tests that only ask."""
-    with RunningServer(audit=HAS_AUDIT, pages=2048, seed=7, trust_request_chat_template=True) as running:
+    with RunningServer(audit=True, pages=2048, seed=7, trust_request_chat_template=True) as running:
         yield running
         running.settle()
         running.assert_conserved()

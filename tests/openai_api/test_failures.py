@@ -16,10 +16,8 @@ from kvarts.openai_api.failures import NO_FAILURE, FailureScript, parse_failure
 
 from builders.http_client import call, events_of, raw
 from builders.plugin import PLUGIN
-from builders.rooms import HAS_OFFLOAD
 
 COMPLETIONS = "/v1/completions"
-needs_offload = pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 BODY = {"prompt": "hello", "max_tokens": 8, "stream": True}
 
 
@@ -218,7 +216,6 @@ def test_transfers_fail_by_number_and_by_seed() -> None:
     assert drawn[0] == drawn[1] != drawn[2] and 10 < sum(drawn[0]) < 60
 
 
-@needs_offload
 @pytest.mark.parametrize("at_run_time", [False, True])
 def test_a_transfer_that_fails_costs_a_prompt_computed_again_and_no_page(start: Any, *, at_run_time: bool) -> None:
     from kvarts.offload.config import OffloadConfig

@@ -27,7 +27,6 @@ from kvarts.sampling import SamplingParams
 from builders import preforked
 from builders.grouped import FULL, WINDOW
 from builders.http_client import call
-from builders.rooms import HAS_OFFLOAD
 
 STATE = PartGroup(KvLayer(kind="state", state_bytes=1), 2)
 GEMMA = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--tensor-parallel", "2", "--kv-memory", "1GiB")
@@ -231,7 +230,6 @@ def test_sessions_say_what_those_of_whole_pages_say(kept: dict[str, Any], groups
     assert said[0] == said[1]
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="tiers are not installed")
 @pytest.mark.parametrize(
     "tiers",
     [

@@ -13,7 +13,6 @@ import pytest
 
 from builders import preforked
 from builders.http_client import call
-from builders.rooms import HAS_OFFLOAD
 
 pytestmark = pytest.mark.slow
 
@@ -74,8 +73,6 @@ def cached(rows: Path) -> list[int]:
 def test_answers_report_the_cached_tokens_of_a_replay(
     options: tuple[str, ...], tmp_path: Path, run_command: Run
 ) -> None:
-    if HOST[0] in options and not HAS_OFFLOAD:
-        pytest.skip("the room of host memory is not here")
     record, rows, (model,) = tmp_path / "run.jsonl", tmp_path / "rows.jsonl", options[1:2]
     found = served(options, record, (model,), prompts(10))[model]
     assert run_command("replay", record, *options, "--speedup", "0.01", "--requests", rows) == 0
@@ -87,8 +84,6 @@ def test_answers_report_the_cached_tokens_of_a_replay(
 def test_answers_of_several_models_report_the_cached_tokens_of_a_replay(
     more: tuple[str, ...], tmp_path: Path, run_command: Run
 ) -> None:
-    if more and not HAS_OFFLOAD:
-        pytest.skip("the room of host memory is not here")
     names = ("chat", "code")
     found = served((*SEVERAL, *more), tmp_path / "run.jsonl", names, prompts(16))
     traces = [word for name in names for word in ("--trace", f"{name}={tmp_path / f'run-{name}.jsonl'}")]

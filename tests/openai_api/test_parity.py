@@ -24,7 +24,6 @@ from kvarts.traffic.logs import RecordedRow, recorded_trace
 
 from builders.grouped import group_settings
 from builders.parity import Heard, Sent, shifted
-from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 
 
 def served_live(config: ReplayConfig, sent: list[Sent], *, speedup: float) -> tuple[list[RecordedRow], list[Any]]:
@@ -120,7 +119,7 @@ def test_a_recorded_run_replays_to_the_same_events(
     has_host: bool,
     kept: dict[str, Any],
 ) -> None:
-    config = small(pages, page_size, budget, seqs, has_host=has_host and HAS_OFFLOAD)
+    config = small(pages, page_size, budget, seqs, has_host=has_host)
     config = msgspec.structs.replace(config, **kept)
     rows, live = served_live(config, sent, speedup=1.0)
     assert len(rows) == len(sent)
@@ -140,7 +139,7 @@ def small(pages: int, page_size: int, budget: int, seqs: int, *, has_host: bool 
         max_num_seqs=seqs,
         cost=LinearCost(step_ms=0.05, chunk_token_ms=0.01, decode_ms=0.01),
         offload=offload,
-        audit=HAS_AUDIT,
+        audit=True,
     )
 
 

@@ -28,7 +28,6 @@ from kvarts.session.values import SessionsConfig, SessionSettings, Token
 
 from builders.guessing import untimed
 from builders.http_client import call, events_of
-from builders.rooms import HAS_AUDIT
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -51,7 +50,7 @@ def url(directory: str) -> Iterator[str]:
 @contextmanager
 def served(directory: str, config: EngineConfig = CONFIG, **settings: Any) -> Iterator[str]:
     """The address of a server of the model."""
-    opened = open_model(directory, Door(names=("tiny",)), config=config, audit=HAS_AUDIT, **settings)
+    opened = open_model(directory, Door(names=("tiny",)), config=config, audit=True, **settings)
     started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:

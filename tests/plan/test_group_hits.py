@@ -25,7 +25,6 @@ from kvarts.traffic.trace import Trace, TraceRequest
 from builders.grouped import FULL, part_groups
 from builders.guide_policies import LeastHits
 from builders.plan_traces import small_traces
-from builders.rooms import HAS_AUDIT
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
 
@@ -66,7 +65,7 @@ def test_hits_are_those_of_a_closed_loop_of_one(
         concurrency=1,
         kv_groups=keeps,  # type: ignore[arg-type]
         groups=groups,
-        audit=HAS_AUDIT,
+        audit=True,
         eviction=eviction,
     )
     if any(group.is_state for group in groups):

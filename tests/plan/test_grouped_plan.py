@@ -25,7 +25,6 @@ from kvarts.traffic.trace import Trace
 from kvarts.units import as_memory
 
 from builders.plan_traces import small_traces
-from builders.rooms import HAS_OFFLOAD
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
 MODEL = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all")
@@ -113,8 +112,6 @@ def test_a_plan_with_states_by_page_says_what_its_commands_replay_to(
 ) -> None:
     trace = tmp_path / "trace.jsonl"
     assert run_command("trace", "slice", SAMPLE, "--count", 20, "-o", trace) == 0
-    if below and not HAS_OFFLOAD:
-        pytest.skip("the room of host memory is not here")
     model = ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--page-size", 512, *below)
     options = ("--mamba-cache-mode", "align", "--at", "64,1024", "--slo-ttft-ms", 10000, "--slo-share", 0.8)
     plan = asked("plan", trace, *model, *options, "--json")

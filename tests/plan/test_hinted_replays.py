@@ -17,7 +17,6 @@ from builders.grouped import FULL, WINDOW, assert_same_outcome, part_groups, tol
 from builders.laws import assert_fast_as_slow
 from builders.outcome import run_kvarts
 from builders.policies import assert_closed_loop_fast_as_slow, closed_loops
-from builders.rooms import HAS_AUDIT
 from builders.tiered import Tiered, tiered
 from published_orders import ToolTtlOrder
 
@@ -76,7 +75,7 @@ def test_an_audit_follows_them_with_kv_groups(
 ) -> None:
     case.profile = "default"
     hinted(case, data)
-    audited, _ = told_by(case, groups, keeps, eviction=order, audit=HAS_AUDIT)
+    audited, _ = told_by(case, groups, keeps, eviction=order, audit=True)
     again, _ = told_by(case, groups, keeps, eviction=order, step_by_step=True)
     assert_same_outcome(audited, again)
 
@@ -119,5 +118,5 @@ def test_a_hint_keeps_a_prompt(groups: Any, order: Any, given: Hints | None, num
     if groups is None:
         columns = run_kvarts(case, eviction=order).requests.columns
     else:
-        columns = told_by(case, groups, "all", eviction=order, audit=HAS_AUDIT)[0].request_columns
+        columns = told_by(case, groups, "all", eviction=order, audit=True)[0].request_columns
     assert columns["cached_tokens"].tolist()[-1] == num_hit

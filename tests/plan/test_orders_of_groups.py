@@ -23,7 +23,6 @@ from builders.engines import make_replica, request_of, run
 from builders.grouped import FULL, WINDOW, assert_same_outcome, part_groups, told_by
 from builders.guide_policies import LeastHits
 from builders.orders import plant_deaf
-from builders.rooms import HAS_AUDIT
 
 pytestmark = pytest.mark.laws
 
@@ -40,7 +39,7 @@ def maker(name: str, case: Case) -> Callable[[], EvictionOrder]:
 )
 def test_an_audit_follows_every_policy(case: Case, groups: tuple[PartGroup, ...], keeps: str, name: str) -> None:
     case.profile = "default"
-    audited, _ = told_by(case, groups, keeps, eviction=maker(name, case), audit=HAS_AUDIT)
+    audited, _ = told_by(case, groups, keeps, eviction=maker(name, case), audit=True)
     again, _ = told_by(case, groups, keeps, eviction=maker(name, case), step_by_step=True)
     assert_same_outcome(audited, again)
 
@@ -53,11 +52,10 @@ def test_a_policy_decides_what_goes(name: str, num_hit: int) -> None:
         return Row(1000 * second, list(range(first_unit, first_unit + 5)), 20, 1, None, 0, None)
 
     case = Case([row(second, unit) for second, unit in enumerate((0, 0, 100, 200, 0))], 4, 4, 13, 64, 4, "default", 1)
-    report, _ = told_by(case, (PartGroup(FULL, 2), WINDOW), "all", eviction=maker(name, case), audit=HAS_AUDIT)
+    report, _ = told_by(case, (PartGroup(FULL, 2), WINDOW), "all", eviction=maker(name, case), audit=True)
     assert report.request_columns["cached_tokens"].tolist()[-1] == num_hit
 
 
-@pytest.mark.skipif(not HAS_AUDIT, reason="needs the second bookkeeping")
 @pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize("memory", [None, GroupMemory((PartGroup(FULL, 2), WINDOW))], ids=["whole pages", "KV groups"])
 @pytest.mark.parametrize("name", [name for name in ALL_POLICIES if name != "lru"])
@@ -85,7 +83,6 @@ def test_an_order_of_whole_pages_only_is_named() -> None:
         told_by(case, **groups, eviction=Mine)
 
 
-@pytest.mark.skipif(not HAS_AUDIT, reason="without the room `audit`")
 def test_an_audit_changes_nothing_where_one_group_keeps_every_token() -> None:
     """Orders that decide run by run see the same runs, whether anybody watches or not."""
     prompts = [([1, 0, 2, 2, 2], 20, 1), ([0], 3, 12), ([0, 0], 7, 12), ([1, 0, 2, 2, 2, 1, 2], 27, 5)]

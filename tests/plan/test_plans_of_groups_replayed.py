@@ -21,7 +21,6 @@ from kvarts.traffic.trace import Trace
 
 from builders.grouped import part_groups
 from builders.plan_traces import small_traces
-from builders.rooms import HAS_AUDIT
 
 pytestmark = pytest.mark.laws
 
@@ -40,7 +39,7 @@ def configs(draw: st.DrawFn) -> ReplayConfig:
         groups=groups,
         mamba_cache_mode=draw(st.sampled_from(get_args(StateMode))) if has_states else "snapshots",
         slo=Slo(ttft_ms=draw(st.sampled_from([20.0, 60.0, 400.0]))),
-        audit=HAS_AUDIT,
+        audit=True,
     )
 
 

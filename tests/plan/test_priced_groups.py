@@ -29,7 +29,6 @@ from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.grouped import FULL, WINDOW, group_settings, part_groups
 from builders.plan_traces import small_traces
-from builders.rooms import HAS_OFFLOAD
 from oracles.naive_grouped import needed_pages
 from oracles.naive_plan import best_of_all, best_of_all_parts, naive_requests
 
@@ -283,7 +282,6 @@ def test_policies_are_compared_by_parts_and_replay_to_what_the_plan_says(
         assert (summary["prefix_hit_ratio"], summary["ttft_ms"]) == (row["hit_ratio"], row["ttft_ms"])
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="the room of host memory is not here")
 @pytest.mark.parametrize(
     "model",
     [

@@ -11,8 +11,6 @@ import pytest
 from kvarts import verify_file
 from kvarts.journal import Head
 
-from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, ROOMS
-
 Kvarts = Callable[..., tuple[int, str, str]]
 
 OPTIONS = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-memory", "2GB", "--page-size", "64")
@@ -40,7 +38,7 @@ def test_a_run_directory_has_a_journal_and_says_what_the_report_says(
     code, plain, said = kvarts(*asked, "--json")
     assert code == 0, said
     run = tmp_path / "run"
-    code, told, said = kvarts(*asked, "--run-dir", run, *(("--audit",) if HAS_AUDIT else ()), "--json")
+    code, told, said = kvarts(*asked, "--run-dir", run, "--audit", "--json")
     assert (code, told) == (0, plain), said
     summary = json.loads(plain)
     assert summary["num_evicted_pages"] and summary["num_cached_tokens"]
@@ -53,7 +51,6 @@ def test_a_run_directory_has_a_journal_and_says_what_the_report_says(
     assert set(head) <= set(Head.__struct_fields__)
 
 
-@pytest.mark.skipif("explain" not in ROOMS, reason="needs kvarts.explain")
 def test_a_journal_tells_what_a_window_gave_back_and_which_group_ended_a_hit(
     kvarts: Kvarts, trace: Path, tmp_path: Path
 ) -> None:
@@ -71,8 +68,6 @@ def test_a_journal_tells_what_a_window_gave_back_and_which_group_ended_a_hit(
     assert "seen, but not kept" in page.read_text()
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs kvarts.offload")
-@pytest.mark.skipif("explain" not in ROOMS, reason="needs kvarts.explain")
 def test_a_journal_tells_which_parts_of_a_block_were_stored_below(kvarts: Kvarts, trace: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     code, _, said = kvarts("replay", trace, *OPTIONS, "--kv-groups", "all", "--host-memory", "4GB", "--run-dir", run)
@@ -83,7 +78,6 @@ def test_a_journal_tells_which_parts_of_a_block_were_stored_below(kvarts: Kvarts
     assert "stored in host, of window 1,024" in kvarts("story", run, "--request", "0")[1]
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs kvarts.offload")
 @pytest.mark.parametrize("form", ["json", "jsonl", "parquet"])
 def test_a_preemption_beside_a_load_says_what_is_promised_to_it(kvarts: Kvarts, tmp_path: Path, form: str) -> None:
     """Blocks that a request will need after its load are not in use, and not free for the request that preempts."""
@@ -118,7 +112,6 @@ def test_a_preemption_beside_a_load_says_what_is_promised_to_it(kvarts: Kvarts, 
         assert promised == [0, 0, 0, 2]
 
 
-@pytest.mark.skipif(not {"sharing", "explain"} <= ROOMS, reason="needs kvarts.sharing and kvarts.explain")
 def test_models_that_share_a_device_have_journals_of_their_own_groups(
     kvarts: Kvarts, trace: Path, tmp_path: Path
 ) -> None:

@@ -10,8 +10,7 @@ from hypothesis import given
 
 from kvarts import JournalWriter, ReplayConfig, Trace, load_mooncake, replay, timelines_of, verify
 
-from builders.case import Case, cases
-from builders.rooms import ROUTERS
+from builders.case import ROUTERS, Case, cases
 from builders.written import journals_of
 
 

@@ -15,7 +15,7 @@ from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.verify.verifier import verify_file
 
-from builders.rooms import ROUTERS
+from builders.case import ROUTERS
 
 DATA = Path(str(files("kvarts") / "data"))
 TRACES = {"chat": DATA / "azure-conv-1000.csv", "code": DATA / "azure-code-1000.csv"}

@@ -21,8 +21,6 @@ from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 from kvarts.units import parse_bytes
 
-from builders.rooms import HAS_OFFLOAD, HAS_ROUTERS
-
 DATA = Path(str(files("kvarts") / "data"))
 MODEL = {"model": "llama-3.1-8b", "device": "h100-80gb"}
 LARGE = 2_000_000
@@ -97,7 +95,6 @@ def test_waiting_for_pages_asks_for_more_of_them() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_hits_lost_to_eviction_ask_for_a_tier_below() -> None:
     report = agents_report()
     summary = report.summary
@@ -132,7 +129,6 @@ def test_a_warning_of_snapshots_is_of_a_prefix_cache() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_the_size_that_is_advised_is_the_least_on_the_grid_that_keeps_the_hits() -> None:
     trace, config = trace_of("coding-agents"), make_config(MODEL, sections=all_sections())
     summary = replay(trace, config).summary
@@ -148,7 +144,6 @@ def test_the_size_that_is_advised_is_the_least_on_the_grid_that_keeps_the_hits()
     assert agents(offload={"host_memory": smaller})["prefix_hit_ratio"] < enough
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_long_replays_are_not_repeated_without_being_asked() -> None:
     trace, config = trace_of("coding-agents"), make_config(MODEL, sections=all_sections())
     summary = {**replay(trace, config).summary, "num_steps": MOST_STEPS + 1}
@@ -160,7 +155,6 @@ def test_long_replays_are_not_repeated_without_being_asked() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_with_files_below_no_size_is_named() -> None:
     report = agents_report(offload={"host_memory": "4GiB", "disk_memory": "4GiB"})
     said = report.advice
@@ -189,7 +183,6 @@ def test_sizes_on_the_grid_are_written_as_they_are() -> None:
     assert all(after / before < 1.25 for before, after in pairwise(sizes) if before >= 10 << 20)
 
 
-@pytest.mark.skipif(not HAS_ROUTERS, reason="needs the room routers")
 def test_hits_lost_to_routing_ask_for_another_router() -> None:
     summary, followed = agents(replicas=2), agents(replicas=2, router="prefix")
     said = advice(summary)

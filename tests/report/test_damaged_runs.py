@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 from kvarts.cli.commands import COMMANDS
 from kvarts.cli.main import main
 
-from builders.rooms import missing_room
-
 Kvarts = Callable[..., tuple[int, str, str]]
 
 pytest.importorskip("kvarts.record.journal", reason="writes the run directories")
@@ -133,8 +131,7 @@ def test_a_damaged_run_gets_an_answer_or_a_clear_error(
     path = folder / name
     path.write_bytes(damage(path.read_bytes(), name.endswith("l")))
     calls: list[tuple[object, ...]] = [("report", folder, "--html", folder.parent / "page.html"), ("verify", folder)]
-    if missing_room("kvarts story") is None:
-        calls += [("story", folder, "--hits"), ("story", folder, "--request", 3), ("story", folder, "--block", "3:1")]
+    calls += [("story", folder, "--hits"), ("story", folder, "--request", 3), ("story", folder, "--block", "3:1")]
     for call in calls:
         code, err = run(*call)
         assert code in {0, 3, 4, 5, 6}, (call, code, err)

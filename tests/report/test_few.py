@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from kvarts import OffloadConfig, Slo, replay
 from kvarts.few import PAYS, Few
 
-from builders.case import Case, cases
-from builders.rooms import HAS_OFFLOAD, ROUTERS
+from builders.case import ROUTERS, Case, cases
 
 ASKING = (
     "columns",
@@ -58,7 +57,6 @@ def test_few_numbers_have_the_summary_of_arrays(case: Case, cost: str) -> None:
 
 
 @pytest.mark.laws
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers")
 @given(cases(max_requests=12))
 def test_with_tiers(case: Case) -> None:
     offload = OffloadConfig(host_pages=8)

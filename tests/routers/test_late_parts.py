@@ -20,7 +20,6 @@ from kvarts.traffic.trace import Trace
 
 from builders.case import Case, cases
 from builders.grouped import FULL, group_settings
-from builders.rooms import HAS_AUDIT
 from builders.tiered import tiers_below
 from builders.told_routers import told_router
 
@@ -87,8 +86,7 @@ def test_leaps_equal_steps(
     case.profile = "default"
     changes = {"replicas": 3, "router": router, "concurrency": concurrency, "routing": Routing(event_lag=lag), **memory}
     fast, slow = (
-        replay(case.trace(), case.config(step_by_step=slowly, audit=HAS_AUDIT and not slowly, **changes))
-        for slowly in (False, True)
+        replay(case.trace(), case.config(step_by_step=slowly, audit=not slowly, **changes)) for slowly in (False, True)
     )
     assert fast.to_json() == slow.to_json()
     assert fast.requests_jsonl() == slow.requests_jsonl()

@@ -28,7 +28,6 @@ from kvarts.traffic.trace import Trace
 
 from builders.case import Case, Row, cases
 from builders.grouped import FULL
-from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 from oracles.naive_prefix_router import LookingRouter
 
 MS = 1_000_000
@@ -87,8 +86,7 @@ def test_leaps_equal_steps(
         "routing": routing_of(router, values),
     }
     fast, slow = (
-        replay(trace, case.config(step_by_step=slowly, audit=HAS_AUDIT and not slowly, **changes))
-        for slowly in (False, True)
+        replay(trace, case.config(step_by_step=slowly, audit=not slowly, **changes)) for slowly in (False, True)
     )
     assert fast.to_json() == slow.to_json()
     assert fast.requests_jsonl() == slow.requests_jsonl()
@@ -155,7 +153,6 @@ def test_the_prefix_router_sees_what_there_is(case: Case, concurrency: int | Non
         assert told.request_columns[field].tolist() == list(looked.columns[field])
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers")
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_the_prefix_router_sees_host_memory(order: tuple[int, int]) -> None:
     """What a replica has below its device counts: the last request goes where its prefix is, in either order.

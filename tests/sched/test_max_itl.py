@@ -27,7 +27,6 @@ from kvarts.traffic.workload import FixedLength, Workload
 from builders.case import Case, cases
 from builders.engines import make_replica
 from builders.outcome import Outcome, run_kvarts
-from builders.rooms import HAS_AUDIT
 
 pytestmark = pytest.mark.laws
 
@@ -62,7 +61,7 @@ def batches_of(case: Case, cost: CostModel, most_ms: float | None, offload: Any 
     config = case.config(max_itl_ms=most_ms)
     executors = [Seen(cost) for _ in range(config.replicas)]
     engines: list[Replica] = [
-        make_replica(config, one, step_by_step=True, audit=HAS_AUDIT, step_ns=cost.step_ns, offload=offload)
+        make_replica(config, one, step_by_step=True, audit=True, step_ns=cost.step_ns, offload=offload)
         for one in executors
     ]
     trace = case.trace()

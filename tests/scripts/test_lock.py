@@ -7,7 +7,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -15,8 +14,6 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from dependencies import locked, normalised  # noqa: E402
 from lock import NOT_LOCKED  # noqa: E402
-
-from builders.rooms import has_every_room  # noqa: E402
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -49,7 +46,6 @@ def test_each_locked_package_has_hashes_and_torch_is_not_among_them() -> None:
             assert re.search(r"--hash=sha256:[0-9a-f]{64}", package), package[:80]
 
 
-@pytest.mark.skipif(not has_every_room(), reason="names options of several rooms")
 def test_what_is_bundled_is_listed_with_its_licence() -> None:
     listed = (ROOT / "THIRD_PARTY.md").read_text()
     paths = [Path(path) for path in re.findall(r"`(src/kvarts/[^`]+)`", listed)]

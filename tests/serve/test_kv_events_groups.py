@@ -17,7 +17,6 @@ from kvarts.sim.replay import replay
 from builders.case import Case, cases
 from builders.grouped import part_groups
 from builders.kv_events import GroupConsumer
-from builders.rooms import HAS_OFFLOAD
 from oracles.naive_kv_events import chain
 
 
@@ -33,7 +32,6 @@ def test_a_consumer_holds_in_every_group_what_the_cache_holds(
 
 
 @pytest.mark.laws
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers below the device")
 @given(st.data(), st.sampled_from(["map", "array"]))
 def test_a_consumer_holds_what_a_tier_below_holds_as_well(data: st.DataObject, form: str) -> None:
     from builders.group_tiers import grouped

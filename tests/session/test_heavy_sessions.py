@@ -18,14 +18,13 @@ from kvarts.llm.llm import LLM
 from kvarts.session.values import SessionNotReadyError, SessionsConfig, SessionSettings
 
 from builders.real_sessions import Models, ids
-from builders.rooms import HAS_AUDIT
 from builders.sessions import OWNER, mock_sessions, say, sessions_on
 from oracles.naive_heavy import naive_heavy
 
 
 def open_on(model: Any, page_size: int, chunk: int, **settings: Any) -> tuple[LLM, Any]:
     config = EngineConfig(num_pages=2000 // page_size, page_size=page_size, max_num_batched_tokens=64, max_num_seqs=4)
-    llm = LLM(model, None, config, audit=HAS_AUDIT, **settings)
+    llm = LLM(model, None, config, audit=True, **settings)
     return llm, sessions_on(llm.host(), SessionsConfig(chunk_tokens=chunk))
 
 

@@ -6,16 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from kvarts.content import pack_units
 from kvarts.executor.cost import LinearCost
 from kvarts.session.replay_settings import SessionReplay
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
-
-from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 
 Kvarts = Callable[..., tuple[int, str, str]]
 
@@ -36,7 +32,6 @@ MODEL = {
 }
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="the room is not there")
 def test_a_load_below_pinned_pages_begins(kvarts: Kvarts, tmp_path: Path) -> None:
     """L8: with aligned states, it takes no more memory than was found to be there when its request was accepted."""
     first, second = (
@@ -61,7 +56,6 @@ def test_a_load_below_pinned_pages_begins(kvarts: Kvarts, tmp_path: Path) -> Non
     assert code == 0 and json.loads(out)["num_completed"] == 5
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="the room is not there")
 def test_a_load_that_lacks_memory_gets_that_of_a_pin() -> None:
     """A prompt of 30 tokens is half computed, 20 others are pinned, and the next prompt has 20 tokens below.
 
@@ -80,7 +74,7 @@ def test_a_load_that_lacks_memory_gets_that_of_a_pin() -> None:
     )  # fmt: skip
     config = ReplayConfig(
         num_pages=34, page_size=2, max_num_batched_tokens=8, max_num_seqs=4, long_prefill_token_threshold=4,
-        audit=HAS_AUDIT, offload=below,
+        audit=True, offload=below,
         cost=LinearCost(step_ms=10.0, chunk_token_ms=5.0), sessions=SessionReplay(retention="pin"),
     )  # fmt: skip
     report = replay(Trace([*rows, later], unit_tokens=1), config)

@@ -36,7 +36,6 @@ from kvarts.session.values import SessionInfo, SessionsConfig, SessionSettings
 
 from builders.real_models import undisturbed
 from builders.real_sessions import Models, assert_says_as_whole_passes, ids
-from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, HAS_RECORD
 from builders.sessions import OWNER, greedy, say, sessions_on
 from oracles.late_rotation import late_greedy
 from oracles.masked_forward import masked_greedy
@@ -68,7 +67,7 @@ def open_on(
     config = EngineConfig(
         num_pages=2400 // page_size, page_size=page_size, max_num_batched_tokens=budget, max_num_seqs=8
     )
-    llm = LLM(model, None, config, audit=HAS_AUDIT, attention=attention, kv_groups=groups, layers="model")
+    llm = LLM(model, None, config, audit=True, attention=attention, kv_groups=groups, layers="model")
     executor: Any = llm._executor
     scheduler: Any = llm._core.scheduler
     execute: Callable[..., Any] = executor.execute
@@ -313,14 +312,13 @@ def test_a_model_without_room_for_a_session_is_refused(windowed: Models) -> None
         opened(llm.host(), SessionsConfig(defaults=SessionSettings(sink=4, window=64)))
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers below the device")
 @pytest.mark.parametrize("kept", [{"sink": 3, "window": 20}, {"retention": "pin"}, {"retention": "host"}])
 def test_sessions_beside_host_memory_say_the_same(windowed: Models, kept: dict[str, Any]) -> None:
     """L6, in a memory for little more than one session: parts go to host memory and come back."""
     model, reference = windowed("gemma2")
     host_memory = getattr(kvarts, "OffloadConfig")(host_pages=300)  # noqa: B009  # the room may be missing
     config = EngineConfig(num_pages=40, page_size=4, max_num_batched_tokens=64, max_num_seqs=4)
-    llm = LLM(model, None, config, kv_groups="all", offload=host_memory, audit=HAS_AUDIT)
+    llm = LLM(model, None, config, kv_groups="all", offload=host_memory, audit=True)
     settings_ = SessionSettings(**{"window": None, **kept})
     sessions = sessions_on(llm.host(), SessionsConfig(defaults=settings_, chunk_tokens=16))
     sees = {"sink": kept.get("sink", 0), "window": kept.get("window", 10_000)}
@@ -355,7 +353,7 @@ def test_a_session_of_a_model_with_states_says_what_an_undisturbed_run_says() ->
 
     model, reference = stateful_pairs()("qwen3_5_text")
     config = EngineConfig(num_pages=300, page_size=4, max_num_batched_tokens=64, max_num_seqs=4)
-    llm = LLM(model, None, config, kv_groups="all", audit=HAS_AUDIT)
+    llm = LLM(model, None, config, kv_groups="all", audit=True)
     kept = SessionSettings(window=None, retention="pin")
     sessions = sessions_on(llm.host(), SessionsConfig(defaults=kept, chunk_tokens=16))
 
@@ -434,7 +432,6 @@ def test_a_state_outlives_the_process_and_a_wrong_one_is_noticed(tmp_path: Path)
     asyncio.run(second(asyncio.run(first())))
 
 
-@pytest.mark.skipif(not HAS_RECORD, reason="needs timelines")
 def test_a_timeline_counts_blocks_that_sessions_keep(tmp_path: Path) -> None:
     """Reserved ones are no parts, and those of a pin are; at rest nothing else is in use."""
     from kvarts.executor.torch.tiny import write_tiny

@@ -24,7 +24,6 @@ from kvarts.session.values import SessionInfo, SessionsConfig, SessionSettings, 
 
 from builders.guessing import untimed
 from builders.real_sessions import VOCABULARY, Models, assert_says_as_whole_passes, ids
-from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 from builders.sessions import OWNER, greedy, say, sessions_on
 from oracles.late_rotation import late_greedy
 from oracles.masked_forward import masked_greedy
@@ -37,7 +36,7 @@ def open_on(
         num_pages=2400 // page_size, page_size=page_size, max_num_batched_tokens=budget, max_num_seqs=8
     )
     # In whole pages, whose bounds are told below; for KV groups see test_real_group_sessions.
-    llm = LLM(model, None, config, audit=HAS_AUDIT, attention=attention, **{"kv_groups": "off", **settings})
+    llm = LLM(model, None, config, audit=True, attention=attention, **{"kv_groups": "off", **settings})
     return llm, sessions_on(llm.host(), SessionsConfig(chunk_tokens=chunk))
 
 
@@ -241,7 +240,6 @@ def test_a_model_without_a_rotation_keeps_global_positions() -> None:
     asyncio.run(talk())
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers below the device")
 def test_an_unbounded_session_comes_back_from_host_memory(models: Models) -> None:
     """Others have evicted its pages; its next turn loads them, computes what is new, and says the same."""
     model, reference = models("qwen3")
@@ -251,7 +249,7 @@ def test_an_unbounded_session_comes_back_from_host_memory(models: Models) -> Non
     expected = masked_greedy(reference, history, 8, sink=0, window=1000)
 
     async def talk(retention: Any) -> int:
-        llm = LLM(model, None, config, offload=host_memory, audit=HAS_AUDIT)
+        llm = LLM(model, None, config, offload=host_memory, audit=True)
         sessions = sessions_on(llm.host())
         session = await sessions.create(OWNER, SessionSettings(window=None, retention=retention))
         assert await say(sessions, session, history, 4) == expected[:4]

@@ -19,7 +19,6 @@ from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.grouped import FULL, group_settings
-from builders.rooms import HAS_AUDIT
 from builders.session_traces import Talk, replayed_as_slowly, session_traces
 from oracles.naive_grouped import needed_pages
 
@@ -84,11 +83,10 @@ def test_fast_forward_equals_step_by_step(
         kept = {"retention": "cache"}
     sessions = SessionReplay(chunk_tokens=16, **kept)
     fast = replayed_as_slowly(talk, sessions=sessions, **settings)
-    if HAS_AUDIT:
-        settings["max_num_seqs"] = min(settings["max_num_seqs"], settings["max_num_batched_tokens"])
-        audited = replay(talk.trace(), ReplayConfig(audit=True, sessions=sessions, **settings))
-        assert audited.requests_jsonl() == fast.requests_jsonl()
-        assert audited.summary["sessions"] == fast.summary["sessions"]
+    settings["max_num_seqs"] = min(settings["max_num_seqs"], settings["max_num_batched_tokens"])
+    audited = replay(talk.trace(), ReplayConfig(audit=True, sessions=sessions, **settings))
+    assert audited.requests_jsonl() == fast.requests_jsonl()
+    assert audited.summary["sessions"] == fast.summary["sessions"]
 
 
 @given(session_traces(max_plain=0), st.sampled_from([1, 3, 4]), st.sampled_from([8, 512]), st.sampled_from(KEPT[:-1]))
@@ -122,7 +120,7 @@ def turns(*of: tuple[str, int, int, int], gap_ms: int = 10_000) -> Trace:
 
 
 def report_of(trace: Trace, sessions: dict[str, Any], **settings: Any) -> Report:
-    values = {"page_size": 4, "num_pages": 40, "kv_groups": "all", "groups": LIKE_GEMMA, "audit": HAS_AUDIT, **settings}
+    values = {"page_size": 4, "num_pages": 40, "kv_groups": "all", "groups": LIKE_GEMMA, "audit": True, **settings}
     return replay(trace, ReplayConfig(sessions=SessionReplay(**sessions), **values))
 
 

@@ -29,9 +29,9 @@ from kvarts.sim.replica import Replica
 from kvarts.sim.router import RoundRobin
 from kvarts.traffic.trace import Trace, TraceRequest
 
+from builders.case import ROUTERS
 from builders.grouped import assert_same_outcome
 from builders.kept import Kept
-from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, ROUTERS
 from builders.session_traces import Talk, replayed_as_slowly, session_traces
 
 pytestmark = pytest.mark.laws
@@ -63,7 +63,7 @@ configs = st.fixed_dictionaries(
 @given(session_traces(), configs)
 def test_fast_forward_equals_step_by_step(talk: Talk, settings: dict[str, Any]) -> None:
     """L5, and the audit and the timelines agree that each page is accounted for."""
-    replayed_as_slowly(talk, audit=HAS_AUDIT, **settings)
+    replayed_as_slowly(talk, audit=True, **settings)
 
 
 @given(session_traces(max_plain=0), configs)
@@ -114,7 +114,7 @@ given_up = st.fixed_dictionaries(
 
 def config_of(settings: dict[str, Any], patience: dict[str, Any], **more: Any) -> ReplayConfig:
     """A configuration with clients that give up; those without a timeout do not retry."""
-    values = {**settings, **patience, "audit": HAS_AUDIT, **more}
+    values = {**settings, **patience, "audit": True, **more}
     values["max_num_seqs"] = min(values["max_num_seqs"], values["max_num_batched_tokens"])
     if values.pop("is_slow"):
         values["cost"] = lambda batch: 2.0 + 0.3 * sum(chunk.num_tokens for chunk in batch.chunks)
@@ -202,7 +202,7 @@ def run(talk: Talk, config: ReplayConfig) -> tuple[Watched, list[Replica]]:
     return watched, engines
 
 
-kept_somewhere = st.sampled_from([*KEPT, {"retention": "host"}] if HAS_OFFLOAD else KEPT).map(
+kept_somewhere = st.sampled_from([*KEPT, {"retention": "host"}]).map(
     lambda settings: SessionReplay(chunk_tokens=16, **settings)
 )
 
@@ -255,7 +255,7 @@ def test_a_turn_after_one_that_was_given_up_computes_only_the_rest() -> None:
         max_num_batched_tokens=8,
         max_num_seqs=2,
         cost=lambda batch: 2.0,
-        audit=HAS_AUDIT,
+        audit=True,
         sessions=SessionReplay(window=16, sink=4, chunk_tokens=8),
     )
     report = replay(Trace(rows), config)
@@ -272,7 +272,7 @@ def test_a_turn_that_is_sent_again_has_not_changed_the_history(sessions: dict[st
         max_num_batched_tokens=8,
         max_num_seqs=2,
         cost=lambda batch: 2.0,
-        audit=HAS_AUDIT,
+        audit=True,
         client_timeout_s=0.005,
         retries=1,
         retry_after_s=0.01,
@@ -302,7 +302,7 @@ def talk_of(*turns: tuple[str, int, int, int], gap_ms: int = 10_000) -> Trace:
 
 def totals_of(trace: Trace, **settings: Any) -> dict[str, int]:
     sessions = SessionReplay(**settings.pop("sessions"))
-    config = ReplayConfig(**{"page_size": 4, "num_pages": 40, "audit": HAS_AUDIT, "sessions": sessions, **settings})
+    config = ReplayConfig(**{"page_size": 4, "num_pages": 40, "audit": True, "sessions": sessions, **settings})
     totals: dict[str, int] = replay(trace, config).summary["sessions"]
     return totals
 
@@ -330,7 +330,7 @@ def test_readers_are_told_of_a_refused_turn_as_of_any_refused_request() -> None:
     turns = [("a", 8, 4, 0), ("b", 8, 4, 0), ("c", 8, 4, 0), ("a", 20, 4, 0), ("b", 20, 4, 0)]
     told = Kept()
     sessions = SessionReplay(window=16, sink=4, chunk_tokens=32)  # 6 pages each, and 8 for chunks
-    config = ReplayConfig(page_size=4, num_pages=20, audit=HAS_AUDIT, sessions=sessions)
+    config = ReplayConfig(page_size=4, num_pages=20, audit=True, sessions=sessions)
     report = replay(talk_of(*turns), config, observers_of=lambda replica: [told])
     refused = [(index, reason) for index, reason in enumerate(report.requests["reason"]) if reason]
     assert [(event.request, event.reason) for event in told.events if isinstance(event, Rejected)] == refused
@@ -364,7 +364,6 @@ turns_in_a_row = st.lists(
 )
 
 
-@pytest.mark.skipif(not HAS_AUDIT, reason="is what the audit says")
 @given(turns_in_a_row, st.sampled_from([1, 5, 20, 100]), st.sampled_from([33, 40, 48]), st.booleans())
 @example([("c", 12, 22, 0), ("y", 52, 3, 1), ("y", 53, 32, 2)], 5, 33, False)
 def test_pins_are_given_up_in_the_midst_of_a_step(
@@ -376,7 +375,6 @@ def test_pins_are_given_up_in_the_midst_of_a_step(
     )
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers below the device")
 def test_host_memory_keeps_what_the_device_evicts() -> None:
     turns = [("a", 64, 4, 0), *((other, 80, 4, 1) for other in "xyz"), ("a", 100, 4, 0)]
     offload = getattr(kvarts, "OffloadConfig")(host_pages=100, kv_bytes_per_token=1000)  # noqa: B009  # may be missing

@@ -20,7 +20,6 @@ from builders.case import Case, cases
 from builders.guide_policies import LeastHits, shortest_first
 from builders.orders import FewestHits
 from builders.policies import patiences_ms
-from builders.rooms import HAS_AUDIT, ROOMS
 
 
 def sharing(names: tuple[str, ...] = ("a", "b"), **each: object) -> SharingConfig:
@@ -65,7 +64,7 @@ def test_an_order_of_one_model_is_not_that_of_the_others(one: Case, other: Case)
     config = msgspec.structs.replace(config, models={**config.models, "a": of_a})
     fast, slow = (
         replay(traces, msgspec.structs.replace(config, each=each))
-        for each in (config.each, msgspec.structs.replace(config.each, step_by_step=True, audit=HAS_AUDIT))
+        for each in (config.each, msgspec.structs.replace(config.each, step_by_step=True, audit=True))
     )
     assert fast.to_json() == slow.to_json()
     named = {name: report.summary["config"]["eviction"] for name, report in fast.reports.items()}
@@ -95,7 +94,6 @@ def policies_of(told: bytes) -> dict[str, str]:
     return {name: of_model["config"].get("eviction", "-") for name, of_model in models.items()}
 
 
-@pytest.mark.skipif("plan" not in ROOMS, reason="without the room `plan`, there are no policies by name")
 def test_commands_name_the_policy_of_all_models_or_of_one(
     run_command: Callable[..., int],
     capsysbinary: pytest.CaptureFixture[bytes],
@@ -118,7 +116,6 @@ def test_commands_name_the_policy_of_all_models_or_of_one(
     assert told("", "--config", tmp_path / "c.toml") == of_one
 
 
-@pytest.mark.skipif("plan" not in ROOMS, reason="without the room `plan`, there are no policies by name")
 def test_a_model_names_a_policy_that_there_is(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], short_traces: list[str], tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from builders.case import Case, Row, cases
 from builders.grouped import FULL, part_groups
 from builders.guarantees import guarantees_kept
 from builders.kept import Kept
-from builders.rooms import timelines_json
+from builders.outcome import timelines_json
 from oracles.naive import NaiveRequest
 from oracles.naive_shared import NaiveDevice, NaiveLane, NaiveTenant, SeveralWaysError
 from oracles.naive_shared_groups import NaiveGroupTenant

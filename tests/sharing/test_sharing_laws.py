@@ -24,8 +24,8 @@ from builders.case import Case, Row, cases
 from builders.guarantees import guarantees_kept
 from builders.kept import Kept
 from builders.laws import assert_steps_as_in_naive
+from builders.outcome import timelines_json
 from builders.pages import evicted_names
-from builders.rooms import timelines_json
 from oracles.naive_shared import NaiveDevice, NaiveLane, NaiveTenant, SeveralWaysError
 from oracles.naive_slice import latest_behind
 

@@ -21,15 +21,14 @@ from kvarts.events import Cancelled, Event, Rejected
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.report import Report
 from kvarts.report.steps import StepLog
-from kvarts.rooms import from_room
+from kvarts.routers.config import Routing
 from kvarts.sharing.config import ObserversOf
 from kvarts.sharing.report import SharedReport
 
-from builders.case import Case, Row
+from builders.case import ROUTERS, Case, Row
 from builders.guide_policies import LeastHits
 from builders.kept import Kept
 from builders.orders import FewestHits
-from builders.rooms import ROUTERS
 
 pytestmark = pytest.mark.laws
 
@@ -45,7 +44,7 @@ def loads(draw: st.DrawFn) -> dict[str, Any]:
         "concurrency": draw(st.sampled_from([None, None, 1, 4])),
     }
     if load["router"] == "prefix" and (lag := draw(st.sampled_from([0, 0.000001, 3, "40ms"]))):
-        load["routing"] = from_room("routers.config", "Routing", field="routing")(event_lag=lag)
+        load["routing"] = Routing(event_lag=lag)
     return load
 
 

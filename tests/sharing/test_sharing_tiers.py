@@ -20,7 +20,6 @@ from kvarts.sharing.report import SharedReport
 
 from builders.case import Case, Row
 from builders.kept import Kept
-from builders.rooms import HAS_AUDIT, HAS_RECORD
 
 pytestmark = pytest.mark.laws
 
@@ -68,7 +67,7 @@ def test_a_model_alone_with_tiers_is_a_replay_of_one(case: Sharing, tiers: Offlo
     report = shared.reports["m0"]
     config = shared.config.configs["m0"]
     assert config.offload == tiers.for_model(case.page_bytes[0] // case.page_size)
-    alone = replay(of_model.trace(), msgspec.structs.replace(config, audit=HAS_AUDIT))
+    alone = replay(of_model.trace(), msgspec.structs.replace(config, audit=True))
     assert report.requests_jsonl() == alone.requests_jsonl()
     assert report.summary == alone.summary
     for name, column in alone.steps.items():
@@ -110,8 +109,8 @@ def test_a_model_alone_with_groups_and_tiers_is_a_replay_of_one(case: Device, ti
     (model,) = case.models
     model.guarantee, model.floor, model.ceiling = 0, 0, None
     case.num_bytes -= case.num_bytes % model.whole_page
-    shared = case.run(offload=tiers, audit=HAS_AUDIT)
-    alone = replay(model.case.trace(), msgspec.structs.replace(shared.config.configs["m0"], audit=HAS_AUDIT))
+    shared = case.run(offload=tiers, audit=True)
+    alone = replay(model.case.trace(), msgspec.structs.replace(shared.config.configs["m0"], audit=True))
     report = shared.reports["m0"]
     assert report.requests_jsonl() == alone.requests_jsonl()
     for name, column in alone.steps.items():
@@ -125,8 +124,7 @@ def test_with_groups_and_tiers_too_it_is_the_same_step_by_step(
     """L1, L2, L3 after every turn; L5: models with groups and with whole pages, each with tiers of its own."""
     is_static = is_static and case.can_be_split
     fast, slow = (
-        case.run(offload=tiers, static_split=is_static, audit=HAS_AUDIT, step_by_step=slowly)
-        for slowly in (False, True)
+        case.run(offload=tiers, static_split=is_static, audit=True, step_by_step=slowly) for slowly in (False, True)
     )
     for name, report in fast.reports.items():
         assert report.requests_jsonl() == slow.reports[name].requests_jsonl()
@@ -154,7 +152,7 @@ def test_models_with_groups_that_fall_ill_leave_nothing_behind(
     case: Device, tiers: OffloadConfig, data: st.DataObject
 ) -> None:
     """As above: what is promised to such requests, and parts that their loads hold, states by page among them."""
-    assert_nothing_left(case.config(offload=tiers, audit=HAS_AUDIT), case.traces, data)
+    assert_nothing_left(case.config(offload=tiers, audit=True), case.traces, data)
 
 
 def assert_nothing_left(config: SharingConfig, traces: dict[str, Any], data: st.DataObject) -> None:
@@ -203,8 +201,7 @@ def test_each_model_has_host_memory_of_its_own(
         assert models[name]["config"]["offload"]["kv_bytes_per_token"] == token_bytes
         assert models[name]["transfers"]["num_stores"] > 0
         capsysbinary.readouterr()
-        if HAS_RECORD:
-            assert run_command("verify", tmp_path / name / "timeline.json.gz") == 0
+        assert run_command("verify", tmp_path / name / "timeline.json.gz") == 0
         assert "host" in (tmp_path / name / "report.json").read_text()
 
 
@@ -223,8 +220,7 @@ def test_a_model_with_states_by_page_has_them_in_its_host_memory(
     for name in ("chat", "code"):
         assert again[name]["ttft_ms"] == of_models[name]["ttft_ms"]
         capsysbinary.readouterr()
-        if HAS_RECORD:
-            assert run_command("verify", tmp_path / name / "timeline.json.gz") == 0
+        assert run_command("verify", tmp_path / name / "timeline.json.gz") == 0
     (state,) = [place for place, group in enumerate(of_models["chat"]["kv_groups"]) if group["kind"] == "state"]
     assert of_models["chat"]["transfers"][f"num_stored_parts_group{state}"] > 0
 

@@ -26,7 +26,6 @@ from kvarts.traffic.workload import FixedLength, Workload
 from builders.case import Case, cases
 from builders.laws import assert_as_in_naive, assert_fast_as_slow, replayed_as_slowly
 from builders.outcome import run_kvarts
-from builders.rooms import HAS_AUDIT
 
 NS_PER_MS, NS_PER_S = 1_000_000, 1_000_000_000
 
@@ -87,7 +86,7 @@ def test_timeouts_and_retries_are_the_same_step_by_step(
         "router": "least-loaded",
         "async_scheduling": is_async,
         "frontend_ms": frontend_ms,
-        "audit": HAS_AUDIT,
+        "audit": True,
         "routing": None if queue_threshold is None else Routing(queue_threshold=queue_threshold),
     }
     fast = replayed_as_slowly(case, **changes)
@@ -144,7 +143,7 @@ BUSY: dict[str, Any] = {
     "max_num_batched_tokens": 6,
     "max_num_seqs": 4,
     "cost": lambda batch: 1.0 + 3 * sum(chunk.num_tokens for chunk in batch.chunks),
-    "audit": HAS_AUDIT,
+    "audit": True,
 }
 BELOW = {"host_pages": 200, "d2h": "1MB/s", "h2d": "1kB/s", "kv_bytes_per_token": 1, "policy": "eager"}
 
@@ -247,7 +246,6 @@ def test_one_replica_may_have_a_queue_in_its_router() -> None:
     assert summary["num_completed"] == summary["num_requests"]
 
 
-@pytest.mark.skipif(not HAS_AUDIT, reason="the audit compares what is kept")
 @pytest.mark.parametrize("keeps", ["all", "tails"])
 @pytest.mark.parametrize("cancel_after_ms", range(0, 90, 10))
 def test_the_tail_of_a_request_that_a_plan_still_computes_is_that_of_its_findable_pages(

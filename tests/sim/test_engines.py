@@ -20,11 +20,10 @@ from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.workload import UniformLength, Workload
 
-from builders.case import Case, cases
+from builders.case import ROUTERS, Case, cases
 from builders.grouped import assert_same_outcome, part_groups
 from builders.laws import assert_as_in_naive, assert_fast_as_slow
 from builders.outcome import run_kvarts
-from builders.rooms import HAS_AUDIT, HAS_ROUTERS, ROUTERS
 
 STEP_NS = 10_000_000
 WORKLOAD = Workload(
@@ -63,7 +62,7 @@ def test_fast_forward_equals_step_by_step_with_groups(case: Case, groups: tuple[
     """L1 to L3, L5."""
     case.profile = "default"
     case.num_pages = max(1, case.num_pages * 2 // 3)
-    changes: dict[str, Any] = {"async_scheduling": True, "kv_groups": keeps, "groups": groups, "audit": HAS_AUDIT}
+    changes: dict[str, Any] = {"async_scheduling": True, "kv_groups": keeps, "groups": groups, "audit": True}
     fast, slow = (replay(case.trace(), case.config(step_by_step=slowly, **changes)) for slowly in (False, True))
     assert_same_outcome(fast, slow)
 
@@ -257,7 +256,7 @@ def test_without_a_prefix_cache_fast_forward_equals_step_by_step(
 ) -> None:
     """L1 to L3, L5; the audit checks that nothing is hit."""
     case.profile = "default"
-    changes: dict[str, Any] = {"no_prefix_caching": True, "async_scheduling": is_async, "audit": HAS_AUDIT}
+    changes: dict[str, Any] = {"no_prefix_caching": True, "async_scheduling": is_async, "audit": True}
     if groups:
         changes |= {"kv_groups": "all", "groups": groups}
     fast, slow = (replay(case.trace(), case.config(step_by_step=slowly, **changes)) for slowly in (False, True))
@@ -279,7 +278,6 @@ def test_without_a_prefix_cache_requests_are_as_those_that_share_nothing(case: C
     assert uncached.requests_jsonl() == alone.requests_jsonl()
 
 
-@pytest.mark.skipif(not HAS_ROUTERS, reason="without the room `routers`")
 def test_a_router_that_chooses_by_cached_pages_is_refused_without_a_prefix_cache() -> None:
     with pytest.raises(ConfigError, match="chooses by cached pages"):
         ReplayConfig(no_prefix_caching=True, replicas=2, router="prefix")

@@ -25,7 +25,6 @@ from kvarts.traffic.workload import FixedLength, Workload
 from builders.case import Case, Row
 from builders.command_line import parsed
 from builders.grouped import FULL, STATES, WINDOW, assert_grouped_as_in_naive
-from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 
 GROUPS = (PartGroup(FULL, 1), WINDOW)
 
@@ -66,7 +65,6 @@ def test_groups_are_counted_unless_they_are_off() -> None:
         pytest.param(
             {"offload.host_memory": "8GB", "offload.full_prompt_hits": True},
             "full_prompt_hits does not go with KV groups: the last token of a prompt may see what no hit needs",
-            marks=pytest.mark.skipif(not HAS_OFFLOAD, reason="tiers are not installed"),
         ),
     ],
 )
@@ -261,7 +259,6 @@ def test_what_the_command_line_refuses(arguments: str, says: str) -> None:
     assert says in str(refused.value)
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_files_find_what_host_memory_has_lost() -> None:
     """Leaps, steps and audited steps agree; with files, more is hit."""
     given = {"model": "gemma-3-27b", "device": "h100-80gb", "offload.host_pages": 300}
@@ -272,7 +269,7 @@ def test_files_find_what_host_memory_has_lost() -> None:
     )
     assert config.kv_groups == "all"
     files = replay(traffic(), config)
-    for changes in ({"step_by_step": True}, {"audit": HAS_AUDIT}):
+    for changes in ({"step_by_step": True}, {"audit": True}):
         other = replay(traffic(), msgspec.structs.replace(config, **changes))
         assert other.requests_jsonl() == files.requests_jsonl()
     assert files.request_columns["disk_tokens"].sum() > 0
@@ -281,7 +278,6 @@ def test_files_find_what_host_memory_has_lost() -> None:
     )
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_advice_names_a_tier_with_groups_as_well() -> None:
     config = ReplayConfig(num_pages=110, page_size=4, kv_groups="all", groups=GROUPS)
     report = replay(

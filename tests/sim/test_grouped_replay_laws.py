@@ -17,10 +17,9 @@ from kvarts.kv.groups import GroupMemory, PartGroup, with_states
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 
-from builders.case import Case, Row, branching_cases, cases, following_cases
+from builders.case import ROUTERS, Case, Row, branching_cases, cases, following_cases
 from builders.grouped import FULL, STATES, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
 from builders.laws import replayed_as_slowly
-from builders.rooms import HAS_AUDIT, ROUTERS
 from oracles.naive import polynomial_ns
 from oracles.naive_group_engine import NaiveGroupEngine
 from oracles.parts import Part
@@ -185,7 +184,7 @@ def test_states_by_page_are_the_same_in_leaps_and_for_readers(
     config = {"kv_groups": keeps, "groups": groups, "mamba_cache_mode": mode}
     fast = replay(case.trace(), case.config(**config))
     assert_same_outcome(fast, replay(case.trace(), case.config(step_by_step=True, **config)))
-    report, _ = told_by(case, groups, keeps, mamba_cache_mode=mode, audit=HAS_AUDIT)
+    report, _ = told_by(case, groups, keeps, mamba_cache_mode=mode, audit=True)
     assert_same_outcome(report, fast)
 
 

@@ -17,12 +17,11 @@ from kvarts.sched.plan import Batch
 from kvarts.sim.config import make_config
 from kvarts.traffic.trace import Trace, TraceRequest
 
-from builders.case import Case, cases
+from builders.case import ROUTERS, Case, cases
 from builders.grouped import FULL, WINDOW
 from builders.kept import Kept
 from builders.live_groups import live_groups
 from builders.pages import paged
-from builders.rooms import HAS_AUDIT, HAS_ROUTERS, ROUTERS
 from builders.session_traces import Talk, session_traces
 
 RANKS = RooflineCost(llm="qwen3-30b-a3b", device="rtx-pro-6000", data_parallel=2, expert_parallel=2)
@@ -53,7 +52,7 @@ class Together:
 
 def outcome(case: Case, num_ranks: int, num_groups: int, **changes: Any) -> tuple[Any, list[Any]]:
     config = case.config(
-        cost=Together(num_ranks), replicas=num_ranks * num_groups, audit=HAS_AUDIT, profile="default", **changes
+        cost=Together(num_ranks), replicas=num_ranks * num_groups, audit=True, profile="default", **changes
     )
     kept = [Kept() for _ in range(config.replicas)]
     report = replay(case.trace(), config, observers_of=lambda index: [kept[index]])
@@ -126,7 +125,6 @@ def traffic(num_requests: int = 6) -> Trace:
 
 
 @pytest.mark.laws
-@pytest.mark.skipif(not HAS_ROUTERS, reason="without the room `routers`")
 @given(cases(max_requests=14, cancels=True), st.integers(2, 3))
 def test_one_group_is_placed_as_by_vllms_front_end(case: Case, num_ranks: int) -> None:
     ours, _ = outcome(case, num_ranks, 1)
@@ -185,7 +183,7 @@ def test_sessions_of_ranks_fast_forward_equals_step_by_step(
                 replicas=4,
                 sessions=session_replay(chunk_tokens=16, **kept),
                 step_by_step=slowly,
-                audit=slowly and HAS_AUDIT,
+                audit=slowly,
                 **settings,
             ),
         )

@@ -15,8 +15,7 @@ from kvarts import ConfigError, InputError, LinearCost, ReplayConfig, Slo, Trace
 from kvarts.report.report import Report
 from kvarts.traffic.workload import FixedLength, LogNormalLength, UniformLength
 
-from builders.case import Case, cases
-from builders.rooms import HAS_AUDIT, HAS_ROUTERS, ROUTERS
+from builders.case import ROUTERS, Case, cases
 
 STEP_10_MS = LinearCost(step_ms=10.0)
 MS = 1_000_000
@@ -107,14 +106,12 @@ def test_speeding_up_shortens_delays_too() -> None:
     assert column(run(rows, speedup=2.0), "arrival_ms") == [0, 24]
 
 
-@pytest.mark.skipif(not HAS_ROUTERS, reason="needs the room routers")
 def test_round_robin_takes_turns_and_least_loaded_takes_the_emptiest() -> None:
     rows = [make_row(0, output=50), make_row(1), make_row(2, at_ms=100), make_row(3, at_ms=101)]
     assert column(run(rows, replicas=2), "replica") == [0, 1, 0, 1]
     assert column(run(rows, replicas=2, router="least-loaded"), "replica") == [0, 1, 1, 0]
 
 
-@pytest.mark.skipif(not HAS_ROUTERS, reason="needs the room routers")
 def test_the_prefix_router_follows_the_prefix_until_the_load_outweighs_it() -> None:
     prefix = list(range(20))
     rows = [
@@ -139,8 +136,7 @@ def test_replicas_in_any_loop_are_the_same_step_by_step(case: Case, router: Any,
     """L5 where engines move together, and the event loop against the arrival loop."""
     changes: dict[str, Any] = {"replicas": 3, "router": router, "concurrency": concurrency}
     reports = [
-        replay(case.trace(), case.config(step_by_step=slowly, audit=HAS_AUDIT and not slowly, **changes))
-        for slowly in (False, True)
+        replay(case.trace(), case.config(step_by_step=slowly, audit=not slowly, **changes)) for slowly in (False, True)
     ]
     assert reports[0].to_json() == reports[1].to_json()
     assert reports[0].requests_jsonl() == reports[1].requests_jsonl()

@@ -23,7 +23,6 @@ from kvarts.traffic.source import ClosedLoop, OpenLoop, Source
 from kvarts.traffic.trace import Trace, TraceRequest, spell
 from kvarts.traffic.trace_request import After
 
-from builders.rooms import HAS_AUDIT
 from oracles.naive_graph import naive_closed_loop, naive_edges, naive_open_loop, naive_plays, ready_ns
 
 MS = 1_000_000
@@ -95,7 +94,7 @@ def test_a_closed_loop_is_that_of_the_naive_simulator(
 @pytest.mark.laws
 def test_joins_are_exact_in_a_replay(requests: list[TraceRequest], replicas: int, concurrency: int | None) -> None:
     """Each request arrives just when what it waits for says so, and a replay step by step is the same."""
-    changes: dict[str, Any] = {"replicas": replicas, "concurrency": concurrency, "audit": HAS_AUDIT}
+    changes: dict[str, Any] = {"replicas": replicas, "concurrency": concurrency, "audit": True}
     config = ReplayConfig(num_pages=40, page_size=4, max_num_seqs=3, max_num_batched_tokens=24, **changes)
     trace = Trace(requests, unit_tokens=16)
     report = replay(trace, config)

@@ -24,7 +24,6 @@ from kvarts.traffic.source import OpenLoop
 from kvarts.traffic.trace import TraceRequest
 from kvarts.traffic.trace_request import After
 
-from builders.rooms import HAS_AUDIT
 from oracles.naive_kv_cache_tester import naive_read, naive_sessions
 
 SAMPLE = Path(str(files("kvarts") / "data" / "coding-agents"))
@@ -174,7 +173,7 @@ def test_a_session_replays_in_order(tmp_path: Path) -> None:
 
 
 def test_whole_blocks_are_hit_and_what_follows_them_is_not(tmp_path: Path) -> None:
-    report = replay(load_trace(write(tmp_path / "one.json", GOOD)), ReplayConfig(num_pages=1000, audit=HAS_AUDIT))
+    report = replay(load_trace(write(tmp_path / "one.json", GOOD)), ReplayConfig(num_pages=1000, audit=True))
     # Of the second turn's 200 tokens two blocks are known, and the third's block 4 is new.
     assert report.requests["cached_tokens"].tolist() == [0, 128, 64, 0, 64, 0]  # type: ignore[union-attr]
 

@@ -12,8 +12,6 @@ from kvarts.sim.replay import replay
 from kvarts.traffic.mooncake import MooncakeReader, load_mooncake
 from kvarts.traffic.trace import Trace
 
-from builders.rooms import HAS_AUDIT
-
 GOOD: dict[str, Any] = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}
 
 
@@ -123,6 +121,6 @@ def test_the_first_turn_of_a_session_needs_a_time(tmp_path: Path) -> None:
 
 def test_a_file_read_as_a_stream_replays_like_one_read_before(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", *(row(timestamp=40 * i, hash_ids=[7, i % 3]) for i in range(30)))
-    config = ReplayConfig(num_pages=100, audit=HAS_AUDIT)
+    config = ReplayConfig(num_pages=100, audit=True)
     streamed = replay(Trace(MooncakeReader(path), unit_tokens=512), config)
     assert streamed.requests_jsonl() == replay(path, config).requests_jsonl()

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from builders.rooms import HAS_OFFLOAD
-
 OTHERS = {"click", "msgspec", "mypy_extensions", "typing_extensions"}
 """Packages outside the standard library that every command may load."""
 UNUSED = {
@@ -93,7 +91,6 @@ def test_a_short_replay_loads_neither_numpy_nor_what_it_does_not_use(folder: Pat
     assert "pathlib" not in modules or "--report" in options
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="the room `offload` is not there")
 def test_tiers_of_whole_pages_do_not_load_those_of_kv_groups(folder: Path) -> None:
     modules = imported("replay", "one.jsonl", "--host-pages", "100", folder=folder)
     assert "kvarts.offload.page_layout" in modules  # where a compiled module imports another, only the first is seen

@@ -13,13 +13,10 @@ import pytest
 
 from kvarts import ConfigError, LruOrder, ReplayConfig, Report, Slo, Trace, load_trace, replay, trace_info
 
-from builders.rooms import HAS_OFFLOAD
-
 needs_pandas = pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="needs pandas")
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers")
 def test_a_configuration_takes_the_names_of_options() -> None:
     config = ReplayConfig.for_device(
         "llama-3.1-8b",
@@ -37,7 +34,6 @@ def test_a_configuration_takes_the_names_of_options() -> None:
     assert ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", num_pages=100).num_pages == 100
 
 
-@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers")
 def test_a_configuration_by_names_is_that_of_the_command_line(run_command: Any, capsys: Any) -> None:
     options = ("--max-seqs", 32, "--host-memory", "4GiB", "--slo-tpot-ms", 50, "--speedup", 2.0)
     assert run_command("replay", "sample:azure-chat", "--model", "llama-3.1-8b", "--device", "h100-80gb", *options,

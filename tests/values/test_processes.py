@@ -31,11 +31,9 @@ from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_request import TraceRequest
 
 from builders.plan_traces import small_traces
-from builders.rooms import HAS_ROUTERS, ROOMS
 from builders.tasks import ends, fails_at, of_evens, of_table, process_of, with_shared
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
-needs_plans = pytest.mark.skipif("plan" not in ROOMS, reason="plans are not installed")
 
 
 def guess(_: int, __: object) -> list[tuple[float, bool]]:
@@ -275,7 +273,6 @@ def is_group(group: int) -> bool:
     return True
 
 
-@needs_plans
 def test_a_function_in_a_script_without_a_main_block_starts_no_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import kvarts\nprint(kvarts.plan({str(SAMPLE)!r}).advice)\n")
@@ -289,7 +286,6 @@ COST = "linear:step_ms=5,chunk_token_ms=0.05,decode_ms=0.2"
 DATA = Path(str(files("kvarts") / "data"))
 
 
-@needs_plans
 @pytest.mark.parametrize(
     "options",
     [
@@ -318,7 +314,6 @@ def test_workers_do_not_change_a_byte_of_a_plan(
     assert printed[0] == printed[1]
 
 
-@needs_plans
 @pytest.mark.long
 def test_workers_do_not_change_how_many_users_fit(
     run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
@@ -393,7 +388,7 @@ def test_replicas_that_affect_each_other_are_replayed_together(monkeypatch: pyte
 
     monkeypatch.setattr(Processes, "_open", refuse)
     trace = load_trace("sample:mooncake")
-    informed: list[dict[str, Any]] = [{"router": "least-loaded"}] if HAS_ROUTERS else []
+    informed: list[dict[str, Any]] = [{"router": "least-loaded"}]
     for settings_of in (*informed, {"concurrency": 9}, {"retries": 1, "client_timeout_s": 9.0}):
         replay(trace, ReplayConfig(num_pages=4000, page_size=512, replicas=2, **settings_of), workers=2)
     with pytest.raises(AssertionError, match="a process is started"):

@@ -94,16 +94,4 @@ def test_no_collaborator_is_asked_for_its_type() -> None:
 def test_every_collaborator_is_a_class_there_is() -> None:
     """Or a class that was renamed would slip through."""
     _, defined = asked_and_defined()
-    # Rooms may be missing, see scripts/deletion_drills.py; what is there must be spelled as here.
-    missing = COLLABORATORS - defined
-    rooms = {
-        "audit": {"Auditor"},
-        "record": {"JournalWriter", "LiveTimeline"},
-        "sharing": {"AgedOrder", "DevicePart", "SharedPool", "Tenant", "TurnLoop"},
-    }
-    rooms["offload"] = {"EagerPolicy", "FileTier", "LazyPolicy", "MemoryTier", "Offloader", "SafeFirst"}
-    rooms["llm"] = {"LLM", "TorchExecutor"}
-    for room, names in rooms.items():
-        if not (SRC / room).exists():
-            missing -= names
-    assert not missing
+    assert defined >= COLLABORATORS

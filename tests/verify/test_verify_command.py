@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from builders.body import good
-from builders.rooms import HAS_RECORD
 
 Kvarts = Callable[..., tuple[int, str, str]]
 
@@ -66,7 +65,6 @@ def test_no_file_is_bad_usage(kvarts: Kvarts) -> None:
     assert (code, out) == (2, "") and "FILE" in err
 
 
-@pytest.mark.skipif(not HAS_RECORD, reason="needs timelines")
 @pytest.mark.parametrize("how", [("--stop-tokens",), ()])
 def test_a_plan_computes_requests_that_have_left(kvarts: Kvarts, tmp_path: Path, how: tuple[str, ...]) -> None:
     """With --async-scheduling, the memory of requests that end during a step is in use for one more step."""

@@ -24,7 +24,6 @@ from kvarts.traffic.formats import load_trace
 from builders.grouped import group_settings
 from builders.live_fleet import Sent, replayed, served_live, small_pool
 from builders.parity import shifted
-from builders.rooms import HAS_AUDIT
 
 MIXED, APART, BOTH = "mixed", "apart", "both"
 AFTER_ALL = {CacheCleared.__name__, PagesRemoved.__name__}
@@ -41,7 +40,7 @@ def small_fleet(
     **settings: Any,
 ) -> FleetConfig:
     each = {"num_pages": pages, "max_num_seqs": seqs, "max_num_batched_tokens": max(budget, seqs), "router": router,
-            "audit": HAS_AUDIT, **(pool or {})}  # fmt: skip
+            "audit": True, **(pool or {})}  # fmt: skip
     pools: list[PoolConfig] = []
     if shape in (MIXED, BOTH):
         pools.append(small_pool("mixed", 2, **each))
@@ -246,7 +245,7 @@ def test_thousands_of_requests_replay_to_the_same_events() -> None:
 
 def models_fleet(router: str, **settings: Any) -> FleetConfig:
     """A model of two workers that do both, one of two that compute prompts and two that generate."""
-    each: dict[str, Any] = {"num_pages": 40, "router": router, "audit": HAS_AUDIT}
+    each: dict[str, Any] = {"num_pages": 40, "router": router, "audit": True}
     chat = replace(small_pool("mixed", 2, **each), name="chat", served_model_name="chat")
     roles: tuple[Role, ...] = ("prefill", "decode")
     apart = [replace(small_pool(role, 2, **each), name=f"code-{role}", served_model_name="code") for role in roles]

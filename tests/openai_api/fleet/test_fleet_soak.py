@@ -19,7 +19,6 @@ from kvarts.openai_api.served import Ask, Limits, Served
 from kvarts.sampling import SamplingParams
 
 from builders.live_fleet import LEAVES, small_pool
-from builders.rooms import HAS_AUDIT
 
 FAULTS = (
     Fault("down", 0, 300_000_000, 500_000_000),
@@ -41,7 +40,7 @@ FAULTS = (
 )
 def test_nothing_is_left_of_clients_that_come_and_go(router: str, has_host: bool, has_store: bool) -> None:
     draw = random.Random(router)
-    each: dict[str, Any] = {"num_pages": 40, "audit": HAS_AUDIT, "step_ms": 0.3, "router": router}
+    each: dict[str, Any] = {"num_pages": 40, "audit": True, "step_ms": 0.3, "router": router}
     if has_host:
         each["offload"] = OffloadConfig(host_pages=50, policy="eager", kv_bytes_per_token=100)
     pools = small_pool("prefill", 2, **each), small_pool("decode", 2, **each), small_pool("mixed", 1, **each)

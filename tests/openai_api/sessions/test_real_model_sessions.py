@@ -19,7 +19,6 @@ from kvarts.openai_api.sessions.door import open_own
 from kvarts.session.values import SessionsConfig, SessionSettings
 
 from builders.http_client import call, events_of
-from builders.rooms import HAS_AUDIT
 
 CONFIG = EngineConfig(num_pages=256, page_size=4, max_num_batched_tokens=64, max_num_seqs=8)
 
@@ -40,9 +39,7 @@ def test_a_real_model_goes_on_with_its_sessions(tmp_path: Path) -> None:
     write_tiny("qwen3", tmp_path / "tiny")
 
     async def run(window: int | None) -> list[Any]:
-        opened = open_model(
-            str(tmp_path / "tiny"), Door(names=("tiny",)), config=CONFIG, audit=HAS_AUDIT and window is None
-        )
+        opened = open_model(str(tmp_path / "tiny"), Door(names=("tiny",)), config=CONFIG, audit=window is None)
         config = SessionsConfig(defaults=SessionSettings(sink=2, window=window), at_capacity="evict")
         opened.served.sessions = open_own(opened.served, config)
         server = OpenAIServer(opened.app, opened.models, Address(port=0))

@@ -24,7 +24,6 @@ from kvarts.session.values import SessionsConfig, SessionSettings
 
 from builders import preforked
 from builders.http_client import OpenStream, Reply, call, events_of
-from builders.rooms import ROOMS
 
 CHAT = "/v1/chat/completions"
 FIRST = [{"role": "user", "content": "Tell me of the sea, and of the land beside it, and of all the ships there."}]
@@ -258,7 +257,6 @@ def test_a_mock_has_sessions_unless_it_is_told_otherwise() -> None:
 
 
 MODELS = ("--model", "chat=llama-3.1-8b", "--model", "code=qwen3-8b", "--device", "h100-80gb")
-of_models = pytest.mark.skipif("sharing" not in ROOMS, reason="needs kvarts.sharing")
 
 
 @pytest.mark.parametrize(
@@ -267,7 +265,6 @@ of_models = pytest.mark.skipif("sharing" not in ROOMS, reason="needs kvarts.shar
         pytest.param(
             (*MODELS, "--session-window", "32"),
             "--session-window: is of sessions: sessions cannot be combined with several models on a device",
-            marks=of_models,
         ),
         (
             ("--record", "x.jsonl", "--max-sessions", "3"),
@@ -297,7 +294,7 @@ def test_what_sessions_cannot_be_is_refused(
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(MODELS, marks=of_models), ("--cost", "linear:step_ms=1", "--record", "written.jsonl")],
+    [MODELS, ("--cost", "linear:step_ms=1", "--record", "written.jsonl")],
 )
 def test_where_there_can_be_no_session_a_body_that_asks_for_one_is_told_so(
     tmp_path: Path, options: tuple[str, ...]

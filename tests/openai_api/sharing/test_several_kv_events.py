@@ -27,13 +27,12 @@ from builders import preforked
 from builders.http_client import call
 from builders.kv_event_client import open_client
 from builders.kv_events import Consumed
-from builders.rooms import HAS_OFFLOAD
 from oracles.naive_kv_events import NaiveConsumer
 
 Run = Callable[..., int]
 
 
-@pytest.mark.parametrize("has_host", [False, *([pytest.param(True, marks=pytest.mark.slow)] if HAS_OFFLOAD else [])])
+@pytest.mark.parametrize("has_host", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_consumer_of_each_model_holds_what_that_model_holds(has_host: bool) -> None:
     draw = random.Random(5)
     consumed = {name: Consumed() for name in ("chat", "code")}

@@ -37,7 +37,6 @@ from kvarts.traffic.logs import RecordedRow, recorded_trace
 
 from builders.grouped import group_settings
 from builders.parity import Heard, Sent, shifted
-from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 
 NAMES = ("chat", "code")
 TOKEN_BYTES = {"chat": 8, "code": 12}
@@ -63,7 +62,7 @@ def shared(
         page_size=2,
         max_num_batched_tokens=max(budget, 2 * seqs),
         max_num_seqs=seqs,
-        audit=HAS_AUDIT,
+        audit=True,
         offload=offload,
         step_by_step=True,
     )
@@ -198,7 +197,7 @@ def test_a_recorded_run_of_several_models_replays_to_the_same_events(
     has_host: bool,
     kept: dict[str, Any],
 ) -> None:
-    config = shared(pages, budget, seqs, has_host=has_host and HAS_OFFLOAD, kept=kept)
+    config = shared(pages, budget, seqs, has_host=has_host, kept=kept)
     rows, live = served_live(config, sent)
     assert sum(map(len, rows.values())) == len(sent)
     if all(row.num_output_tokens for of_model in rows.values() for row in of_model) and all(rows.values()):
