@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "fleet" / "data"
 sys.path.append(str(ROOT / "tests"))
 
-from kvarts.sim.replay import replay  # noqa: E402
+from kvarts.replaying import replay  # noqa: E402
 from kvarts.traffic.formats import load_trace  # noqa: E402
 
 from builders.dynamo_fleet import COLUMNS, config_of, num_equal, rows_of, theirs_of  # noqa: E402

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from kvarts.replaying import replay
 from kvarts.report.report import Report
 from kvarts.sim.config import make_config
-from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import msgspec
 
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.sim.config import make_config
-from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 from kvarts.units import parse_bytes
 

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.sim.config import make_config
-from kvarts.sim.replay import replay
 from kvarts.traffic.workload import FixedLength, Workload
 
 RATES = "10GB/s", "25GB/s"

@@ -15,8 +15,8 @@ from typing import Literal
 import msgspec
 
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig, make_config
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.units import parse_rate
 

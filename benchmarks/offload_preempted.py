@@ -15,8 +15,8 @@ from typing import Any, Literal
 import msgspec
 
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.sim.config import make_config
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 NS_PER_S = 1_000_000_000

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.report.report import Report
 from kvarts.sim.config import make_config
-from kvarts.sim.replay import replay
 from kvarts.traffic.workload import FixedLength, Workload
 
 PAGE_SIZE = 16

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 
 RATES = ("10MB/s", "100MB/s", "1GB/s", "10GB/s", "100GB/s")

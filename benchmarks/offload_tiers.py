@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 
 NUM_PAGES, PAGE_SIZE = 4000, 512
 HOST_PAGES = (4000, 16000, 64000)

@@ -23,9 +23,9 @@ from kv_quality import model_path
 from kvarts.config import EngineConfig
 from kvarts.content import Content, pack_units
 from kvarts.kv.groups import SinkWindow
+from kvarts.kv.session_pages import SessionMemory
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
-from kvarts.session.pages import SessionMemory
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable, keeps_of
 from kvarts.session.values import SessionsConfig, SessionSettings, Token

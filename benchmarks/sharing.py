@@ -17,9 +17,9 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
+from kvarts.replaying import replay
 from kvarts.sharing.config import ModelShare, SharingConfig
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import msgspec
 
+from kvarts.replaying import replay
 from kvarts.report.requests import REJECTED
 from kvarts.sharing.config import ModelShare, SharingConfig
 from kvarts.sharing.report import SharedReport, compared, slices, split_config, worst
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 

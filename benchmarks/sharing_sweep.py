@@ -19,12 +19,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvarts.replaying import replay
 from kvarts.report.report import Report
 from kvarts.report.requests import COMPLETED
 from kvarts.sharing.config import ModelShare, SharingConfig
 from kvarts.sharing.report import compared, slices, split_config, worst
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace, TraceRequest
 

@@ -24,8 +24,8 @@ from kvarts.calibrate.coefficients import BOUNDS, names_of
 from kvarts.calibrate.comparison import replayed_of
 from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.roofline_settings import shipped_constants
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig, make_config
-from kvarts.sim.replay import replay
 
 NUM_REQUESTS = 60
 NOISE = 0.005

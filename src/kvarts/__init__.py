@@ -5,12 +5,10 @@ The names below are imported on first use, so `import kvarts` is almost free.
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # that of `typing`, which takes a tenth of the time of a short command to import
-if TYPE_CHECKING:
-    from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-# Each name has one line here and one in _HOMES, so that a room and its names can be removed line by line.
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # each name has a line here, for type checkers, and one in _HOMES
     from kvarts.audit.auditor import AuditError as AuditError
     from kvarts.audit.auditor import Auditor as Auditor
     from kvarts.audit.auditor import Finding as Finding
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
     from kvarts.record.live import LiveTimeline as LiveTimeline
     from kvarts.record.timeline import Timeline as Timeline
     from kvarts.record.timeline import timelines_of as timelines_of
+    from kvarts.replaying import replay as replay
     from kvarts.report.report import Report as Report
     from kvarts.routers.config import Routing as Routing
     from kvarts.routers.view import Needs as Needs
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
     from kvarts.sharing.report import SharedReport as SharedReport
     from kvarts.sim.config import ReplayConfig as ReplayConfig
     from kvarts.sim.config import Slo as Slo
-    from kvarts.sim.replay import replay as replay
     from kvarts.traffic.formats import load_trace as load_trace
     from kvarts.traffic.info import TraceInfo as TraceInfo
     from kvarts.traffic.info import trace_info as trace_info
@@ -127,7 +125,7 @@ _HOMES = {
     "load_mooncake": "kvarts.traffic.mooncake",
     "load_trace": "kvarts.traffic.formats",
     "plan": "kvarts.plan",
-    "replay": "kvarts.sim.replay",
+    "replay": "kvarts.replaying",
     "story_of_block": "kvarts.explain.story",
     "story_of_request": "kvarts.explain.story",
     "sweep": "kvarts.plan.sweeping",
@@ -156,8 +154,6 @@ if not TYPE_CHECKING:  # type checkers should know only the names above
         if home is None:
             raise AttributeError(f"module 'kvarts' has no attribute {name!r}")
         try:
-            from importlib import import_module
-
             value = globals()[name] = getattr(import_module(home), name)
         except ModuleNotFoundError as error:
             if name not in _EXTRAS or (error.name or "").startswith("kvarts"):

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-
-TYPE_CHECKING = False  # that of `typing`, which is slow to import
-if TYPE_CHECKING:
-    import signal
-else:
-    import _signal as signal  # `signal` makes enums of its constants, which takes a fiftieth of a short replay's time
+import signal
 
 __all__ = ["run"]
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import gcd
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from kvarts.audit.auditor import Auditor
+from kvarts.audit.ledger import LedgerGroup, LedgerKind
+from kvarts.audit.tiers import OrderWatch
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.errors import ConfigError
@@ -17,7 +20,8 @@ from kvarts.kv.eviction import EvictionOrder, LruOrder, TreeWatcher
 from kvarts.kv.page_cache import OneGroupCache, PageCache
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.tree import PrefixTree
-from kvarts.rooms import from_room, function_named
+from kvarts.offload.config import OffloadConfig
+from kvarts.offload.opening import prepare_tiers
 from kvarts.sched.page_source import OnePool, PageSource
 from kvarts.sched.plan import Batch
 from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy, WaitingQueue
@@ -32,7 +36,7 @@ if TYPE_CHECKING:  # only an engine with KV groups, tiers, handoffs or page ids 
     from kvarts.sched.input_batch import InputBatch
     from kvarts.sched.loads import GroupOffers, Loads, LowerTiers
 
-__all__ = ["PrepareTiers", "PreparedTiers", "TierSettings", "build_engine", "open_group_cache", "preparation_of"]
+__all__ = ["PrepareTiers", "PreparedTiers", "build_engine", "open_group_cache", "preparation_of"]
 
 
 class PreparedTiers(Protocol):
@@ -72,56 +76,6 @@ class PreparedTiers(Protocol):
         """
 
 
-class TierSettings(Protocol):
-    """Settings of tiers below a device, as kvarts.OffloadConfig has them."""
-
-    opened_by: ClassVar[str]
-    """The function, as `module:function`, that prepares the tiers of these settings: see PrepareTiers."""
-
-    @property
-    def is_lazy(self) -> bool:
-        """Whether the pages to store depend on which are evicted next."""
-
-    @property
-    def load_kv(self) -> str:
-        """How requests wait for their loads, as OffloadConfig names it."""
-
-    @property
-    def load_overlap(self) -> str:
-        """`layers` if a step may compute layers while others are loaded."""
-
-    @property
-    def bus(self) -> int | str | None:
-        """The rate that the channels share; None if each has its own."""
-
-    @property
-    def copy_slowdown(self) -> float:
-        """How much longer a step takes while pages are copied: 0.5 for half as long again."""
-
-    def sizes(self, page_size: int, memory: GroupMemory | None = None) -> dict[str, int]:
-        """Return the pages of each tier by its name, the fastest first; the blocks with KV groups, of `memory`.
-
-        Raise ConfigError if a tier supports whole pages only.
-        """
-
-    @property
-    def are_files(self) -> tuple[bool, ...]:
-        """Whether each tier is of files, the fastest first."""
-
-    @property
-    def read_rates(self) -> dict[str, int]:
-        """The bandwidth from each tier, by its name, the fastest first."""
-
-    def to_builtins(self) -> dict[str, Any]:
-        """Return the settings as a report has them."""
-
-    def with_sizes(self, *sizes: int) -> Self:
-        """Return the same settings with `sizes` in bytes of the first tiers; 0 for none, and none below these."""
-
-    def for_model(self, kv_bytes_per_token: int, num_layers: int | None = None) -> Self:
-        """Return the same settings for a model with `kv_bytes_per_token`, and with `num_layers` layers if known."""
-
-
 PrepareTiers = Callable[[EngineConfig, Callable[[], EvictionOrder], "GroupMemory | None"], PreparedTiers | None]
 """Prepares tiers below an engine with a config, an eviction order and KV groups, if any; returns None without tiers.
 
@@ -129,12 +83,12 @@ Raises ConfigError for tiers that store whole pages only, below a device with KV
 """
 
 
-def preparation_of(settings: TierSettings | None, **of_files: Any) -> PrepareTiers | None:
+def preparation_of(settings: OffloadConfig | None, **of_files: Any) -> PrepareTiers | None:
     """Return what prepares the tiers of `settings`; None without settings.
 
     `of_files`: the keys and the namespace of the pages in files, for the function that opens these tiers.
     """
-    return None if settings is None else partial(function_named(settings.opened_by), settings, **of_files)
+    return None if settings is None else partial(prepare_tiers, settings, **of_files)
 
 
 def build_engine(
@@ -183,27 +137,33 @@ def build_engine(
     without a prefix cache, whose requests find nothing. `step_ns`: the expected duration of a step, for `max_itl_ms`.
     `leaps_told`: an engine with KV groups and readers of details may leap, see GroupPages.
 
-    Raise ConfigError for an audit if the room `audit` is not installed, and for `max_itl_ms` without `step_ns`.
+    Raise ConfigError for `max_itl_ms` without `step_ns`.
     """
     if config.max_itl_ms is not None and step_ns is None:
         raise ConfigError("needs an engine of its own, with a cost of steps", field="max_itl_ms", hint="Leave it out.")
     # The ledger follows handoffs of whole pages without tiers, of engines that plan one step after the other.
     knows_handoffs = memory is None and tiers is None and config.profile == "default" and not plans_ahead
     is_audited = audit and cache is None and not num_draft_slots and (knows_handoffs or not hands_over)
-    watch: Any = None
+    watch: OrderWatch | None = None
     is_lru = make_order is LruOrder
     if is_audited and not is_lru:
-        watch = from_room("audit.tiers", "OrderWatch", field="audit")(make_order)
+        watch = OrderWatch(make_order)
         make_order = watch.make
     if tiers is not None:
         assert cache is None, "the tree of a given cache was made without these tiers"
         below = tiers(config, make_order, memory)
-    if memory is not None and num_blocks is None:
-        num_blocks = memory.num_blocks(config.num_pages)
+    num_counted = config.num_pages
+    if memory is not None:
+        num_counted = num_blocks = memory.num_blocks(config.num_pages) if num_blocks is None else num_blocks
     is_lazy = memory is not None and below is not None and below.is_lazy
     if is_audited:
-        auditor = from_room("audit.auditor", "Auditor", field="audit")(
-            config.num_pages if memory is None else num_blocks,
+
+        def account() -> Cache:
+            assert cache is not None
+            return cache
+
+        auditor = Auditor(
+            num_counted,
             config.page_size,
             groups=() if memory is None else _audited_groups(memory),
             keeps_all=memory is None or memory.keeps == "all",
@@ -217,7 +177,7 @@ def build_engine(
             at_branches=config.snapshots == "branches",
             plans_ahead=plans_ahead,
             finds_prefixes=finds_prefixes,
-            account=lambda: cache,
+            account=account,
         )
         readers = (*readers, auditor)
     if log is None:
@@ -382,18 +342,15 @@ def _page_cache(
     return OneGroupCache(pool, tree, page_bytes=memory.page_bytes, most_new_tokens=config.max_num_batched_tokens)
 
 
-def _audited_groups(memory: GroupMemory) -> tuple[object, ...]:
-    make_group = from_room("audit.ledger", "LedgerGroup", field="audit")
-    return tuple(
-        make_group(
-            group.layer.kind,
-            group.part_bytes // memory.block_bytes,
-            group.layer.span,
-            group.layer.sink,
-            memory.aligns and group.has_states_by_page,
-        )
-        for group in memory.groups
-    )
+def _audited_groups(memory: GroupMemory) -> tuple[LedgerGroup, ...]:
+    groups = []
+    for group in memory.groups:
+        layer = group.layer
+        kind = cast("LedgerKind", layer.kind)  # a group is of layers that have KV of their own
+        is_sparse = memory.aligns and group.has_states_by_page
+        part_blocks = group.part_bytes // memory.block_bytes
+        groups.append(LedgerGroup(kind, part_blocks, layer.span, layer.sink, is_sparse))
+    return tuple(groups)
 
 
 def _settle_places(memory: GroupMemory, page_size: int) -> tuple[int, ...]:

@@ -17,6 +17,12 @@ __all__ = ["EngineConfig", "EngineOptions", "Profile", "Slo", "Snapshots"]
 
 Profile = Literal["default", "mocker"]
 Snapshots = Literal["ends", "branches"]
+SessionRetention = Literal["pin", "cache", "host"]
+"""Where the KV of a session is between turns."""
+
+AtCapacity = Literal["refuse", "evict"]
+"""What happens to a new session without room for it: it is refused, or evicts the one idle longest."""
+
 StateMode = Literal["snapshots", "all", "align"]
 """The states that a prefix cache keeps: `snapshots` at ends of prompts, one after `all` pages, or one after the last
 page of each chunk of a prompt, which ends at a page: `align`. The last two are modes of vLLM."""

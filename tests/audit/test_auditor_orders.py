@@ -16,7 +16,7 @@ from kvarts.config import EngineConfig
 from kvarts.events import Admitted, CopiesRemoved, Event, PagesRemoved, PagesStored
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.groups import GroupMemory, PartGroup
-from kvarts.sim.replay import replay
+from kvarts.replaying import replay
 from kvarts.sim.replica import NEVER_NS, Replica
 from kvarts.traffic.trace import Trace
 

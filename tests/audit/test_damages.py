@@ -32,7 +32,7 @@ from kvarts.events import (
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.run_cache import RunCache
-from kvarts.sim.replay import replay
+from kvarts.replaying import replay
 
 from builders.case import Case, Row, cases
 from builders.fields import changed

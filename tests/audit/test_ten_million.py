@@ -17,8 +17,8 @@ from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
 from builders.group_tiers import COST

@@ -14,8 +14,8 @@ from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, StoreSetti
 from kvarts.fleet.faults import Fault, Kind
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.scaling import parse_scaler
+from kvarts.replaying import replay
 from kvarts.routers.config import QueueOrder, Routing
-from kvarts.sim.replay import replay
 
 from builders.case import Case, cases
 from builders.grouped import Told

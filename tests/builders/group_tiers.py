@@ -13,8 +13,8 @@ from kvarts.event_log import EventReader
 from kvarts.executor.cost import LinearCost
 from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.report.report import Report
-from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
 from builders.grouped import STATES, part_groups

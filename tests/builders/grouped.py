@@ -13,9 +13,9 @@ from kvarts.content import Content
 from kvarts.events import Event, LeapDone, PagesStored, StepDone, StepEnded, StepStarted
 from kvarts.hardware.kv_groups import KvKind, KvLayer
 from kvarts.kv.groups import STATE_SPAN, PartGroup
+from kvarts.replaying import replay
 from kvarts.report.report import Report
 from kvarts.report.requests import CANCELLED, REJECTED
-from kvarts.sim.replay import replay
 
 from builders.case import Case
 from builders.fields import fields_of

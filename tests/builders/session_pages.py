@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvarts.kv.cache import Cache, PageReserve
 from kvarts.kv.pool import PageId
-from kvarts.session.pages import ChunkRoom, SessionPages
+from kvarts.kv.session_pages import ChunkRoom, SessionPages
 
 __all__ = ["KnownPages", "PagesMachine"]
 

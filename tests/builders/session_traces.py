@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 import kvarts
+from kvarts.replaying import replay
 from kvarts.report.report import Report
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.grouped import assert_same_outcome

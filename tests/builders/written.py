@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from kvarts.record.journal import JournalWriter
-from kvarts.sim.replay import replay
+from kvarts.replaying import replay
 
 from builders.case import Case
 

@@ -18,9 +18,9 @@ from kvarts.calibrate.comparison import latencies_ms, load_replayed, render_page
 from kvarts.calibrate.stepfit import StepRecord, is_step_record, load_steps
 from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
 from kvarts.executor.roofline import COEFFICIENTS, RooflineCost, parse_cost
+from kvarts.replaying import replay
 from kvarts.sched.plan import Batch, Chunk
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace
 

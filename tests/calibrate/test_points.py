@@ -17,7 +17,7 @@ from kvarts.cli.commands import cli
 from kvarts.errors import ConfigError, InputError, KvartsError
 from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.roofline_settings import COEFFICIENTS, load_constants, shipped_constants
-from kvarts.sim.replay import replay
+from kvarts.replaying import replay
 
 test_halves.__test__ = False  # type: ignore[attr-defined]
 

@@ -22,8 +22,8 @@ from kvarts.cli.commands import cli
 from kvarts.errors import InputError, KvartsError
 from kvarts.executor.roofline import RooflineCost, parse_cost
 from kvarts.executor.roofline_settings import FAR, NEAR, OWN, MeasuredOn, Uncertainty, shipped_constants
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig, make_config
-from kvarts.sim.replay import replay
 
 DENSE = {"model": "llama-3.1-8b", "device": "rtx-pro-6000", "pages": 4000, "max_batched_tokens": 2048}
 SPLIT = {**DENSE, "model": "qwen3-32b", "tensor_parallel": 2}

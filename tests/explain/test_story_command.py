@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("kvarts.record.journal", reason="writes the journals")
-
 Kvarts = Callable[..., tuple[int, str, str]]
 
 

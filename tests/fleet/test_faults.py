@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvarts.errors import ConfigError
 from kvarts.fleet.config import FleetConfig, PoolConfig
 from kvarts.fleet.faults import Fault, parse_faults
-from kvarts.sim.replay import replay
+from kvarts.replaying import replay
 
 from builders.case import Case, cases
 from builders.fleet import FleetCase, fault, fleets

@@ -16,8 +16,8 @@ from kvarts.fleet.report import FleetReport
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.routers.config import QueueOrder, Routing
-from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
 from builders.fleet import ENDS, SCALERS, FleetCase, assert_as_naive, fleets, replayed_with

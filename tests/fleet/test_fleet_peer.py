@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvarts.sim.replay import replay
+from kvarts.replaying import replay
 from kvarts.traffic.mooncake import load_mooncake
 
 from builders.dynamo_fleet import COLUMNS, config_of, num_equal, rows_of

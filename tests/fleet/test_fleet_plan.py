@@ -18,8 +18,8 @@ from kvarts.errors import ConfigError
 from kvarts.fleet.config import FleetConfig
 from kvarts.plan.fleet_search import FleetKinds, FleetSearch
 from kvarts.plan.fleets import FleetsPlan, plan_fleets
+from kvarts.replaying import replay
 from kvarts.settings import Given, given_by_keywords
-from kvarts.sim.replay import replay
 
 SAMPLE = files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"
 MODEL = ("--model", "llama-3.1-8b", "--device", "h100-80gb")

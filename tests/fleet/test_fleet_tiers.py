@@ -10,7 +10,7 @@ from msgspec import structs
 
 from kvarts.fleet.report import FleetReport
 from kvarts.offload.config import OffloadConfig
-from kvarts.sim.replay import replay
+from kvarts.replaying import replay
 
 from builders.fleet import FleetCase, assert_as_naive, fleets
 from builders.tiered import Tiered, naive_settings, tiers_below

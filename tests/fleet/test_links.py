@@ -15,9 +15,9 @@ from kvarts.fleet.config import FleetConfig, PoolConfig, Role, Sharing, Transfer
 from kvarts.fleet.handoff import Computed, Handoff
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
 from kvarts.links import FixedRate, Links, SharedLinks, StoreLinks
+from kvarts.replaying import replay
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import TraceRequest
 
 from builders.case import Case, Row

@@ -21,10 +21,10 @@ from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.scaling import parse_scaler
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.routers.config import Routing
 from kvarts.settings import SettingError
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_request import TraceRequest
 

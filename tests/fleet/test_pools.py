@@ -16,8 +16,8 @@ from msgspec import structs
 from kvarts.errors import ConfigError
 from kvarts.fleet.config import FleetConfig, PoolConfig, Role
 from kvarts.fleet.faults import Fault
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 
 from builders.case import Case, cases
 from builders.fleet import FleetCase, fault, fleets

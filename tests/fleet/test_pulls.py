@@ -21,12 +21,12 @@ from kvarts.kv.groups import PartGroup
 from kvarts.links import PeerLinks
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.peers import PeerMemory
+from kvarts.replaying import replay
 from kvarts.routers.directory import EventIndex
 from kvarts.routers.policies import PrefixAware
 from kvarts.routers.view import Asked, View
 from kvarts.settings import SettingError
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_request import TraceRequest
 

@@ -18,12 +18,12 @@ from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import PartGroup
 from kvarts.kv.transfer import Offer, PeersGain
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.report.requests import REJECTED
 from kvarts.routers.config import Routing
 from kvarts.routers.policies import PrefixAware
 from kvarts.routers.view import Asked, View
 from kvarts.settings import SettingError
-from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
 from builders.fleet import FleetCase, assert_same_however_replayed, fleets

@@ -11,8 +11,8 @@ import pytest
 from kvarts.errors import ConfigError
 from kvarts.fleet.config import FleetConfig, PoolConfig
 from kvarts.fleet.scaling import Decision, FleetState, PoolState, WorkerState, parse_scaler
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 S = 1_000_000_000

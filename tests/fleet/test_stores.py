@@ -14,8 +14,8 @@ from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.settings import SettingError
-from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
 from builders.fleet import assert_of_own_requests

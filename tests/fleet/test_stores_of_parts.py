@@ -15,9 +15,9 @@ from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.report import FleetReport
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import PartGroup
+from kvarts.replaying import replay
 from kvarts.report.requests import REJECTED
 from kvarts.settings import SettingError
-from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
 from builders.fleet import FleetCase, assert_of_own_requests, assert_same_however_replayed, fleets

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvarts.cli.replaying import all_sections
+from kvarts.replaying import replay
 from kvarts.report.report import Report
 from kvarts.sim.config import make_config
-from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 
 AGENTS = Path(str(files("kvarts") / "data" / "coding-agents"))

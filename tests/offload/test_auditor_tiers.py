@@ -17,8 +17,8 @@ from kvarts.content import NOTHING, pack_units
 from kvarts.events import Event, LoadStarted, PagesRemoved, PagesStored, StoreStarted
 from kvarts.executor.cost import LinearCost
 from kvarts.offload.config import LoadKv, OffloadConfig
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.sim.replica import Replica
 from kvarts.traffic.trace import Trace, TraceRequest
 

@@ -25,9 +25,9 @@ from kvarts.kv.runs import holding_of_transfer
 from kvarts.offload.config import LoadKv, OffloadConfig
 from kvarts.offload.part_policy import LazyParts
 from kvarts.offload.part_tier import PartTier
+from kvarts.replaying import replay
 from kvarts.report.requests import REJECTED
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.case import Case, Row

@@ -26,10 +26,10 @@ from kvarts.kv.tree import PrefixTree
 from kvarts.offload.channel import Channel, MeasuredChannel, MeasuredPrefill
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.opening import open_offloader, prepare_tiers
+from kvarts.replaying import replay
 from kvarts.report.advice import advice
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.sim.replica import Replica
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace, TraceRequest

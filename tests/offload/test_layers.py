@@ -13,9 +13,9 @@ from kvarts.events import Admitted, ChunkComputed, Event, LoadStarted, LoadUsed,
 from kvarts.executor.cost import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.sched.plan import Batch
 from kvarts.sim.config import make_config
-from kvarts.sim.replay import replay
 from kvarts.sim.replica import Replica
 from kvarts.traffic.trace import Trace, TraceRequest
 

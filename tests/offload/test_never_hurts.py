@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.report.report import Report
 from kvarts.sim.config import ReplayConfig, make_config
-from kvarts.sim.replay import replay
 from kvarts.traffic.workload import FixedLength, Workload
 
 pytestmark = pytest.mark.laws

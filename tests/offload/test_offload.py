@@ -25,8 +25,8 @@ from kvarts.offload.opening import open_offloader
 from kvarts.offload.page_layout import PageLayout
 from kvarts.offload.safe_first import SafeFirst
 from kvarts.offload.transfers import NEVER_NS
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.sim.replica import Replica
 from kvarts.traffic.trace import Trace, TraceRequest
 

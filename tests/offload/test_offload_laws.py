@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.offload.config import OffloadConfig
-from kvarts.sim.replay import replay
+from kvarts.replaying import replay
 
 from builders.case import ROUTERS, Case, Row
 from builders.grouped import assert_same_outcome

@@ -11,6 +11,7 @@ import pytest
 
 from kvarts.cli.replaying import all_sections
 from kvarts.errors import ConfigError
+from kvarts.fleet.config import resolve_fleet
 from kvarts.offload.config import OffloadConfig
 from kvarts.settings import given_in
 from kvarts.sim.config import ReplayConfig, resolve_replay
@@ -96,10 +97,7 @@ def test_a_model_says_what_a_token_weighs_unless_it_is_given() -> None:
 @pytest.mark.parametrize("fleet", ["", " --prefill-replicas 1 --decode-replicas 1 --transfer-rate 1GB/s"])
 def test_kv_groups_say_what_a_token_weighs(fleet: str) -> None:
     """The option had no effect, and nothing was said of it."""
-    if fleet:
-        resolve: Any = pytest.importorskip("kvarts.fleet.config").resolve_fleet
-    else:
-        resolve = resolve_replay
+    resolve: Any = resolve_fleet if fleet else resolve_replay
     command = f"--host-pages 10 --model gpt-oss-20b --device h100-80gb{fleet}"
     of_token = ("--kv-bytes-per-token", "7")
     resolve(parsed(*command.split()), SECTIONS)
@@ -149,7 +147,6 @@ def test_a_mock_refuses_what_has_no_effect_without_a_size(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was refused by replays, and a mock said nothing."""
-    pytest.importorskip("kvarts.openai_api.opening")
     assert run_command("mock", "--port", "0", "--h2d", "3GB/s") == 2
     assert "--h2d: has no effect without a size" in capsys.readouterr().err
 
@@ -169,7 +166,6 @@ def test_a_store_alone_reads_few_options_of_tiers(
     option: str, says: str, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its size was taken for that of host memory, and the options had no effect."""
-    pytest.importorskip("kvarts.fleet.config")
     model = ("--model", "qwen3-8b", "--device", "h100-80gb")
     assert run_command("replay", *model, "--replicas", "2", "--store-pages", "9", *option.split()) == 2
     assert says in capsys.readouterr().err

@@ -14,8 +14,8 @@ from test_never_hurts import RATES, WORSE, config_of, longest_step_ms
 from kvarts.events import LoadStarted, PagesRemoved, PagesStored
 from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.report.requests import CANCELLED
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.case import Case, Row

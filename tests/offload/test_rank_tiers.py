@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvarts import PolynomialCost, ReplayConfig, replay
 from kvarts.offload.config import OffloadConfig
 from kvarts.sched.plan import Batch
+from kvarts.sim.sessions import SessionReplay
 
 from builders.case import ROUTERS, Case
 from builders.group_tiers import Grouped, grouped, overlapping
@@ -106,7 +107,6 @@ def test_sessions_of_ranks_with_tiers_are_fast_as_slow(
     talk: Talk, page_size: int, offload: OffloadConfig, kept: dict[str, Any]
 ) -> None:
     """L5, and at rest only what sessions keep is in use."""
-    session_replay = pytest.importorskip("kvarts.session.replay_settings").SessionReplay
     fast, slow = (
         replay(
             talk.trace(),
@@ -115,7 +115,7 @@ def test_sessions_of_ranks_with_tiers_are_fast_as_slow(
                 num_pages=300,
                 page_size=page_size,
                 replicas=4,
-                sessions=session_replay(chunk_tokens=16, **kept),
+                sessions=SessionReplay(chunk_tokens=16, **kept),
                 offload=offload,
                 step_by_step=slowly,
                 audit=slowly,

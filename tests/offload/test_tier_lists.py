@@ -16,9 +16,9 @@ from kvarts.cli.replaying import all_sections, read_settings
 from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.offload.config import OffloadConfig, TierConfig
+from kvarts.replaying import replay
 from kvarts.settings import given_in
 from kvarts.sim.config import ReplayConfig, resolve_replay
-from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 
 from builders.command_line import parsed

@@ -21,8 +21,10 @@ from kvarts.executor.cost import LinearCost
 from kvarts.executor.page_bytes import FIRST_ROWS
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import STATE_SPAN, GroupMemory, PartGroup
+from kvarts.offload.config import OffloadConfig
 from kvarts.openai_api.opening import mock_model
 from kvarts.sampling import SamplingParams
+from kvarts.session import opening
 
 from builders import preforked
 from builders.grouped import FULL, WINDOW
@@ -121,7 +123,6 @@ def test_a_state_of_many_blocks_costs_what_one_of_few_does(aligns: bool) -> None
 
 def test_a_mock_that_writes_a_state_by_page_elsewhere_is_noticed() -> None:
     """INV1 reads the block of each state that plans name: the others follow it."""
-    opening = pytest.importorskip("kvarts.session.opening")
     from kvarts.session.values import SessionsConfig, SessionSettings
 
     from builders.sessions import OWNER, say
@@ -140,7 +141,8 @@ def test_a_mock_that_writes_a_state_by_page_elsewhere_is_noticed() -> None:
         for each in (name, other):
             await say(sessions, each, [7] * 30, 5)
         assert await violations(name) == await violations(other) == 0
-        table, of_other = (sessions._table.get(OWNER, each).pages.tables[1] for each in (name, other))
+        held = [sessions._table.get(OWNER, each).pages for each in (name, other)]
+        table, of_other = (pages.tables[1] for pages in held if pages is not None)
         own, table._page_ids = table._page_ids, of_other._page_ids
         assert await violations(name) == 0, "two sessions of one history, at the same position"
         await say(sessions, other, [7], 5)
@@ -194,8 +196,6 @@ def test_host_memory_keeps_what_the_device_evicts() -> None:
 @pytest.mark.parametrize("groups", [(PartGroup(FULL, 1), WINDOW), (PartGroup(FULL, 1), WINDOW, STATE)])
 def test_sessions_say_what_those_of_whole_pages_say(kept: dict[str, Any], groups: tuple[PartGroup, ...]) -> None:
     """L6 and L12, with host memory below; at rest nothing is in use."""
-    opening = pytest.importorskip("kvarts.session.opening")
-    offload = pytest.importorskip("kvarts.offload.config").OffloadConfig
     from kvarts.session.values import SessionsConfig, SessionSettings
 
     from builders.sessions import OWNER, check_at_rest, say
@@ -221,7 +221,7 @@ def test_sessions_say_what_those_of_whole_pages_say(kept: dict[str, Any], groups
 
     said = []
     for memory in (GroupMemory(groups), None):
-        tiers = offload(host_pages=200, kv_bytes_per_token=100)
+        tiers = OffloadConfig(host_pages=200, kv_bytes_per_token=100)
         host = mock_model(
             config, LinearCost(step_ms=1.0), token_bytes=100, groups=memory, clock=VirtualClock(), offload=tiers
         )

@@ -16,9 +16,9 @@ from kvarts.executor.cost import LinearCost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.openai_api.opening import Door, open_mock
 from kvarts.openai_api.served import Ask, Limits
+from kvarts.replaying import replay
 from kvarts.sampling import SamplingParams
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.logs import RecordedRow, recorded_trace
 

@@ -21,6 +21,7 @@ from kvarts.executor.torch.tiny import write_tiny
 from kvarts.llm.llm import LLM
 from kvarts.openai_api.opening import Door, open_model
 from kvarts.openai_api.server import Address, OpenAIServer
+from kvarts.plan.orders import HintedOrder
 from kvarts.sampling import SamplingParams
 from kvarts.session.opening import sessions_on
 from kvarts.session.sessions import Sessions
@@ -510,8 +511,7 @@ def test_tools_are_told_and_calls_come_back_to_the_template(with_tools: str, url
 @pytest.mark.parametrize(("given", "num_hit"), [({}, 224), ({"cache_control": {"type": "ephemeral"}}, 396)])
 def test_a_hint_keeps_a_prompt_of_a_real_model(directory: str, given: dict[str, Any], num_hit: int) -> None:
     """The third prompt of 100 pages pushes 44 pages of the first out of 256, or of the second if the first is kept."""
-    order = pytest.importorskip("kvarts.plan.orders").HintedOrder
-    with served(directory, eviction=order) as address:
+    with served(directory, eviction=HintedOrder) as address:
         for first, more in ((1, given), (2, {}), (3, {}), (1, {})):
             prompt = [first, *(10 + place % 200 for place in range(399))]
             reply = call(address, COMPLETIONS, {"prompt": prompt, "max_tokens": 1, "temperature": 0, **more})

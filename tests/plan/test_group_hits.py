@@ -18,8 +18,8 @@ from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.eviction import LruOrder
 from kvarts.kv.groups import PartGroup
 from kvarts.plan.cache import CachePlan, GroupHits
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.grouped import FULL, part_groups

@@ -19,8 +19,8 @@ from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import PartGroup
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.replays import Replays
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace
 from kvarts.units import as_memory
 

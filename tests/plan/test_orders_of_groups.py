@@ -15,7 +15,7 @@ from kvarts.executor.cost import LinearCost
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.plan.league import ALL_POLICIES, find_policy
-from kvarts.sim.replay import replay
+from kvarts.replaying import replay
 from kvarts.traffic.trace import Trace
 
 from builders.case import Case, Row, cases

@@ -14,8 +14,8 @@ from kvarts.config import Slo, StateMode
 from kvarts.executor.cost import LinearCost
 from kvarts.kv.groups import PartGroup
 from kvarts.plan.users import UsersPlan
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.editing import repeated
 from kvarts.traffic.trace import Trace
 

@@ -23,8 +23,8 @@ from kvarts.kv.groups import PartGroup
 from kvarts.plan.cache import CachePlan, GroupHits, GroupPlan, PricedTier, TiersPlan
 from kvarts.plan.league import ALL_POLICIES, find_policy
 from kvarts.processes import Processes
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.grouped import FULL, WINDOW, group_settings, part_groups

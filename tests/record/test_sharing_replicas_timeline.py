@@ -10,9 +10,9 @@ import pytest
 
 from kvarts.offload.config import OffloadConfig
 from kvarts.record.timeline import timelines_of
+from kvarts.replaying import replay
 from kvarts.sharing.config import ModelShare, SharingConfig
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.verify.verifier import verify_file
 
 from builders.case import ROUTERS

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from kvarts.record.timeline import timelines_of
+from kvarts.replaying import replay
 from kvarts.sharing.config import ModelShare, SharingConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 from kvarts.verify.verifier import verify_file
 

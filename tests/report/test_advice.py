@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from kvarts.cli.replaying import all_sections
+from kvarts.replaying import replay
 from kvarts.report.advice import HostMemory, advice, as_size, unbounded_hit_ratio
 from kvarts.report.report import Report
 from kvarts.sim.config import make_config
-from kvarts.sim.replay import replay, replay_one
+from kvarts.sim.replay import replay_one
 from kvarts.sim.trials import MOST_STEPS, ReplayTrials, round_sizes
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace

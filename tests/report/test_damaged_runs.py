@@ -21,8 +21,6 @@ from kvarts.cli.main import main
 
 Kvarts = Callable[..., tuple[int, str, str]]
 
-pytest.importorskip("kvarts.record.journal", reason="writes the run directories")
-
 
 def run(*arguments: object) -> tuple[int, str]:
     """Run a command in this process: its exit code, and what it said beside."""

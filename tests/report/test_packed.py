@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from kvarts.events import Event, LeapDone, PerStep, StepDone
 from kvarts.executor.mocker_formula import MockerTimes
 from kvarts.few import Few
+from kvarts.replaying import replay
 from kvarts.report import packed
 from kvarts.report.distributions import distribution_ms, exact_sum, weighted_distribution_ms
 from kvarts.report.packed import PackedColumn
 from kvarts.report.steps import StepLog
 from kvarts.sched.wheel import PagesDue
-from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
 from builders.reader_contract import NUM_PAGES, PAGE_SIZE, batches_of_a_run

@@ -12,9 +12,9 @@ from kvarts.executor.cost import LinearCost
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import PartGroup
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.routers.policies import PrefixAware
 from kvarts.routers.view import Asked, View
-from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
 from builders.grouped import FULL

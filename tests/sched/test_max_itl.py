@@ -14,12 +14,12 @@ from kvarts.executor.base import CostModel
 from kvarts.executor.cost import CallableCost, LinearCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.report.requests import RequestLog
 from kvarts.sched.plan import Batch, Chunk
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.driver import Driver
-from kvarts.sim.replay import replay
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import RoundRobin
 from kvarts.traffic.workload import FixedLength, Workload

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from kvarts.content import Content
 from kvarts.events import PagesRemoved, PagesStored
 from kvarts.kv.groups import PartGroup
+from kvarts.replaying import replay
 from kvarts.serve.kv_events.batches import Batch, EventGroup, Wire
 from kvarts.serve.kv_events.reader import KvEventReader
-from kvarts.sim.replay import replay
 
 from builders.case import Case, cases
 from builders.grouped import part_groups

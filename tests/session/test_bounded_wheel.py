@@ -11,10 +11,10 @@ from kvarts.kv.eviction import LruOrder
 from kvarts.kv.groups import SinkWindow
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool
+from kvarts.kv.session_pages import ChunkRoom, SessionPages
 from kvarts.kv.tree import PrefixTree
 from kvarts.request import Request
 from kvarts.sched.wheel import DecodeWheel
-from kvarts.session.pages import ChunkRoom, SessionPages
 
 
 class Naive:

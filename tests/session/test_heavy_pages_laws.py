@@ -24,8 +24,8 @@ from kvarts.kv.eviction import LruOrder
 from kvarts.kv.groups import HeavyPages
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool, PageId
+from kvarts.kv.session_pages import HeavyTable, SessionPages
 from kvarts.kv.tree import PrefixTree
-from kvarts.session.pages import HeavyTable, SessionPages
 
 from builders.session_pages import KnownPages, PagesMachine
 from oracles.naive_heavy_pages import NaiveHeavyPages

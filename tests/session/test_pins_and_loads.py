@@ -8,9 +8,9 @@ from pathlib import Path
 
 from kvarts.content import pack_units
 from kvarts.executor.cost import LinearCost
-from kvarts.session.replay_settings import SessionReplay
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
+from kvarts.sim.sessions import SessionReplay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 Kvarts = Callable[..., tuple[int, str, str]]

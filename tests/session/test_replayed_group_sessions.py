@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import kvarts
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import PartGroup
+from kvarts.replaying import replay
 from kvarts.report.report import Report
-from kvarts.session.replay_settings import SessionReplay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
+from kvarts.sim.sessions import SessionReplay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.grouped import FULL, group_settings

@@ -16,17 +16,18 @@ from hypothesis import strategies as st
 import kvarts
 from kvarts.errors import ConfigError
 from kvarts.events import Arrived, Rejected
+from kvarts.kv.session_pages import SessionPages
+from kvarts.replaying import replay
 from kvarts.report.requests import RequestLog
 from kvarts.request import Request
-from kvarts.session.pages import SessionPages
-from kvarts.session.replay_settings import SessionReplay
-from kvarts.session.replayed import ReplayedSessions, open_replayed_sessions
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.sim.driver import Driver
-from kvarts.sim.replay import open_replica, replay
+from kvarts.sim.replay import open_replica
+from kvarts.sim.replayed_sessions import ReplayedSessions, open_replayed_sessions
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import RoundRobin
+from kvarts.sim.sessions import SessionReplay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.case import ROUTERS

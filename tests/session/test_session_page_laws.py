@@ -26,8 +26,8 @@ from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.groups import GroupMemory, PartGroup, SinkWindow, most_blocks, retained_by_group
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool, PageId
+from kvarts.kv.session_pages import ChunkRoom, SessionPages, SessionPageTable
 from kvarts.kv.tree import PrefixTree
-from kvarts.session.pages import ChunkRoom, SessionPages, SessionPageTable
 
 from builders.session_pages import KnownPages, PagesMachine
 from oracles.naive_kv_groups import kept_for, seen_by_both

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.kv.eviction import EvictionOrder
+from kvarts.replaying import replay
 from kvarts.sharing.config import ModelShare, SharingConfig
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 
 from builders.case import Case, cases
 from builders.guide_policies import LeastHits, shortest_first

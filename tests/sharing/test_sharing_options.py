@@ -14,6 +14,7 @@ from kvarts.cli.replaying import all_sections
 from kvarts.hardware.model_config import load_geometry
 from kvarts.settings import given_in
 from kvarts.sharing.config import check_each, resolve_shares
+from kvarts.sim.sessions import SessionReplay
 
 from builders.command_line import parsed
 
@@ -132,7 +133,7 @@ def test_what_several_models_do_not_combine_with_is_refused(values: dict[str, An
 
 def test_sessions_of_several_models_are_refused() -> None:
     """A window changed nothing, and nothing was said of it."""
-    sessions = pytest.importorskip("kvarts.session.replay_settings").SessionReplay(window=100)
+    sessions = SessionReplay(window=100)
     models = {"a": ModelShare(cost="polynomial", kv_bytes_per_token=8)}
     with pytest.raises(ConfigError, match="sessions: does not go with several models on a device"):
         SharingConfig(models=models, kv_memory="1MiB", each=ReplayConfig(sessions=sessions))

@@ -38,12 +38,13 @@ DATA = Path(__file__).parents[2] / "src" / "kvarts" / "data"
 @st.composite
 def loads(draw: st.DrawFn) -> dict[str, Any]:
     """Replicas behind a router that events may reach late, in an open or a closed loop."""
+    lags: list[float | str] = [0, 0.000001, 3, "40ms"]
     load: dict[str, Any] = {
         "replicas": draw(st.integers(2, 3)),
         "router": draw(st.sampled_from(ROUTERS)),
         "concurrency": draw(st.sampled_from([None, None, 1, 4])),
     }
-    if load["router"] == "prefix" and (lag := draw(st.sampled_from([0, 0.000001, 3, "40ms"]))):
+    if load["router"] == "prefix" and (lag := draw(st.sampled_from(lags))):
         load["routing"] = Routing(event_lag=lag)
     return load
 

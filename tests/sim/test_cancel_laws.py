@@ -14,11 +14,13 @@ from kvarts.events import Arrived, Cancelled, Event, Finished, Rejected
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import PartGroup, Retention
 from kvarts.kv.page_cache import PageCache
+from kvarts.offload.config import OffloadConfig
+from kvarts.replaying import replay
 from kvarts.report.requests import CANCELLED, COMPLETED, NO_REPLICA
 from kvarts.request import Request, RequestState
 from kvarts.routers.config import Routing
 from kvarts.sim.config import ReplayConfig, make_config
-from kvarts.sim.replay import open_replica, replay
+from kvarts.sim.replay import open_replica
 from kvarts.sim.replica import Replica
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.workload import FixedLength, Workload
@@ -145,7 +147,7 @@ BUSY: dict[str, Any] = {
     "cost": lambda batch: 1.0 + 3 * sum(chunk.num_tokens for chunk in batch.chunks),
     "audit": True,
 }
-BELOW = {"host_pages": 200, "d2h": "1MB/s", "h2d": "1kB/s", "kv_bytes_per_token": 1, "policy": "eager"}
+BELOW: dict[str, Any] = {"host_pages": 200, "d2h": "1MB/s", "h2d": "1kB/s", "kv_bytes_per_token": 1, "policy": "eager"}
 
 
 def _requests() -> Trace:
@@ -181,7 +183,7 @@ def test_a_request_can_be_cancelled_in_every_state(state: str) -> None:
     """L1, L2, L8: its pages are free at once, or when the transfer that fills them ends; all others end."""
     config = ReplayConfig(**BUSY)
     if state in ("LOADING", "LOADED", "FOLLOWING"):
-        config = ReplayConfig(**BUSY, offload=pytest.importorskip("kvarts.offload.config").OffloadConfig(**BELOW))
+        config = ReplayConfig(**BUSY, offload=OffloadConfig(**BELOW))
     trace = _requests()
     replica = open_replica(config, [])
     waiting = [

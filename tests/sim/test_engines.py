@@ -14,9 +14,9 @@ from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.roofline_settings import shipped_constants
 from kvarts.kv.groups import PartGroup
 from kvarts.plan.latency import COST_ERROR, cost_error_of
+from kvarts.replaying import replay
 from kvarts.sched.plan import Batch
 from kvarts.sim.config import ENGINES, ReplayConfig, make_config
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.workload import UniformLength, Workload
 

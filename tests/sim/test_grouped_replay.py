@@ -14,13 +14,15 @@ import pytest
 from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.groups import PartGroup
+from kvarts.record.timeline import timelines_of
+from kvarts.replaying import replay
 from kvarts.report.advice import advice
 from kvarts.report.report import Report
-from kvarts.sim.config import SECTIONS, ReplayConfig, make_config, optional_sections
-from kvarts.sim.replay import replay
+from kvarts.sim.config import SECTIONS, TABLES, ReplayConfig, make_config
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_request import TraceRequest
 from kvarts.traffic.workload import FixedLength, Workload
+from kvarts.verify import verify_file
 
 from builders.case import Case, Row
 from builders.command_line import parsed
@@ -69,7 +71,7 @@ def test_groups_are_counted_unless_they_are_off() -> None:
     ],
 )
 def test_the_default_gives_way_to_what_it_does_not_go_with(changes: dict[str, Any], why: str) -> None:
-    sections = [*SECTIONS, *optional_sections()]
+    sections = [*SECTIONS, *TABLES]
     given = {"model": "gemma-3-27b", "device": "h100-80gb", **changes}
     config = make_config(given, sections=sections)
     assert config.whole_pages == why
@@ -100,8 +102,6 @@ def test_memory_is_that_of_whole_pages_and_holds_more() -> None:
 
 
 def test_every_row_of_a_timeline_adds_up_over_groups(tmp_path: Path) -> None:
-    timelines_of = pytest.importorskip("kvarts.record.timeline").timelines_of
-    verify_file = pytest.importorskip("kvarts.verify").verify_file
     report = replayed("gemma-3-27b", kv_groups="tails")
     (timeline,) = timelines_of(report)
     blocks = np.array([group["part_blocks"] for group in report.summary["kv_groups"]])
@@ -262,7 +262,7 @@ def test_what_the_command_line_refuses(arguments: str, says: str) -> None:
 def test_files_find_what_host_memory_has_lost() -> None:
     """Leaps, steps and audited steps agree; with files, more is hit."""
     given = {"model": "gemma-3-27b", "device": "h100-80gb", "offload.host_pages": 300}
-    sections = [*SECTIONS, *optional_sections()]
+    sections = [*SECTIONS, *TABLES]
     without, config = (
         msgspec.structs.replace(make_config({**given, **more}, sections=sections), num_pages=200)
         for more in ({}, {"offload.disk_pages": 4000})

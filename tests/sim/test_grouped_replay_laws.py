@@ -14,8 +14,8 @@ from kvarts.executor.cost import LinearCost
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.kv.groups import GroupMemory, PartGroup, with_states
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 
 from builders.case import ROUTERS, Case, Row, branching_cases, cases, following_cases
 from builders.grouped import FULL, STATES, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by

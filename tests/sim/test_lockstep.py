@@ -15,6 +15,7 @@ from kvarts.errors import ConfigError
 from kvarts.kv.groups import PartGroup
 from kvarts.sched.plan import Batch
 from kvarts.sim.config import make_config
+from kvarts.sim.sessions import SessionReplay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.case import ROUTERS, Case, cases
@@ -172,7 +173,6 @@ def test_sessions_of_ranks_fast_forward_equals_step_by_step(
     talk: Talk, settings: dict[str, Any], kept: dict[str, Any], groups: tuple[PartGroup, ...]
 ) -> None:
     """L5, and at rest only what sessions keep is in use."""
-    session_replay = pytest.importorskip("kvarts.session.replay_settings").SessionReplay
     if groups:
         settings |= {"kv_groups": "all", "groups": groups}
     fast, slow = (
@@ -181,7 +181,7 @@ def test_sessions_of_ranks_fast_forward_equals_step_by_step(
             ReplayConfig(
                 cost=Together(2),
                 replicas=4,
-                sessions=session_replay(chunk_tokens=16, **kept),
+                sessions=SessionReplay(chunk_tokens=16, **kept),
                 step_by_step=slowly,
                 audit=slowly,
                 **settings,

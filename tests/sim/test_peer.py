@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from kvarts.replaying import replay
 from kvarts.report.report import Report
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.mooncake import load_mooncake
 
 DATA = Path(__file__).parent / "data"

@@ -10,9 +10,9 @@ from hypothesis import given
 
 from kvarts.errors import ConfigError
 from kvarts.kv.eviction import LruOrder
+from kvarts.replaying import replay
 from kvarts.sched.policy import PriorityPolicy
 from kvarts.sim.config import SECTIONS, ReplayConfig, make_config
-from kvarts.sim.replay import replay
 
 from builders.case import Case, cases
 from builders.guide_policies import LeastHits, ShortestFirst, shortest_first

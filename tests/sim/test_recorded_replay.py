@@ -12,7 +12,8 @@ from kvarts.build import build_engine
 from kvarts.event_log import EventReader
 from kvarts.executor.simulated import SimExecutor
 from kvarts.executor.wrappers import RecordingExecutor
-from kvarts.sim import replay as replaying
+from kvarts.replaying import replay
+from kvarts.sim import replay as replays
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replica import Replica
 
@@ -29,7 +30,7 @@ def crowded() -> Case:
 def test_a_recorder_around_the_cost_model_changes_no_byte(step_by_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = crowded()
     config = case.config(step_by_step=step_by_step)
-    plain = replaying.replay(case.trace(), config)
+    plain = replay(case.trace(), config)
     file = io.BytesIO()
 
     def open_recorded(config: ReplayConfig, readers: list[EventReader]) -> Replica:
@@ -37,8 +38,8 @@ def test_a_recorder_around_the_cost_model_changes_no_byte(step_by_step: bool, mo
         engine = build_engine(config, RecordingExecutor(executor, file), readers=readers)
         return Replica(engine, executor, step_by_step=config.step_by_step)
 
-    monkeypatch.setattr(replaying, "open_replica", open_recorded)
-    recorded = replaying.replay(case.trace(), config)
+    monkeypatch.setattr(replays, "open_replica", open_recorded)
+    recorded = replay(case.trace(), config)
     assert recorded.to_json() == plain.to_json()
     assert recorded.requests_jsonl() == plain.requests_jsonl()
     for name, column in plain.steps.items():

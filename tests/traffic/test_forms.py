@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvarts.errors import ConfigError, InputError
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.formats import FORMS, TraceForm, load_trace
 from kvarts.traffic.mooncake import MooncakeReader
 from kvarts.traffic.trace import Trace, spell

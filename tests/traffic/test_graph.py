@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import InputError
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.editing import anonymized, merged, repeated, scaled, sliced, trace_lines
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.graph import components

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.kv_cache_tester import load_kv_cache_tester
 from kvarts.traffic.source import OpenLoop

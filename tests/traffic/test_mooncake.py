@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvarts.errors import InputError, KvartsError, MissingFileError
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.mooncake import MooncakeReader, load_mooncake
 from kvarts.traffic.trace import Trace
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from kvarts import replay
 from kvarts.errors import ConfigError, InputError, KvartsError, OutputError
 from kvarts.executor.cost import LinearCost
+from kvarts.offload.config import OffloadConfig
 from kvarts.processes import Inquiry, Processes, likely, num_cores
 from kvarts.report.report import Report
 from kvarts.sched.plan import Batch, Chunk
@@ -360,8 +361,7 @@ def test_replicas_in_several_processes_are_replayed_to_the_same_bytes(
 )
 def test_replicas_of_a_real_trace_are_replayed_to_the_same_bytes(options: dict[str, Any]) -> None:
     if "offload" in options:
-        offload = pytest.importorskip("kvarts.offload.config")
-        options = {**options, "offload": offload.OffloadConfig(**options["offload"])}
+        options = {**options, "offload": OffloadConfig(**options["offload"])}
     rows = list(load_trace("sample:mooncake"))[:300]
     trace = Trace(rows, unit_tokens=512)
     config = ReplayConfig(page_size=512, replicas=4, speedup=4.0, **options)

@@ -110,11 +110,10 @@ def test_a_field_that_a_row_has_twice_is_found() -> None:
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".jsonl.gz", ".parquet"])
 def test_every_form_that_kvarts_writes_is_judged(tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("kvarts.record", reason="needs kvarts.record")
     if suffix == ".parquet":
         pytest.importorskip("pyarrow")
     from kvarts.kv.groups import PartGroup
-    from kvarts.sim.replay import replay
+    from kvarts.replaying import replay
 
     from builders.case import Case, Row
     from builders.grouped import FULL, WINDOW

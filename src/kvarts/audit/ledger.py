@@ -36,6 +36,7 @@ __all__ = [
     "Ledger",
     "LedgerError",
     "LedgerGroup",
+    "LedgerKind",
     "LedgerPart",
 ]
 
@@ -85,6 +86,10 @@ class LedgerError(KvartsError):
     """An impossible call. The ledger is unchanged."""
 
 
+LedgerKind = Literal["full", "latent", "window", "chunk", "state"]
+"""What the layers of a group keep."""
+
+
 class LedgerGroup(msgspec.Struct, frozen=True):
     """A KV group as the ledger knows it: the retention of its layers, and the blocks per part.
 
@@ -92,7 +97,7 @@ class LedgerGroup(msgspec.Struct, frozen=True):
     also retains. `is_sparse`: a chunk has a part of its last page only.
     """
 
-    kind: Literal["full", "latent", "window", "chunk", "state"]
+    kind: LedgerKind
     part_blocks: int
     span: int | None = None
     sink: int = 0

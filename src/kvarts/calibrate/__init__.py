@@ -6,14 +6,16 @@ The package is callable: `kvarts.calibrate(run, config)` returns a Calibration.
 from __future__ import annotations
 
 import sys
+from inspect import signature
+from types import ModuleType
 from typing import TYPE_CHECKING
 
+from kvarts.calibrate.calibrating import fit
 from kvarts.calibrate.comparison import Comparison, compare
 from kvarts.calibrate.fitting import Calibration, calibrate_runs
 from kvarts.calibrate.measured import Measured, Series, load_measured, load_series
 from kvarts.calibrate.run import CalibrationRun
 from kvarts.calibrate.stepfit import StepFit, fit_steps
-from kvarts.rooms import CallableRoom
 
 if TYPE_CHECKING:
     from kvarts.calibrate.calibrating import fit as calibrate
@@ -35,6 +37,12 @@ __all__ = [
     "load_series",
 ]
 
-MAIN = "kvarts.calibrate.calibrating:fit"
 
-sys.modules[__name__].__class__ = CallableRoom
+class CallableCalibrate(ModuleType):
+    """The type of this package, which is called as `fit`."""
+
+    __call__ = staticmethod(fit)
+    __signature__ = signature(fit)
+
+
+sys.modules[__name__].__class__ = CallableCalibrate

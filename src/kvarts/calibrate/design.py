@@ -21,8 +21,8 @@ from kvarts.calibrate.measured import Measured
 from kvarts.calibrate.run import CalibrationRun, FittedRun
 from kvarts.errors import ConfigError
 from kvarts.executor.roofline import RooflineCost
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 
 __all__ = ["CANDIDATES", "Bench", "Proposal", "design"]
 

@@ -18,9 +18,9 @@ from kvarts.calibrate.measured import Measured, Series, load_measured, load_seri
 from kvarts.errors import ConfigError, InputError
 from kvarts.executor.roofline import RooflineCost
 from kvarts.files import PREFIX, read_toml
+from kvarts.replaying import replay
 from kvarts.settings import Given, given_in
 from kvarts.sim.config import SECTIONS, ReplayConfig, resolve_replay
-from kvarts.sim.replay import replay
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace
 

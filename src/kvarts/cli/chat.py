@@ -24,7 +24,6 @@ from kvarts.cli.process import need_grpc
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.files import read_text
 from kvarts.limits import brief
-from kvarts.rooms import from_room
 from kvarts.session.values import Done, StopReason, Token, Truncated
 
 if TYPE_CHECKING:
@@ -49,10 +48,12 @@ def is_http(address: str) -> bool:
 
 @contextmanager
 def mock_server() -> Iterator[str]:
-    """Yield the URL of a mock of llama-3.1-8b on an h100-80gb, in this process. Raise ConfigError without its room."""
-    start = from_room("openai_api.running", "RunningServer", field="mock")
-    cost = from_room("executor.roofline", "RooflineCost", field="mock")(llm="llama-3.1-8b", device="h100-80gb")
-    with start(cost=cost, has_page=False) as server:
+    """Yield the URL of a mock of llama-3.1-8b on an h100-80gb, in this process."""
+    from kvarts.executor.roofline import RooflineCost  # a chat with a server needs none
+    from kvarts.openai_api.running import RunningServer
+
+    cost = RooflineCost(llm="llama-3.1-8b", device="h100-80gb")
+    with RunningServer(cost=cost, has_page=False) as server:
         yield server.url
 
 

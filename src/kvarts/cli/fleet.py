@@ -18,6 +18,7 @@ from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.process import print_bytes, tell_whole_pages
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.fleet.config import SECTIONS, FleetConfig, FleetWorker, key_of_fleet, resolve_fleet
+from kvarts.plan.policy import with_policy
 from kvarts.report.run_directory import EVENTS, REPORT, REQUESTS, TIMELINE, of_replica
 from kvarts.settings import Given, Section
 from kvarts.units import as_duration, as_percent
@@ -187,9 +188,6 @@ def with_eviction(config: FleetConfig, given: Given, trace: Trace | None) -> Fle
     """
     if "eviction" not in given:
         return config
-    from kvarts.rooms import from_room
-
-    with_policy = from_room("plan.policy", "with_policy", field="eviction")
     pools = (replace(pool, each=with_policy(pool.each, given, trace)) for pool in config.pools)
     return replace(config, pools=tuple(pools))
 

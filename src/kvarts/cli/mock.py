@@ -29,7 +29,7 @@ from kvarts.cli.parts import ReadersOf, check_engine_options, engine_options, wi
 from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.replaying import all_sections
 from kvarts.errors import ConfigError, MissingFileError
-from kvarts.rooms import from_room
+from kvarts.plan.policy import with_policy
 from kvarts.settings import Given, given_by_flags
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def mock_command(**params: Any) -> None:
             if not rank:
                 tell_whole_pages(config)
             if "eviction" in given:
-                config = from_room("plan.policy", "with_policy", field="eviction")(config, given, None)
+                config = with_policy(config, given, None)
             name = str(given["model"]) if "model" in given else "mock"
             token_bytes = resolve_hardware(given).get("kv_bytes_per_token", 0)
             served_name = (*params["names"], name)[0]

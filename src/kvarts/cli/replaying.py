@@ -121,7 +121,7 @@ def run_replay(
 
             inputs = [path for path in (trace, config_file, *run.inputs, *paths_in(given)) if path is not None]
             check_outputs(outputs.paths, map(Path, inputs), run_dir=run_dir)
-        from kvarts.sim.replay import replay
+        from kvarts.replaying import replay
 
         traffic, traces = run.load()
         with outputs.observers() as observers_of, _progress(traces) as progress:

@@ -22,7 +22,7 @@ from kvarts.cli.llm import (
 )
 from kvarts.cli.options import Command, GroupedOption
 from kvarts.errors import ConfigError
-from kvarts.rooms import from_room
+from kvarts.plan.league import find_policy
 
 __all__ = ["model_command"]
 
@@ -86,6 +86,6 @@ def model_command(**params: Any) -> None:
 
 def _policy(name: str) -> Any:
     try:
-        return from_room("plan.league", "find_policy", field="eviction")(name, None)
+        return find_policy(name, None)
     except ConfigError as error:
         raise ConfigError(error.what, field="--eviction", hint=error.hint) from error

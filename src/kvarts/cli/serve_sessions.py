@@ -17,7 +17,6 @@ from kvarts.cli.llm import MODEL_HELP, engine_options, engine_options_of, kv_gro
 from kvarts.cli.options import DIRECTORY, INPUT, WINDOW, Command, GroupedOption, grouped
 from kvarts.cli.process import ServesRuntime, give_back_memory, narrate, need_grpc
 from kvarts.errors import ConfigError
-from kvarts.rooms import from_room
 from kvarts.session.values import SessionSettings
 from kvarts.units import parse_bytes
 
@@ -139,13 +138,14 @@ async def _serve(
     settings: dict[str, Any], binding: Any, owners: Any, max_message_bytes: int, beside: Sequence[ServesRuntime]
 ) -> None:
     from kvarts.serve.server import SessionServer, serve_until_signal
+    from kvarts.session.opening import open_sessions
 
     def say(address: str) -> None:
         tls = "TLS" if binding.is_encrypted else "no TLS"
         token = "no token is asked for" if owners is None else "a token is asked for"
         click.echo(f"kvarts: listening on {address} for sessions over gRPC ({tls}, {token})", err=True)
 
-    runtime = from_room("session.opening", "open_sessions", field="serve")(**settings)
+    runtime = open_sessions(**settings)
     give_back_memory()
     server = SessionServer(runtime, binding, owners=owners, max_message_bytes=max_message_bytes)
     async with AsyncExitStack() as stack:

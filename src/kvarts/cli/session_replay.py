@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvarts.cli.parts import CommandPart
-from kvarts.session.replay_settings import SessionReplay
 from kvarts.settings import Flags, Given, Section
+from kvarts.sim.sessions import SessionReplay
 
 __all__ = ["PART"]
 

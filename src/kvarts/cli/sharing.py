@@ -20,9 +20,9 @@ from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.process import Progress, print_bytes, tell_whole_pages
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole, writing
+from kvarts.plan.policy import check_policy, with_policy
 from kvarts.report.run_directory import REPORT, named
 from kvarts.report.words import number
-from kvarts.rooms import from_room
 from kvarts.settings import Flags, Given, Section, setting, settings_of
 from kvarts.sharing.config import SECTIONS, ModelShare, SharingConfig, resolve_shares
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
@@ -161,7 +161,7 @@ class SharingPart(CommandPart):
         for name in given.names(MODELS):
             key = f"{MODELS}.{name}.{EVICTION}"
             if key in given:
-                from_room("plan.policy", "check_policy", field=EVICTION)(given, key)
+                check_policy(given, key)
 
     def run(
         self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]
@@ -234,7 +234,6 @@ def with_policies(config: SharingConfig, given: Given, traces: Mapping[str, Trac
         own = f"{MODELS}.{name}.{EVICTION}"
         key = own if own in given else EVICTION
         if key in given:
-            with_policy = from_room("plan.policy", "with_policy", field=EVICTION)
             models[name] = with_policy(share, given, traces.get(name), key)
     return msgspec.structs.replace(config, models=models)
 

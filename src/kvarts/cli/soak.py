@@ -18,7 +18,6 @@ from kvarts.cli.options import INPUT, OUTPUT, Command
 from kvarts.cli.process import print_bytes
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_replaceable, is_standard_output, write_whole
-from kvarts.rooms import from_room
 from kvarts.units import parse_duration_s
 
 if TYPE_CHECKING:
@@ -207,10 +206,12 @@ async def _open(
     from kvarts.session.soak.target import SessionsTarget, rss_of
 
     if address is None:
-        open_virtual: Any = from_room("session.opening", "open_virtual_target", field="--virtual")
-        target: SessionsTarget = await stack.enter_async_context(open_virtual(**virtual_settings))
-        return target
-    sessions = await stack.enter_async_context(from_room("client", "AsyncSessions", field="--address")(address))
+        from kvarts.session.opening import open_virtual_target
+
+        return await stack.enter_async_context(open_virtual_target(**virtual_settings))
+    from kvarts.client import AsyncSessions  # which needs gRPC
+
+    sessions = await stack.enter_async_context(AsyncSessions(address))
     return SessionsTarget(_OfClient(sessions), *CLOCK, lambda: None if pid is None else rss_of(pid))
 
 

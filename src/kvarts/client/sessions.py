@@ -13,6 +13,7 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack
 import grpc
 from google.protobuf.message import Message
 
+from kvarts.config import SessionRetention
 from kvarts.errors import ConfigError, KvartsError
 from kvarts.files import read_bytes
 from kvarts.proto import ERROR_KEY
@@ -24,7 +25,6 @@ from kvarts.session.values import (
     Done,
     Keep,
     Positions,
-    Retention,
     SessionBusyError,
     SessionGoneError,
     SessionInfo,
@@ -82,7 +82,7 @@ class Settings(TypedDict, total=False):
     window: int | None
     positions: Positions
     past_max_positions: bool
-    retention: Retention
+    retention: SessionRetention
     ttl_s: float | None
     eos_token_ids: tuple[int, ...]
     label: str

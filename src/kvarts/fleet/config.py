@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -15,7 +15,8 @@ from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 from kvarts.fleet.scaling import Scaler, Scripted, Thresholds, parse_scaler
 from kvarts.limits import MOST_BYTES, MOST_MS, MOST_PAGES, brief, check_number, check_whole
-from kvarts.rooms import from_room
+from kvarts.offload.config import OffloadConfig
+from kvarts.routers.config import ages_read_by
 from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, Within, setting, settings_of
 from kvarts.sim.config import ReplayConfig, Slo, check_token_bytes, resolve_replay
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
@@ -360,10 +361,8 @@ OF_POOL = (
 def of_workers() -> dict[str, Setting]:
     """Return the settings of workers by their keys, as they are declared for all; those of tiers without a table."""
     known = {each.key: each for struct in (ModelSettings, DeviceSettings, ReplayConfig) for each in settings_of(struct)}
-    with suppress(ConfigError):
-        tiers = from_room("offload.config", "OffloadConfig", field="offload")
-        for each in Section(struct=tiers, title="", table="offload").settings:
-            known.setdefault(each.key.removeprefix("offload."), each)
+    for each in Section(struct=OffloadConfig, title="", table="offload").settings:
+        known.setdefault(each.key.removeprefix("offload."), each)
     return known
 
 
@@ -635,7 +634,7 @@ def _ages_by_router(given: Given, of_all: Given, tables: Sequence[str]) -> list[
         router = given.value_of(key) if key in given else of_all.value_of("router") if "router" in of_all else ""
         read.append(set())
         with suppress(ConfigError):  # it is named where the pool is resolved
-            read[-1] = from_room("routers.config", "ages_read_by", field="router")(router or "round-robin")
+            read[-1] = ages_read_by(router or "round-robin")
     of_any = set().union(*read)
     return [{key for key, field in keys.items() if field in of_any - mine} for mine in read]
 
@@ -821,9 +820,6 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     scaler's name, for reports. `startup_s`: time from adding a worker until it is ready. `store`: the
     store that all workers share below their own tiers, if any. `faults`: failures and their times.
     """
-
-    replayed_by: ClassVar[str] = "kvarts.fleet.replay:replay_fleet"
-    takes_workers: ClassVar[bool] = False
 
     pools: tuple[PoolConfig, ...]
     bytes_per_s: float | None = None

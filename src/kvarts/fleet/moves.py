@@ -25,7 +25,8 @@ from kvarts.sim.arrivals import Arrivals
 from kvarts.traffic.trace_request import DirectRequest, TraceRequest
 
 if TYPE_CHECKING:
-    from kvarts.build import PrepareTiers, TierSettings
+    from kvarts.build import PrepareTiers
+    from kvarts.offload.config import OffloadConfig
 
 __all__ = ["Arriving", "Incoming", "Moves", "PeerUse", "PeersOfWorkers"]
 __all__ += ["RELEASE", "SEND", "Below", "StoreUse", "WorkersStore"]
@@ -118,7 +119,7 @@ Incoming: TypeAlias = Arrivals | Arriving
 """The requests that arrive at a fleet, and their outcomes."""
 
 
-Below: TypeAlias = "Callable[[int, TierSettings | None, int], PrepareTiers]"
+Below: TypeAlias = "Callable[[int, OffloadConfig | None, int], PrepareTiers]"
 """Returns what prepares the tiers of a worker: those of its settings, and memory that it shares with others below them.
 
 The last argument is the KV bytes of a token.
@@ -137,7 +138,9 @@ class WorkersStore(Protocol):
     size: int
     unit_bytes: int
     before_removal: Callable[[int], object] | None
-    below: Below
+
+    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> PrepareTiers:
+        """Return what prepares the tiers of `worker`: those of `offload`, and memory that it shares below them."""
 
     def num_loaded(self) -> Mapping[int, Mapping[int, int]]:
         """Return, by worker, the units that it has loaded, by the worker that had stored them."""
@@ -171,7 +174,9 @@ class PeersOfWorkers(Protocol):
     """The unit of its counts, as of a store."""
 
     before_change: Callable[[int], object] | None
-    below: Below
+
+    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> PrepareTiers:
+        """Return what prepares the tiers of `worker`: those of `offload`, and memory that it shares below them."""
 
     def num_loaded(self) -> Mapping[int, Mapping[int, int]]:
         """Return, by worker, the units that it has loaded, by the worker that had stored them."""

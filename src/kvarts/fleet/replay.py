@@ -22,9 +22,12 @@ from kvarts.fleet.report import FleetReport
 from kvarts.fleet.worker import ByAge, ByReservation, DecodeOnly, Worker
 from kvarts.limits import MOST_REPLICAS, brief
 from kvarts.links import FixedRate, Links, PeerLinks, SharedLinks, StoreLinks
+from kvarts.offload.peer_parts import PeerParts
+from kvarts.offload.peers import PeerMemory
+from kvarts.offload.shared_parts import SharedParts
+from kvarts.offload.shared_store import SharedStore
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
-from kvarts.rooms import from_room
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, tiers_of, trace_of
@@ -256,29 +259,26 @@ class BuiltFleet:
 
 
 def open_store(config: FleetConfig, of_model: ModelPools, links: StoreLinks) -> WorkersStore:
-    """Return the store that the workers of a model share. Raise ConfigError if its room is missing."""
+    """Return the store that the workers of a model share."""
     assert config.store is not None
     first, size, unit_bytes = of_model.first, of_model.store_size(config.store), of_model.stored_unit_bytes
     opened: WorkersStore
     if first.kv_groups == "off":
-        opened = from_room("offload.shared_store", "SharedStore", field="store")(size, unit_bytes, links)
+        opened = SharedStore(size, unit_bytes, links)
     else:
-        make = from_room("offload.shared_parts", "SharedParts", field="store")
         most = max(len(pool.each.tiers) for pool in of_model.pools)
-        opened = make(size, unit_bytes, links, memory=first.memory, page_size=first.page_size, most_above=most)
+        opened = SharedParts(size, unit_bytes, links, memory=first.memory, page_size=first.page_size, most_above=most)
     return opened
 
 
 def open_peers(config: FleetConfig, of_model: ModelPools, links: PeerLinks) -> PeersOfWorkers:
-    """Return the host memory from which the workers of a model read. Raise ConfigError if its room is missing."""
+    """Return the host memory from which the workers of a model read."""
     assert config.bytes_per_s is not None
     unit_bytes = config.token_bytes_of(of_model) * config.page_size
-    make = from_room("offload.peers", "PeerMemory", field="transfer.pull")
+    make: type[PeerMemory | PeerParts] = PeerMemory
     if of_model.first.kv_groups != "off":
-        unit_bytes = of_model.stored_unit_bytes
-        make = from_room("offload.peer_parts", "PeerParts", field="transfer.pull")
-    opened: PeersOfWorkers = make(unit_bytes, links, latency_ms=config.latency_ms, bytes_per_s=config.bytes_per_s)
-    return opened
+        unit_bytes, make = of_model.stored_unit_bytes, PeerParts
+    return make(unit_bytes, links, latency_ms=config.latency_ms, bytes_per_s=config.bytes_per_s)
 
 
 def pulls_report(memory: PeersOfWorkers) -> dict[str, Any]:

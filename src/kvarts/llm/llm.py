@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
-from kvarts.build import TierSettings, build_engine, preparation_of
+from kvarts.build import build_engine, preparation_of
 from kvarts.clock import Clock, WallClock
 from kvarts.combines import check_combination
 from kvarts.config import EngineConfig, EngineOptions
@@ -27,8 +27,9 @@ from kvarts.llm.loop import EngineLoop, ModelHost
 from kvarts.llm.room import KVRoom, latent_token_bytes, open_room, token_bytes
 from kvarts.llm.speculation import CarefulDrafter, NgramDrafter, SpeculativeConfig, TimesByTokens
 from kvarts.llm.text import Completion, DetokenizingExecutor, Generation
+from kvarts.offload.config import OffloadConfig
+from kvarts.offload.opening import open_page_files
 from kvarts.request import Request
-from kvarts.rooms import from_room
 from kvarts.sampling import SamplingParams
 from kvarts.sched.drafts import DraftTotals
 
@@ -102,7 +103,7 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         options: EngineOptions | None = None,
-        offload: TierSettings | None = None,
+        offload: OffloadConfig | None = None,
         disk_path: str | Path | None = None,
         eviction: Callable[[], EvictionOrder] = LruOrder,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
@@ -169,7 +170,6 @@ class LLM:
         files = None
         if disk_path is not None and self.offload is not None:
             memory = None if room.cut is None else room.cut.memory
-            open_page_files = from_room("offload.opening", "open_page_files", field="disk_path")
             files = open_page_files(self.offload, disk_path, config.page_size, memory)
         clock = WallClock() if clock is None else clock
         self._grammars = Grammars(tokenizer, model.config.get_text_config(decoder=True).vocab_size, _eos_ids(model))
@@ -462,7 +462,7 @@ def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, co
     return each
 
 
-def _tiers_of(offload: TierSettings | None, room: KVRoom, page_size: int) -> dict[str, int]:
+def _tiers_of(offload: OffloadConfig | None, room: KVRoom, page_size: int) -> dict[str, int]:
     """Return the pages or blocks of each tier below the device. Raise ConfigError for what a room cannot have."""
     if offload is None:
         return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -185,8 +185,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     an executor has not reported within this time counts as failed; in virtual time, ends are known. `fail_every`: one
     in `fail_every` transfers fails; 0: no transfer does.
     """
-
-    opened_by: ClassVar[str] = "kvarts.offload.opening:prepare_tiers"
 
     tiers: tuple[TierConfig, ...] = ()
     host_pages: Annotated[

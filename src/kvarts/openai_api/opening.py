@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvarts.build import TierSettings, build_engine, preparation_of
+from kvarts.build import build_engine, preparation_of
 from kvarts.clock import Clock, PacedClock, PutOffClock
 from kvarts.config import EngineConfig, EngineOptions
 from kvarts.engine import Engine
@@ -29,6 +29,7 @@ from kvarts.kv.groups import GroupMemory
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop, ModelHost
 from kvarts.llm.text import DetokenizingExecutor
+from kvarts.offload.config import OffloadConfig
 from kvarts.openai_api.access import Guard
 from kvarts.openai_api.answers import Answers, Rule
 from kvarts.openai_api.app import OpenAIApp, Watcher
@@ -41,7 +42,6 @@ from kvarts.openai_api.served import Limits, Models, Served, Sharing
 from kvarts.openai_api.words import NUM_WORDS, VOCABULARY_SIZE, vary_words
 from kvarts.owners import Keys
 from kvarts.request import Request
-from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replica import Replica
 
@@ -160,7 +160,7 @@ def mock_model(
     *,
     seed: int = 0,
     speedup: float = 1.0,
-    offload: TierSettings | None = None,
+    offload: OffloadConfig | None = None,
     token_bytes: int = 0,
     max_positions: int | None = None,
     readers: Sequence[EventReader] = (),
@@ -340,7 +340,9 @@ def open_model(
     residency = _residency_of(door)
     if residency is not None:
         readers = [*readers, residency]
-    llm = from_room("llm.llm", "LLM", field="model")(path, options=options, readers=readers, **settings)
+    from kvarts.llm.llm import LLM  # which needs PyTorch
+
+    llm = LLM(path, options=options, readers=readers, **settings)
     host = llm.host()
     most = host.core.scheduler.most_tokens(host.max_positions or 1 << 40)
     limits = msgspec.structs.replace(

@@ -23,8 +23,9 @@ from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.opening import Door, Opened, open_mock
 from kvarts.openai_api.served import Limits
 from kvarts.openai_api.server import Address, OpenAIServer
+from kvarts.openai_api.sessions.door import open_own
+from kvarts.openai_api.sharing.device import open_several
 from kvarts.owners import Keys, Owner
-from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 
 if TYPE_CHECKING:
@@ -144,11 +145,9 @@ class RunningServer:
                 watcher=self._seen,
             )
         else:
-            open_several = from_room("openai_api.sharing.device", "open_several", field="several")
             self.opened = open_several(options.several, door, speedup=options.speedup, watcher=self._seen)
             self.model = self.opened.served.names[0]
         if options.sessions is not None:
-            open_own = from_room("openai_api.sessions.door", "open_own", field="sessions")
             self.opened.served.sessions = open_own(self.opened.served, options.sessions)
         self.config: EngineConfig = self.opened.served.host.config
         self._excused: set[str] = set()

@@ -6,28 +6,25 @@ The package is callable: `kvarts.plan(traffic, config)` returns a Plan.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from inspect import signature
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-from kvarts.rooms import CallableRoom
+from kvarts.plan.planning import Plan, make_plan
 
 if TYPE_CHECKING:
-    from kvarts.plan.planning import Plan as Plan
     from kvarts.plan.planning import make_plan as plan
+else:
+    plan = sys.modules[__name__]
 
 __all__ = ["Plan", "plan"]
 
-MAIN = "kvarts.plan.planning:make_plan"
+
+class CallablePlan(ModuleType):
+    """The type of this package, which is called as `make_plan`."""
+
+    __call__ = staticmethod(make_plan)
+    __signature__ = signature(make_plan)
 
 
-def __getattr__(name: str) -> Any:
-    """Import the planner on first use. `plan` is the package itself."""
-    if name == "plan":
-        return sys.modules[__name__]
-    if name == "Plan":
-        from kvarts.plan.planning import Plan
-
-        return Plan
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-sys.modules[__name__].__class__ = CallableRoom
+sys.modules[__name__].__class__ = CallablePlan

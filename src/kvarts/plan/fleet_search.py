@@ -18,8 +18,8 @@ import msgspec
 
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
+from kvarts.fleet.config import resolve_fleet
 from kvarts.limits import check_whole
-from kvarts.rooms import from_room
 from kvarts.settings import Flags, Given, Section, Setting, SettingError
 from kvarts.sim.config import ReplayConfig, resolve_replay
 from kvarts.units import parse_bytes
@@ -302,7 +302,7 @@ class FleetKinds:
         self.most_devices = most_devices
         self._check()
         self._check_tried(routers, stores)
-        tried = [given["router"]] if "router" in given else routers or self._default_routers()
+        tried = [given["router"]] if "router" in given else routers or ROUTERS
         self.routers: list[str] = list(dict.fromkeys(tried))
         scopes = [f"tier.{name}.scope" for name in given.names("tier")]
         has_store = any(key in given for key in ("store.pages", "store.memory"))
@@ -324,13 +324,6 @@ class FleetKinds:
             raise SettingError("needs an SLO, by which requests count as goodput", "gpus", hint="Give --slo-ttft-ms.")
         self.links_are_free = "transfer.rate" not in given and any(kind.is_apart for kind in self.kinds)
         """Whether transfers of KV take no time because no rate of the links was given."""
-
-    def _default_routers(self) -> Sequence[str]:
-        try:
-            from_room("routers.config", "Routing", field="routers")
-        except ConfigError:
-            return ("round-robin",)
-        return ROUTERS
 
     def _check(self) -> None:
         """Raise ConfigError for settings that the plan determines, or that it could not print in its commands."""
@@ -446,7 +439,7 @@ class FleetKinds:
         """
         given = self._changed(self.changes(kind, counts, is_scaled=is_scaled))
         if given_of_fleets(given):
-            return from_room("fleet.config", "resolve_fleet", field="gpus")(given, self._all_sections)
+            return resolve_fleet(given, self._all_sections)
         return resolve_replay(given, self._all_sections).certain
 
     def _changed(self, changes: Mapping[str, Any]) -> Given:

@@ -6,12 +6,11 @@ Every point is a replay of the whole trace; `fleet_search` decides which are nee
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvarts.errors import ConfigError
+from kvarts.fleet.config import SECTIONS as FLEET_SECTIONS
 from kvarts.plan.commands import command_line
 from kvarts.plan.fleet_search import (
     APART,
@@ -26,11 +25,11 @@ from kvarts.plan.fleet_search import (
 from kvarts.plan.planning import FLEET_VALUES, Plan
 from kvarts.plan.replays import share_kept
 from kvarts.processes import Processes
+from kvarts.replaying import replay
 from kvarts.report.words import duration
-from kvarts.rooms import from_room
 from kvarts.settings import given_by_keywords
-from kvarts.sim.config import SECTIONS, optional_sections
-from kvarts.sim.replay import Traffic, replay, trace_of
+from kvarts.sim.config import SECTIONS, TABLES
+from kvarts.sim.replay import Traffic, trace_of
 from kvarts.traffic.settings import SECTION as TRAFFIC
 from kvarts.traffic.trace import Trace
 from kvarts.units import as_percent
@@ -271,9 +270,7 @@ def plan_fleets(
     `slo_ttft_ms=3000`, `transfer_rate="50GB/s"`. For `workers`, more than one requires a script that can be imported.
     Points have commands if `traffic` is a path. Raise ConfigError that names the argument.
     """
-    sections = [*SECTIONS, TRAFFIC, *optional_sections()]
-    with suppress(ConfigError):
-        sections += from_room("fleet.config", "SECTIONS", field="gpus")
+    sections = [*SECTIONS, TRAFFIC, *TABLES, *FLEET_SECTIONS]
     given = given_by_keywords(settings, sections)
     path = Path(traffic) if isinstance(traffic, str | Path) else None
 

@@ -18,9 +18,9 @@ from kvarts.plan.orders import HintedOrder, SoonestReturnOrder, finishing
 from kvarts.plan.replays import share_kept, summary_of
 from kvarts.plan.weighted import AutoOrder
 from kvarts.processes import Processes
-from kvarts.rooms import code_named
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.trace import Trace
+from kvarts.user_code import code_named
 
 __all__ = ["ALL_POLICIES", "POLICIES", "League", "find_policy"]
 

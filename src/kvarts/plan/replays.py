@@ -10,9 +10,10 @@ import msgspec
 
 from kvarts.plan.cache import HitPlan, least_pages_of
 from kvarts.processes import Inquiry, Processes
+from kvarts.replaying import replay
 from kvarts.report.advice import advice
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay, replay_one
+from kvarts.sim.replay import replay_one
 from kvarts.sim.trials import ReplayTrials
 from kvarts.traffic.trace import Trace
 from kvarts.units import as_memory

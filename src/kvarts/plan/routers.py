@@ -10,12 +10,12 @@ import numpy as np
 
 from kvarts.plan.replays import share_kept
 from kvarts.processes import Processes
+from kvarts.replaying import replay
 from kvarts.routers.config import Routing
 from kvarts.routers.policies import policy_of
 from kvarts.routers.view import Needs
 from kvarts.settings import SettingError
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace
 
 __all__ = ["RoutersPlan"]

@@ -20,10 +20,10 @@ from kvarts.plan.commands import command_line
 from kvarts.plan.policy import SECTION as POLICY
 from kvarts.plan.policy import check_policy, with_policy
 from kvarts.plan.sweep import Row, Values, fronts, load_of, points_of, run_sweep, with_changes
+from kvarts.replaying import replay
 from kvarts.report.words import number
 from kvarts.settings import Flags, Given, Section, given_in
-from kvarts.sim.config import SECTIONS, optional_sections, resolve_replay
-from kvarts.sim.replay import replay
+from kvarts.sim.config import SECTIONS, TABLES, resolve_replay
 from kvarts.traffic.settings import SECTION as TRAFFIC
 from kvarts.traffic.settings import load_given
 from kvarts.traffic.trace import Trace
@@ -262,7 +262,7 @@ def _write_parquet(sweep: Sweep, path: Path) -> None:
 
 @cache
 def _sections() -> tuple[Section, ...]:
-    return (*SECTIONS, TRAFFIC, *optional_sections(), POLICY)
+    return (*SECTIONS, TRAFFIC, *TABLES, POLICY)
 
 
 def _given(point: Values, base: Path = Path()) -> Given:

@@ -19,9 +19,9 @@ from kvarts.plan.league import find_policy
 from kvarts.plan.replays import guesses, share_kept
 from kvarts.processes import Inquiry, Processes
 from kvarts.report.report import Report
-from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay_one
+from kvarts.sim.sessions import SessionReplay
 from kvarts.sim.trials import ReplayTrials
 from kvarts.traffic.editing import repeated
 from kvarts.traffic.trace import Trace
@@ -125,11 +125,8 @@ class UsersPlan:
                 if router != config.router:
                     more[f"--router {router}"] = {"router": router}, {"router": router}
         if config.sessions is None:
-            try:
-                pinned = from_room("session.replay_settings", "SessionReplay", field="users")(retention="pin")
-                more["--session-retention pin"] = {"sessions": pinned}, {"sessions.retention": "pin"}
-            except ConfigError:
-                pass
+            pinned = SessionReplay(retention="pin")
+            more["--session-retention pin"] = {"sessions": pinned}, {"sessions.retention": "pin"}
         tasks: dict[str, _Task] = {}
         for option, (fields, _) in more.items():
             with suppress(ConfigError):  # the rest of the configuration cannot have it

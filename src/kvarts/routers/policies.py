@@ -18,11 +18,11 @@ import msgspec
 
 from kvarts.errors import ConfigError, did_you_mean
 from kvarts.limits import brief, check_number, check_whole
-from kvarts.rooms import code_named, is_code_name
 from kvarts.routers.directory import IndexRule
 from kvarts.routers.view import Asked, Needs, View
 from kvarts.sched.rank_loads import RANKS_STALENESS_NS, RankLoads
 from kvarts.settings import SettingError
+from kvarts.user_code import code_named, is_code_name
 
 __all__ = [
     "POLICIES",

@@ -12,7 +12,7 @@ import msgspec
 from kvarts.build import build_engine
 from kvarts.clock import Clock, VirtualClock, WallClock
 from kvarts.combines import check_combination
-from kvarts.config import EngineConfig, EngineOptions
+from kvarts.config import AtCapacity, EngineConfig, EngineOptions
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
 from kvarts.executor.base import CostModel
@@ -22,12 +22,12 @@ from kvarts.executor.roofline import RooflineCost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop, ModelHost
 from kvarts.llm.text import DetokenizingExecutor
-from kvarts.rooms import from_room
+from kvarts.offload.config import OffloadConfig
 from kvarts.session.keeper import Keeper
 from kvarts.session.sessions import Sessions
 from kvarts.session.soak.target import OneOwner, SessionsTarget, VirtualSoakClock
 from kvarts.session.table import SessionTable, check_settings, memory_of
-from kvarts.session.values import MOST_HISTORY_TOKENS, AtCapacity, SessionsConfig, SessionSettings
+from kvarts.session.values import MOST_HISTORY_TOKENS, SessionsConfig, SessionSettings
 from kvarts.units import parse_bytes
 
 __all__ = ["mock_host", "open_sessions", "open_virtual_target", "sessions_on"]
@@ -142,7 +142,9 @@ def open_sessions(
         host = (mock_host if make_mock is None else make_mock)(engine, clock=clock, speedup=speedup)
         tiers: Mapping[str, int] = {}
     else:
-        llm: Any = from_room("llm.llm", "LLM", field="model")(
+        from kvarts.llm.llm import LLM  # which needs PyTorch
+
+        llm = LLM(
             model,
             options=msgspec.structs.replace(options, attention=_attention(options.attention, options.device)),
             offload=None if host_memory is None else _eager(host_memory),
@@ -194,10 +196,10 @@ async def open_virtual_target(*, sink: int, window: int, record: Record | None =
         await sessions.shut_down()
 
 
-def _eager(host_memory: str | int) -> Any:
+def _eager(host_memory: str | int) -> OffloadConfig:
     """Return settings for host memory with eager stores: every page is copied as soon as it is complete."""
     num_bytes = parse_bytes(host_memory) if isinstance(host_memory, str) else host_memory
-    return from_room("offload.config", "OffloadConfig", field="host_memory")(host_memory=num_bytes, policy="eager")
+    return OffloadConfig(host_memory=num_bytes, policy="eager")
 
 
 def _attention(attention: str, device: str) -> str:

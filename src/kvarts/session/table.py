@@ -11,11 +11,12 @@ import msgspec
 from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.kv.groups import HeavyPages, SinkWindow
+from kvarts.kv.session_pages import SessionMemory, SessionPages
 from kvarts.limits import MOST_COUNT
 from kvarts.llm.loop import ModelHost
 from kvarts.llm.text import Generation
 from kvarts.owners import Shares, owner_of
-from kvarts.session.pages import SessionMemory, SessionPages, count_retained, holds_what_it_should
+from kvarts.session.held_slots import count_retained, holds_what_it_should
 from kvarts.session.values import (
     EndReason,
     SessionCounts,

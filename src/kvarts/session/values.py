@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from kvarts.config import AtCapacity, SessionRetention
 from kvarts.errors import ConfigError, KvartsError
 from kvarts.limits import MOST_BYTES, MOST_COUNT, MOST_SECONDS, MOST_UINT32, check_number, check_whole
 from kvarts.sampling import SamplingParams, TopLogprobs
@@ -18,12 +19,10 @@ __all__ = [
     "MAX_ENDS",
     "MAX_LABEL_CHARS",
     "MOST_HISTORY_TOKENS",
-    "AtCapacity",
     "Done",
     "EndReason",
     "Keep",
     "Positions",
-    "Retention",
     "SessionBusyError",
     "SessionCounts",
     "SessionGoneError",
@@ -47,7 +46,6 @@ __all__ = [
 ]
 
 Positions = Literal["global", "cache"]
-Retention = Literal["pin", "cache", "host"]
 Keep = Literal["window", "h2o", "snapkv"]
 
 MOST_TOMBSTONES = 10_000
@@ -57,8 +55,6 @@ MAX_ENDS = 1024
 """Most token ids that end the generations of a session, or a single one."""
 MOST_HISTORY_TOKENS = 1 << 24
 """128 MiB."""
-
-AtCapacity = Literal["refuse", "evict"]
 
 
 def check_label(label: str) -> None:
@@ -93,7 +89,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     window: int | None = 64
     positions: Positions = "global"
     past_max_positions: bool = False
-    retention: Retention = "cache"
+    retention: SessionRetention = "cache"
     ttl_s: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     label: str = ""

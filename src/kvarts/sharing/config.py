@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -167,9 +167,6 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
     `code=dead@60` or as values. `each`: the configuration of each model's replay; its pages and cost are computed per
     model.
     """
-
-    replayed_by: ClassVar[str] = "kvarts.sharing.replay:replay_several"
-    takes_workers: ClassVar[bool] = False
 
     models: dict[str, ModelShare]
     static_split: Annotated[

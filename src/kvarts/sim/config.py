@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
 from kvarts.config import EngineConfig, Slo, StateMode
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, MOST_SECONDS, check_number, check_whole
-from kvarts.rooms import code_named, from_room, is_code_name
+from kvarts.offload.config import TIERS, OffloadConfig
+from kvarts.routers.config import Routing
+from kvarts.routers.policies import POLICIES
 from kvarts.settings import Given, Section, SettingError, given_by_keywords, given_in, setting, settings_of
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
+from kvarts.sim.sessions import SessionReplay
+from kvarts.user_code import code_named, is_code_name
 
 if TYPE_CHECKING:
-    from kvarts.build import TierSettings as TiersBelow
     from kvarts.executor.base import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.groups import GroupMemory, PartGroup
     from kvarts.sched.policy import AdmissionPolicy
-    from kvarts.sim.router import RouterMaker, RoutingSettings
+    from kvarts.sim.router import RouterMaker
     from kvarts.traffic.source import Source
     from kvarts.traffic.trace import Trace
 
 __all__ = [
     "ENGINES",
     "SECTIONS",
+    "TABLES",
     "EngineName",
     "EngineSet",
     "ReplayConfig",
@@ -122,28 +125,11 @@ else:  # the rooms of these are imported where they are used: help prints these 
     class RouterMaker:
         """Makes the policy of a router: a class, or a function without arguments."""
 
-    class TiersBelow:
-        """Settings of the tiers below the device of each replica, such as OffloadConfig."""
-
-    class RoutingSettings:
-        """Settings of a router's knowledge of its workers, such as Routing."""
-
     class PartGroups:
         """A tuple of PartGroups."""
 
 
 KvGroupsName = Literal["off", "all", "tails"]
-
-
-class ReplaySessions(Protocol):
-    """Settings of the state that engines keep of a trace's sessions."""
-
-    opened_by: ClassVar[str]
-    """The function, as `module:function`, that opens the sessions of a trace on the engines of a replay."""
-
-    @property
-    def holds_pages(self) -> bool:
-        """Whether pages are kept in use between turns."""
 
 
 def _default_cost() -> CostModel:
@@ -186,9 +172,6 @@ class ReplayConfig(
     default). `admission`: a callable that makes its AdmissionPolicy (PriorityPolicy by default). Each callable is a
     class, or a function without arguments.
     """
-
-    replayed_by: ClassVar[str] = "kvarts.sim.replay:replay_with_spread"
-    takes_workers: ClassVar[bool] = True
 
     cost: Annotated[
         StepCost,
@@ -296,9 +279,9 @@ class ReplayConfig(
             default="all for a model whose layers keep less, if the other options permit it, else off",
         ),
     ] = "off"
-    offload: TiersBelow | None = None
-    sessions: ReplaySessions | None = None
-    routing: RoutingSettings | None = None
+    offload: OffloadConfig | None = None
+    sessions: SessionReplay | None = None
+    routing: Routing | None = None
     placement: Placement | None = None
     groups: PartGroups = ()
     whole_pages: str = ""
@@ -316,7 +299,7 @@ class ReplayConfig(
         """
         names = ("admission", "eviction", "slo", *(("router",) if callable(settings.get("router")) else ()))
         objects = {name: settings.pop(name) for name in names if name in settings}
-        sections = [*SECTIONS, *optional_sections()]
+        sections = [*SECTIONS, *TABLES]
         given = given_by_keywords({"model": model, "device": device, **settings}, sections)
         return msgspec.structs.replace(resolve_replay(given, sections), **objects)
 
@@ -385,12 +368,9 @@ class ReplayConfig(
         return {name: field for name, field in of_field.items() if field}
 
     @property
-    def routing_settings(self) -> RoutingSettings:
-        """Settings of a router's view. Raise ConfigError if the room of routers is not installed."""
-        if self.routing is not None:
-            return self.routing
-        settings: RoutingSettings = from_room("routers.config", "Routing", field="router")()
-        return settings
+    def routing_settings(self) -> Routing:
+        """Settings of a router's view."""
+        return Routing() if self.routing is None else self.routing
 
     @property
     def frontend_ns(self) -> int:
@@ -623,26 +603,16 @@ SECTIONS = (
     Section(struct=ReplayConfig, title="Engine and load"),
     Section(struct=Slo, title="Goodput", table="slo"),
 )
-"""The settings of a replay of one model; optional rooms add their own, such as tiers."""
+"""The settings of a replay of one model, without those in TABLES."""
 
 
-OPTIONAL = (
-    ("offload.config", "OffloadConfig", "offload"),
-    ("session.replay_settings", "SessionReplay", "sessions"),
-    ("routers.config", "Routing", "routing"),
+TABLES = (
+    Section(struct=OffloadConfig, title="", table="offload"),
+    Section(struct=SessionReplay, title="", table="sessions"),
+    Section(struct=Routing, title="", table="routing"),
+    TIERS,
 )
-"""Modules of rooms that may be missing, with their structs of settings and the tables of these."""
-
-
-def optional_sections() -> list[Section]:
-    """Return the settings of the optional rooms that are installed."""
-    found = []
-    for module, struct, table in OPTIONAL:
-        with suppress(ConfigError):
-            found.append(Section(struct=from_room(module, struct, field=table), title="", table=table))
-    with suppress(ConfigError):
-        found.append(from_room("offload.config", "TIERS", field="tier"))
-    return found
+"""Settings in tables of their own: tiers, sessions and routers."""
 
 
 def resolve_replay(
@@ -764,8 +734,7 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
 
 def _is_policy(router: str) -> bool:
     """Return whether a name of the form `module:Class` is that of a policy with an option, which has no value."""
-    policies: Mapping[str, object] = from_room("routers.policies", "POLICIES", field="router")
-    return router.partition(":")[0] in policies
+    return router.partition(":")[0] in POLICIES
 
 
 def _own_router(given: Given) -> RouterMaker:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import msgspec
 from msgspec import structs
 
+from kvarts.audit.auditor import expect_same
 from kvarts.build import build_engine, preparation_of
 from kvarts.event_log import EventReader
 from kvarts.executor.cost import PrefillCost
@@ -17,10 +18,10 @@ from kvarts.executor.simulated import SimExecutor
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog, Taken
 from kvarts.report.steps import StepLog
-from kvarts.rooms import from_room, function_named
 from kvarts.sim.arrivals import Arrivals, SessionsKept
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.driver import Driver, Runner
+from kvarts.sim.replayed_sessions import open_replayed_sessions
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import AskedCaches, RoundRobin, Routed, Router
 from kvarts.traffic.trace import Trace
@@ -34,11 +35,9 @@ if TYPE_CHECKING:
     from kvarts.traffic.workload import Workload
 
 __all__ = [
-    "Replayable",
     "Traffic",
     "make_router",
     "open_replica",
-    "replay",
     "replay_one",
     "replay_with_spread",
     "trace_of",
@@ -54,61 +53,6 @@ GROUPS_PER_WORKER = 8
 
 Traffic: TypeAlias = "Trace | Workload | Path | str"
 """A Trace, a Workload to make one from, or the path of a file."""
-
-
-class Replayable(Protocol):
-    """A configuration that can be replayed, such as ReplayConfig for one model and SharingConfig for several."""
-
-    replayed_by: ClassVar[str]
-    """The function, as `module:function`, that replays traffic with this configuration; its arguments are those of
-    `replay`."""
-    takes_workers: ClassVar[bool]
-    """Whether `workers` is one of them."""
-
-
-@overload
-def replay(
-    trace: Traffic,
-    config: ReplayConfig | None = None,
-    *,
-    workers: int | None = 1,
-    on_progress: Callable[[int], object] | None = None,
-    observers_of: Callable[[int], Sequence[EventReader]] | None = None,
-) -> Report: ...
-
-
-@overload
-def replay(
-    trace: Any,
-    config: Replayable,
-    *,
-    workers: int | None = 1,
-    on_progress: Callable[[int], object] | None = None,
-    observers_of: Callable[[Any], Sequence[EventReader]] | None = None,
-) -> Any: ...
-
-
-def replay(
-    trace: Any,
-    config: Replayable | None = None,
-    *,
-    workers: int | None = 1,
-    on_progress: Callable[[int], object] | None = None,
-    observers_of: Callable[[Any], Sequence[EventReader]] | None = None,
-) -> Any:
-    """Replay `trace` with `config` and return the report.
-
-    With a ReplayConfig, `trace` is a Trace, a Workload to make one from, or the path of a file. With a SharingConfig it
-    is a mapping of these by the name of the model. `workers`: processes that replay the replicas of one model which do
-    not affect each other, with the same result; more than one requires a script that can be imported; None: one per
-    core for many requests. `on_progress` is called with the number of requests that have ended since its last call.
-    `observers_of` returns the readers that observe the events of a replica, by number, or of a model, by name. Raises
-    InputError for a trace that cannot be read.
-    """
-    config = config or ReplayConfig()
-    more = {"workers": workers} if config.takes_workers else {}
-    replays = function_named(config.replayed_by)
-    return replays(trace, config, on_progress=on_progress, observers_of=observers_of, **more)
 
 
 def replay_with_spread(
@@ -202,7 +146,7 @@ def _expect_same(trace: Trace, config: ReplayConfig, requests: RequestLog, steps
     """Replay `trace` without an audit. Raise AuditError if a request or a step differs from `requests` and `steps`."""
     plain, done = _done(trace, structs.replace(config, audit=False), None, ())
     of_steps = [[{**log.columns, "released": log.released()} for log in logs] for logs in (steps, done.steps)]
-    from_room("audit.auditor", "expect_same", field="audit")(requests.columns, of_steps[0], plain.columns, of_steps[1])
+    expect_same(requests.columns, of_steps[0], plain.columns, of_steps[1])
 
 
 def _request_log(config: ReplayConfig) -> RequestLog:
@@ -242,7 +186,7 @@ def _done(
         router.follow(index, replica.engine.log)
     sessions: SessionsKept | None = None
     if config.sessions is not None:
-        sessions = function_named(config.sessions.opened_by)(config.sessions, config, trace, source, replicas)
+        sessions = open_replayed_sessions(config.sessions, config, trace, source, replicas)
     arrivals = Arrivals(
         trace,
         source,

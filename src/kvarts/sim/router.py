@@ -19,7 +19,6 @@ from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from kvarts.kv.groups import GroupMemory
     from kvarts.kv.transfer import PeersGain
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "Routed",
     "Router",
     "RouterMaker",
-    "RoutingSettings",
 ]
 
 RouterMaker = Callable[[], Any]
@@ -134,42 +132,6 @@ class Router(Protocol):
 
     def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
         """Apply the events of `workers` since the last call, as far as they reach the router by `now_ns`."""
-
-
-class RoutingSettings(Protocol):
-    """Settings of a router's knowledge of its workers."""
-
-    @property
-    def event_lag_ns(self) -> int:
-        """Time until cache events reach the router."""
-
-    def check(self, router: str | RouterMaker, *, has_pages: bool = True) -> None:
-        """Raise ConfigError if `router` is not a policy, or if a setting would not affect it.
-
-        `has_pages`: whether workers have cached pages to report.
-        """
-
-    def counts_at_ends(self, router: str | RouterMaker) -> bool:
-        """Return whether `router` counts the pages of a step once it has ended, and not once it is planned."""
-
-    def open(
-        self,
-        router: str | RouterMaker,
-        *,
-        num_workers: int,
-        page_size: int,
-        max_num_batched_tokens: int,
-        tiers: Sequence[str],
-        directory: AskedCaches | None,
-        peers: PeersGain | None,
-        are_files: Sequence[bool],
-        memory: GroupMemory | None,
-    ) -> Router:
-        """Return a new router. `directory`, if given, answers for workers' pages in `tiers` instead of their events.
-
-        `peers`: what workers save that read pages from each other, if they do. `memory`: the KV groups of the workers,
-        if their events describe parts of pages.
-        """
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.offload.config import OffloadConfig
 from kvarts.processes import Inquiry, Processes
 from kvarts.report.advice import HostMemory
 from kvarts.report.report import Report
-from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.trace import Trace
 
@@ -157,10 +157,9 @@ class ReplayTrials:
         offload = self._config.offload or self._offload()
         return msgspec.structs.replace(self._config, offload=offload.with_sizes(*sizes))
 
-    def _offload(self) -> Any:
-        offload = from_room("offload.config", "OffloadConfig", field="host_memory")
+    def _offload(self) -> OffloadConfig:
         placement = self._config.placement
-        return offload() if placement is None else offload(kv_bytes_per_token=placement.kv_bytes_per_token)
+        return OffloadConfig() if placement is None else OffloadConfig(kv_bytes_per_token=placement.kv_bytes_per_token)
 
 
 def _summary(trace: Trace, task: _Task) -> dict[str, Any]:

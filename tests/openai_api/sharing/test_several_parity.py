@@ -23,6 +23,7 @@ from kvarts.llm.llm_engine import LLMEngine
 from kvarts.openai_api.opening import Door
 from kvarts.openai_api.served import Ask, Limits
 from kvarts.openai_api.sharing.device import Assignments, PacedDevice, TurnCost, open_several
+from kvarts.replaying import replay
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 from kvarts.sharing.config import ModelShare, SharingConfig
@@ -32,7 +33,6 @@ from kvarts.sharing.replay import open_tenant
 from kvarts.sharing.tenant import TurnOrder
 from kvarts.sharing.turns import TurnLoop
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.logs import RecordedRow, recorded_trace
 
 from builders.grouped import group_settings

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from kvarts.errors import ConfigError
 from kvarts.events import Blocked
 from kvarts.kv.groups import SinkWindow
+from kvarts.kv.session_pages import SessionMemory, SessionPages
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
-from kvarts.session.pages import SessionMemory, SessionPages
-from kvarts.session.replay_settings import SessionReplay
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.router import Routed
+from kvarts.sim.sessions import SessionReplay
 from kvarts.traffic.source import Source
 from kvarts.traffic.trace import Trace, TraceRequest, spell
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 
+from kvarts.config import AtCapacity, SessionRetention
 from kvarts.kv.groups import SinkWindow
-from kvarts.session.values import AtCapacity, Retention
 from kvarts.settings import AtLeastOne, SettingError, setting
 
 __all__ = ["SessionReplay"]
@@ -26,8 +26,6 @@ class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     SessionsConfig. Raises ConfigError for a value out of range.
     """
 
-    opened_by: ClassVar[str] = "kvarts.session.replayed:open_replayed_sessions"
-
     window: Annotated[
         int | None,
         setting(
@@ -41,7 +39,7 @@ class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int, setting("Of bounded sessions: the first tokens that are kept.", flag="--session-sink", metavar="N")
     ] = 4
     retention: Annotated[
-        Retention,
+        SessionRetention,
         setting("Of sessions without a window: where KV is between turns.", flag="--session-retention"),
     ] = "cache"
     ttl_s: Annotated[
