@@ -4,20 +4,52 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from kvarts.few import Column, arrays_pay
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["Column", "Rows", "append_packed", "to_frame"]
+__all__ = ["Column", "ReadColumns", "Rows", "append_packed", "narrowed", "to_frame"]
+
+Column = npt.NDArray[Any]
+
+BITS = (("b", 7), ("h", 15), ("i", 31), ("q", 63))
+"""Type codes of integers of 1, 2, 4 and 8 bytes, and their bits without the sign."""
 
 PACK_AT: Final = 1 << 15
-"""The number of integers that are kept as they were added before they are packed, once NumPy pays."""
+"""The number of integers that are kept as they were added before they are packed."""
 
 UNITS_FROM: Final = 1 << 16
 """A common divisor of integers is searched if they are at least this far apart, as times in whole milliseconds are."""
 FEW: Final = 16
 """If so many of them have no common divisor, the others are not read."""
+
+
+def narrowed(column: Column) -> Column:
+    """Return a column of integers in as few bytes per integer as the largest of them needs."""
+    least, most = int(column.min(initial=0)), int(column.max(initial=0))
+    fits = next(kind for kind, bits in BITS if -1 << bits <= least and most < 1 << bits)
+    return column.astype(fits, copy=False)
+
+
+class ReadColumns(Mapping[str, Column]):
+    """Columns of integers that are made each time that they are read by `read`."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], Column]) -> None:
+        self._names = tuple(names)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def append_packed(packed: array[int], numbers: list[int]) -> None:
@@ -33,14 +65,12 @@ in this many bytes each."""
 class Rows:
     """Rows of `width` integers, at most 8 bytes each. They are appended one by one, and packed by column when many.
 
-    While NumPy does not pay, they stay as they were added: a summary of so few reads them faster than packed ones.
-
     In each block of rows, a column has as few bytes per integer as the distance between its least and its largest
     needs. `near`: by column, another one whose integers are close to its own, from which it is then stored as the
     difference.
     """
 
-    __slots__ = ("_blocks", "_near", "_num_packed", "_pack_at", "_recent", "_sizes", "_width")
+    __slots__ = ("_blocks", "_near", "_num_packed", "_recent", "_sizes", "_width")
 
     def __init__(self, width: int, near: Mapping[int, int] | None = None) -> None:
         self._width = width
@@ -50,8 +80,6 @@ class Rows:
         self._sizes: list[int] = []
         self._num_packed = 0
         self._recent: list[int] = []
-        self._pack_at = PACK_AT
-        """The number of recent integers at which it is asked again whether NumPy pays."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how another process makes the rows: `pickle` does not find the state of native objects."""
@@ -67,8 +95,8 @@ class Rows:
     def add(self, rows: Sequence[int]) -> None:
         """Append one row, or several concatenated ones."""
         self._recent += rows
-        if len(self._recent) > self._pack_at:
-            self._pack_if_many()
+        if len(self._recent) > PACK_AT:
+            self._pack()
 
     def add_columns(self, columns: Sequence[Column]) -> None:
         """Append rows, which are given as columns of 8 bytes per integer."""
@@ -77,19 +105,10 @@ class Rows:
         for start in range(0, len(columns[0]), size):
             self._add_block([column[start : start + size] for column in columns])
 
-    def _pack_if_many(self) -> None:
-        if arrays_pay(PACK_AT, are_kept=True):
-            self._pack()
-            self._pack_at = PACK_AT
-        else:
-            self._pack_at += PACK_AT
-
     def _pack(self) -> None:
         recent = self._recent
         if not recent:
             return
-        import numpy as np
-
         self._recent = []
         rows = np.frombuffer(struct.pack(f"{len(recent)}q", *recent), np.int64).reshape(-1, self._width)
         self._add_block([rows[:, field] for field in range(self._width)])
@@ -103,8 +122,6 @@ class Rows:
 
     def column(self, field: int) -> Column:
         """Return a column in 8 bytes per integer; the rows are kept."""
-        import numpy as np
-
         self._pack()
         column: Column = np.empty(self._num_packed, np.int64)
         end = 0
@@ -130,17 +147,6 @@ class Rows:
         self._sizes = []
         self._num_packed = 0
 
-    def numbers(self, field: int) -> list[int]:
-        """Return a column, without NumPy if the rows were added without it; the rows are kept."""
-        if not self._sizes:
-            return self._recent[field :: self._width]
-        column: list[int] = self.column(field).tolist()
-        return column
-
-    def to_lists(self) -> list[list[int]]:
-        """Return all columns, as `numbers` does."""
-        return [self.numbers(field) for field in range(self._width)]
-
     def __len__(self) -> int:
         return self._num_packed + len(self._recent) // self._width
 
@@ -152,8 +158,6 @@ def _made_again(width: int, near: dict[int, int], blocks: list[list[Packed]], si
 
 
 def _packed(column: Column) -> Packed:
-    import numpy as np
-
     low, high = int(column.min()), int(column.max())
     if low == high:
         return low, 1, 0, b""
@@ -169,8 +173,6 @@ def _packed(column: Column) -> Packed:
 
 
 def _unpacked(packed: Packed, num_rows: int) -> Column:
-    import numpy as np
-
     low, unit, size, content = packed
     if not size:
         return np.full(num_rows, low, np.int64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import fsum
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from kvarts.events import Event, LeapDone, PerStep, StepDone
 from kvarts.executor.mocker_formula import MockerTimes
-from kvarts.few import Few
 from kvarts.replaying import replay
 from kvarts.report import packed
 from kvarts.report.distributions import distribution_ms, exact_sum, weighted_distribution_ms
@@ -162,7 +160,7 @@ def assert_gaps_are_narrowed(log: StepLog) -> None:
         for first, end in ranges:
             wanted = [(time_ns, weight) for time_ns, weight in pairs if first <= time_ns < end]
             assert sorted(wanted) == [(time_ns, weight) for time_ns, weight in found if first <= time_ns < end]
-    distribution = weighted_distribution_ms(log.gap_numbers)
+    distribution = weighted_distribution_ms(log.gaps)
     narrowed = weighted_distribution_ms(log.gaps, within=log.gaps_within, extent=log.gap_extent(), most_sorted=0)
     assert narrowed == distribution
 
@@ -179,30 +177,24 @@ KINDS = st.tuples(
 class TestStepsByRule:
     @given(st.lists(KINDS, min_size=1, max_size=8))
     def test_are_as_listed_ones(self, kinds: list[tuple[int, int, int, int, list[tuple[int, int]]]]) -> None:
-        for as_arrays in (True, False):
-            packed.PACK_AT = 3 * BLOCK if as_arrays else 1 << 40
-            logs = [StepLog(NUM_PAGES), StepLog(NUM_PAGES)]
-            for log, events in zip(logs, made_leaps(kinds), strict=True):
-                log.__dict__["_is_short"] = not as_arrays
-                for event in events:
-                    log.observe([event])
-            found = [
-                (
-                    [[list(map(int, column)) for column in part] for part in log.gap_numbers()],
-                    [[list(map(int, column)) for column in part] for part in log.used_over_time()],
-                    list(map(int, log.numbers["duration_ns"])),
-                    len(log),
-                    log.end_ns,
-                )
-                for log in logs
-            ]
-            assert found[0] == found[1]
-            packed.PACK_AT = 3 * BLOCK
-            for log in logs[:as_arrays]:
-                assert_gaps_are_narrowed(log)
-            if as_arrays:
-                for name, column in logs[1].columns.items():
-                    assert logs[0].columns[name].tolist() == column.tolist(), name
+        logs = [StepLog(NUM_PAGES), StepLog(NUM_PAGES)]
+        for log, events in zip(logs, made_leaps(kinds), strict=True):
+            for event in events:
+                log.observe([event])
+        found = [
+            (
+                [[list(map(int, column)) for column in part] for part in log.gaps()],
+                [[list(map(int, column)) for column in part] for part in log.used_over_time()],
+                list(map(int, log.spans["duration_ns"])),
+                len(log),
+                log.end_ns,
+            )
+            for log in logs
+        ]
+        assert found[0] == found[1]
+        assert_gaps_are_narrowed(logs[0])
+        for name, column in logs[1].columns.items():
+            assert logs[0].columns[name].tolist() == column.tolist(), name
 
 
 class TestWeightedDistribution:
@@ -211,17 +203,11 @@ class TestWeightedDistribution:
             st.lists(st.tuples(st.integers(-(1 << 50), 1 << 50) | st.integers(0, 5), st.integers(0, 4)), max_size=20),
             max_size=5,
         ),
-        st.sets(st.integers(0, 4)),
     )
-    def test_is_that_of_each_value_as_often_as_its_weight_says(
-        self, pairs: list[list[tuple[int, int]]], few: set[int]
-    ) -> None:
-        def column(numbers: list[int], place: int) -> Any:
-            return Few(numbers) if place in few else np.array(numbers, np.int64)
-
+    def test_is_that_of_each_value_as_often_as_its_weight_says(self, pairs: list[list[tuple[int, int]]]) -> None:
         parts = [
-            (column([v for v, _ in part], place), column([w for _, w in part], place))
-            for place, part in enumerate(pairs)
+            (np.array([value for value, _ in part], np.int64), np.array([weight for _, weight in part], np.int64))
+            for part in pairs
         ]
         repeated = np.array([value for part in pairs for value, weight in part for _ in range(weight)], np.int64)
         expected = distribution_ms(repeated)
@@ -236,6 +222,6 @@ class TestExactSum:
     @given(st.lists(st.integers(-(1 << 60), 1 << 60), max_size=20), st.integers(0, 200))
     def test_is_that_of_each_number(self, numbers: list[int], times: int) -> None:
         whole = np.array(numbers * times, np.int64)
-        assert exact_sum(whole) == exact_sum(Few(whole.tolist())) == fsum(numbers * times)
+        assert exact_sum(whole) == fsum(numbers * times)
         parts = whole // 3 / 7
         assert exact_sum(parts) == fsum(parts.tolist())

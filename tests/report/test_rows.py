@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.columns import PACK_AT, Rows
+from kvarts.columns import Rows, narrowed
 from kvarts.events import Event, LeapDone, Preemption, StepDone
-from kvarts.few import narrowed
 from kvarts.limits import MOST_COUNT
 from kvarts.report.steps import StepLog
 
@@ -40,7 +36,7 @@ def test_columns_are_those_of_the_rows(
         rows._pack()
     expected = [[row[field] for batch in whole for row in batch] for field in range(3)]
     assert len(rows) == len(expected[0])
-    assert rows.to_lists() == expected
+    assert [rows.column(field).tolist() for field in range(3)] == expected
     sent: Rows = pickle.loads(pickle.dumps(rows))
     copied = Rows(3, near)
     copied.add_columns([sent.column(field) for field in range(3)])
@@ -66,7 +62,7 @@ def test_a_block_takes_the_bytes_of_its_distances(
     rows = Rows(2, near)
     rows.add_columns([np.array(first, np.int64), np.array(second, np.int64)])
     assert sum(len(content) for blocks in rows._blocks for *_, content in blocks) == 1000 * size
-    assert rows.to_lists() == [list(first), list(second)]
+    assert [rows.column(field).tolist() for field in range(2)] == [list(first), list(second)]
 
 
 COUNTS = st.one_of(st.integers(0, 3), st.integers(0, MOST_COUNT))
@@ -120,11 +116,9 @@ def test_spans_are_those_of_the_events(case: tuple[list[Event], list[dict[str, i
     events, expected = case
     log = StepLog(8)
     log.observe(events)
-    few = {name: list(log._few_of(name)) for name in SPANS}
     columns = {name: log.spans[name].tolist() for name in SPANS}
     for name in SPANS:
         assert columns[name] == [span[name] for span in expected], name
-        assert few[name] == columns[name], name
 
 
 @given(numbers=st.lists(NUMBERS))
@@ -133,20 +127,3 @@ def test_narrow_columns_keep_their_numbers(numbers: list[int]) -> None:
     assert narrowed(column).tolist() == numbers
     widest = max([-number - 1 if number < 0 else number for number in numbers], default=0)
     assert narrowed(column).dtype.itemsize == next(size for size in (1, 2, 4, 8) if widest < 1 << (8 * size - 1))
-
-
-def test_packed_rows_are_read_where_numpy_is_not_loaded(tmp_path: Path) -> None:
-    rows = Rows(2)
-    for number in range(PACK_AT):
-        rows.add((number, 1))
-    path = tmp_path / "rows"
-    path.write_bytes(pickle.dumps(rows))
-    script = (
-        "import pickle, sys\n"
-        "rows = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "assert 'numpy' not in sys.modules\n"
-        "assert rows.to_lists() == [list(range(len(rows))), [1] * len(rows)]\n"
-        "print(len(rows))"
-    )
-    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True, timeout=60)
-    assert int(done.stdout) == PACK_AT

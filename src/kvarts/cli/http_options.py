@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.options import INPUT, OUTPUT, GroupedOption
-from kvarts.cli.process import give_back_memory
+from kvarts.cli.process import collect_garbage
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_replaceable
 from kvarts.owners import check_key
@@ -306,7 +306,7 @@ def serve_http(
                 say=say if worker is None else worker.say,
             )
 
-    give_back_memory()
+    collect_garbage()
     # Reference counting frees most objects of a request; a collection in a burst of tokens would delay it. Objects
     # that live a little longer are freed only by full collections: with too few of them, memory grows for half an hour.
     gc.set_threshold(10_000, 5, 2)

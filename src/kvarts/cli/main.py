@@ -1,50 +1,31 @@
-"""`kvarts`: one command line, from its words to an exit code. The only place that turns errors into messages and codes.
+"""`kvarts`: one command line, from its words to an exit code.
 
-Simple command lines are read by `kvarts.cli.plain`, which costs little. All others are read by click.
+The only place that turns errors into messages and codes.
 """
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING
+import signal
 
-from kvarts.cli.plain import plain_call
+from kvarts.cli.commands import call_command
 from kvarts.cli.process import (
     ReaderGoneError,
     Terminated,
     end,
     guard_streams,
     handle_signals,
-    load_msgspec,
     say,
     signal_that_came,
 )
 from kvarts.errors import KvartsError, OutputError
 
-if TYPE_CHECKING:
-    import signal
-    from collections.abc import Sequence
-else:
-    import _signal as signal
-
 __all__ = ["main", "run", "run_main"]
-
-
-def _call(words: Sequence[str]) -> object:
-    """Run a command line."""
-    call = plain_call(words)
-    if call is not None:
-        return call()
-    load_msgspec()
-    from kvarts.cli.commands import call_command
-
-    return call_command()
 
 
 def main() -> int:
     """Run the command line in `sys.argv`; return the exit code."""
     try:
-        code = _call(sys.argv[1:])
+        code = call_command()
     except KeyboardInterrupt:
         return _failed("interrupted", 128 + signal.SIGINT)
     except Terminated as error:

@@ -16,38 +16,33 @@ import errno
 import gc
 import io
 import os
+import signal
 import sys
-import typing
 import warnings
 from _thread import LockType, allocate_lock, start_new_thread
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from time import monotonic
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvarts import __version__
 from kvarts.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
-    import signal
-
     from kvarts.sim.config import ReplayConfig
-else:
-    import _signal as signal
 
 __all__ = [
     "Progress",
     "ReaderGoneError",
     "ServesRuntime",
     "Terminated",
+    "collect_garbage",
     "end",
-    "give_back_memory",
     "guard_streams",
     "handle_signals",
     "hold_signals_back",
     "is_compiled",
-    "load_msgspec",
     "narrate",
     "need_grpc",
     "print_bytes",
@@ -59,15 +54,6 @@ __all__ = [
 ]
 
 STANDARD_STREAMS = (0, 1, 2)
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""Parameters of mallopt."""
-LARGE_BYTES = 128 * 1024
-KEPT_BYTES = 4 * 1024 * 1024
-"""Free memory at the end of the heap that is not returned to the system."""
-
-LATER = ("msgspec.inspect", "msgspec.toml", "msgspec.yaml", "platform", "textwrap")
-"""Modules that are imported with msgspec, but used by few commands or none."""
-
 _came: list[int] = []
 NARRATOR = "kvarts"
 SILENT_S = 2.0
@@ -120,25 +106,10 @@ class _Narration(io.FileIO):
             return len(data)
 
 
-def give_back_memory() -> None:
-    """Enable garbage collection and return freed memory, in commands that run for long.
-
-    The kvarts script disables the collector, for commands that end soon. Without torch, glibc is also set to return
-    each freed block of LARGE_BYTES or more to the system. By default it would come to keep blocks of up to 32 MiB,
-    pinned by small blocks between them: a server that has read many large requests would have several times the memory
-    that it uses. torch frees such blocks in every step and needs them in the next. Other allocators are not changed.
-    """
+def collect_garbage() -> None:
+    """Enable the garbage collector in commands that run for long; the kvarts script disables it."""
     gc.freeze()
     gc.enable()
-    if "torch" in sys.modules:
-        return
-    import ctypes
-
-    with suppress(AttributeError, OSError, TypeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
-        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-        mallopt(M_ARENA_MAX, 1)  # a heap per thread would keep memory that other threads need
 
 
 def guard_streams() -> None:
@@ -208,55 +179,6 @@ def hold_signals_back() -> Iterator[None]:
             signal.signal(number, handler)
         if came:
             signal.raise_signal(came[0])
-
-
-class _Later(ModuleType):
-    """Stands for a module, which is imported once one of its names is needed."""
-
-    def __getattr__(self, name: str) -> Any:
-        from importlib import import_module
-
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(import_module(self.__name__), name)
-
-
-def _compiled_expression(text: str, *_: Any) -> Any:
-    """Return the code of an expression, without `compile`."""
-    return eval(f"lambda: {text}").__code__
-
-
-def load_msgspec() -> None:
-    """Import msgspec, uninterrupted and without modules that it imports and no command needs at once.
-
-    While it is imported, msgspec ignores an error of its own import of `datetime`, also a KeyboardInterrupt; its first
-    conversion then dereferences a null pointer.
-
-    The modules in LATER are imported when they are used. If `typing_extensions` is installed, msgspec takes
-    `get_type_hints` and two names from there instead of from `typing`; they are equal. `uuid` asks `platform` for the
-    name of the system, and `datetime` makes all its classes in Python before it takes those of `_datetime`. msgspec
-    makes a ForwardRef to see whether that takes an argument, and the first `compile` of a process makes the classes of
-    all nodes of syntax trees. All this would take a sixth of a short replay's time. Later imports of these modules
-    import the modules themselves.
-    """
-    if "msgspec" in sys.modules:
-        return
-    others: dict[str, Any] = {name: _Later(name) for name in LATER}
-    others["platform"].system = lambda: os.uname().sysname
-    others["typing_extensions"] = None  # it cannot be imported
-    with suppress(ModuleNotFoundError):
-        others["datetime"] = __import__("_datetime")
-    others = {name: module for name, module in others.items() if name not in sys.modules}
-    with hold_signals_back():
-        sys.modules.update(others)
-        typing.compile = _compiled_expression  # type: ignore[attr-defined]
-        try:
-            import msgspec  # noqa: F401
-        finally:
-            del typing.compile  # type: ignore[attr-defined]
-            for name, module in others.items():
-                if sys.modules.get(name) is module:
-                    del sys.modules[name]
 
 
 def _note(number: int) -> None:
@@ -360,7 +282,7 @@ def tell_whole_pages(config: ReplayConfig, of: str = "the model") -> None:
 
 def narrate() -> None:
     """Send kvarts' log to standard error from now on: messages about long work, and warnings about a model."""
-    import logging  # only long commands have a log
+    import logging
 
     class Narrator(logging.Handler):
         """A log handler that prints kvarts' messages on standard error, in the form of a command's own lines."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from kvarts.cli.outputs import check_opening, write_run_page
 from kvarts.cli.process import Progress, is_compiled, say, tell_whole_pages
-from kvarts.files import PREFIX, SAMPLES, check_outputs
+from kvarts.files import PREFIX, SAMPLES, check_outputs, new_directory, read_toml
+from kvarts.replaying import replay
+from kvarts.report.run_directory import REPORT
 from kvarts.settings import Flags, Given, Section, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 from kvarts.traffic.settings import SECTION as TRAFFIC
 from kvarts.traffic.settings import load_given
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvarts.cli.parts import CommandPart, Outputs, ReplayRun
     from kvarts.traffic.trace import Trace
 
@@ -78,7 +79,7 @@ def all_sections() -> tuple[Section, ...]:
 
 def run_replay(
     given: Given,
-    trace: Path | str | None,
+    trace: Path | None,
     sections: Sequence[Section],
     parts: Sequence[CommandPart],
     places: dict[str, Any],
@@ -98,10 +99,7 @@ def run_replay(
     check_effects(set_by(given, sections))
     runs: list[ReplayRun | None] = []
     if parts:
-        from pathlib import Path
-
-        of_trace = None if trace is None else Path(trace)
-        runs += [part.run(given, of_trace, sections, places) for part in parts]
+        runs += [part.run(given, trace, sections, places) for part in parts]
     if trace is None and config_file is None:
         given = over_sample_settings(given, sections)
     run: ReplayRun = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections, parts)
@@ -111,18 +109,13 @@ def run_replay(
     with ExitStack() as stack:
         folder = None if run_dir is None else stack.enter_context(_new_directory(run_dir))
         if folder is None and html_file is not None:
-            from pathlib import Path
             from tempfile import TemporaryDirectory
 
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvarts-")))
         outputs = run.outputs({**places, "run_dir": folder, "html_file": html_file})
         if outputs.paths:
-            from pathlib import Path
-
             inputs = [path for path in (trace, config_file, *run.inputs, *paths_in(given)) if path is not None]
-            check_outputs(outputs.paths, map(Path, inputs), run_dir=run_dir)
-        from kvarts.replaying import replay
-
+            check_outputs(outputs.paths, inputs, run_dir=run_dir)
         traffic, traces = run.load()
         with outputs.observers() as observers_of, _progress(traces) as progress:
             begun_s = monotonic()
@@ -141,9 +134,6 @@ def run_replay(
 
 
 def _new_directory(run_dir: Path) -> AbstractContextManager[Path]:
-    from kvarts.files import new_directory
-    from kvarts.report.run_directory import REPORT
-
     return new_directory(run_dir, last=REPORT)
 
 
@@ -172,8 +162,6 @@ def set_by(given: Given, sections: Sequence[Section]) -> Callable[[str], bool]:
 
 def paths_in(given: Given) -> list[Path]:
     """Return the files that settings name: those of models and costs."""
-    from pathlib import Path
-
     keys = [key for key in ("model", "cost", *given.in_table("models")) if key in given]
     texts = [given[key] for key in keys if key.rpartition(".")[2] in ("model", "cost")]
     return [Path(text) for text in texts if isinstance(text, str)]
@@ -183,8 +171,6 @@ def read_settings(config_file: Path | None, sections: Sequence[Section]) -> Give
     """Return a file's settings. Raise ConfigError for an unknown key, MissingFileError and InputError for the file."""
     if config_file is None:
         return Given()
-    from kvarts.files import read_toml
-
     return given_in(read_toml(config_file, hint="Check the path of the configuration."), sections, config_file)
 
 

@@ -15,7 +15,7 @@ from kvarts.cli import (
 )
 from kvarts.cli.llm import MODEL_HELP, engine_options, engine_options_of, kv_groups_option
 from kvarts.cli.options import DIRECTORY, INPUT, WINDOW, Command, GroupedOption, grouped
-from kvarts.cli.process import ServesRuntime, give_back_memory, narrate, need_grpc
+from kvarts.cli.process import ServesRuntime, collect_garbage, narrate, need_grpc
 from kvarts.errors import ConfigError
 from kvarts.session.values import SessionSettings
 from kvarts.units import parse_bytes
@@ -146,7 +146,7 @@ async def _serve(
         click.echo(f"kvarts: listening on {address} for sessions over gRPC ({tls}, {token})", err=True)
 
     runtime = open_sessions(**settings)
-    give_back_memory()
+    collect_garbage()
     server = SessionServer(runtime, binding, owners=owners, max_message_bytes=max_message_bytes)
     async with AsyncExitStack() as stack:
         for door in beside:

@@ -16,7 +16,7 @@ import click
 import msgspec
 
 from kvarts.cli.options import OUTPUT, Command, grouped
-from kvarts.cli.process import give_back_memory, print_bytes, print_json
+from kvarts.cli.process import collect_garbage, print_bytes, print_json
 from kvarts.errors import ConfigError
 from kvarts.files import (
     check_writable,
@@ -88,7 +88,7 @@ def watch_command(endpoint: str, **values: Any) -> int:
     for name in FILES:
         if values[name] is not None:
             check_writable(values[name])
-    give_back_memory()
+    collect_garbage()
     notes: list[str] = []
     with ExitStack() as stack:
         journal = None

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from kvarts.few import arrays_pay
+import numpy as np
+import numpy.typing as npt
+
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.sched.plan import Batch, StepPlan, StepResult
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 __all__ = ["CostModel", "Executor", "VirtualExecutor", "are_many", "no_rotation", "whole_ns"]
 
 FEW_STEPS = 30
 """Below this many steps a Python loop is faster than NumPy's calls."""
-
-STEP_NUMBERS = 8
-"""What a step takes without NumPy, in numbers of a summary."""
 
 
 class Executor(Protocol):
@@ -61,7 +56,7 @@ class CostModel(Protocol):
 
 def are_many(num_steps: int) -> bool:
     """Return whether NumPy is faster than a loop for `num_steps` steps."""
-    return num_steps >= FEW_STEPS and arrays_pay(num_steps * STEP_NUMBERS)
+    return num_steps >= FEW_STEPS
 
 
 def whole_ns(ns: npt.NDArray[np.floating]) -> list[int]:
@@ -69,8 +64,6 @@ def whole_ns(ns: npt.NDArray[np.floating]) -> list[int]:
 
     Raise TooLateError if a step is longer than virtual time.
     """
-    import numpy as np
-
     if len(ns) and not (ns[0] <= LATEST_NS and ns[-1] <= LATEST_NS):
         raise TooLateError
     durations: list[int] = np.rint(ns, out=ns).astype(np.int64).tolist()

@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 
 from kvarts.errors import ConfigError
 from kvarts.executor.base import CostModel, are_many, whole_ns
@@ -74,8 +75,6 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
         if not are_many(num_steps):
             known = range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes)
             return [round((ms + self.context_token_ms * each) * 1e6) for each in known]
-        import numpy as np
-
         return whole_ns((ms + self.context_token_ms * (known_tokens + num_decodes * np.arange(num_steps))) * 1e6)
 
 

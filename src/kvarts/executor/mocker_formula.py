@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+import numpy as np
 from mypy_extensions import i64
 
 from kvarts.columns import Column
@@ -77,15 +78,11 @@ def mocker_decode_ns(num_decodes: int, known_tokens: int, pool_tokens: int, num_
                 u = 1.0
             durations.append(round((-25.74 * u * u + 54.01 * u + 5.74) * 1e6))
         return durations
-    import numpy as np
-
     return whole_ns(_many_ns(np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes), pool_tokens))
 
 
 def _many_ns(known_tokens: Column, pool_tokens: int) -> Column:
     """Return the durations, before they are rounded, of steps of decodes that know so many tokens in total."""
-    import numpy as np
-
     # In place, and in the order of the loops, so that all round identically.
     use = known_tokens / pool_tokens
     np.minimum(use, 1.0, out=use)
@@ -162,8 +159,6 @@ class MockerTimes(LeapTimes):
         self.last_ns = int(whole_ns)
 
     def _take_many(self, num_steps: int, within_ns: float) -> None:
-        import numpy as np
-
         known = np.arange(self.known_tokens, self.known_tokens + num_steps * self.num_decodes, self.num_decodes)
         ns = _many_ns(known, self.pool_tokens)
         np.rint(ns, out=ns)  # whole numbers below 2**53, so their sums are exact
@@ -201,8 +196,6 @@ class MockerTimes(LeapTimes):
 
     def of_steps_ns(self, known_tokens: Column) -> Column:
         """Return the durations of steps of this engine in which the decodes know so many tokens in total."""
-        import numpy as np
-
         ns = _many_ns(known_tokens, self.pool_tokens)
         whole: Column = np.rint(ns, out=ns).astype(np.int64)
         return whole

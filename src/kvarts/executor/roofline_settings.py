@@ -15,6 +15,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import numpy as np
 
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError, InputError, parts_of
@@ -194,8 +195,6 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     deviations: dict[str, Positive] = {}
 
     def __post_init__(self) -> None:
-        import numpy as np
-
         count = len(self.coefficients)
         check_whole(count, "uncertainty.coefficients", most=len(COEFFICIENTS))
         for name in self.coefficients:
@@ -226,8 +225,6 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         `names`: the coefficients that the steps of `case` depend on. The standard deviation of any result is the square
         root of the sum of squares of half the differences between the results of each move and of its opposite.
         """
-        import numpy as np
-
         names = [name for name in names if name in self.coefficients or name in SLOWER]
         places = [self.coefficients.index(name) if name in self.coefficients else None for name in names]
         known = np.array(self.covariance, np.float64)

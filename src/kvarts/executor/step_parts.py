@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from kvarts.executor.base import are_many, whole_ns
 from kvarts.sched.plan import Batch
 
@@ -256,8 +258,6 @@ class StepParts:
                 return [round((known * context_token_ms + fixed_ms) * 1e6) for known in each_known]
             per_step = self._tokens_per_step
             return [round((known * context_token_ms + fixed_ms) / per_step * 1e6) for known in each_known]
-        import numpy as np
-
         ms = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) * self.context_token_ms
         ms += fixed_ms
         if self._num_drafted:

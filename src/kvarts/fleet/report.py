@@ -112,7 +112,7 @@ class FleetReport(Report):
         return super()._memory() if self._are_alike else {}
 
     def _fleet(self) -> dict[str, Any]:
-        raw = self._request_log.numbers(in_order=False)
+        raw = self._request_log.as_ended
         waits = {}
         if any(pool.role != "mixed" for pool in self.config.pools):
             is_handed = (raw["status"] == COMPLETED) & (raw["held_ns"] > -1)

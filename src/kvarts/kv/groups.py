@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 from math import gcd
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from kvarts.config import StateMode
@@ -24,10 +26,6 @@ from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.pool import PageId
 from kvarts.limits import MOST_BYTES, MOST_LAYERS, check_whole
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 __all__ = [
     "STATE_SPAN",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
@@ -73,8 +74,6 @@ class Plan:
 
         Where KV groups are counted, it is interpolated between simulated sizes.
         """
-        import numpy as np
-
         curve = (self.values.get("groups") or self.values)["curve"]
         return float(np.interp(num_pages, curve["pages"], curve["hit_ratio"], left=0.0))
 

@@ -6,15 +6,14 @@ two.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
-from itertools import accumulate, chain, compress
+from functools import cached_property
+from itertools import chain
 from math import fsum
-from operator import mul
+
+import numpy as np
 
 from kvarts.columns import Column
-from kvarts.few import Few, Numbers, arrays_pay
 
 __all__ = [
     "MOST_SORTED",
@@ -43,7 +42,7 @@ MOST_EXACT = 1 << 53
 Distribution = dict[str, float | None]
 _NOTHING: Distribution = dict.fromkeys(("mean", *PERCENTILES, "max"))
 
-Parts = Iterable[tuple[Numbers, Numbers]]
+Parts = Iterable[tuple[Column, Column]]
 Ranges = Sequence[tuple[int, int]]
 
 
@@ -53,12 +52,12 @@ Extent = tuple[int, int, int, int]
 NOTHING: Extent = (0, 0, (1 << 63) - 1, -(1 << 63))
 
 
-def distribution_ms(values_ns: Numbers) -> Distribution:
+def distribution_ms(values_ns: Column) -> Distribution:
     """Return mean, percentiles and maximum in milliseconds."""
     return sorted_distribution_ms(values_ns.copy())
 
 
-def sorted_distribution_ms(values_ns: Numbers) -> Distribution:
+def sorted_distribution_ms(values_ns: Column) -> Distribution:
     """Return the same, and sort the times in place."""
     values_ns.sort()
     count = len(values_ns)
@@ -67,9 +66,9 @@ def sorted_distribution_ms(values_ns: Numbers) -> Distribution:
     return _named(exact_sum(values_ns) / count, [int(values_ns[rank]) for rank in _ranks(count)])
 
 
-def exact_sum(values: Numbers) -> float:
+def exact_sum(values: Column) -> float:
     """Return the exact sum as a float: no overflow, and independent of the order of addition."""
-    if isinstance(values, Few) or len(values) <= AT_ONCE:
+    if len(values) <= AT_ONCE:
         return fsum(values.tolist())
     starts = range(0, len(values), AT_ONCE)
     if values.dtype.kind == "i" and int(values.min()) > -MOST_EXACT and int(values.max()) < MOST_EXACT:
@@ -96,26 +95,14 @@ def weighted_distribution_ms(
         num_values += len(part[0])
         if num_values > most_sorted:
             del held
-            many = partial(_arrays, parts)
-            return _searched(many, partial(_arrays, within or (lambda _: parts())), extent or _extent(many))
+            return _searched(parts, within or (lambda _: parts()), extent or _extent(parts))
         held.append(part)
-    return _sorted(held) if arrays_pay(num_values) else _sorted_few(held)
+    return _sorted(held)
 
 
-def _arrays(parts: Callable[..., Parts], *ranges: Ranges) -> Parts:
-    """Yield `parts` of `ranges` as arrays: a short log of steps, one of many, may have too few numbers for arrays."""
-    import numpy as np
-
-    for part in parts(*ranges):
-        values_ns, weights = (
-            np.fromiter(each, np.int64, len(each)) if isinstance(each, Few) else each for each in part
-        )
-        yield values_ns, weights
-
-
-def dot(counts: Numbers, times_ns: Numbers) -> int:
+def dot(counts: Column, times_ns: Column) -> int:
     """Return the exact sum of products; a sum that might exceed 64 bits is computed in two parts."""
-    if isinstance(counts, Few) or int(counts.max(initial=0)) * int(times_ns.sum()) < 1 << 62:
+    if int(counts.max(initial=0)) * int(times_ns.sum()) < 1 << 62:
         return int(counts.dot(times_ns))
     high, low = times_ns // (1 << 20), times_ns % (1 << 20)
     return (int(counts.dot(high)) << 20) + int(counts.dot(low))
@@ -131,28 +118,8 @@ def _named(mean_ns: float, found_ns: list[int]) -> Distribution:
     return dict(zip(names, (ns / NS_PER_MS for ns in (mean_ns, *found_ns)), strict=True))
 
 
-def _sorted_few(parts: list[tuple[Numbers, Numbers]]) -> Distribution:
-    """Return the distribution of a few weighted values."""
-    values_ns: list[int] = []
-    weights: list[int] = []
-    for of_part, weights_of_part in parts:
-        values_ns += of_part.tolist()
-        weights += weights_of_part.tolist()
-    if not all(weights):
-        values_ns, weights = list(compress(values_ns, weights)), list(filter(None, weights))
-    if not values_ns:
-        return _NOTHING.copy()
-    total_ns = sum(map(mul, values_ns, weights))
-    order = sorted(range(len(values_ns)), key=values_ns.__getitem__)
-    ends = list(accumulate(map(weights.__getitem__, order)))
-    found = [values_ns[order[bisect_right(ends, rank)]] for rank in _ranks(ends[-1])]
-    return _named(total_ns / ends[-1], found)
-
-
 def _sorted(parts: list[tuple[Column, Column]]) -> Distribution:
     """Return the distribution of weighted values that fit in memory."""
-    import numpy as np
-
     empty = np.zeros(0, np.int64)
     values_ns, weights = (np.concatenate(columns) for columns in zip((empty, empty), *parts, strict=True))
     if not weights.all():
@@ -213,15 +180,11 @@ class _Bins:
     """Counts of values in equal parts of [low, high)."""
 
     def __init__(self, low: int, high: int) -> None:
-        import numpy as np
-
         self.low, self.high = low, high
         self.width = -(-(high - low) // NUM_BINS)
         self._counts = np.zeros(NUM_BINS, np.int64)
 
     def count(self, values_ns: Column, weights: Column) -> None:
-        import numpy as np
-
         is_in = (values_ns >= self.low) & (values_ns < self.high)
         if not is_in.any():
             return
@@ -233,8 +196,6 @@ class _Bins:
     @cached_property
     def ends(self) -> Column:
         """Cumulative counts up to the end of each part. Valid when all values are counted."""
-        import numpy as np
-
         return np.cumsum(self._counts)
 
 
@@ -252,8 +213,6 @@ class _Search:
 
     def narrow(self, bins: _Bins) -> None:
         """Continue in one part of the range of `bins`."""
-        import numpy as np
-
         at = int(np.searchsorted(bins.ends, self.rank, side="right"))
         self.rank -= int(bins.ends[at - 1]) if at else 0
         low = bins.low + at * bins.width

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from kvarts.columns import Column, append_packed
 
@@ -36,8 +37,6 @@ class _Narrow(msgspec.Struct, frozen=True, gc=False):
 
     def wide(self) -> Column:
         """Return them in 8 bytes each."""
-        import numpy as np
-
         return np.frombuffer(self.packed, self.width).astype(np.int64)
 
 
@@ -81,8 +80,6 @@ class PackedColumn:
         self.recent.clear()
 
     def _pack(self) -> None:
-        import numpy as np
-
         values = np.frombuffer(self._later, self._typecode)
         end = len(values) // BLOCK_STEPS * BLOCK_STEPS
         for start in range(0, end, BLOCK_STEPS):
@@ -91,11 +88,6 @@ class PackedColumn:
 
     def __len__(self) -> int:
         return len(self._blocks) * BLOCK_STEPS + len(self._later) + len(self.recent)
-
-    def to_list(self) -> list[int]:
-        """Return all integers. There must be no compressed blocks."""
-        assert not self._blocks
-        return [*self._later, *self.recent]
 
     def blocks(self) -> Iterator[Column]:
         """Return the integers in order, BLOCK_STEPS at a time, and the rest in the last block."""
@@ -109,29 +101,21 @@ class PackedColumn:
         """Return all integers as an array; without compressed blocks it shares the column's memory."""
         if not self._blocks:
             return self._all_later()
-        import numpy as np
-
         return np.concatenate([block.astype(self._typecode) for block in self.blocks()])
 
     def _all_later(self) -> Column:
-        import numpy as np
-
         if self.recent:
             self._keep_recent()
         return np.frombuffer(self._later, self._typecode)
 
 
 def _narrow(values: Column) -> _Narrow:
-    import numpy as np
-
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     width = next(width for width in _WIDTHS if np.iinfo(width).min <= low and high <= np.iinfo(width).max)
     return _Narrow(width, values.astype(width).tobytes())
 
 
 def _packed(values: Column) -> _Block:
-    import numpy as np
-
     # A sum of sums undoes this, also where a difference of large numbers exceeds 64 bits and wraps around.
     differences = np.diff(np.diff(values, prepend=0), prepend=0)
     narrow = differences.astype(np.int8)
@@ -145,8 +129,6 @@ def _packed(values: Column) -> _Block:
 
 
 def _unpacked(block: _Block) -> Column:
-    import numpy as np
-
     if not block.differences:
         return block.jumps.wide()
     import zlib

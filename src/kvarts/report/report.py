@@ -12,14 +12,14 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvarts.columns import Column, to_frame
 from kvarts.errors import ConfigError
 from kvarts.events import Blocked
-from kvarts.few import NEEDS_ARRAYS, Few, Numbers, arrays_pay, load_if_arrays_pay
 from kvarts.report.advice import Trials, advice
 from kvarts.report.distributions import (
-    MOST_SORTED,
     NS_PER_MS,
     Distribution,
     Extent,
@@ -32,14 +32,11 @@ from kvarts.report.distributions import (
 from kvarts.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.report.words import facts, plus_minus
-from kvarts.traffic.info import num_compared, working_set_pages
+from kvarts.traffic.info import working_set_pages
 from kvarts.traffic.trace import Trace
 from kvarts.units import as_percent
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from kvarts.config import Slo
     from kvarts.kv.transfer import TransferTotals
     from kvarts.report.run_directory import RunConfig
@@ -123,8 +120,6 @@ class Report:
         parts of each group are added. `blocked` is the reason why the head of the queue was not admitted: 0 nothing
         waits, 1 token budget, 2 pages, 3 sequence cap.
         """
-        import numpy as np
-
         logs = [log.columns for log in self.step_logs]
         raw = {name: np.concatenate([log[name] for log in logs]) for name in logs[0]}
         return {
@@ -203,13 +198,11 @@ class Report:
         """All results in one JSON-able value."""
         config = self.config
         num_steps = sum(map(len, self.step_logs))
-        num_numbers = self._request_log.num_numbers + 2 * num_steps + num_compared(self._trace)
-        load_if_arrays_pay(num_numbers if num_steps <= MOST_SORTED else NEEDS_ARRAYS)
-        raw = self._request_log.numbers(in_order=False)
+        raw = self._request_log.as_ended
         done = raw["status"] == COMPLETED
         are_all_done = done.all()
 
-        def completed(name: str) -> Numbers:
+        def completed(name: str) -> Column:
             """Return a column of the requests that have completed."""
             return raw[name] if are_all_done else raw[name][done]
 
@@ -304,8 +297,6 @@ class Report:
 
         It is `itl_ms`, with `upper_ms` of each bin, 2 % wide, and `counts`.
         """
-        import numpy as np
-
         upper_ms = 0.001 * 1.02 ** np.arange(1400)  # from a microsecond to ten days
         counts = np.zeros(len(upper_ms), np.int64)
         for values_ns, weights in self._gaps():
@@ -318,8 +309,6 @@ class Report:
 
     def requests_jsonl(self) -> bytes:
         """Return the requests as JSON lines, in arrival order; null for the time of an event that never happened."""
-        import numpy as np
-
         columns = []
         for column in self.requests.values():
             if not isinstance(column, np.ndarray):
@@ -338,25 +327,20 @@ class Report:
         """Return the gaps between a request's tokens, usually the duration of the step that produced the later one."""
         return weighted_distribution_ms(self._gaps, within=self._gaps_within, extent=self._gap_extent())
 
-    def _gaps(self) -> Iterator[tuple[Numbers, Numbers]]:
+    def _gaps(self) -> Iterator[tuple[Column, Column]]:
         """Return gaps in ns, and the number of requests with each, in batches."""
         for log in self.step_logs:
-            yield from log.gap_numbers()
+            yield from log.gaps()
             log.forget()
         yield from self._stall_gaps()
 
-    def _stall_gaps(self) -> Iterator[tuple[Numbers, Numbers]]:
+    def _stall_gaps(self) -> Iterator[tuple[Column, Column]]:
         num_stalls = len(self._stalls_ns)
         if not num_stalls:
             return
-        if not arrays_pay(num_stalls):
-            yield Few(self._stalls_ns), Few([1] * num_stalls)
-            return
-        import numpy as np
-
         yield np.asarray(self._stalls_ns, np.int64), np.ones(num_stalls, np.int32)
 
-    def _gaps_within(self, ranges: Ranges) -> Iterator[tuple[Numbers, Numbers]]:
+    def _gaps_within(self, ranges: Ranges) -> Iterator[tuple[Column, Column]]:
         for log in self.step_logs:
             yield from log.gaps_within(ranges)
             log.forget()
@@ -395,7 +379,7 @@ class Report:
             log.forget()
         return found
 
-    def _limits(self, latencies: Latencies, raw: Mapping[str, Numbers]) -> dict[str, Any]:
+    def _limits(self, latencies: Latencies, raw: Mapping[str, Column]) -> dict[str, Any]:
         """Return the causes of waiting, weighted by time.
 
         Requests that wait for a load wait for transfers. If others wait for pages or for a place, running and loading
@@ -441,7 +425,7 @@ class Report:
             )
         return said
 
-    def _cancelled(self, raw: Mapping[str, Numbers]) -> dict[str, Any]:
+    def _cancelled(self, raw: Mapping[str, Column]) -> dict[str, Any]:
         """Return the counts of requests that their clients cancelled; empty without any.
 
         Retries are requests themselves; `num_retries` counts them. `prompt_tokens` computed and `output_tokens`
@@ -462,11 +446,11 @@ class Report:
             },
         }
 
-    def _longest_rejected(self, raw: Mapping[str, Numbers]) -> dict[str, Any]:
+    def _longest_rejected(self, raw: Mapping[str, Column]) -> dict[str, Any]:
         """Return the tokens of the longest rejected request; empty without any."""
         if not int((raw["status"] == REJECTED).sum()):
             return {}
-        raw = self._request_log.numbers()  # of several that are equally long, the first that arrived counts
+        raw = self._request_log.columns  # of several that are equally long, the first that arrived counts
         sizes = zip(raw["status"].tolist(), raw["input_tokens"].tolist(), raw["output_tokens"].tolist(), strict=True)
         refused = [(num_input, num_output) for status, num_input, num_output in sizes if status == REJECTED]
         num_input, num_output = max(refused, key=sum)
@@ -494,7 +478,7 @@ class Report:
             )
         return {"block_bytes": memory["block_bytes"], "total_blocks": logs[0].num_pages, "kv_groups": groups}
 
-    def _replicas(self, raw: Mapping[str, Numbers], done: Numbers) -> list[dict[str, Any]]:
+    def _replicas(self, raw: Mapping[str, Column], done: Column) -> list[dict[str, Any]]:
         out = []
         replicas, input_of, cached_of = raw["replica"], raw["input_tokens"], raw["cached_tokens"]
         for replica, (log, totals) in enumerate(zip(self.step_logs, self._step_totals, strict=True)):
@@ -527,7 +511,7 @@ class Latencies(msgspec.Struct, frozen=True):
     num_good: int | None
 
 
-def latencies_of(read: Callable[[str], Numbers], slo: Slo) -> Latencies:
+def latencies_of(read: Callable[[str], Column], slo: Slo) -> Latencies:
     """Return the latencies of requests. `read` returns a new column of these by name; few are in memory at a time."""
     decode_ns = read("last_token_ns")
     decode_ns -= read("first_token_ns")
@@ -593,7 +577,7 @@ def totals_of(log: StepLog) -> StepTotals:
     for used, durations_ns in log.used_over_time():
         used_page_ns += dot(used, durations_ns)
         peak_used = max(peak_used, int(used.max()))
-    spans = log.numbers
+    spans = log.spans
     lasts_ns, blocked, running = spans["duration_ns"], spans["blocked"], spans["running"]
     num_loading, num_waiting = spans["loading"], spans["waiting"]
     peak_waiting = int(num_waiting.max(initial=0))
@@ -638,8 +622,6 @@ def _sums(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _ms(ns: Column) -> npt.NDArray[np.float64]:
-    import numpy as np
-
     ms = ns / NS_PER_MS
     ms[ns < 0] = np.nan
     return ms

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from kvarts.columns import Column, Rows
-from kvarts.few import Few, Numbers, ReadColumns, arrays_pay, narrowed
+import numpy as np
+
+from kvarts.columns import Column, ReadColumns, Rows, narrowed
 from kvarts.request import Request
 from kvarts.traffic.trace import TraceRequest
 
@@ -65,7 +66,6 @@ class RequestLog:
         self._place = place
         self._rows = Rows(len(self._fields), {place[name]: place[other] for name, other in _NEAR.items()})
         self._order: Column | None = None
-        self._few_order: list[int] = []
         self._largest_hit_counts = largest_hit_counts
         self._ids: dict[int, str] = {}
         self._reasons: dict[int, str] = {}
@@ -156,31 +156,13 @@ class RequestLog:
 
     def _in_order(self, name: str) -> Column:
         if self._order is None:
-            import numpy as np
-
             self._order = narrowed(np.argsort(self._rows.column(0)))
         return self._rows.column(self._place[name])[self._order]
 
     @property
-    def num_numbers(self) -> int:
-        """The numbers in all columns."""
-        return len(self._rows) * len(self._fields)
-
-    def numbers(self, *, in_order: bool = True) -> Mapping[str, Numbers]:
-        """Return `columns`, as Few if there are too few rows for arrays. Without `in_order` they need not be sorted."""
-        if arrays_pay(self.num_numbers):
-            return self.columns if in_order else ReadColumns(self._fields, self._as_ended)
-        return ReadColumns(self._fields, self._few_in_order if in_order else self._few_as_ended)
-
-    def _few_as_ended(self, name: str) -> Few:
-        return Few(self._rows.numbers(self._place[name]))
-
-    def _few_in_order(self, name: str) -> Few:
-        if len(self._few_order) != len(self._rows):
-            indexes = self._rows.numbers(0)
-            self._few_order = sorted(range(len(indexes)), key=indexes.__getitem__)
-        numbers = self._rows.numbers(self._place[name])
-        return Few([numbers[row] for row in self._few_order])
+    def as_ended(self) -> Mapping[str, Column]:
+        """`columns` in the order in which requests ended, in few bytes."""
+        return ReadColumns(self._fields, self._as_ended)
 
     def _as_ended(self, name: str) -> Column:
         column = self._rows.column(self._place[name])

@@ -7,16 +7,15 @@ where an event has one, and else per step. A StepLog computes the rest on demand
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, compress, islice
 from typing import Any, Final, cast
 
+import numpy as np
 from mypy_extensions import mypyc_attr
 
-from kvarts.columns import Rows
+from kvarts.columns import Column, Rows
 from kvarts.events import AtRest, Event, LeapDone, Preemption, StepDone
 from kvarts.events.steps import BLOCKED, StepRow
 from kvarts.executor.mocker_formula import MockerTimes
-from kvarts.few import Numbers
 from kvarts.report.packed import PackedColumn
 from kvarts.sched.wheel import PagesDue
 
@@ -74,13 +73,8 @@ _MADE_FIELDS = ("how", "blocked", "is_leap", "known_tokens", "num_steps", "decod
 """Those that `field_of` makes from `flags`."""
 
 
-def field_of(
-    name: str, read: Callable[[str], Numbers], where: Callable[[Numbers, Numbers, Numbers], Numbers]
-) -> Numbers:
-    """Return a column of HOW_FIELDS and SPAN_FIELDS, or another that is stored, from those that `read` returns by name.
-
-    `where`: returns the numbers of one column where another says so, and those of a third elsewhere.
-    """
+def field_of(name: str, read: Callable[[str], Column]) -> Column:
+    """Return a column of HOW_FIELDS and SPAN_FIELDS, or another stored one, from those that `read` returns by name."""
     if name == "admitted":
         return read("others") % PREEMPTED
     if name == "preempted":
@@ -97,10 +91,10 @@ def field_of(
     is_leap = flags & LEAP
     nothing = is_leap - is_leap
     if name == "known_tokens":
-        return where(is_leap, read("first"), nothing)
+        return np.where(is_leap, read("first"), nothing)
     if name == "num_steps":
-        return where(is_leap, read("second"), nothing + 1)
-    return where(is_leap, read("running"), read("first" if name == "decodes" else "second"))
+        return np.where(is_leap, read("second"), nothing + 1)
+    return np.where(is_leap, read("running"), read("first" if name == "decodes" else "second"))
 
 
 _STATE = (
@@ -292,53 +286,3 @@ class StepSpans:
 
     def __len__(self) -> int:
         return self._num_steps
-
-    def expanded(self, is_leap: list[int]) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Return the duration, the pages used and the decodes of each step, and the duration of each span, as lists.
-
-        `is_leap`: for each span, 0 if it is one step.
-        """
-        read, place = self._spans.numbers, self._stored_fields.index
-        took_ns, flags = read(place("took_ns")), read(place("flags"))
-        firsts, seconds = read(place("first")), read(place("second"))
-        used_before, running = read(place("used")), read(place("running"))
-        durations_ns: list[int] = []
-        used: list[int] = []
-        decodes: list[int] = []
-        lasts_ns = took_ns.copy()
-        listed_ns, listed_pages = iter(self._durations_ns.to_list()), iter(self._pages_taken.to_list())
-        due_spans, due_steps, due_pages = self._pages_due.to_lists()
-        due_spans.append(-1)
-        due = 0
-        begin = 0
-        for span in compress(range(len(flags)), is_leap):
-            if begin < span:  # spans of one step
-                durations_ns += took_ns[begin:span]
-                used += used_before[begin:span]
-                decodes += firsts[begin:span]
-            begin = span + 1
-            how, num_steps, num_decodes = flags[span], seconds[span], running[span]
-            if how & LISTED_TIMES:
-                each_ns = list(islice(listed_ns, num_steps))
-                durations_ns += each_ns
-                lasts_ns[span] = sum(each_ns)
-            elif num_steps == 1:
-                durations_ns.append(took_ns[span])
-            else:
-                assert self._rule is not None
-                durations_ns += self._rule.listed_ns(num_decodes, firsts[span], num_steps)
-            decodes += [num_decodes] * num_steps
-            if how & LISTED_PAGES or due_spans[due] == span:
-                taken = list(islice(listed_pages, num_steps)) if how & LISTED_PAGES else [0] * num_steps
-                while due_spans[due] == span:
-                    for step in range(due_steps[due], num_steps, self._period):
-                        taken[step] = due_pages[due]
-                    due += 1
-                taken[0] += used_before[span]
-                used += accumulate(taken)
-            else:
-                used += [used_before[span]] * num_steps
-        durations_ns += took_ns[begin:]
-        used += used_before[begin:]
-        decodes += firsts[begin:]
-        return durations_ns, used, decodes, lasts_ns

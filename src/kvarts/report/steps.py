@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import numpy as np
 
-from kvarts.columns import Column
+from kvarts.columns import Column, ReadColumns, narrowed
 from kvarts.executor.mocker_formula import MockerTimes
-from kvarts.few import Few, Numbers, ReadColumns, arrays_pay, narrowed
 from kvarts.report import packed
 from kvarts.report.distributions import NOTHING, Extent, Ranges, dot
-from kvarts.report.step_spans import HOW_FIELDS, LEAP, LISTED_PAGES, LISTED_TIMES, StepSpans, field_of
-
-if TYPE_CHECKING:
-    import numpy as np
+from kvarts.report.step_spans import HOW_FIELDS, LISTED_PAGES, LISTED_TIMES, StepSpans, field_of
 
 __all__ = ["Slab", "StepLog"]
 
@@ -34,8 +31,6 @@ class Slab(msgspec.Struct, frozen=True, gc=False):
 
     def of_steps(self, name: str, dtype: str | type[np.signedinteger[Any]] = "int64") -> Column:
         """Return a column of the spans with one row per step, for a value that is constant in a span."""
-        import numpy as np
-
         return np.repeat(self.spans[name].astype(dtype), self.num_steps)
 
 
@@ -51,11 +46,9 @@ class StepLog(StepSpans):
         return ReadColumns((*self._span_fields, "duration_ns"), self._of_spans)
 
     def _of_spans(self, name: str) -> Column:
-        import numpy as np
-
         if name == "duration_ns":
             return self._lasts_ns.astype(np.int64)
-        column: Column = field_of(name, self._stored, np.where)
+        column: Column = field_of(name, self._stored)
         return column
 
     def _stored(self, name: str) -> Column:
@@ -64,8 +57,6 @@ class StepLog(StepSpans):
     @cached_property
     def _lasts_ns(self) -> Column:
         """The duration of each span, in few bytes."""
-        import numpy as np
-
         took_ns = self._narrow["took_ns"].astype(np.int64)
         if (took_ns < 0).any():
             listed_ns = np.zeros(len(took_ns), np.int64)
@@ -84,16 +75,6 @@ class StepLog(StepSpans):
         for name in ("_lasts_ns", "_narrow", "_span_gaps", "_due_columns"):
             self.__dict__.pop(name, None)
 
-    def _few_of(self, name: str) -> Few:
-        """Return a column of the spans, if there are too few steps for arrays."""
-        if name == "duration_ns":
-            return Few(self._few_steps[3])
-        column: Few = field_of(name, self._few_stored, Few.where)
-        return column
-
-    def _few_stored(self, name: str) -> Few:
-        return Few(self._spans.numbers(self._stored_fields.index(name)))
-
     @cached_property
     def _due_columns(self) -> list[Column]:
         """The spans with pages that are due in some steps, those steps, and the pages, in few bytes."""
@@ -101,43 +82,14 @@ class StepLog(StepSpans):
 
     def _parts(self) -> Iterator[_Part]:
         """Return all steps in order, in blocks."""
-        import numpy as np
-
         ends = np.cumsum(self._narrow["num_steps"], dtype=np.int64)
         listed = _Listed(self._durations_ns.blocks()), _Listed(self._pages_taken.blocks())
         for first in range(0, len(self), packed.BLOCK_STEPS):
             yield _Part(self, ends, first, min(first + packed.BLOCK_STEPS, len(self)), *listed)
 
-    @cached_property
-    def _is_short(self) -> bool:
-        """Whether there are too few steps for arrays."""
-        return not self.num_groups and not arrays_pay(len(self))
-
-    @cached_property
-    def numbers(self) -> Mapping[str, Numbers]:
-        """`spans`, as Few if there are too few steps for arrays."""
-        return ReadColumns((*self._span_fields, "duration_ns"), self._few_of) if self._is_short else self.spans
-
-    @cached_property
-    def _few_steps(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """`expanded`, if there are too few steps for arrays."""
-        return self.expanded((self._few_stored("flags") & LEAP).tolist())
-
-    def used_over_time(self) -> Iterator[tuple[Numbers, Numbers]]:
+    def used_over_time(self) -> Iterator[tuple[Column, Column]]:
         """Return the pages used in each step, and its duration, in blocks of steps."""
-        if not self._is_short:
-            yield from ((used, durations_ns) for _, used, durations_ns in self._used_by_part())
-        elif len(self):
-            durations_ns, used, _, _ = self._few_steps
-            yield Few(used), Few(durations_ns)
-
-    def gap_numbers(self) -> Iterator[tuple[Numbers, Numbers]]:
-        """Return `gaps`, as Few if there are too few steps for arrays."""
-        if not self._is_short:
-            yield from self.gaps()
-        else:
-            durations_ns, _, decodes, _ = self._few_steps
-            yield Few(durations_ns), Few(decodes)
+        yield from ((used, durations_ns) for _, used, durations_ns in self._used_by_part())
 
     def slabs(self) -> Iterator[Slab]:
         """Return all steps in order, in blocks."""
@@ -148,8 +100,6 @@ class StepLog(StepSpans):
 
     def _used_by_part(self) -> Iterator[tuple[_Part, Column, Column]]:
         """Return all steps in order, in blocks: the pages used in each, and its duration."""
-        import numpy as np
-
         used_before, used_of_spans = 0, narrowed(self.spans["used"])
         of_each = self.of_each("used") if self.num_groups else None
         for part in self._parts():
@@ -167,27 +117,19 @@ class StepLog(StepSpans):
     @property
     def durations_ns(self) -> Column:
         """Duration of each step."""
-        import numpy as np
-
         return np.concatenate([np.zeros(0, np.int64), *(part.durations_ns() for part in self._parts())])
 
     def of_steps(self, name: str, dtype: str | type[np.signedinteger[Any]] = "int64") -> Column:
         """Return a column of the spans with one row per step, for a value that is constant in a span."""
-        import numpy as np
-
         return np.repeat(self.spans[name].astype(dtype), self.spans["num_steps"])
 
     def used(self) -> Column:
         """Return the pages used in each step."""
-        import numpy as np
-
         return np.concatenate([np.zeros(0, np.int64), *(slab.used for slab in self.slabs())])
 
     @property
     def starts_ns(self) -> Column:
         """Start time of each step."""
-        import numpy as np
-
         durations_ns = self.durations_ns
         elapsed = np.cumsum(durations_ns) - durations_ns
         if len(self):
@@ -201,8 +143,6 @@ class StepLog(StepSpans):
         These are the times between tokens, in batches, one per block. If a step has decodes, the previous step had them
         too.
         """
-        import numpy as np
-
         decodes = self._narrow["decodes"]
         for part in self._parts():
             yield part.durations_ns(), np.repeat(decodes[part.start : part.end].astype(np.int64), part.num_steps)
@@ -213,10 +153,8 @@ class StepLog(StepSpans):
 
         Durations by a rule do not fall from step to step.
         """
-        if self._is_short or ((self._narrow["how"] & LISTED_TIMES) != 0).any():
+        if ((self._narrow["how"] & LISTED_TIMES) != 0).any():
             return None
-        import numpy as np
-
         took_ns, num_steps = self._narrow["took_ns"], self._narrow["num_steps"]
         if self._rule is None:
             return took_ns, took_ns
@@ -230,8 +168,6 @@ class StepLog(StepSpans):
         """Return the extent of `gaps` if it is known without a pass over the steps."""
         if self._span_gaps is None:
             return None
-        import numpy as np
-
         firsts_ns, lasts_ns = self._span_gaps
         decodes, num_steps = (self._narrow[name].astype(np.int64) for name in ("decodes", "num_steps"))
         has_any = decodes > 0
@@ -241,13 +177,11 @@ class StepLog(StepSpans):
         total_ns = dot(decodes, self.spans["duration_ns"])
         return count, total_ns, int(firsts_ns[has_any].min()), int(lasts_ns[has_any].max())
 
-    def gaps_within(self, ranges: Ranges) -> Iterator[tuple[Numbers, Numbers]]:
+    def gaps_within(self, ranges: Ranges) -> Iterator[tuple[Column, Column]]:
         """Return all `gaps` in the ranges [low, high), and maybe others."""
         if self._span_gaps is None:
-            yield from self.gap_numbers()
+            yield from self.gaps()
             return
-        import numpy as np
-
         firsts_ns, lasts_ns = self._span_gaps
         narrow = self._narrow
         is_met = np.zeros(len(firsts_ns), bool)
@@ -274,13 +208,11 @@ class StepLog(StepSpans):
     @property
     def end_ns(self) -> int:
         """End time of the last step; 0 without steps."""
-        return int(self.numbers["start_ns"][-1] + self.numbers["duration_ns"][-1]) if len(self) else 0
+        return int(self.spans["start_ns"][-1] + self.spans["duration_ns"][-1]) if len(self) else 0
 
     @cached_property
     def _leap_columns(self) -> dict[str, Column]:
         """Columns that vary within leaps with KV groups, by name, one row per step of a leap."""
-        import numpy as np
-
         names = ("used", "cached", "released", *self.group_fields)
         is_leap = self.spans["is_leap"] != 0
         num_steps = self.spans["num_steps"][is_leap]
@@ -291,8 +223,6 @@ class StepLog(StepSpans):
 
     @cached_property
     def _is_of_leap(self) -> Column:
-        import numpy as np
-
         is_of_leap: Column = self.of_steps("is_leap", np.int8) != 0
         return is_of_leap
 
@@ -304,8 +234,6 @@ class StepLog(StepSpans):
 
     def cached(self) -> Column:
         """Return the pages cached in each step."""
-        import numpy as np
-
         if self.num_groups:
             return self.of_each("cached")
         # In a leap, cached pages are evicted only when the empty pages are used up.
@@ -318,8 +246,6 @@ class StepLog(StepSpans):
 
     def reserved(self) -> Column | None:
         """Return the pages that stay in use when no request runs, as of each step; None if this never happens."""
-        import numpy as np
-
         steps, num_pages = self._changes_of_reserved
         if not len(steps) and not self.rests["reserved"].any():
             return None
@@ -347,8 +273,6 @@ class StepLog(StepSpans):
 
     def released(self) -> Column:
         """Return the cumulative number of released pages at each step."""
-        import numpy as np
-
         if self.num_groups:
             return self.of_each("released")
         return np.repeat(self.spans["released"], self.spans["num_steps"])
@@ -364,22 +288,16 @@ class StepLog(StepSpans):
 
         A rest directly follows its step.
         """
-        import numpy as np
-
         return np.argsort(np.concatenate((np.arange(len(self)) * 2, self.rests["step"] * 2 + 1)), kind="stable")
 
     @staticmethod
     def _firsts(spans: Mapping[str, Column]) -> Column:
         """Return the number of each span's first step."""
-        import numpy as np
-
         return np.cumsum(spans["num_steps"]) - spans["num_steps"]
 
 
 def _by_rule(rule: MockerTimes, known_tokens: Column, decodes: Column, num_steps: Column) -> Column:
     """Return the durations of the steps of spans, whose decodes know `known_tokens` in the first of their steps."""
-    import numpy as np
-
     # Tokens rise by the decodes from step to step; at the first step of a span, by what leads there.
     begins = np.cumsum(num_steps) - num_steps
     rises = np.repeat(decodes, num_steps)
@@ -397,8 +315,6 @@ class _Listed:
 
     def take(self, count: int) -> Column:
         """Return the next `count` integers."""
-        import numpy as np
-
         parts = self._rest
         num_read = sum(map(len, parts))
         while num_read < count:
@@ -418,8 +334,6 @@ class _Part:
     def __init__(
         self, log: StepLog, ends: Column, first: int, last: int, listed_ns: _Listed, listed_pages: _Listed
     ) -> None:
-        import numpy as np
-
         self._log = log
         self._listed_ns = listed_ns
         self._listed_pages = listed_pages
@@ -438,14 +352,10 @@ class _Part:
 
     def _is_listed(self, flag: int) -> Column:
         """Return for each step whether the flag of its span is set."""
-        import numpy as np
-
         return np.repeat(self._of_spans("how") & flag != 0, self.num_steps)
 
     def durations_ns(self) -> Column:
         """Return the duration of each step."""
-        import numpy as np
-
         took_ns, rule = self._of_spans("took_ns"), self._log._rule
         is_single = self._of_spans("num_steps") == 1
         durations_ns: Column
@@ -463,8 +373,6 @@ class _Part:
 
     def pages_taken(self) -> Column:
         """Return the pages taken in each step."""
-        import numpy as np
-
         taken = np.zeros(self._size, np.int64)
         is_listed = self._is_listed(LISTED_PAGES)
         if is_listed.any():

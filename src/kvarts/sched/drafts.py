@@ -19,6 +19,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from kvarts.event_log import Tell
@@ -33,9 +35,6 @@ from kvarts.sched.running import Running
 from kvarts.sched.wheel import DecodeWheel
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     Tokens = npt.NDArray[np.uint64]
 else:
     Tokens = Any
@@ -141,8 +140,6 @@ class Drafts:
         taken, wheel = self._taken, self._wheel
         if not taken:
             return None
-        import numpy as np
-
         counts = [len(tokens) for _, tokens in taken]
         return DraftRows(
             np.repeat([request.row for request, _ in taken], counts),

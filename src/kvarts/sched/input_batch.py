@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from kvarts.content import UNIT_BYTES
 from kvarts.kv.pool import PageId
 from kvarts.request import Request
 from kvarts.sched.plan import Chunk, DecodeRows, Snapshot, StepResult
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from kvarts.kv.groups import PageTable
 
 __all__ = ["MOST_LATE", "InputBatch", "NewPage"]
@@ -50,8 +50,6 @@ class InputBatch:
     )
 
     def __init__(self, max_num_seqs: int, page_size: int, *, most_late: int = 0) -> None:
-        import numpy as np  # not imported for a replay, which has no batch of rows
-
         self.requests: list[Request | None] = [None] * max_num_seqs
         self._free_rows = list(range(max_num_seqs))
         heapify(self._free_rows)
@@ -83,8 +81,6 @@ class InputBatch:
 
     def chunk(self, request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
         """Return a chunk of `request` that names its row, tokens and page tables."""
-        import numpy as np
-
         own = request.own
         return Chunk(
             start,
@@ -126,8 +122,6 @@ class InputBatch:
 
     def append_all_sampled(self, requests: Sequence[Request], nums_known: Sequence[int], step: int) -> None:
         """Do the same as `append_sampled` for several requests, at about the cost of one."""
-        import numpy as np
-
         counts = [known - request.content.num_known_tokens for request, known in zip(requests, nums_known, strict=True)]
         most = max(counts, default=0)
         if most == 0:
@@ -150,8 +144,6 @@ class InputBatch:
         `with_new_page`: the requests that got a page for this step. `with_new_table`: those that bring their own pages,
         where these changed.
         """
-        import numpy as np
-
         rows = self._rows
         if rows is None:
             rows = self._rows = np.flatnonzero(self._decoding)

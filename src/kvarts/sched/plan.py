@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from kvarts.events import Preemption
 from kvarts.kv.pool import PageId
 from kvarts.sched.rows import DecodeRows, DraftRows, PageScores, Snapshot
 from kvarts.values import Value
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from kvarts.kv.groups import PageTable, SinkWindow
     from kvarts.kv.transfer import Transfer, TransferReport
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvarts.kv.pool import PageId
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from kvarts.kv.groups import PageTable
 
 __all__ = ["DecodeRows", "DraftRows", "PageScores", "Snapshot"]

@@ -8,9 +8,8 @@ Each call is parsed and passed to the runtime, and its answer is sent.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -230,9 +229,6 @@ OPTIONS = [
 WATCHERS_S = 0.5
 """Time for calls still open at shutdown, which watch the server's health, to learn of its end."""
 
-M_MMAP_THRESHOLD = -3
-"""Parameter of mallopt."""
-
 SERVICES = ("", CONTRACT, SERVICE)
 
 
@@ -326,22 +322,12 @@ class SessionServer:
             await self._server.stop(WATCHERS_S)
 
 
-def give_back_large_blocks() -> None:
-    """Make glibc return each freed block of a megabyte or more to the system at once.
-
-    By default, glibc keeps freed blocks of up to 32 MiB: in total, the peak of the largest messages held together.
-    """
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
-
-
 async def serve_until_signal(server: SessionServer, listening: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; call `listening` with the address once clients can connect.
 
     A second signal ends the process immediately.
     """
     stopping = asked_to_stop()
-    give_back_large_blocks()
     try:
         listening(await server.start())
         await stopping.wait()

@@ -8,6 +8,7 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import msgspec
+import numpy as np
 from msgspec import structs
 
 from kvarts.audit.auditor import expect_same
@@ -251,8 +252,6 @@ def _done_apart(
     trace: Trace, config: ReplayConfig, workers: int | None, on_progress: Callable[[int], object] | None
 ) -> tuple[RequestLog, _Done]:
     """Replay neighbouring replicas together, each group in one of several processes."""
-    import numpy as np
-
     from kvarts.processes import Processes, num_cores
 
     assert trace.requests is not None

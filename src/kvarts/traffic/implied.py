@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from kvarts.content import UNIT_BYTES
 from kvarts.errors import InputError
@@ -152,8 +153,6 @@ def _answered(request: TraceRequest, following: TraceRequest, unit_tokens: int, 
 
 def _shared_ids(requests: Sequence[TraceRequest]) -> set[int]:
     """Return the last ids of prompts that occur more than once in the trace."""
-    import numpy as np
-
     lasts = np.array([_last_id(request) for request in requests], np.uint64)
     ids = [request.units for request in requests if isinstance(request.units, bytes)]
     every = np.frombuffer(b"".join(ids), np.uint64)

@@ -8,16 +8,16 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import compress, groupby, islice, repeat
-from operator import and_, floordiv, mul, neg, not_, xor
+from itertools import groupby, islice, repeat
+from operator import floordiv, mul
 from sys import byteorder
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from kvarts.content import UNIT_BYTES
 from kvarts.errors import ConfigError
-from kvarts.few import arrays_pay
 from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace, TraceRequest, spell
 from kvarts.traffic.trace_request import Units
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvarts.traffic.workload import Workload
 
-__all__ = ["TraceInfo", "num_compared", "trace_info", "working_set_pages"]
+__all__ = ["TraceInfo", "trace_info", "working_set_pages"]
 
 PAGE_SIZE = 16
 SLAB = 20_000
@@ -36,8 +36,6 @@ SLAB = 20_000
 MOST_SPARSE = 4
 """Ids that are this many times as large as there are ids are not used as places of a table."""
 NO_ID, UNSEEN = -1, -2
-HEAD_BYTES = 128
-"""The first bytes of prompts, which are compared as integers, all at once: most prompts differ in them."""
 
 
 def working_set_pages(trace: Trace, page_size: int) -> int | None:
@@ -49,36 +47,25 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     requests = trace.requests
     if not requests:
         return None
-    are_many = arrays_pay(num_compared(trace))
-    if are_many:
-        num_pages = _pages_by_id(requests, trace.unit_tokens, page_size)
-        if num_pages is not None:
-            return num_pages
+    num_by_id = _pages_by_id(requests, trace.unit_tokens, page_size)
+    if num_by_id is not None:
+        return num_by_id
     # A sequence's last token is never computed.
     if isinstance(requests, RequestColumns):
         lengths = zip(requests.prompts, requests.outputs, strict=True)
         num_pages = sum((prompt + output - 1) // page_size for prompt, output in lengths)
         units, prompts, unit_bytes = requests.packed_ids(), requests.prompts.tolist(), requests.ids.itemsize
-        return num_pages - _num_shared(units, prompts, unit_bytes, trace.unit_tokens, page_size, are_many=are_many)
+        return num_pages - _num_shared(units, prompts, unit_bytes, trace.unit_tokens, page_size)
     num_pages = sum((request.num_prompt_tokens + request.num_output_tokens - 1) // page_size for request in requests)
     firsts = array("Q", (_first_unit(request.units) for request in requests))
     for members in _alike(firsts, [request.tenant for request in requests]):
         units = [spell(requests[index].units) for index in members]
         prompts = [requests[index].num_prompt_tokens for index in members]
-        are_many = arrays_pay(sum(map(len, units)) // UNIT_BYTES)
-        num_pages -= _num_shared(units, prompts, UNIT_BYTES, trace.unit_tokens, page_size, are_many=are_many)
+        num_pages -= _num_shared(units, prompts, UNIT_BYTES, trace.unit_tokens, page_size)
     return num_pages
 
 
-def num_compared(trace: Trace) -> int:
-    """Return how many numbers the working set of `trace` is counted from, or with units that are not listed, fewer."""
-    requests = trace.requests or ()
-    return len(requests.ids if isinstance(requests, RequestColumns) else requests)
-
-
-def _num_shared(
-    units: list[bytes], lengths: list[int], unit_bytes: int, unit_tokens: int, page_size: int, *, are_many: bool
-) -> int:
+def _num_shared(units: list[bytes], lengths: list[int], unit_bytes: int, unit_tokens: int, page_size: int) -> int:
     """Return how many pages prompts share with those before them, in order of content and length."""
     # The last unit may be partial, so equal units can be prompts of different lengths. Sorting is stable, so two sorts
     # suffice, and neither compares contents twice.
@@ -88,7 +75,7 @@ def _num_shared(
     for start in range(1, len(order), SLAB):
         slab = order[start - 1 : start + SLAB]
         prompts, pages = [units[place] for place in slab], [lengths[place] // page_size for place in slab]
-        common = _common_of_many(prompts, unit_bytes) if are_many else _common(prompts, unit_bytes)
+        common = _common(prompts, unit_bytes)
         in_common = map(floordiv, map(mul, common, repeat(unit_tokens)), repeat(page_size))
         num_shared += sum(map(min, in_common, pages, islice(pages, 1, None)))
     return num_shared
@@ -99,8 +86,6 @@ def _pages_by_id(requests: Sequence[TraceRequest], unit_tokens: int, page_size: 
 
     It has the pages that end in its last unit, as far as any of its prompts fills them. Return None for other ids.
     """
-    import numpy as np
-
     if isinstance(requests, RequestColumns):
         ids, ends = np.frombuffer(requests.ids, requests.ids.typecode), np.frombuffer(requests.ends, np.int64)
         prompts, outputs = (np.array(column, np.int64) for column in (requests.prompts, requests.outputs))
@@ -175,35 +160,7 @@ def _alike(firsts: array[int], tenants: Sequence[str | None]) -> Iterator[list[i
 
 
 def _common(prompts: list[bytes], unit_bytes: int) -> list[int]:
-    """Return the number of units that each prompt shares with the one before it.
-
-    It may be more if the shorter one ends there.
-    """
-    # As integers whose lowest bits are the first bytes, two prompts differ in the lowest set bit first.
-    heads = [int.from_bytes(prompt[:HEAD_BYTES], "little") for prompt in prompts]
-    differ = list(map(xor, heads, islice(heads, 1, None)))
-    ends = map(int.bit_length, map(and_, differ, map(neg, differ)))
-    common = [(end - 1 >> 3) // unit_bytes for end in ends]
-    for place in compress(range(len(common)), map(not_, differ)):
-        common[place] = _common_bytes(prompts[place], prompts[place + 1]) // unit_bytes
-    return common
-
-
-def _common_bytes(before: bytes, after: bytes) -> int:
-    """Return the number of bytes that both begin with."""
-    low, high = 0, min(len(before), len(after))
-    while low < high:  # at least `low` first bytes are equal, and at most `high`
-        middle = (low + high + 1) // 2
-        if before[low:middle] == after[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _common_of_many(prompts: list[bytes], unit_bytes: int) -> list[int]:
-    import numpy as np
-
+    """Return the number of units that each prompt shares with the one before it."""
     units = np.frombuffer(b"".join(prompts), f"u{unit_bytes}")
     num_units = np.fromiter(map(len, prompts), np.int64, len(prompts)) // unit_bytes
     # Align each prompt with the one before it, over their common length, and find the first difference.
@@ -253,8 +210,6 @@ def trace_info(traffic: Trace | Workload | Path | str) -> TraceInfo:
 
     Raise ConfigError for a trace without requests or a stream; InputError for a file.
     """
-    import numpy as np
-
     if isinstance(traffic, Trace):
         trace = traffic
     elif isinstance(traffic, str | os.PathLike):

@@ -6,14 +6,14 @@ for `unit_tokens` tokens each, or single tokens. This module is independent of t
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import le
 from typing import Any
 
+import numpy as np
+
 from kvarts.content import UNIT_BYTES, Content
-from kvarts.few import arrays_pay
 from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace_request import TraceRequest, Units
 from kvarts.units import as_duration
@@ -214,8 +214,4 @@ def spell(units: Units) -> bytes:
 
 
 def _spelled(ids: range) -> bytes:
-    if not arrays_pay(len(ids)):
-        return array("Q", ids).tobytes()
-    import numpy as np
-
     return np.arange(ids.start, ids.stop, dtype=np.uint64).tobytes()

@@ -6,16 +6,12 @@ tokens. Token ids only define which tokens are equal; they do not represent text
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
+import numpy as np
 
 from kvarts.errors import ConfigError
 from kvarts.limits import LATEST_NS, MOST_REQUESTS, MOST_SECONDS, MOST_SEED, TooLateError, check_number, check_whole
 from kvarts.traffic.trace import Trace, TraceRequest
-
-if TYPE_CHECKING:
-    import numpy as np
 
 __all__ = ["FixedLength", "Length", "LogNormalLength", "UniformLength", "Workload"]
 
@@ -67,8 +63,6 @@ class LogNormalLength(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
         """Return `count` lengths in tokens."""
-        import numpy as np
-
         drawn = np.rint(rng.lognormal(np.log(self.median), self.sigma, count))
         lengths: list[int] = np.clip(drawn, 1, self.high).astype(np.int64).tolist()
         return lengths
@@ -126,8 +120,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def trace(self) -> Trace:
         """Return the workload as a trace. The same seed gives the same trace."""
-        import numpy as np
-
         rng = np.random.Generator(np.random.PCG64(self.seed))
         num_turns = self.turns_per_session
         num_requests = self.num_sessions * num_turns
@@ -188,8 +180,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         self, rng: np.random.Generator, mean_s: float, count: int
     ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         if self.arrivals == "fixed":
-            import numpy as np
-
             return np.full(count, mean_s)
         return rng.exponential(mean_s, count)
 
