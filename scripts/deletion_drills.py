@@ -45,7 +45,6 @@ ROOMS = {
     "plan": ("plan",),
     "fleet": ("fleet", "openai_api/fleet"),
     "sharing": ("sharing", "openai_api/sharing"),
-    "workers": ("openai_api/workers",),
     "connect_vllm": ("connect/vllm",),
     "offload": ("offload",),
     "record": ("record",),

@@ -6,14 +6,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from kvarts.cli import (
     http_sessions,
     kv_events,
     mock_fleet,
     mock_sharing,
-    mock_workers,
 )
 from kvarts.cli.http_options import (
     address_of,
@@ -33,7 +31,7 @@ from kvarts.rooms import from_room
 from kvarts.settings import Given, given_by_flags
 
 if TYPE_CHECKING:
-    from kvarts.cli.http_options import DoorsBehind, OneOfSeveral
+    from kvarts.cli.http_options import DoorsBehind
     from kvarts.openai_api.opening import Opened
     from kvarts.openai_api.recordings import RecordedAnswers
 
@@ -89,7 +87,6 @@ def _options() -> list[click.Parameter]:
     options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options(), *failure_options()]
     options += kv_events.server_options()
     options += http_sessions.server_options()
-    options += mock_workers.server_options()
     options += mock_fleet.server_options()
     return options
 
@@ -141,10 +138,6 @@ def mock_command(**params: Any) -> None:
         recordings=_recordings(params),
         media=params["media"] or _family(given),
     )
-    worker: OneOfSeveral | None = None
-    worker = mock_workers.start_if_several(params, given, door.answers, address)
-    rank = 0 if worker is None else worker.rank
-    door = msgspec.structs.replace(door, rank=rank)
     readers_of: ReadersOf = ReadersOf()
     sources: list[dict[str, Any]] = []
     kv_groups: dict[str, list[dict[str, Any]]] = {}
@@ -153,7 +146,7 @@ def mock_command(**params: Any) -> None:
         # Declared apart from their calls: where a room is deleted, its call goes, and the name stays.
         fleet: DoorsBehind | None = None
         sharing: Opened | None = None
-        readers_of = kv_events.server_readers(stack, params, sources, kv_groups, rank=rank)
+        readers_of = kv_events.server_readers(stack, params, sources, kv_groups)
         fleet = mock_fleet.open_if_given(
             given, sections, params, door, model=str(given["model"]) if "model" in given else "mock", speedup=speedup,
             readers_of=readers_of, kv_groups=kv_groups,
@@ -168,8 +161,7 @@ def mock_command(**params: Any) -> None:
         else:
             asked = {"windows": "session_window"} if params["session_window"] else {}
             config = resolve_replay(given, sections, asked=asked)
-            if not rank:
-                tell_whole_pages(config)
+            tell_whole_pages(config)
             if "eviction" in given:
                 config = from_room("plan.policy", "with_policy", field="eviction")(config, given, None)
             name = str(given["model"]) if "model" in given else "mock"
@@ -182,7 +174,7 @@ def mock_command(**params: Any) -> None:
         if fleet is None:
             opened.routes.event_sources += sources
             http_sessions.open_sessions_of(opened, params, keys)
-        serve_http(opened, address, params, what=_told(opened), worker=worker, fleet=fleet)
+        serve_http(opened, address, params, what=_told(opened), fleet=fleet)
 
 
 def _family(given: Given) -> str:

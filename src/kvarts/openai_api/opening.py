@@ -218,8 +218,8 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
     failures. `is_recording`: record arrivals. `has_page`: serve the live page. `access_log`: log of requests.
     `answers`, `recordings`, `media`: of mocks, rules, records, and the family by which images and audio are counted.
-    `residency_share`: the share of KV blocks whose residency is measured; 0: none. `rank`: the rank of its engines
-    among those of several workers.
+    `residency_share`: the share of KV blocks whose residency is measured; 0: none. `rank`: the number of its
+    engine among the workers of a fleet.
     """
 
     names: tuple[str, ...] = ()

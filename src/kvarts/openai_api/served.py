@@ -199,7 +199,7 @@ class Served:
     ) -> None:
         self.host = host
         self.rank = rank
-        """The rank of the engine among those of several workers."""
+        """The number of the engine among the workers of a fleet, from 0."""
         self._media = media
         self.answers = answers
         self.sets_owners_apart = sets_owners_apart
