@@ -33,7 +33,6 @@ from kvarts.settings import Given, given_by_flags
 if TYPE_CHECKING:
     from kvarts.cli.http_options import DoorsBehind
     from kvarts.openai_api.opening import Opened
-    from kvarts.openai_api.recordings import RecordedAnswers
 
 __all__ = ["mock_command"]
 
@@ -79,10 +78,6 @@ def _options() -> list[click.Parameter]:
                       help="Its answers, as rules in a .toml or .json."),
         GroupedOption(["--media"], group="Mock", type=click.Choice(["openai", "qwen", "gemma", "claude"]),
                       help="Count images and audio as models of this family do. [by --model, else openai]"),
-        GroupedOption(["--recordings"], group="Mock", metavar="FILE", type=INPUT,
-                      help="Its answers, as recorded of a real server in a .jsonl; no others."),
-        GroupedOption(["--record-from"], group="Mock", metavar="URL",
-                      help="Ask the server at URL, with the key $KVARTS_RECORD_KEY, for what --recordings lacks."),
     ]  # fmt: skip
     options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options(), *failure_options()]
     options += kv_events.server_options()
@@ -135,7 +130,6 @@ def mock_command(**params: Any) -> None:
         seed=params["seed"],
         is_recording=params["record"] is not None,
         answers=() if params["answers"] is None else load_rules(params["answers"]),
-        recordings=_recordings(params),
         media=params["media"] or _family(given),
     )
     readers_of: ReadersOf = ReadersOf()
@@ -184,14 +178,6 @@ def _family(given: Given) -> str:
     from kvarts.openai_api.media import family_of
 
     return family_of(str(given["model"]))
-
-
-def _recordings(params: dict[str, Any]) -> RecordedAnswers | None:
-    if params["recordings"] is None and params["record_from"] is None:
-        return None
-    from kvarts.openai_api.recordings import open_recordings
-
-    return open_recordings(params["recordings"], params["record_from"])
 
 
 def _check_model(name: str) -> None:

@@ -27,7 +27,8 @@ from kvarts.openai_api.gate import Entry, Gate
 from kvarts.openai_api.kv_hints import with_parts
 from kvarts.openai_api.meter import BucketCounts, Meter
 from kvarts.openai_api.prompts import OPEN, Message, TextModel
-from kvarts.openai_api.recordings import ArrivalRecorder, ScriptedAnswer
+from kvarts.openai_api.recordings import ArrivalRecorder
+from kvarts.openai_api.scripted import ScriptedAnswer
 from kvarts.openai_api.words import NOTHING
 from kvarts.owners import ANYONE, Owner, Shares
 from kvarts.request import Request
