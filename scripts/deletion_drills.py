@@ -73,7 +73,7 @@ COMMANDS = {
     "fleet": ("mock_fleet",),
     "openai_api": ("http", "mock", "serve_model"),
     "plan": ("sweep",),
-    "session": ("serve_sessions", "sessions", "chat", "soak"),
+    "session": ("serve_sessions", "sessions", "soak"),
 }
 """Commands of a room under other names."""
 

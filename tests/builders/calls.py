@@ -48,7 +48,6 @@ class Call:
 
 CALLS: dict[str, Call] = {
     "calibrate": Call(("steps.jsonl", *ON), needs=HAS_SCIPY),
-    "chat": Call(("--address", "127.0.0.1:1"), code=2, needs=HAS_GRPC, prints=False),
     "compare": Call(("run", "measured.csv")),
     "generate": Call(("--model", "tiny", "--prompt", "a", "--max-tokens", "2"), needs=HAS_TORCH, is_slow=True),
     "model check": Call(("tiny", "--prompts", "1", "--max-tokens", "2"), needs=HAS_TORCH, is_slow=True),

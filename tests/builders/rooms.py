@@ -76,7 +76,6 @@ SPELLINGS = {
         "kvarts.session",
         "kvarts.client",
         "kvarts serve sessions",
-        "kvarts chat",
         "kvarts soak",
         "--session-",
         "[sessions]",

@@ -56,11 +56,7 @@ def valued(name: str) -> list[click.Parameter]:
     ]
 
 
-NAMES = [
-    name
-    for name, call in present(CALLS).items()
-    if not call.is_slow and name not in ("chat", "serve sessions", "watch")
-]
+NAMES = [name for name, call in present(CALLS).items() if not call.is_slow and name not in ("serve sessions", "watch")]
 
 
 def words(name: str, param: click.Parameter, value: str) -> list[str]:

@@ -27,7 +27,7 @@ OUTPUTS = [
 ]
 INPUTS = path_params("input")
 PATH_WORDS = {"FILE", "DIR", "OUT", "PATH", "FILE..."}
-NOT_OF_A_PATH = {"generate --model", "profile --model", "serve sessions --model", "chat --model", "serve model --model"}
+NOT_OF_A_PATH = {"generate --model", "profile --model", "serve sessions --model", "serve model --model"}
 """A directory, or a name: what reads it is not kvarts."""
 
 READ_AGAIN = {"soak --kv-timeline"}
