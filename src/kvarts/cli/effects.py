@@ -99,7 +99,7 @@ NEEDS = (
     Need(("--trace-block-size",), ("--prompts",), commands=("calibrate",)),
     Need(("--hold-out",), ("--points",), commands=("calibrate",)),
     Need(("--speedup",), ("--mock",), commands=("serve sessions",)),
-    Need(("--top-k", "--top-p", "--min-p"), ("--temperature",), commands=("generate", "profile", "chat")),
+    Need(("--top-k", "--top-p", "--min-p"), ("--temperature",), commands=("generate", "profile")),
     Need(("--startup-time",), ("--scaler",)),
     Need(("--open",), ("--html",)),
     Need(("--stop-tokens",), ("--async-scheduling", "--engine")),
@@ -112,15 +112,13 @@ NEEDS = (
 )
 
 MODES = (
-    Mode("plan", "--share", keeps=("--share", "--kv-memory", "--page-size", "--json", "--config", *READING)),
-    Mode("plan", "--sample", keeps=("--sample", "--at", "--page-size", "--json", "--config", *READING)),
     Mode("plan", "--users", drops=("--at", "--outputs", "--policy", "--league", "--price", "--cost-error",
                                    "--curves-only", "--concurrency", "--speedup")),
     Mode("plan", "--routers", drops=("--at", "--outputs", "--policy", "--league", "--price", "--cost-error", "--users",
                                      "--slo-share", "--curves-only", "--router", "--router-staleness",
                                      "--router-event-lag", "--html", "--open", "--plot"), unless="--gpus"),
     Mode("plan", "--gpus", drops=("--at", "--outputs", "--policy", "--league", "--price", "--cost-error", "--users",
-                                  "--curves-only", "--router-ages", "--eviction", "--sample", "--share")),
+                                  "--curves-only", "--router-ages", "--eviction")),
     Mode("plan", "--curves-only", keeps=("--at", "--outputs", "--policy", "--league", *REPLAYED_ON, *PLAN_RESULTS)),
     Mode("plan", NO_REPLAY, keeps=("--at", "--outputs", "--policy", "--league", "--curves-only", *PLAN_RESULTS),
          why="has no effect: nothing is replayed", hint="Give --model and --device, or --cost."),
