@@ -100,7 +100,6 @@ def _value(flag: str, param: object) -> str:
         ("replay --open", "--open: has no effect without --html"),
         ("replay --kv-events-topic x", "--kv-events-topic: has no effect without --kv-events"),
         ("model show llama-3.1-8b --memory-fraction 0.5", "--memory-fraction: has no effect without --device"),
-        ("soak --judge x --duration 3", "--duration: has no effect with --judge"),
         ("soak --virtual --server-pid 1", "--server-pid: has no effect without --address"),
         ("serve sessions --mock --dtype float32", "--dtype: has no effect with --mock"),
         ("calibrate --design --time-unit ms", "--time-unit: has no effect with --design"),

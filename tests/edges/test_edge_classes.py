@@ -25,7 +25,6 @@ ALSO = {
     "mock": ("--host", "127.0.0.1", "--port", "0"),
     "plan": ("--slo-ttft-ms", "300"),
     "serve sessions": ("--mock", "--bind", "nowhere"),
-    "soak": ("--virtual", "--duration", "1m"),
     "watch": ("tcp://127.0.0.1:1", "--duration", "0.1"),
 }
 """What goes before a value, where the call of the table is another mode."""

@@ -215,7 +215,6 @@ def test_run_directories(name: str, kept: Path, at: int, cut: int, noise: bytes,
     [
         ("measured.csv", ["compare", "run", "measured.csv"]),
         ("series.csv", ["compare", "run", "measured.csv", "--series", "series.csv"]),
-        ("soak.json", ["soak", "--judge", "soak.json", "--page", "x.html"]),
         ("config.json", ["model", "show", "config.json"]),
     ],
 )

@@ -64,8 +64,6 @@ def words(name: str, param: click.Parameter, value: str) -> list[str]:
     arguments = [*name.split(), *here, param.opts[0], value]
     if param.opts[0] in VALUES:
         arguments += ["--host-pages", "5"]
-    if name == "soak":
-        arguments = ["soak", "--virtual", "--duration", "2m", param.opts[0], value]
     return arguments
 
 

@@ -149,7 +149,7 @@ COMMON = {
         "--bind",
         "--http",
     ),
-    "soak": ("--address", "--virtual", "--judge", "--duration", "--sessions", "--json", "--page"),
+    "soak": ("--address", "--virtual", "--duration", "--sessions", "--json", "--page"),
 }
 """The options that `-h` lists for commands with many options; `--help-all` lists all."""
 
