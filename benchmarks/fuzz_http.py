@@ -1,13 +1,12 @@
 """Random bodies, heads and schemas at the HTTP door of a mock: does it stay up, small and quick for everybody else?
 
-    python benchmarks/fuzz_http.py [--minutes 60] [--seed 0] [--clients 4] [--pause-s 0] [--recordings]
+    python benchmarks/fuzz_http.py [--minutes 60] [--seed 0] [--clients 4] [--pause-s 0]
 
 Starts `kvarts mock` with three owners and every law of page accounting checked after every step (--audit). Some clients
 send what they make up: JSON with fields of any type and size, schemas that refer to themselves and to each other, bytes
 cut out of and put into good requests, images and audio with torn heads, heads that are long, many, torn or nonsense,
 bodies that stop half-way, the wrong keys, and everything at once. One client, which is in a process of its own, asks
-for three tokens fifty times a second. With --recordings the mock records the answers of another mock, which fails every
-seventh time.
+for three tokens fifty times a second.
 
 The server is watched from outside: its memory (VmHWM) may grow by 200 MB, the wait of the other client by the 99th
 percentile of each minute may be half a second, every answer is a status that the door knows, with an envelope, and at
@@ -375,7 +374,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--pause-s", type=float, default=0.0, help="after each request of a client")
-    parser.add_argument("--recordings", action="store_true", help="record the answers of another mock")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         keys, admin = Path(directory, "keys"), Path(directory, "admin")
@@ -386,9 +384,6 @@ def main() -> int:
             "--max-seqs", "64", "--max-queued", "256", "--audit", "--kv-cache-metrics", "--api-key-file", str(keys),
             "--admin-key-file", str(admin),
         ]  # fmt: skip
-        if arguments.recordings:
-            real = _started([*command[:4], "--port", "0", "--fail", "every 7th: 503", "--max-queued", "256"], stack)
-            command += ["--recordings", str(Path(directory, "answers.jsonl")), "--record-from", _url_of(real) + "/v1"]
         return _run(_started(command, stack), arguments)
 
 
@@ -397,15 +392,6 @@ def _started(command: list[str], stack: ExitStack) -> subprocess.Popen[str]:
     stack.callback(server.wait)
     stack.callback(server.kill)
     return server
-
-
-def _url_of(server: subprocess.Popen[str]) -> str:
-    assert server.stderr is not None
-    said = server.stderr.readline()
-    found = re.search(r"http://[\d.:]+", said)
-    assert found is not None, said
-    threading.Thread(target=server.stderr.read, daemon=True).start()
-    return found[0]
 
 
 def _run(server: subprocess.Popen[str], arguments: argparse.Namespace) -> int:

@@ -2,16 +2,15 @@
 
     python benchmarks/serve_streams.py --streams 256 --tokens 200            # as fast as it goes
     python benchmarks/serve_streams.py --streams 256 --tokens 250 --step-ms 20   # at 20 ms a token
-    python benchmarks/serve_streams.py --streams 256 --tokens 200 --workers 2 --clients 2
+    python benchmarks/serve_streams.py --streams 256 --tokens 200 --clients 2
 
 The server is `kvarts mock` in a process of its own, on the first core; the client, plain asyncio that counts events, is
 this process, on the last one. Without `--step-ms`, a step costs 1 us, so the server is never idle. Tokens a second are
 told by the wall clock and by the server's CPU time: on a machine that does other things as well, only the second says
-what one core could do. With `--workers`, nothing is pinned, the CPU time is that of all workers, and
-`events_per_s_of_cores` is what they would do with a core each; `--clients` processes read the streams. With `--step-
-ms`, a token's time is that from the one before it in its stream, and its error is against the cost model: when the
-system has it at the client's socket (`came`), and when the client has read it (`read`), since a client of 256 streams
-is late as well. What the server says of itself is beside it: how long after the end of its step each token was written.
+what one core could do. `--clients` processes read the streams. With `--step-ms`, a token's time is that from the one
+before it in its stream, and its error is against the cost model: when the system has it at the client's socket
+(`came`), and when the client has read it (`read`), since a client of 256 streams is late as well. What the server says
+of itself is beside it: how long after the end of its step each token was written.
 Prints JSON.
 """
 
@@ -37,13 +36,7 @@ SO_TIMESTAMPNS = 35
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds that a process and its living children have used, in all their threads."""
-    with open(f"/proc/{pid}/task/{pid}/children") as file:  # noqa: PTH123
-        children = [int(child) for child in file.read().split()]
-    return _own_cpu_s(pid) + sum(map(_own_cpu_s, children))
-
-
-def _own_cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used, in all its threads."""
     with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / CLOCK_HZ
@@ -161,16 +154,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--step-ms", type=float)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=1, help="of the mock")
     parser.add_argument("--clients", type=int, default=1, help="processes that read, without --step-ms")
     parser.add_argument("--no-pin", action="store_true", help="leave cores to the system")
     arguments = parser.parse_args()
     step_ms = arguments.step_ms or 0.001
     command = [sys.executable, "-m", "kvarts", "mock", "--port", "0", "--cost", f"linear:step_ms={step_ms}"]
     command += ["--pages", str(arguments.streams * (arguments.tokens // 16 + 4)), "--max-seqs", str(arguments.streams)]
-    command += ["--workers", str(arguments.workers)]
     cores = sorted(os.sched_getaffinity(0))
-    if not arguments.no_pin and arguments.workers == 1:
+    if not arguments.no_pin:
         command = ["taskset", "-c", str(cores[0]), *command]
         os.sched_setaffinity(0, {cores[-1]})
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -205,7 +196,6 @@ def main() -> None:
                 "events_per_s": round(num_events / wall_s),
                 "server_cpu_s": round(used_s, 3),
                 "events_per_cpu_s": round(num_events / used_s),
-                "events_per_s_of_cores": round(arguments.workers * num_events / used_s),
                 "cpu_us_per_event": round(used_s / num_events * 1e6, 2),
                 "cpu_share": round(used_s / wall_s, 3),
             }

@@ -43,7 +43,6 @@ class Call:
 
 CALLS: dict[str, Call] = {
     "calibrate": Call(("steps.jsonl", *ON), needs=HAS_SCIPY),
-    "chat": Call(("--address", "127.0.0.1:1"), code=2, needs=HAS_GRPC, prints=False),
     "compare": Call(("run", "measured.csv")),
     "generate": Call(("--model", "tiny", "--prompt", "a", "--max-tokens", "2"), needs=HAS_TORCH, is_slow=True),
     "model check": Call(("tiny", "--prompts", "1", "--max-tokens", "2"), needs=HAS_TORCH, is_slow=True),
@@ -59,7 +58,7 @@ CALLS: dict[str, Call] = {
     "mock": Call(("--host", "0.0.0.0"), code=2, prints=False),
     "serve model": Call(("--model", "nowhere", "--host", "0.0.0.0"), code=2, prints=False),
     "serve sessions": Call(("--mock", "--bind", "nowhere"), code=2, needs=HAS_GRPC, prints=False),
-    "soak": Call(("--judge", "soak.json"), code=6),
+    "soak": Call(("--virtual", "--duration", "1m"), code=6),
     "story": Call(("run", "--hits")),
     "sweep": Call(("sweep.toml", "-o", "swept", "--workers", "1")),
     "trace anonymize": Call(("trace.jsonl",)),
@@ -154,9 +153,6 @@ def make_files(folder: Path, run: Callable[[Sequence[object]], int]) -> None:
         {**step, "duration_ns": 10**7 + place * 1000, "decode_known_tokens": 100 * place + 4} for place in range(6)
     ]
     (folder / "steps.jsonl").write_text("".join(json.dumps(each) + "\n" for each in steps))
-    plan = {"target": "virtual", "duration_s": 60.0}
-    record = {"plan": plan, "samples": [], "duration_s": 1.0, "ended_by": "stopped"}
-    (folder / "soak.json").write_text(json.dumps({"version": 1, "verdict": {}, "record": record}))
     assert run(["replay", "trace.jsonl", "--run-dir", "run", "--timeline", "timeline.json", "--json"]) == 0
     lines = ["request_id,arrival,first_token,last_token,prompt_tokens,output_tokens"]
     for line in (folder / "run" / "requests.jsonl").read_text().splitlines():

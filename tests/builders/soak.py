@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
+from kvarts.sampling import SamplingParams
 from kvarts.session.soak.run import Sample, SoakPlan, SoakRecord
-from kvarts.session.soak.target import Reading
 from kvarts.session.values import (
     Done,
+    SessionInfo,
     SessionNotReadyError,
     SessionSettings,
     StopReason,
@@ -51,7 +52,7 @@ class FakeTarget:
         self,
         *,
         itl_s: Callable[[int], float] = lambda _: 0.01,
-        reading: Callable[[Reading, int], Reading] = lambda reading, _: reading,
+        reading: Callable[[SessionInfo, int], SessionInfo] = lambda reading, _: reading,
         rss: Callable[[int], int | None] = lambda _: None,
         fails_at: int | None = None,
         error: Exception | None = None,
@@ -81,28 +82,39 @@ class FakeTarget:
         self.is_closed[session_id] = False
         return session_id
 
-    async def append(self, session_id: str, tokens: Sequence[int], expected_length: int) -> int:
+    async def append(self, session_id: str, tokens: Sequence[int], *, expected_length: int) -> int:
         if self.lengths[session_id] != expected_length:
             raise SessionNotReadyError("another length")
         self.lengths[session_id] += len(tokens)
         return self.lengths[session_id]
 
-    async def generate(self, session_id: str, max_tokens: int) -> AsyncGenerator[Update, None]:
+    async def generate(self, session_id: str, params: SamplingParams) -> AsyncGenerator[Update, None]:
         self.num_generations += 1
         if self.num_generations == self._fails_at:
             raise self._error
-        for number in range(max_tokens):
+        for number in range(params.max_tokens):
             await asyncio.sleep(0)
             self.time_s += self._itl_s(self.num_generations)
             self.lengths[session_id] += 1
             yield Token(number)
-        yield Done(StopReason.MAX_TOKENS, max_tokens, 0.0, 0.0)
+        yield Done(StopReason.MAX_TOKENS, params.max_tokens, 0.0, 0.0)
 
-    async def read(self, session_id: str) -> Reading:
+    async def info(self, session_id: str) -> SessionInfo:
         assert self._settings is not None
         length = self.lengths[session_id]
         live = BYTES_PER_TOKEN * self._settings.num_retained(length)
-        reading = Reading(
+        info = SessionInfo(
+            session_id=session_id,
+            label="",
+            settings=self._settings,
+            state="idle",
+            num_retained=0,
+            num_dropped=0,
+            kv_peak_bytes=0,
+            idle_s=0.0,
+            num_turns=0,
+            num_computed_tokens=0,
+            restored=None,
             history_length=length,
             kv_live_bytes=live,
             kv_allocated_bytes=live + 16 * BYTES_PER_TOKEN,
@@ -110,7 +122,7 @@ class FakeTarget:
             inv1_violations=0,
             inv2_violations=0,
         )
-        return self._reading(reading, self.num_generations)
+        return self._reading(info, self.num_generations)
 
     async def close(self, session_id: str) -> int:
         self.is_closed[session_id] = True

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,6 @@ from kvarts.calibrate.design import MOST_STEPS
 from kvarts.connect.sockets import EngineStream
 from kvarts.errors import ConfigError
 from kvarts.plan.sweep import MOST_POINTS
-from kvarts.session.soak.run import load_record
-
-from builders.server_process import kvarts_process
 
 SESSIONS = ("serve", "sessions", "--mock", "--bind", "127.0.0.1:0")
 WATCH = ("watch", "--duration", "0.1")
@@ -37,30 +31,15 @@ WATCH = ("watch", "--duration", "0.1")
         ((*WATCH, "tcp://127.0.0.1:5557", "--metrics", "x"), 2, "is not a URL of HTTP"),
         ((*WATCH, "tcp://127.0.0.1:5557", "--metrics", "file:///etc/passwd"), 2, "is not a URL of HTTP"),
         ((*WATCH, "tcp://127.0.0.1:5557", "--topic", "\udcff"), 2, "topic: is not text in UTF-8"),
-        (("chat", "--model", "/nope"), 3, "/nope: no such directory"),
         (("mock", "--port", "0", "--fail", f"first {'9' * 5000}: 429"), 2, "names no requests"),
     ],
 )  # fmt: skip
 def test_values_that_cannot_be(
     arguments: tuple[str, ...], code: int, says: str, run_command: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if arguments[0] == "chat":
-        pytest.importorskip("transformers", reason="needs kvarts[torch]")
     assert run_command(*arguments) == code
     error = capsys.readouterr().err
     assert says in error and len(error) < 1000
-
-
-def test_a_chat_given_bytes_that_are_no_text_says_so() -> None:
-    with kvarts_process(*SESSIONS, "--speedup", "1000") as server:
-        address = server.wait_for(r"listening on (\S+) for")[1]
-        done = subprocess.run(
-            [sys.executable, "-m", "kvarts", "chat", "--address", address],
-            input=b"hello\n\xff\n", capture_output=True, timeout=60,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, check=False,
-        )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert b"is not text in UTF-8" in done.stderr and b"Traceback" not in done.stderr
 
 
 def test_points_of_a_sweep_are_counted_before_they_are_made(
@@ -83,15 +62,6 @@ def test_steps_of_a_design_are_counted_before_they_are_replayed(
     assert run_command("calibrate", "--design", *on, "--max-batched-tokens", "1", "--max-seqs", "1") == 2
     assert time.perf_counter() - begin < 5.0
     assert f"steps, and {MOST_STEPS:,} are replayed at most" in capsys.readouterr().err
-
-
-def test_a_soak_of_negative_length_is_not_judged(run_command: Any, tmp_path: Path) -> None:
-    path = tmp_path / "soak.json"
-    assert run_command("soak", "--virtual", "--duration", "1m", "--json", str(path)) in (0, 6)
-    text = path.read_text()
-    assert '"duration_s":60.0,"ended_by"' in text and load_record(path).duration_s == 60.0
-    path.write_text(text.replace('"duration_s":60.0,"ended_by"', '"duration_s":-1,"ended_by"'))
-    assert run_command("soak", "--judge", str(path)) == 4
 
 
 def test_a_stream_refuses_what_the_command_does() -> None:

@@ -43,11 +43,11 @@ OF_PLAN = [
     flag
     for param in (EVERY["plan"].params if "plan" in EVERY else [])
     for flag in param.opts
-    if flag.startswith("--") and flag not in {"--share", "--sample", "--users", "--curves-only"}
+    if flag.startswith("--") and flag not in {"--users", "--curves-only"}
 ]
 VALUES = {
     "--at": "100", "--price": "host=1", "--html": "x.html", "--plot": "x.svg", "--config": "c.toml", "--policy": "arc",
-    "--trace": "a=b", "--model": "qwen3-8b", "--device": "l4", "--cost": "linear:step_ms=1", "--share": "a=b",
+    "--trace": "a=b", "--model": "qwen3-8b", "--device": "l4", "--cost": "linear:step_ms=1",
     "--health": "a=dead@3",
 }  # fmt: skip
 
@@ -75,9 +75,6 @@ def _value(flag: str, param: object) -> str:
     ("arguments", "says"),
     [
         ("plan sample:mooncake --slo-ttft-ms 300", "--slo-ttft-ms: has no effect: nothing is replayed. Give --model"),
-        ("plan --sample 0.5 --slo-ttft-ms 300", "--slo-ttft-ms: has no effect with --sample"),
-        ("plan --sample 0.5 --users 1..12", "--users: has no effect with --sample"),
-        ("plan --sample 0.5 --league", "--league: has no effect with --sample"),
         ("plan --users 1..2 --league", "--league: has no effect with --users"),
         ("plan --slo-share 0.9", "--slo-share: has no effect without --slo-ttft-ms, --slo-tpot-ms or --slo-e2e-ms"),
         (
@@ -100,7 +97,6 @@ def _value(flag: str, param: object) -> str:
         ("replay --open", "--open: has no effect without --html"),
         ("replay --kv-events-topic x", "--kv-events-topic: has no effect without --kv-events"),
         ("model show llama-3.1-8b --memory-fraction 0.5", "--memory-fraction: has no effect without --device"),
-        ("soak --judge x --duration 3", "--duration: has no effect with --judge"),
         ("soak --virtual --server-pid 1", "--server-pid: has no effect without --address"),
         ("serve sessions --mock --dtype float32", "--dtype: has no effect with --mock"),
         ("calibrate --design --time-unit ms", "--time-unit: has no effect with --design"),

@@ -1,14 +1,13 @@
-"""`kvarts serve sessions` and `kvarts chat`, on a runtime without an engine."""
+"""`kvarts serve sessions`, on a runtime without an engine."""
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,16 +15,11 @@ from typing import Any
 import pytest
 
 pytest.importorskip("grpc", reason="needs kvarts[grpc]")
-from kvarts.cli.chat import ByteText
 from kvarts.client import Sessions
 from kvarts.config import EngineOptions
-from kvarts.serve.owners import Owners
-from kvarts.serve.server import Binding
 from kvarts.session.values import SessionSettings
 
-from builders.certificates import make_certificate
-from builders.fake_runtime import FakeRuntime
-from builders.session_server import ANY_PORT, serving_on_a_thread
+from builders.session_server import ANY_PORT
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -153,105 +147,7 @@ def test_bad_options_are_refused_before_anything_is_loaded(
 
 def test_without_grpc_a_line_says_what_to_install(kvarts: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grpc", None)
-    for command in (("serve", "sessions", "--mock"), ("chat",)):
-        code, _, errors = kvarts(*command)
-        assert code == 2
-        assert errors.startswith("kvarts: sessions need gRPC (")
-        assert errors.endswith("pip install 'kvarts[grpc]'.\n")
-
-
-@pytest.fixture
-def runtime() -> FakeRuntime:
-    return FakeRuntime()
-
-
-@pytest.fixture
-def address(runtime: FakeRuntime) -> Iterator[str]:
-    with serving_on_a_thread(runtime) as at:
-        yield at
-
-
-def typed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-
-
-def test_a_chat_of_bytes(runtime: FakeRuntime, address: str, kvarts: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    typed(monkeypatch, "hello\n\nagain, ä")
-    code, output, errors = kvarts("chat", "--address", address, "--sink", "1", "--window", "9", "--max-tokens", "3")
-    assert code == 0
-    assert [len(line) for line in output.splitlines()] == [3, 3]
-    first, truncated, second = errors.splitlines()
-    assert first.startswith("kvarts: 3 tokens, ")
-    assert first.endswith(" tokens/s; 9,000 bytes of KV, 9 of 9 tokens")
-    assert truncated == "kvarts: 9 tokens are no longer attended to"
-    assert second.endswith(" tokens/s; 10,000 bytes of KV, 10 of 22 tokens")
-    assert runtime.sessions == {}  # closed
-    assert [params.max_tokens for params in runtime.asked] == [3, 3]
-
-
-def test_a_chat_takes_the_settings_of_the_server_and_passes_on_sampling(
-    runtime: FakeRuntime, address: str, kvarts: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    typed(monkeypatch, "hello\n")
-    options = "--max-tokens 2 --temperature 0.5 --top-k 3 --min-p 0.1 --seed 9 --ignore-eos"
-    assert kvarts("chat", "--address", address, *options.split())[0] == 0
-    (params,) = runtime.asked
-    assert (params.temperature, params.top_k, params.min_p, params.seed) == (0.5, 3, 0.1, 9)
-    assert params.ignore_eos
-
-
-def test_errors_of_a_chat_are_one_line_and_close_the_session(
-    runtime: FakeRuntime, address: str, kvarts: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    typed(monkeypatch, "hello\n")
-    code, _, errors = kvarts("chat", "--address", "127.0.0.1:1")
-    assert (code, errors.count("\n")) == (2, 1)
-    assert "127.0.0.1:1 cannot be reached" in errors
-    code, _, errors = kvarts("chat", "--address", address, "--temperature", "-1")
-    assert (code, errors) == (2, "kvarts: sampling.temperature: is out of range: -1.0\n")
-    assert runtime.sessions == {}
-
-
-def test_a_chat_with_tls_and_a_token(kvarts: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cert, key = make_certificate(tmp_path)
-    token = tmp_path / "token"
-    token.write_text("secret\n")
-    runtime = FakeRuntime()
-    binding = Binding(address=ANY_PORT, tls_cert=cert, tls_key=key)
-    with serving_on_a_thread(runtime, binding, owners=Owners({"secret": "ann"})) as address:
-        typed(monkeypatch, "hello\n")
-        options = ("chat", "--address", address, "--tls-ca", cert)
-        assert kvarts(*options, "--token-file", token)[0] == 0
-        assert kvarts(*options)[2] == (
-            f"kvarts: {address}: UNAUTHENTICATED: needs the metadata `authorization: Bearer TOKEN`\n"
-        )
-    token.write_text("two tokens")
-    assert "is not a token" in kvarts(*options, "--token-file", token)[2]
-
-
-def test_ctrl_c_ends_an_answer_and_not_the_chat(
-    runtime: FakeRuntime, address: str, kvarts: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvarts.cli import chat
-
-    typed(monkeypatch, "hello\nagain\n")
-    texts = iter([KeyboardInterrupt])
-
-    class Interrupted(ByteText):
-        def writer(self) -> Callable[[int], str]:
-            write = super().writer()
-
-            def interrupted(token: int) -> str:
-                for error in texts:
-                    raise error
-                return write(token)
-
-            return interrupted
-
-    monkeypatch.setattr(chat, "ByteText", Interrupted)
-    runtime.step_s = 0.005
-    code, _, errors = kvarts("chat", "--address", address, "--max-tokens", "4")
-    assert code == 0
-    assert errors.splitlines()[1] == "kvarts: cancelled"
-    assert errors.splitlines()[2].startswith("kvarts: 4 tokens, ")
-    assert len(runtime.asked) == 2
+    code, _, errors = kvarts("serve", "sessions", "--mock")
+    assert code == 2
+    assert errors.startswith("kvarts: sessions need gRPC (")
+    assert errors.endswith("pip install 'kvarts[grpc]'.\n")

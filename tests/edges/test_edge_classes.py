@@ -22,11 +22,9 @@ EVERY = [name for name, call in CALLS.items() if call.needs]
 NO_TEXT = "\udcff"
 """An argument with a byte that is not UTF-8, as Python hands it on."""
 ALSO = {
-    "chat": ("--address", "127.0.0.1:1"),
     "mock": ("--host", "127.0.0.1", "--port", "0"),
     "plan": ("--slo-ttft-ms", "300"),
     "serve sessions": ("--mock", "--bind", "nowhere"),
-    "soak": ("--virtual", "--duration", "1m"),
     "watch": ("tcp://127.0.0.1:1", "--duration", "0.1"),
 }
 """What goes before a value, where the call of the table is another mode."""
@@ -77,7 +75,6 @@ def ports() -> list[Any]:
     return [
         pytest.param(name, words, is_any, id=f"{name} {words[0]}")
         for name, words, is_any in (
-            ("chat", ("--address", "127.0.0.1:{}"), False),
             ("mock", ("--port", "{}"), True),
             ("mock", ("--port", "0", "--kv-events", "tcp://127.0.0.1:{}"), True),
             (

@@ -33,7 +33,6 @@ WRITES: dict[str, tuple[str, ...]] = {
 """Calls that read and write as much as they can."""
 NOT_HERE = {
     "profile": "real models",
-    "chat": "needs a server",
     "generate": "real models",
     "serve sessions": "no files",
     "mock": "writes when a signal ends it",

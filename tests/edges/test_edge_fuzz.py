@@ -112,7 +112,7 @@ def options(name: str) -> st.SearchStrategy[list[str]]:
 
 NAMES = ["replay", "compare", "report", "story", "verify", "model show"]
 # All that end by themselves; those that serve or talk to a server are told what they must refuse in other tests.
-TALKING = ("chat", "mock", "serve model", "serve sessions", "watch")
+TALKING = ("mock", "serve model", "serve sessions", "watch")
 ALL_NAMES = [name for name, call in CALLS.items() if not (name in TALKING or call.is_slow)]
 ALL_NAMES.remove("model list")  # it has no options
 
@@ -215,7 +215,6 @@ def test_run_directories(name: str, kept: Path, at: int, cut: int, noise: bytes,
     [
         ("measured.csv", ["compare", "run", "measured.csv"]),
         ("series.csv", ["compare", "run", "measured.csv", "--series", "series.csv"]),
-        ("soak.json", ["soak", "--judge", "soak.json", "--page", "x.html"]),
         ("config.json", ["model", "show", "config.json"]),
     ],
 )

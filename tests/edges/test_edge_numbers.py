@@ -55,7 +55,7 @@ def valued(name: str) -> list[click.Parameter]:
     ]
 
 
-NAMES = [name for name, call in CALLS.items() if not call.is_slow and name not in ("chat", "serve sessions", "watch")]
+NAMES = [name for name, call in CALLS.items() if not call.is_slow and name not in ("serve sessions", "watch")]
 
 
 def words(name: str, param: click.Parameter, value: str) -> list[str]:
@@ -63,8 +63,6 @@ def words(name: str, param: click.Parameter, value: str) -> list[str]:
     arguments = [*name.split(), *here, param.opts[0], value]
     if param.opts[0] in VALUES:
         arguments += ["--host-pages", "5"]
-    if name == "soak":
-        arguments = ["soak", "--virtual", "--duration", "2m", param.opts[0], value]
     return arguments
 
 

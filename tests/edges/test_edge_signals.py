@@ -32,7 +32,7 @@ WRITING: dict[str, tuple[str, ...]] = {
         "new", "--pages", "2000",
     ),
     "report": (*CALLS["report"].arguments, "--html", "x.html"),
-    "soak": ("--virtual", "--duration", "10m", "--json", "x.json", "--page", "x.html", "--checkpoint-turns", "2"),
+    "soak": ("--virtual", "--duration", "10m", "--json", "x.json", "--page", "x.html"),
     "model tiny": ("new",),
     "plan": (*CALLS["plan"].arguments, "--html", "x.html"),
     **{

@@ -18,7 +18,7 @@ from builders.calls import CALLS
 Call = Callable[..., tuple[int, bytes, str]]
 
 AT_ONCE = {
-    "chat", "mock", "model list", "model show", "model tiny", "serve model", "serve sessions", "trace forms",
+    "mock", "model list", "model show", "model tiny", "serve model", "serve sessions", "trace forms",
     "trace list", "watch",
 }  # fmt: skip
 """Commands that serve, talk, or print what is in memory."""
@@ -26,7 +26,6 @@ OF_THEIR_OWN = {"generate", "model check", "profile", "soak"}
 """Commands that narrate each prompt, or each sample."""
 MORE = {
     "calibrate": ("--design", "--model", "llama-3.1-8b", "--device", "h100-80gb"),
-    "plan": ("--share", "a=trace.jsonl,bytes=1000", "--kv-memory", "1GiB"),
     "replay": ("--model", "a=qwen3-8b", "--trace", "a=trace.jsonl", "--device", "h100-80gb"),
 }
 LONG = {"calibrate --design"}

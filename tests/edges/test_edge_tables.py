@@ -27,13 +27,9 @@ OUTPUTS = [
 ]
 INPUTS = path_params("input")
 PATH_WORDS = {"FILE", "DIR", "OUT", "PATH", "FILE..."}
-NOT_OF_A_PATH = {"generate --model", "profile --model", "serve sessions --model", "chat --model", "serve model --model"}
+NOT_OF_A_PATH = {"generate --model", "profile --model", "serve sessions --model", "serve model --model"}
 """A directory, or a name: what reads it is not kvarts."""
 
-READ_AGAIN = {"soak --kv-timeline"}
-"""What is read again must be a file: neither a device, nor a pipe, nor standard output."""
-NO_FILES = [pytest.param(each, marks=pytest.mark.long) if CALLS[each.command].is_slow else each
-            for each in OUTPUTS if str(each) not in READ_AGAIN]  # fmt: skip
 IF_FAST = [pytest.param(each, marks=pytest.mark.long) if CALLS[each.command].is_slow else each for each in OUTPUTS]
 FAST_INPUTS = [pytest.param(each, marks=pytest.mark.long) if CALLS[each.command].is_slow else each for each in INPUTS]
 
@@ -56,8 +52,6 @@ def arguments_for(param: PathParam, value: str) -> list[str]:
     arguments = with_value(param, value)
     if param.command == "calibrate" and param.param.opts[0] in ("--prompts", "--series", "--prior"):
         arguments[1] = "measured.csv"
-    if f"{param.command} {param.param.opts[0]}" in READ_AGAIN:
-        return ["soak", "--virtual", "--duration", "1m", "--kv-timeline", value]
     if param.command == "serve sessions":
         arguments[arguments.index("nowhere")] = "127.0.0.1:0"
     pair = {"--tls-cert": "--tls-key", "--tls-key": "--tls-cert"}.get(param.param.opts[0])
@@ -111,7 +105,7 @@ def drain(path: Path) -> tuple[threading.Thread, list[bytes]]:
     return reader, got
 
 
-@pytest.mark.parametrize("param", NO_FILES, ids=str)
+@pytest.mark.parametrize("param", IF_FAST, ids=str)
 def test_a_pipe_a_socket_and_a_device_are_written_to_and_stay(param: PathParam, here: Path, call: Run) -> None:
     skip_unless_installed(param.command)
     name = name_for(param)
@@ -159,7 +153,7 @@ def test_a_link_is_followed_and_a_file_keeps_its_permissions(param: PathParam, h
     assert sorted(path.name for path in (here / "real").iterdir()) == sorted([name, f"new-{name}"])
 
 
-@pytest.mark.parametrize("param", NO_FILES, ids=str)
+@pytest.mark.parametrize("param", IF_FAST, ids=str)
 def test_a_dash_is_standard_output_and_nothing_else_goes_there(param: PathParam, here: Path, call: Run) -> None:
     skip_unless_installed(param.command)
     name = name_for(param) if param.param.opts[0] != "--timeline" else "x.json"

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.openai_api.answers import Question, Rule, load_rules, rules_of
 from kvarts.openai_api.prompts import WordText
-from kvarts.openai_api.recordings import ScriptedAnswer
 from kvarts.openai_api.running import RunningServer
+from kvarts.openai_api.scripted import ScriptedAnswer
 from kvarts.openai_api.shapes import Segments, read_whole
 
 from builders.http_client import call, events_of

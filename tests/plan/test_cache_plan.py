@@ -1,4 +1,4 @@
-"""What a plan says of a trace: where each token went, knees, estimates from samples, and the command."""
+"""What a plan says of a trace: where each token went, knees, and the command."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.errors import ConfigError
 from kvarts.plan.cache import Breakdown, CachePlan
-from kvarts.plan.curve import SampledCurve, concave_hull, find_knees, lru_curve, stack_distances
+from kvarts.plan.curve import concave_hull, find_knees, lru_curve, stack_distances
 from kvarts.plan.reuse import find_reuse
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace, TraceRequest
@@ -89,31 +87,6 @@ def test_a_loop_has_one_knee_where_it_fits() -> None:
     assert plan.optimum.hit_pages(44) >= 300
 
 
-@given(small_traces(most_requests=20), st.integers(1, 8))
-def test_a_sample_of_everything_is_exact(trace: Trace, page_size: int) -> None:
-    exact, estimate = lru_curve(find_reuse(trace, page_size)), SampledCurve(trace, page_size, 1.0)
-    for num_pages in range(exact.most_pages + 2):
-        assert estimate.hit_ratio(num_pages) == pytest.approx(exact.hit_ratio(num_pages))
-
-
-def test_a_sample_is_as_far_off_as_it_says() -> None:
-    trace = load_trace(SAMPLE)
-    exact, estimate = lru_curve(find_reuse(trace, 16)), SampledCurve(trace, 16, 0.1)
-    for num_pages in (5_000, 20_000, 60_000, 200_000):
-        off = abs(estimate.hit_ratio(num_pages) - exact.hit_ratio(num_pages))
-        assert off <= 3 * estimate.error(num_pages) + 0.002
-        assert estimate.error(num_pages) < 0.05
-
-
-def test_a_sample_of_which_nothing_can_be_said_is_refused() -> None:
-    """Nothing was found in an empty sample, and its error was 0."""
-    units = np.arange(512, dtype=np.uint64)
-    trace = Trace([TraceRequest(row, row, units.tobytes(), 512, 1) for row in range(9)], unit_tokens=1)
-    assert SampledCurve(trace, 4, 1.0).hit_ratio(128) == pytest.approx(8 / 9, abs=0.01)
-    with pytest.raises(ConfigError, match="1e-06 of 999 pages after the first 16 of every prompt is too few"):
-        SampledCurve(trace, 4, 1e-6)
-
-
 def test_sizes_are_answered_as_shares_of_prompt_tokens(
     run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -153,9 +126,6 @@ def test_the_bundled_sample_is_planned_without_arguments(
         ([SAMPLE, "--at", "0"], 2, "--at"),
         ([SAMPLE, "--at", "1,x"], 2, "--at"),
         ([SAMPLE, "--page-size", "0"], 2, "--page-size"),
-        ([SAMPLE, "--sample", "0"], 2, "--sample"),
-        ([SAMPLE, "--sample", "0.5", "--outputs"], 2, "--outputs"),
-        (["nowhere.jsonl", "--sample", "0.5"], 3, "nowhere.jsonl: no such file"),
     ],
 )
 def test_what_is_wrong_is_named(

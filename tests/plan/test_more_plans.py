@@ -7,16 +7,14 @@ import re
 import shlex
 from collections.abc import Callable
 from importlib.resources import files
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.plan.cache import CachePlan, ModelMemory, PricedTier, TiersPlan, best_buy, divide
-from kvarts.plan.curve import concave_hull
+from kvarts.plan.cache import CachePlan, PricedTier, TiersPlan, best_buy
 from kvarts.plan.page import render_page
 from kvarts.plan.series import charts_of
 from kvarts.traffic.formats import load_trace
@@ -63,53 +61,6 @@ def test_the_next_gib_is_worth_what_it_adds_for_its_price() -> None:
     saved = [point["saved_s"] for point in values["curve"]]
     assert saved == sorted(saved)
     assert values["curve"][0]["gib"]["host"] == 0
-
-
-@settings(max_examples=25)
-@given(
-    st.lists(small_traces(most_requests=12), min_size=2, max_size=3),
-    st.integers(1, 3),
-    st.integers(1, 200),
-)
-def test_shares_by_gain_are_the_best_on_the_hulls(traces: list[Trace], page_size: int, num_bytes: int) -> None:
-    """Of all ways to stop on bends of the hulls, none that fits finds more, and shares never exceed the memory."""
-    models = [
-        ModelMemory(name=str(place), plan=CachePlan(trace, page_size), kv_bytes_per_token=place + 1)
-        for place, trace in enumerate(traces)
-    ]
-    found = divide(models, num_bytes)["shares"]
-    for share in found.values():
-        assert sum(model["bytes"] for model in share["models"].values()) <= num_bytes
-    sizes = [found["marginal"]["models"][model.name]["bytes"] for model in models]
-    needed = sum(model.plan.least_pages * model.page_bytes for model in models)
-    if needed > num_bytes:
-        return
-    hulls = [[column.tolist() for column in concave_hull(m.plan.curve, m.plan.least_pages)] for m in models]
-    values = [
-        _on_hull(hull, size / model.page_bytes) * page_size
-        for hull, size, model in zip(hulls, sizes, models, strict=True)
-    ]
-    for chosen in product(*(range(len(pages)) for pages, _ in hulls)):
-        size = sum(hull[0][at] * model.page_bytes for hull, at, model in zip(hulls, chosen, models, strict=True))
-        if size <= num_bytes:
-            hits = sum(hull[1][at] * page_size for hull, at in zip(hulls, chosen, strict=True))
-            assert hits <= sum(values) + 1e-6 * max(1, hits) + len(models) * page_size
-
-
-def _on_hull(hull: list[list[int]], pages: float) -> float:
-    sizes, hits = hull
-    for low, high, low_hits, high_hits in zip(sizes, sizes[1:], hits, hits[1:], strict=False):
-        if pages <= high:
-            return low_hits + (high_hits - low_hits) * max(0.0, pages - low) / (high - low)
-    return hits[-1]
-
-
-def test_shares_of_the_command(asked: Callable[..., Any], tmp_path: Path) -> None:
-    chat = f"chat={SAMPLE},bytes=131072"
-    agents = f"agents={DATA / 'coding-agents'},model=llama-3.1-8b,weight=3"
-    shares = asked("plan", "--share", chat, "--share", agents, "--kv-memory", "80GiB", "--json")["shares"]
-    assert shares["marginal"]["hit_ratio"] >= max(shares["equal"]["hit_ratio"], shares["weighted"]["hit_ratio"]) - 1e-9
-    assert shares["weighted"]["models"]["agents"]["bytes"] == 60 << 30
 
 
 @pytest.mark.long
@@ -285,13 +236,6 @@ def test_tiers_that_save_nothing_have_a_sentence_and_no_chart(asked: Callable[..
         ([SAMPLE, "--price", "device=0"], "--price"),
         ([SAMPLE, "--price", "host=1"], "--price"),
         ([SAMPLE, "--policy", "no"], "--policy"),
-        (["--share", "a"], "--share"),
-        (["--share", f"a={SAMPLE}"], "--share"),
-        (["--share", f"a={SAMPLE},bytes=1"], "--kv-memory"),
-        (["--share", f"a={SAMPLE},bytes=1,colour=2"], "--share"),
-        (["--share", f"a={SAMPLE},bytes=1", "--share", f"a={SAMPLE},bytes=1", "--kv-memory", "1GiB"], "--share"),
-        (["--share", f"a={SAMPLE},bytes=1", "--kv-memory", "1GiB", "--html", "x.html"], "--share"),
-        ([SAMPLE, "--sample", "0.5", "--html", "x.html"], "--sample"),
     ],
 )
 def test_what_is_wrong_is_named(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -70,25 +69,6 @@ def test_no_more_is_reserved_than_is_used() -> None:
     row = next(row for row in body["timeline"] if row["reserved_blocks"])
     row["reserved_blocks"] = row["used_blocks"] + 1
     assert [violation.rule for violation in kvarts.verify(body).violations] == ["block_conservation"]
-
-
-def test_a_soak_is_judged_by_its_timeline_too(
-    run_command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "soak.jsonl"
-    assert run_command("soak", "--virtual", "--duration", "20m", "--kv-timeline", path) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("bounded, 40 turns")
-    assert f"{path}: ok, " in printed
-    assert kvarts.verify_file(path).verdict == "ok"
-
-
-def test_a_client_has_no_timeline_of_a_server(
-    run_command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_command("soak", "--address", "127.0.0.1:1", "--kv-timeline", tmp_path / "t.jsonl") == 2
-    assert "Give --kv-timeline to kvarts serve sessions" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 def test_an_engine_outlives_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def test_an_array_of_mooncakes_rows_is_read_as_its_lines_are(tmp_path: Path) -> 
     with pytest.raises(InputError, match="array:7: input_length: must be at least 1"):
         load_trace(array)
     assert load_trace(array, skip_bad_lines=True).num_skipped_lines == 1
-    assert len(list(MooncakeReader(array, skip_bad_lines=True))) == 49  # as `kvarts plan --sample` reads
+    assert len(list(MooncakeReader(array, skip_bad_lines=True))) == 49
 
 
 @pytest.mark.parametrize("name", NAIVE)

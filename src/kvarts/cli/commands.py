@@ -28,7 +28,6 @@ Begin with:
 
 COMMANDS = {
     "calibrate": "calibrate",
-    "chat": "chat",
     "compare": "calibrate",
     "generate": "llm_prompts",
     "mock": "mock",

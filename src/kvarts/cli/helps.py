@@ -22,7 +22,7 @@ GROUPS = {
     "Size": ("plan", "sweep"),
     "Replay": ("replay", "calibrate", "compare"),
     "Explain": ("report", "story", "verify", "watch"),
-    "Serve": ("mock", "serve", "chat", "soak"),
+    "Serve": ("mock", "serve", "soak"),
     "Traces": ("trace",),
     "Models": ("model", "generate", "profile"),
 }
@@ -30,7 +30,6 @@ GROUPS = {
 
 SUMMARIES = {
     "calibrate": "Fit a cost model to measured runs.",
-    "chat": "Talk to a server in the terminal, by OpenAI's API or in sessions.",
     "compare": "Compare a replay with a measured run.",
     "generate": "Generate text with a real model, its KV in pages.",
     "mock": "Serve OpenAI's API from a mock, without a model.",
@@ -68,7 +67,6 @@ EXAMPLES = {
         "kvarts calibrate --design --model llama-3.1-8b --device h100-80gb",
         "kvarts calibrate --points measured.csv --hold-out source --out prior.toml",
     ),
-    "chat": ("kvarts chat --mock", "kvarts chat --address http://127.0.0.1:8000"),
     "compare": ("kvarts compare run measured.jsonl --html compare.html",),
     "generate": ('kvarts generate --model DIR --prompt "once upon a time" --max-tokens 32',),
     "mock": (
@@ -151,7 +149,7 @@ COMMON = {
         "--bind",
         "--http",
     ),
-    "soak": ("--address", "--virtual", "--judge", "--duration", "--sessions", "--json", "--page"),
+    "soak": ("--address", "--virtual", "--duration", "--sessions", "--json", "--page"),
 }
 """The options that `-h` lists for commands with many options; `--help-all` lists all."""
 

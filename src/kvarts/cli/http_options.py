@@ -7,7 +7,6 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from kvarts.reach import is_loopback
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from socket import socket
 
     from kvarts.openai_api.access import AccessLog
     from kvarts.openai_api.opening import Opened
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DoorsBehind",
-    "OneOfSeveral",
     "address_of",
     "door_settings",
     "failure_options",
@@ -44,24 +41,6 @@ __all__ = [
 ]
 
 Command = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class OneOfSeveral:
-    """The process of a server, as one of several behind one port. `rank`: of its engine. `listening`: its socket.
-
-    `joined`: returns a context in which the server answers together with the others. `report_ready`: reports that
-    requests are accepted; its argument is a description of the served models.
-    """
-
-    rank: int
-    listening: socket
-    joined: Callable[[Opened], AbstractAsyncContextManager[None]]
-    report_ready: Callable[[str], object]
-
-    def say(self, line: str) -> None:
-        """Print a line on standard error."""
-        say(f"worker {self.rank}: {line}")
 
 
 @dataclass(frozen=True)
@@ -268,12 +247,11 @@ def serve_http(
     values: dict[str, Any],
     *,
     what: str,
-    worker: OneOfSeveral | None = None,
     fleet: DoorsBehind | None = None,
 ) -> None:
     """Serve until a signal arrives, then write the recorded requests.
 
-    `worker`: the process, if there are several. `fleet`: the servers behind `opened`, if it is a router's.
+    `fleet`: the servers behind `opened`, if it is a router's.
     """
     from kvarts.openai_api.server import OpenAIServer, serve_until_signal
     from kvarts.report.run_directory import named
@@ -282,9 +260,6 @@ def serve_http(
     """The names and the URLs of the workers of a fleet."""
 
     def ready(url: str) -> None:
-        if worker is not None:
-            worker.report_ready(what)
-            return
         say(f"{what} on {url}/v1")
         for name, of_worker in urls:
             say(f"{name} on {of_worker}/v1")
@@ -292,19 +267,17 @@ def serve_http(
     async def serve() -> None:
         server: HttpDoors
         if fleet is None:
-            listening = None if worker is None else worker.listening
-            server = OpenAIServer(opened.app, opened.models, address, listening)
+            server = OpenAIServer(opened.app, opened.models, address)
         else:
             server, urls[:] = fleet.open(address)
-        async with nullcontext() if worker is None else worker.joined(opened):
-            await serve_until_signal(
-                server,
-                ready,
-                startup_delay_s=values["startup_delay"],
-                drain_s=values["drain"],
-                drain_delay_s=values["drain_delay"],
-                say=say if worker is None else worker.say,
-            )
+        await serve_until_signal(
+            server,
+            ready,
+            startup_delay_s=values["startup_delay"],
+            drain_s=values["drain"],
+            drain_delay_s=values["drain_delay"],
+            say=say,
+        )
 
     collect_garbage()
     # Reference counting frees most objects of a request; a collection in a burst of tokens would delay it. Objects

@@ -58,20 +58,14 @@ def server_readers(
     values: Mapping[str, Any],
     sources: list[dict[str, Any]],
     kv_groups: Mapping[str, Sequence[Mapping[str, Any]]],
-    *,
-    rank: int = 0,
 ) -> ServerReaders:
     """Return what opens a publisher for each engine. Publishers close with `stack`. Raise ConfigError.
 
     Each model has its own endpoints and sequence numbers, like separate engines: a consumer of one model sees no gaps.
     Events do not name the model; indexers are configured with the model of each endpoint. Each publisher is added to
     `sources`, which /kv_event_sources returns. `kv_groups`: the KV groups of each model that has any, by name.
-    `rank`: of the engine, among those of several workers.
     """
-    config = _config_of(values)
-    with _as_options():
-        of_rank = None if config is None else config.for_rank(rank)
-    return ServerReaders(stack, of_rank, sources, kv_groups)
+    return ServerReaders(stack, _config_of(values), sources, kv_groups)
 
 
 class ServerReaders(ReadersOf):

@@ -6,14 +6,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from kvarts.cli import (
     http_sessions,
     kv_events,
     mock_fleet,
     mock_sharing,
-    mock_workers,
 )
 from kvarts.cli.http_options import (
     address_of,
@@ -33,9 +31,8 @@ from kvarts.plan.policy import with_policy
 from kvarts.settings import Given, given_by_flags
 
 if TYPE_CHECKING:
-    from kvarts.cli.http_options import DoorsBehind, OneOfSeveral
+    from kvarts.cli.http_options import DoorsBehind
     from kvarts.openai_api.opening import Opened
-    from kvarts.openai_api.recordings import RecordedAnswers
 
 __all__ = ["mock_command"]
 
@@ -81,15 +78,10 @@ def _options() -> list[click.Parameter]:
                       help="Its answers, as rules in a .toml or .json."),
         GroupedOption(["--media"], group="Mock", type=click.Choice(["openai", "qwen", "gemma", "claude"]),
                       help="Count images and audio as models of this family do. [by --model, else openai]"),
-        GroupedOption(["--recordings"], group="Mock", metavar="FILE", type=INPUT,
-                      help="Its answers, as recorded of a real server in a .jsonl; no others."),
-        GroupedOption(["--record-from"], group="Mock", metavar="URL",
-                      help="Ask the server at URL, with the key $KVARTS_RECORD_KEY, for what --recordings lacks."),
     ]  # fmt: skip
     options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options(), *failure_options()]
     options += kv_events.server_options()
     options += http_sessions.server_options()
-    options += mock_workers.server_options()
     options += mock_fleet.server_options()
     return options
 
@@ -138,13 +130,8 @@ def mock_command(**params: Any) -> None:
         seed=params["seed"],
         is_recording=params["record"] is not None,
         answers=() if params["answers"] is None else load_rules(params["answers"]),
-        recordings=_recordings(params),
         media=params["media"] or _family(given),
     )
-    worker: OneOfSeveral | None = None
-    worker = mock_workers.start_if_several(params, given, door.answers, address)
-    rank = 0 if worker is None else worker.rank
-    door = msgspec.structs.replace(door, rank=rank)
     readers_of: ReadersOf = ReadersOf()
     sources: list[dict[str, Any]] = []
     kv_groups: dict[str, list[dict[str, Any]]] = {}
@@ -153,7 +140,7 @@ def mock_command(**params: Any) -> None:
         # Declared apart from their calls: where a room is deleted, its call goes, and the name stays.
         fleet: DoorsBehind | None = None
         sharing: Opened | None = None
-        readers_of = kv_events.server_readers(stack, params, sources, kv_groups, rank=rank)
+        readers_of = kv_events.server_readers(stack, params, sources, kv_groups)
         fleet = mock_fleet.open_if_given(
             given, sections, params, door, model=str(given["model"]) if "model" in given else "mock", speedup=speedup,
             readers_of=readers_of, kv_groups=kv_groups,
@@ -168,8 +155,7 @@ def mock_command(**params: Any) -> None:
         else:
             asked = {"windows": "session_window"} if params["session_window"] else {}
             config = resolve_replay(given, sections, asked=asked)
-            if not rank:
-                tell_whole_pages(config)
+            tell_whole_pages(config)
             if "eviction" in given:
                 config = with_policy(config, given, None)
             name = str(given["model"]) if "model" in given else "mock"
@@ -182,7 +168,7 @@ def mock_command(**params: Any) -> None:
         if fleet is None:
             opened.routes.event_sources += sources
             http_sessions.open_sessions_of(opened, params, keys)
-        serve_http(opened, address, params, what=_told(opened), worker=worker, fleet=fleet)
+        serve_http(opened, address, params, what=_told(opened), fleet=fleet)
 
 
 def _family(given: Given) -> str:
@@ -192,14 +178,6 @@ def _family(given: Given) -> str:
     from kvarts.openai_api.media import family_of
 
     return family_of(str(given["model"]))
-
-
-def _recordings(params: dict[str, Any]) -> RecordedAnswers | None:
-    if params["recordings"] is None and params["record_from"] is None:
-        return None
-    from kvarts.openai_api.recordings import open_recordings
-
-    return open_recordings(params["recordings"], params["record_from"])
 
 
 def _check_model(name: str) -> None:

@@ -14,12 +14,12 @@ from kvarts.cli.effects import NO_REPLAY, check_effects
 from kvarts.cli.options import DIRECTORY, INPUT, OUTPUT, Command, grouped, open_option, options_of
 from kvarts.cli.outputs import check_opening, open_page
 from kvarts.cli.parts import engine_options, load_parts, with_engine_options
-from kvarts.cli.plan_options import PlanOptions, Share, ShareType, divided, fleet_kinds
+from kvarts.cli.plan_options import PlanOptions, fleet_kinds
 from kvarts.cli.process import Progress, print_bytes, print_json, tell_whole_pages
 from kvarts.cli.replaying import all_sections, load_traffic, over_sample_settings, paths_in, read_settings, set_by
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.files import check_outputs, check_writable, is_standard_output, sample_of, write_whole
+from kvarts.files import check_outputs, check_writable, is_standard_output, write_whole
 from kvarts.limits import MOST_PAGES, brief
 from kvarts.plan.policy import check_policy, with_policy
 from kvarts.settings import given_by_flags
@@ -164,9 +164,6 @@ class _Range(click.ParamType[Any]):
         help="Sizes to look at, such as 4000,16000. [the knees, and sizes for 50 to 100 % of the hits]")  # fmt: skip
 @curves("--outputs", "count_outputs", is_flag=True,
         help="Let generated tokens that are not known take pages as well, as an engine's do.")  # fmt: skip
-@curves("--sample", "rate", metavar="RATE", type=click.FloatRange(0, 1, min_open=True),
-        help="Estimate the curve from this share of the pages, and print its possible error; the trace is read as a "
-             "stream.")  # fmt: skip
 @more(
     "--policy",
     "policies",
@@ -182,15 +179,6 @@ class _Range(click.ParamType[Any]):
     type=_Prices(),
     help="Price of a GiB of device, host and disk memory: the plan also prints what the next GiB of each saves per "
     "price.",
-)
-@more(
-    "--share",
-    "shares",
-    metavar="NAME=TRACE,..",
-    type=ShareType(),
-    multiple=True,
-    help="A model and its trace, with model=NAME or bytes=N per token, and weight=X: divides --kv-memory by the gain "
-    "of the next byte. Once for each of several models.",
 )
 @latencies(
     "--users",
@@ -237,14 +225,12 @@ def plan_command(
     as_json: bool,
     sizes: list[int] | None,
     count_outputs: bool,
-    rate: float | None,
     slo_share: float,
     cost_error: float | None,
     curves_only: bool,
     policies: tuple[str, ...],
     league: bool,
     prices: dict[str, float] | None,
-    shares: tuple[Share, ...],
     users: tuple[int, int] | None,
     routers: str | None,
     ages: str | None,
@@ -270,32 +256,17 @@ def plan_command(
     sections = all_sections()
     given = with_engine_options(params, given_by_flags(params, sections)).over(read_settings(config_file, sections))
     if several := given.names("models"):
-        hint = "Plan for each alone, or divide memory among traces with --share."
+        hint = "Plan for each alone, or replay them on one device."
         raise given.error(f"[models.{several[0]}]", "a plan is for one model", hint=hint)
     pictures = Pictures(html_file, plot_files, opens=opens)
-    if trace is None and config_file is None and not shares:
+    if trace is None and config_file is None:
         given = over_sample_settings(given, sections)
     replays = not curves_only and any(key in given for key in ("model", "device", "cost"))
-    is_other = curves_only or bool(shares) or rate is not None or users is not None or routers is not None
-    is_other = is_other or gpus is not None
+    is_other = curves_only or users is not None or routers is not None or gpus is not None
     facts = () if replays or is_other else (NO_REPLAY,)
     check_effects(click.get_current_context(), is_set=set_by(given, sections), facts=facts)
     named = [given.path_of("trace")] if "trace" in given else []
-    check_outputs(pictures.paths, [*named, *paths_in(given), *(share.trace for share in shares)])
-    if shares:
-        if pictures.paths:
-            raise ConfigError("has nothing to draw here", field="share", hint="Leave out --html and --plot.")
-        with Progress("planning"):
-            plan = divided(shares, given, _page_size(given))
-        _print(plan, as_json, tables.render_shares)
-        return
-    if rate is not None:
-        if pictures.paths:
-            raise ConfigError("has nothing to draw", field="sample", hint="Leave out --html and --plot.")
-        with Progress("planning"):
-            plan = _sampled(given, trace, sizes, rate, count_outputs)
-        _print(plan, as_json, tables.render_sample)
-        return
+    check_outputs(pictures.paths, [*named, *paths_in(given)])
     check_policy(given)
     if gpus is not None:
         kinds = fleet_kinds(given, gpus, routers, store_sizes)
@@ -374,31 +345,6 @@ def _own_options(context: click.Context) -> list[str]:
         else:
             words += [flag, ",".join(map(str, value)) if isinstance(value, list) else f"{value:g}"]
     return words
-
-
-def _sampled(
-    given: Given, trace: Path | None, sizes: list[int] | None, rate: float, count_outputs: bool
-) -> dict[str, Any]:
-    """Return an estimate from a sample. Mooncake traces without sessions are streamed; other forms are read whole."""
-    from kvarts.plan.curve import SampledCurve
-    from kvarts.traffic.formats import is_stream
-    from kvarts.traffic.mooncake import MooncakeReader
-    from kvarts.traffic.settings import reading_of
-    from kvarts.traffic.trace import Trace
-    from kvarts.traffic.trace_file import TraceFile
-
-    if count_outputs:
-        raise ConfigError("cannot be counted in a sample", field="--outputs", hint="Leave out --outputs or --sample.")
-    page_size = _page_size(given)
-    reading = reading_of(given)
-    if trace is not None and "workload" not in given and "session_turns" not in reading and is_stream(TraceFile(trace)):
-        sample = sample_of(trace)
-        if sample is not None and sample.trace_block_size is not None:
-            reading.setdefault("trace_block_size", sample.trace_block_size)
-        reader = MooncakeReader(trace, **reading)
-        stream = Trace(reader, unit_tokens=reader.trace_block_size, name=reader.path.name)
-        return SampledCurve(stream, page_size, rate).to_builtins(sizes)
-    return SampledCurve(load_traffic(given, trace), page_size, rate).to_builtins(sizes)
 
 
 def _page_size(given: Given) -> int:

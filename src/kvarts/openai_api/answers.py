@@ -10,7 +10,7 @@ from hashlib import sha256
 from math import ceil, floor
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -20,12 +20,9 @@ from kvarts.files import read_bytes, read_toml
 from kvarts.limits import brief
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.recordings import ScriptedAnswer, ScriptedCall
+from kvarts.openai_api.scripted import ScriptedAnswer, ScriptedCall
 from kvarts.openai_api.shapes import ANY_OBJECT
 from kvarts.openai_api.words import WORDS
-
-if TYPE_CHECKING:
-    from kvarts.openai_api.recordings import RecordedAnswers
 
 __all__ = ["Answers", "Question", "Rule", "converted", "load_rules", "rules_of", "value_of"]
 
@@ -323,8 +320,7 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 class Answers:
-    """Chooses the answers of a mock. `rules`: the first match wins. `recordings`: answers where no rule matches; None:
-    they are drawn, by `seed`.
+    """Chooses the answers of a mock. `rules`: the first match wins; where none matches, answers are drawn, by `seed`.
 
     `allows_failures`: a request's own answer may have `fail` and `latency_s`. Owner of the use count of each rule.
     """
@@ -335,9 +331,7 @@ class Answers:
         *,
         seed: int = 0,
         allows_failures: bool = False,
-        recordings: RecordedAnswers | None = None,
     ) -> None:
-        self.recordings = recordings
         self._rules = tuple(rules)
         self._left = {index: rule.times for index, rule in enumerate(rules) if rule.times is not None}
         self._lock = Lock()
@@ -356,8 +350,8 @@ class Answers:
 
     @property
     def has_words_alone(self) -> bool:
-        """Whether it lacks rules and recordings: words then answer every request that brings no answer along."""
-        return not self._rules and self.recordings is None
+        """Whether it lacks rules: words then answer every request that brings no answer along."""
+        return not self._rules
 
     def find(self, question: Question) -> ScriptedAnswer | None:
         """Return the first rule that matches `question` and has uses left, or None. Thread-safe."""

@@ -6,7 +6,7 @@ import logging
 import re
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvarts.openai_api.access import AccessLog
     from kvarts.openai_api.live import Live
 
-__all__ = ["ABORT", "OpenAIApp", "OtherWorkers", "Watcher"]
+__all__ = ["ABORT", "OpenAIApp", "Watcher"]
 
 ABORT = "kvarts.abort"
 """The extension of an ASGI scope that closes the connection at once."""
@@ -65,16 +65,6 @@ class Watcher:
 
     def ended(self, number: int, status: int, *, is_whole: bool) -> None:
         """Record its answer's `status`; `is_whole` is false if its client disconnected before the intended end."""
-
-
-class OtherWorkers(Protocol):
-    """The other processes of a server with several workers."""
-
-    async def answered(self, route: Route, exchange: Exchange) -> bool:
-        """Answer a request that concerns other workers. Return False if it remains to be answered here."""
-
-    async def drained(self, timeout_s: float) -> bool:
-        """Wait until the answers of others to requests received here have ended; return whether they did in time."""
 
 
 class OpenAIApp:
@@ -106,7 +96,6 @@ class OpenAIApp:
         self._live: Live | None = None
         """The live page, between `open` and `close`."""
         self._num_requests = 0
-        self.others: OtherWorkers | None = None
         self.shares_log = False
         """Whether the log is of other applications as well, one of which closes it."""
         self.script = FailureScript()
@@ -183,10 +172,6 @@ class OpenAIApp:
         if self._access_log is not None and not self.shares_log:
             self._access_log.close()
 
-    async def drained(self, timeout_s: float) -> bool:
-        """Wait until the answers of other workers have ended; return whether they did in time."""
-        return self.others is None or await self.others.drained(timeout_s)
-
     def set_script(self, script: FailureScript) -> None:
         """Set the script of failures from now on. Raise ConfigError if it fails transfers of models without tiers."""
         self._models.fail_transfers(script.transfer_fails if script.has_transfers else None)
@@ -221,7 +206,7 @@ class OpenAIApp:
                     b"", headers=[*PREFLIGHT, (b"access-control-allow-headers", headers.encode("latin-1"))]
                 )
                 return
-        if self._access_log is None or request.is_relayed:
+        if self._access_log is None:
             await self._respond(scope, request, response, request_id, started_s)
             return
         client = scope.get("client")
@@ -295,8 +280,6 @@ class OpenAIApp:
                 read=partial(self._intake.drop, body),
             )
             del payload
-            if self.others is not None and await self.others.answered(route, exchange):
-                return
             if route.generates:
                 await self._generate(route, exchange)
             else:

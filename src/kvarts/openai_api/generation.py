@@ -27,7 +27,6 @@ from kvarts.openai_api.bodies import (
     StreamOptions,
     decoded,
     messages_of,
-    parsed,
 )
 from kvarts.openai_api.budget import INLINE_BYTES, Budget, Workbench
 from kvarts.openai_api.errors import ApiError, api_error, too_long
@@ -36,7 +35,7 @@ from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole,
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.openai_api.kv_hints import NO_PRIORITY
 from kvarts.openai_api.prompts import NO_LIMIT, Thinking
-from kvarts.openai_api.recordings import CHAT_PATH, COMPLETION_PATH, ScriptedAnswer, ScriptedUsage, Unrecorded
+from kvarts.openai_api.scripted import ScriptedAnswer, ScriptedUsage
 from kvarts.openai_api.served import Ask, InSessions, Models, Served
 from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
 from kvarts.openai_api.tool_calls import NamedCall, RequiredCalls, ToolCallsInText, calls_schema
@@ -173,8 +172,6 @@ def asks_of(
             answer = id(scripted[copy]) if scripted else 0
             if answer:
                 natural = len(written[answer])
-                if scripted[copy].is_as_long_as_asked:
-                    most = min(natural, room)
             elif may_end(served, body, most):
                 natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
             if natural is not None and natural <= most:
@@ -297,9 +294,6 @@ def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) 
     if isinstance(body.prompt, str):
         question = Question(model=body.model or served.names[0], message=body.prompt, seed=body.seed or 0)
         asked = asked or answers.find(question)
-    if asked is None and answers.recordings is not None:
-        sent = _sent(COMPLETION_PATH, body, exchange)
-        return _scripted(answers.recordings.find(COMPLETION_PATH, sent, body.num_choices))
     thinking = NO_LIMIT if is_plain else Thinking.of([body.thinking_token_budget], None, None)
     if asked is not None:
         asked = asked.limited(thinking, served.text)
@@ -335,13 +329,6 @@ def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> Scripted
     if served.answers is None:
         raise ApiError(400, "is of mocks: a model writes its own answers", param=param)
     return served.answers.asked(value, param)
-
-
-def _sent(path: str, body: GenerationBody, exchange: Exchange) -> dict[str, Any]:
-    """Return the fields that a real server would receive: the client's, or those of its translation to a chat."""
-    if exchange.request.path == path:
-        return parsed(exchange.payload, dict[str, Any])
-    return msgspec.structs.asdict(body)
 
 
 def _scripted(scripted: Sequence[ScriptedAnswer]) -> Wanted:
@@ -425,12 +412,8 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
     structured = _structured(served, body, schema)
     asked = _asked(served, body, exchange)
     if answers is not None:
-        recordings = answers.recordings
-        sent = None if recordings is None else _sent(CHAT_PATH, body, exchange)
         question = _question(served, body, known)
         asked = asked or answers.find(question)
-        if asked is None and recordings is not None and sent is not None:
-            return _scripted(recordings.find(CHAT_PATH, sent, body.num_choices))
         budgets = [body.thinking_token_budget, body.thinking_budget_tokens]
         thinking = Thinking.of(budgets, body.reasoning_effort, body.chat_template_kwargs)
         if asked is not None:
@@ -596,7 +579,7 @@ class Generating:
             body.prompt = None
             return _Read(served, body, asks, form, wanted.scripted)
 
-        await self._answer(exchange, await self._read(exchange, read))
+        await self._answer(exchange, await exchange.apart(read))
 
     async def chat(self, exchange: Exchange) -> None:
         """Answer POST /v1/chat/completions."""
@@ -631,19 +614,7 @@ class Generating:
             body.messages = body.tools = None
             return _Read(served, body, asks, form, wanted.scripted)
 
-        return await self._answer(exchange, await self._read(exchange, read_all, num_bytes=num_bytes))
-
-    async def _read(self, exchange: Exchange, read: Callable[[], _Read], *, num_bytes: int = 0) -> _Read:
-        """Return the result of `read`, as Exchange.apart does, once its answer is recorded if it has to be."""
-        num_bytes += len(exchange.payload)
-        try:
-            return read() if num_bytes <= INLINE_BYTES else await exchange.work(read, num_bytes=num_bytes)
-        except Unrecorded as unrecorded:
-            await unrecorded.record()
-            exchange.budget = self._models.budget()
-            return await exchange.work(read, num_bytes=num_bytes)
-        finally:
-            exchange.drop_payload()
+        return await self._answer(exchange, await exchange.apart(read_all, num_bytes=num_bytes))
 
     async def _answer(self, exchange: Exchange, read: _Read) -> Form:
         served, body, form = read.served, read.body, read.form

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DIRECT",
-    "RELAYED",
     "Body",
     "ClientGone",
     "Direct",
@@ -42,8 +41,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 JSON = b"application/json"
 DIRECT = "kvarts.direct"
 """The extension of an ASGI scope that holds a Direct, as `call`."""
-RELAYED = "kvarts.relayed"
-"""The extension of an ASGI scope whose request another worker has received and passed on."""
 _RANDOM = Random(SystemRandom().getrandbits(256))
 FREE_BYTES = 64 * 1024
 """Up to this size, a body may use all of the room; a quarter of it is reserved for the first bytes of bodies."""
@@ -82,8 +79,6 @@ class HttpRequest:
         self.path: str = scope["path"]
         self._query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.is_relayed = RELAYED in (scope.get("extensions") or ())
-        """Whether another worker has received it."""
         self.owner_name = ""
         """Of the owner of its key, once that is known."""
         self._receive = receive
@@ -313,13 +308,6 @@ class HttpResponse:
     async def more(self, payload: bytes) -> None:
         """Send a part of a stream, waiting while the client does not read."""
         await self._send({"type": "http.response.body", "body": payload, "more_body": True})
-
-    async def pass_on(self, message: MutableMapping[str, Any]) -> None:
-        """Send a message of an answer that another worker gives, unchanged."""
-        if message["type"] == "http.response.start":
-            self.has_begun, self.status = True, message["status"]
-        await self._send(message)
-        self.has_ended = message["type"] == "http.response.body" and not message["more_body"]
 
     async def end_stream(self) -> None:
         """End a stream."""

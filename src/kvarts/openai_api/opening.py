@@ -48,7 +48,6 @@ from kvarts.sim.replica import Replica
 if TYPE_CHECKING:
     from kvarts.openai_api.access import AccessLog
     from kvarts.openai_api.meter import GoneEngines, Residency
-    from kvarts.openai_api.recordings import RecordedAnswers
 
 __all__ = [
     "Door",
@@ -217,9 +216,9 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     `keys`: accepted keys; None: no key is required. `shares_prefix_cache`: owners can hit each other's KV. `origins`
     and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
     failures. `is_recording`: record arrivals. `has_page`: serve the live page. `access_log`: log of requests.
-    `answers`, `recordings`, `media`: of mocks, rules, records, and the family by which images and audio are counted.
-    `residency_share`: the share of KV blocks whose residency is measured; 0: none. `rank`: the rank of its engines
-    among those of several workers.
+    `answers`, `media`: of mocks, rules, and the family by which images and audio are counted.
+    `residency_share`: the share of KV blocks whose residency is measured; 0: none. `rank`: the number of its
+    engine among the workers of a fleet.
     """
 
     names: tuple[str, ...] = ()
@@ -236,7 +235,6 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     has_page: bool = True
     access_log: AccessLog | None = None
     answers: tuple[Rule, ...] = ()
-    recordings: RecordedAnswers | None = None
     media: str = ""
     residency_share: float = 0.0
     rank: int = 0
@@ -381,7 +379,7 @@ def make_served(
         facts=facts,
         shares={} if door.keys is None else door.keys.shares,
         sets_owners_apart=door.keys is not None and door.keys.has_several_owners and not door.shares_prefix_cache,
-        answers=Answers(door.answers, seed=door.seed, allows_failures=door.allows_failures, recordings=door.recordings)
+        answers=Answers(door.answers, seed=door.seed, allows_failures=door.allows_failures)
         if facts.get("mock")
         else None,
         media=door.media,

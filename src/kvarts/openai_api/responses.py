@@ -33,7 +33,7 @@ from kvarts.openai_api.shapes import Part, Plain, Shape
 from kvarts.owners import Owner, Shares
 from kvarts.sampling import Logprobs
 
-__all__ = ["Responses", "rank_in"]
+__all__ = ["Responses"]
 
 MAX_STORED = 10_000
 MAX_STORED_BYTES = 32 * 1024 * 1024
@@ -41,7 +41,7 @@ MAX_STORED_BYTES = 32 * 1024 * 1024
 exceeds its share by most.
 """
 
-PREFIX, RANK_DIGITS = "resp_", 2
+PREFIX = "resp_"
 OVERHEAD_BYTES = 8 * 1024
 """Memory of a stored response in addition to its content."""
 
@@ -49,13 +49,6 @@ PARAMS = {"max_tokens": "max_output_tokens", "prompt": "input", "response_format
 """Fields whose names differ from those of completions."""
 
 encode = msgspec.json.encode
-
-
-def rank_in(response_id: str) -> int | None:
-    """Return the rank of the engine that gave a response, by its id; None if it is not such an id."""
-    digits = response_id[-RANK_DIGITS:]
-    is_one = response_id.startswith(PREFIX) and len(digits) == RANK_DIGITS and set(digits) <= set("0123456789abcdef")
-    return int(digits, 16) if is_one else None
 
 
 class _Stored(msgspec.Struct):
@@ -311,7 +304,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 def _form(
     body: ResponsesBody, served: Served, chat: ChatBody, asks: Sequence[Ask], shape: Shape | None
 ) -> ResponseForm:
-    return ResponseForm(body, served.names[0], Plain() if shape is None else shape, served.rank)
+    return ResponseForm(body, served.names[0], Plain() if shape is None else shape)
 
 
 class ResponseForm:
@@ -319,14 +312,14 @@ class ResponseForm:
 
     tells_ids = False
 
-    def __init__(self, body: ResponsesBody, model: str, shape: Shape, rank: int) -> None:
+    def __init__(self, body: ResponsesBody, model: str, shape: Shape) -> None:
         self._reader = shape(0)
         self._reason = "stop"
         self._number = 0
         self._items: list[dict[str, Any]] = []
         self._texts: list[str] = []
         """Of the last item, until it is complete."""
-        self.answer_id = f"{PREFIX}{uuid4().hex[:-RANK_DIGITS]}{rank:0{RANK_DIGITS}x}"
+        self.answer_id = f"{PREFIX}{uuid4().hex}"
         self.body: dict[str, Any] = {
             "id": self.answer_id,
             "object": "response",

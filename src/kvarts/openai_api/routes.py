@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvarts.openai_api.meter import GoneEngines
     from kvarts.openai_api.metrics import ServerMetrics
 
-__all__ = ["TOKENIZED_BYTES", "Routes", "sources_told"]
+__all__ = ["TOKENIZED_BYTES", "Routes"]
 
 TOKENIZED_BYTES = 4 * 1024 * 1024
 """Size limit of a text that is only tokenized."""
@@ -180,7 +180,7 @@ class Routes:
 
         The list is for consumers other than vLLM's. With several models, each model has the rank of its position.
         """
-        await self._tell(exchange, sources_told(exchange, self.event_sources))
+        await self._tell(exchange, _sources_told(exchange, self.event_sources))
 
     # Tokens -----------------------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class Routes:
         await exchange.response.whole(encode(told), without_body=exchange.request.method == "HEAD")
 
 
-def sources_told(exchange: Exchange, sources: Sequence[dict[str, Any]]) -> Any:
+def _sources_told(exchange: Exchange, sources: Sequence[dict[str, Any]]) -> Any:
     """Return `sources` in the form that a request to /kv_event_sources asks for. Raise ApiError for another form."""
     form = parse_qs(exchange.request.query).get("form", ["map"])[0]
     if form not in ("map", "list"):

@@ -82,8 +82,7 @@ class MockOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `model`, `pages`, `page_size`, `max_seqs`, `max_batched_tokens` and `cost`: the engine, by default with steps of a
     millisecond. `seed`: for texts and failures. `fail`: a script of failures. `allows_failures`: requests may ask for
-    their own failures. `answers`: rules of the answers, as objects or as a file. `recordings`: a file of recorded
-    answers. `record_from`: URL of the server that gives those that the file lacks. `has_page`: serve the live page.
+    their own failures. `answers`: rules of the answers, as objects or as a file. `has_page`: serve the live page.
     `access_log`: receives every request. `residency_share`: the share of KV blocks whose residency is measured.
     `media`: openai, qwen, gemma or claude, see kvarts.openai_api.media. `api_key`: one key, several, or keys with their
     owners. `speedup`: divides the time of steps. `readers` receive all events of the engine. `several`: a
@@ -108,9 +107,7 @@ class MockOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 131_072
     output_tokens: int | None = None
     answers: Sequence[Any] | str | Path = ()
-    recordings: str | Path | None = None
     media: str = ""
-    record_from: str | None = None
     has_page: bool = True
     access_log: AccessLog | None = None
     residency_share: float = 0.0
@@ -278,11 +275,6 @@ class RunningServer:
 
 
 def _door_of(options: MockOptions) -> Door:
-    recorded = None
-    if options.recordings is not None or options.record_from is not None:
-        from kvarts.openai_api.recordings import open_recordings
-
-        recorded = open_recordings(options.recordings, options.record_from)
     return Door(
         names=(options.model,),
         keys=_keys(options.api_key, options.admin_key),
@@ -302,7 +294,6 @@ def _door_of(options: MockOptions) -> Door:
         has_page=options.has_page,
         access_log=options.access_log,
         residency_share=options.residency_share,
-        recordings=recorded,
         media=options.media,
     )
 

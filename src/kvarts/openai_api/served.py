@@ -27,7 +27,8 @@ from kvarts.openai_api.gate import Entry, Gate
 from kvarts.openai_api.kv_hints import with_parts
 from kvarts.openai_api.meter import BucketCounts, Meter
 from kvarts.openai_api.prompts import OPEN, Message, TextModel
-from kvarts.openai_api.recordings import ArrivalRecorder, ScriptedAnswer
+from kvarts.openai_api.recordings import ArrivalRecorder
+from kvarts.openai_api.scripted import ScriptedAnswer
 from kvarts.openai_api.words import NOTHING
 from kvarts.owners import ANYONE, Owner, Shares
 from kvarts.request import Request
@@ -199,7 +200,7 @@ class Served:
     ) -> None:
         self.host = host
         self.rank = rank
-        """The rank of the engine among those of several workers."""
+        """The number of the engine among the workers of a fleet, from 0."""
         self._media = media
         self.answers = answers
         self.sets_owners_apart = sets_owners_apart

@@ -81,43 +81,26 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
     def listen(self) -> socket.socket:
         """Return a listening socket. Raise ConfigError if the address is not available."""
-        return self._bound(self.port, listens=True)
-
-    def listen_shared(self, num_sockets: int) -> list[socket.socket]:
-        """Return sockets that share the connections to one port, bound but not yet listening.
-
-        Raise ConfigError if the address is not available, or another server shares its port already.
-        """
-        alone = self.listen()  # with SO_REUSEPORT, another server of this user would go unnoticed
-        port = alone.getsockname()[1]
-        alone.close()
-        return [self._bound(port, listens=False) for _ in range(num_sockets)]
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listening = socket.socket(family)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((self.host, self.port))
+            listening.listen(BACKLOG)
+        except OSError as error:
+            listening.close()
+            raise ConfigError(
+                f"cannot listen on {self.host}:{self.port} ({error.strerror or error})",
+                field="port",
+                hint="Is the port taken, or the host not here?",
+            ) from None
+        return listening
 
     def url_of(self, listening: socket.socket) -> str:
         """Return the URL of a socket."""
         host, port = listening.getsockname()[:2]
         scheme = "https" if self.is_encrypted else "http"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-
-    def _bound(self, port: int, *, listens: bool) -> socket.socket:
-        """Return a socket that listens, or else one that shares its port."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listening = socket.socket(family)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if not listens:
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listening.bind((self.host, port))
-            if listens:
-                listening.listen(BACKLOG)
-        except OSError as error:
-            listening.close()
-            raise ConfigError(
-                f"cannot listen on {self.host}:{port} ({error.strerror or error})",
-                field="port",
-                hint="Is the port taken, or the host not here?",
-            ) from None
-        return listening
 
 
 class _Protocol(HttpToolsProtocol):
@@ -347,7 +330,7 @@ class OpenAIServer:
 
     async def stop(self, drain_s: float = 30.0) -> bool:
         """Refuse new requests, wait for those under way, and close. Return whether all of them ended normally."""
-        is_whole = all(await asyncio.gather(self._models.drained(drain_s), self._app.drained(drain_s)))
+        is_whole = await self._models.drained(drain_s)
         if not is_whole:
             self._models.abort_all()
         self._server.config.timeout_graceful_shutdown = 2

@@ -1,10 +1,4 @@
-"""The cache curves of a trace in one value, which needs no model; and what memory of models and of tiers saves.
-
-Memory is divided among several models by marginal gain, compared with equal and weighted shares.
-
-Each model has a curve of hits over bytes. Along the concave hull of a curve, gains per byte only fall, so giving the
-memory piece by piece to the model that gains most gives the most hits in total. The reported hits of a share are those
-of the curve itself, which meets the hull wherever a whole piece was given.
+"""The cache curves of a trace in one value, which needs no model; and what memory of tiers saves.
 
 Memory below the device saves prefill: counted are the hits over device, host and disk, and the savings of the next GiB.
 
@@ -39,7 +33,7 @@ from kvarts.kv.pool import CountPool
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.tree import PrefixTree
 from kvarts.limits import MOST_PAGES, check_whole
-from kvarts.plan.curve import HitCurve, Optimum, concave_hull, find_knees, lru_curve, stack_distances
+from kvarts.plan.curve import HitCurve, Optimum, find_knees, lru_curve, stack_distances
 from kvarts.plan.reuse import OTHER, OWN, SHARED, Reuse, find_token_reuse
 from kvarts.processes import Processes
 from kvarts.request import Request
@@ -56,11 +50,9 @@ __all__ = [
     "GroupPlan",
     "HitPlan",
     "MakeOrder",
-    "ModelMemory",
     "PricedTier",
     "TiersPlan",
     "best_buy",
-    "divide",
     "least_pages_of",
     "prefill_s_per_token",
     "serial_hits",
@@ -652,75 +644,6 @@ def _num_loaded(group: PartGroup, start: int, end: int, page_size: int) -> int:
 def _part_of(trace: Trace, requests: list[TraceRequest]) -> Trace:
     """Return a trace of some `requests` of `trace`."""
     return Trace(requests, unit_tokens=trace.unit_tokens, has_output_tokens=trace.has_output_tokens)
-
-
-class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, its trace and curve, and the KV bytes per token."""
-
-    name: str
-    plan: CachePlan
-    kv_bytes_per_token: int
-    weight: float = 1.0
-
-    @property
-    def page_bytes(self) -> int:
-        """Size of a page in bytes."""
-        return self.plan.page_size * self.kv_bytes_per_token
-
-
-def divide(models: Sequence[ModelMemory], num_bytes: int) -> dict[str, Any]:
-    """Return equal, weighted and marginal shares of `num_bytes`, and the hits of each, JSON-able."""
-    total_weight = sum(model.weight for model in models)
-    ways = {
-        "equal": [num_bytes // len(models)] * len(models),
-        "weighted": [int(num_bytes * model.weight / total_weight) for model in models],
-        "marginal": _by_gain(models, num_bytes),
-    }
-    num_tokens = sum(model.plan.num_prompt_tokens for model in models) or 1
-    found: dict[str, Any] = {"bytes": num_bytes, "shares": {}}
-    for way, sizes in ways.items():
-        hits = [
-            model.plan.hit_pages(size // model.page_bytes) * model.plan.page_size
-            for model, size in zip(models, sizes, strict=True)
-        ]
-        found["shares"][way] = {
-            "hit_ratio": sum(hits) / num_tokens,
-            "models": {
-                model.name: {
-                    "bytes": size,
-                    "pages": size // model.page_bytes,
-                    "hit_ratio": hit / (model.plan.num_prompt_tokens or 1),
-                    "fits_every_request": size // model.page_bytes >= model.plan.least_pages,
-                }
-                for model, size, hit in zip(models, sizes, hits, strict=True)
-            },
-        }
-    return found
-
-
-def _by_gain(models: Sequence[ModelMemory], num_bytes: int) -> list[int]:
-    """Return bytes for each model: first the need of its largest request, then pieces in order of gain per byte.
-
-    If the largest requests do not all fit, each model gets the same fraction of its need. Memory left at the end is
-    divided equally.
-    """
-    sizes = [model.plan.least_pages * model.page_bytes for model in models]
-    if sum(sizes) > num_bytes:
-        return [int(size * num_bytes / sum(sizes)) for size in sizes]
-    left = num_bytes - sum(sizes)
-    pieces: list[tuple[float, int, int]] = []
-    for place, model in enumerate(models):
-        pages, hits = (column.tolist() for column in concave_hull(model.plan.curve, model.plan.least_pages))
-        for low, high, low_hits, high_hits in zip(pages, pages[1:], hits, hits[1:], strict=False):
-            piece = (high - low) * model.page_bytes
-            pieces.append((-(high_hits - low_hits) * model.plan.page_size / piece, place, piece))
-    # Gains fall along each hull, so the pieces of a model stay in order; the sort is stable among equals.
-    for gain, place, piece in sorted(pieces, key=lambda each: each[:2]):
-        given = min(piece, left)
-        if gain < 0:
-            sizes[place] += given
-            left -= given
-    return [size + left // len(models) for size in sizes]
 
 
 class PricedTier(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,8 +18,6 @@ __all__ = [
     "render",
     "render_fleets",
     "render_routers",
-    "render_sample",
-    "render_shares",
     "render_users",
 ]
 
@@ -199,41 +197,6 @@ def _cost_of(users: dict[str, Any], points: list[dict[str, Any]], fits: int) -> 
     point = next(point for point in points if point["users"] == fits)
     hours = 1000 * point["device_hours"] / max(1, point["num_completed"])
     return f"{users['num_devices'] / fits:.2f} devices a user, {hours:.2f} device hours per 1,000 requests"
-
-
-def render_shares(plan: dict[str, Any]) -> str:
-    """Return the table of shares, with a line end."""
-    lines = [
-        f"{plan['bytes'] / GIB:,.2f} GiB, pages of {plan['page_size']} tokens, one request at a time",
-        "",
-        f"{'shares':<12}{'model':<20}{'GiB':>10}{'pages':>12}{'hits':>10}",
-    ]
-    for way, share in plan["shares"].items():
-        for name, model in share["models"].items():
-            note = "" if model["fits_every_request"] else "   too small for its largest request"
-            lines.append(
-                f"{way:<12}{name[:19]:<20}{model['bytes'] / GIB:>10,.2f}{model['pages']:>12,}"
-                f"{as_percent(model['hit_ratio']):>10}{note}"
-            )
-        lines.append(f"{'':<12}{'all':<42}{as_percent(share['hit_ratio']):>10}")
-    return "\n".join(lines) + "\n"
-
-
-def render_sample(plan: dict[str, Any]) -> str:
-    """Return the table of an estimate, with a line end."""
-    sample = plan["sample"]
-    lines = [
-        *_heading(plan),
-        f"estimated from {sample['num_pages']:,} pages, {as_percent(sample['rate'])} of all",
-        "",
-        f"{'pages':>14}{'tokens':>16}{'hits':>10}{'+-':>10}",
-    ]
-    lines += [
-        f"{point['pages']:>14,}{point['pages'] * plan['page_size']:>16,}{as_percent(point['hit_ratio']):>10}"
-        f"{as_percent(point['error']):>10}"
-        for point in plan["at"]
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def _heading(plan: dict[str, Any]) -> list[str]:

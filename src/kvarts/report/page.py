@@ -10,11 +10,12 @@ from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 __all__ = [
+    "LineChart",
     "LiveEngine",
     "LiveHistory",
     "LiveHolder",
@@ -23,6 +24,7 @@ __all__ = [
     "fill_page",
     "live_headers",
     "live_page",
+    "render_lines",
     "table_html",
 ]
 
@@ -51,6 +53,37 @@ def fill_page(template: str, parts: Mapping[str, str], data: Any) -> bytes:
         assert mark, f"the page has no place for {name}"
         page = before + part + after
     return page.encode()
+
+
+class LineChart(msgspec.Struct):
+    """Lines over the values `at`. `x`, `y`: title and unit of an axis, whose range is near the values or from 0."""
+
+    name: str
+    x: tuple[str, str]
+    y: tuple[str, str]
+    at: Sequence[float]
+    is_near: bool = False
+    lines: list[dict[str, Any]] = []
+
+    def add(
+        self,
+        label: str,
+        colour: str,
+        values: Sequence[float | None],
+        style: Literal["line", "dashes", "dots", "rings"] = "line",
+    ) -> None:
+        """Add a line, drawn over those before. None: no value."""
+        self.lines.append({"label": label, "colour": colour, "values": values, "style": style})
+
+
+def render_lines(
+    title: str, subtitle: str, heads: Sequence[str], rows: Sequence[Sequence[str]], charts: Sequence[LineChart]
+) -> bytes:
+    """Return a page with a table and charts."""
+    assets = files("kvarts.report") / "assets"
+    template, script = ((assets / name).read_text(encoding="utf-8") for name in ("lines.html", "lines.js"))
+    data = {"title": title, "subtitle": subtitle, "heads": heads, "rows": rows, "charts": charts}
+    return fill_page(template, {"lines.js": script}, data)
 
 
 def table_html(title: str, paragraphs: Sequence[str], heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

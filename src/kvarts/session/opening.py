@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,7 +27,7 @@ from kvarts.llm.text import DetokenizingExecutor
 from kvarts.offload.config import OffloadConfig
 from kvarts.session.keeper import Keeper
 from kvarts.session.sessions import Sessions
-from kvarts.session.soak.target import OneOwner, SessionsTarget, VirtualSoakClock
+from kvarts.session.soak.run import SoakClock
 from kvarts.session.table import SessionTable, check_settings, memory_of
 from kvarts.session.values import MOST_HISTORY_TOKENS, SessionsConfig, SessionSettings
 from kvarts.units import parse_bytes
@@ -185,13 +187,18 @@ def sessions_on(
 
 
 @asynccontextmanager
-async def open_virtual_target(*, sink: int, window: int, record: Record | None = None) -> AsyncIterator[SessionsTarget]:
-    """Yield sessions on a mock with a virtual clock, for a soak without real waiting. `record`: see open_sessions."""
+async def open_virtual_target(*, sink: int, window: int) -> AsyncIterator[tuple[Any, SoakClock]]:
+    """Yield the sessions of one owner on a mock, and its virtual clock, for a soak without real waiting."""
     clock = VirtualClock()
-    sessions = open_sessions(mock=True, defaults=SessionSettings(sink=sink, window=window), clock=clock, record=record)
+    sessions = open_sessions(mock=True, defaults=SessionSettings(sink=sink, window=window), clock=clock)
+
+    async def sleep_s(duration_s: float) -> None:
+        clock.wait_until_ns(clock.now_ns() + round(duration_s * 1e9))
+
+    calls = ("create", "append", "generate", "info", "close")
     try:
-        seen = VirtualSoakClock(clock)
-        yield SessionsTarget(OneOwner(sessions, seen), seen.now_s, seen.sleep_s)
+        of_owner = SimpleNamespace(**{name: partial(getattr(sessions, name), "soak") for name in calls})
+        yield of_owner, SoakClock(lambda: clock.now_ns() / 1e9, sleep_s, is_virtual=True)
     finally:
         await sessions.shut_down()
 

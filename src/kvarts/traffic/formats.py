@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvarts.traffic.mooncake import Turns
 
-__all__ = ["FORMS", "TraceForm", "form_of", "is_stream", "load_trace", "nearest"]
+__all__ = ["FORMS", "TraceForm", "form_of", "load_trace", "nearest"]
 
 NO_IDS = "the trace has no hash ids"
 SAYS_ITSELF = "the trace says it itself"
@@ -281,16 +281,6 @@ def form_of(file: TraceFile) -> TraceForm | None:
         if form.is_table == bool(file.header) and any(sign <= names for sign in form.signs for names in records):
             return form
     return None
-
-
-def is_stream(file: TraceFile) -> bool:
-    """Return whether a file can be read as a stream: in Mooncake's form, with hash ids and without sessions."""
-    if file.is_directory or not file.path.is_file():
-        return False
-    form = form_of(file)
-    if form is None or form.name != "mooncake":
-        return False
-    return all("hash_ids" in names and "session_id" not in names for names in file.first_fields)
 
 
 def nearest(file: TraceFile) -> tuple[TraceForm, frozenset[str]] | None:

@@ -129,7 +129,6 @@ def test_a_signal_waits_for_requests_under_way(file: Path) -> None:
     ("more", "text", "said"),
     [
         ((), "pages = 100\n", "has no pools"),
-        (("--workers", "2"), FLEET, "--fleet: does not go with several workers behind one port"),
         (("--model", "a=llama-3.1-8b"), FLEET, "does not go with several models on a device"),
         (("--session-window", "64"), FLEET, "--session-window: does not go with a fleet"),
         (("--max-sessions", "3"), FLEET, "--max-sessions: does not go with a fleet"),

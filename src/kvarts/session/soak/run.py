@@ -7,38 +7,33 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from kvarts.errors import ConfigError, InputError, KvartsError, parts_of
-from kvarts.files import read_bytes, write_whole
+from kvarts.errors import KvartsError
+from kvarts.files import write_whole
 from kvarts.limits import MOST_BYTES_PER_TOKEN, MOST_COUNT, MOST_SECONDS, MOST_SEED, check_number, check_whole
-from kvarts.session.soak.target import SessionsTarget
-from kvarts.session.values import SessionSettings, Token
+from kvarts.sampling import SamplingParams
+from kvarts.session.values import Done, SessionSettings, Token
 
-__all__ = [
-    "VERSION",
-    "EndedBy",
-    "KvLayers",
-    "Phase",
-    "Sample",
-    "SoakPlan",
-    "SoakRecord",
-    "load_record",
-    "run_soak",
-    "write_record",
-]
-
-T = TypeVar("T")
+__all__ = ["KvLayers", "Sample", "SoakClock", "SoakPlan", "SoakRecord", "rss_of", "run_soak", "write_record"]
 
 CHECKPOINT_SHARE = 20
 """A checkpoint writes everything recorded so far, so checkpoints are at least a twentieth of that apart."""
 VERSION = 1
 MOST_SESSIONS = 100_000
+REPORTED = ("history_length", "kv_live_bytes", "kv_allocated_bytes", "kv_bound_bytes", "inv1_violations",
+            "inv2_violations")  # fmt: skip
+"""Fields of a sample that a server reports of a session."""
 
-Phase = Literal["append", "turn"]
-EndedBy = Literal["duration", "stopped", "error"]
+
+class SoakClock(NamedTuple):
+    """A monotonic clock in seconds. `is_virtual`: it may be ahead of the updates that are read."""
+
+    now_s: Callable[[], float]
+    sleep_s: Callable[[float], Awaitable[None]]
+    is_virtual: bool = False
 
 
 class KvLayers(msgspec.Struct, frozen=True):
@@ -76,9 +71,8 @@ class SoakPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_whole(self.num_sessions, "num_sessions", most=MOST_SESSIONS)
-        at_least = {"prompt_tokens": 1, "max_tokens": 1, "window": 1, "vocab_size": 1, "sink": 0}
-        for field, least in at_least.items():
-            check_whole(getattr(self, field), field, least=least)
+        for field in ("prompt_tokens", "max_tokens", "window", "vocab_size", "sink"):
+            check_whole(getattr(self, field), field, least=int(field != "sink"))
         check_whole(self.seed, "seed", least=0, most=MOST_SEED)
         for field in ("duration_s", "turn_timeout_s", "max_drift", "max_rss_growth"):
             check_number(getattr(self, field), field, above=True, most=MOST_SECONDS)
@@ -101,7 +95,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     turn: int
-    phase: Phase
+    phase: Literal["append", "turn"]
     session: int
     at_s: float
     num_sent_tokens: int
@@ -118,91 +112,55 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A run so far. `ended_by` is None while it continues; `why`: the error that ended it.
-
-    Raises ConfigError for an invalid time.
-    """
+    """A run so far. `ended_by` is None while it continues; `why`: the error that ended it. Raises ConfigError."""
 
     plan: SoakPlan
     samples: list[Sample]
     duration_s: float
-    ended_by: EndedBy | None = None
+    ended_by: Literal["duration", "stopped", "error"] | None = None
     why: str | None = None
 
     def __post_init__(self) -> None:
         check_number(self.duration_s, "duration_s", most=MOST_SECONDS)
 
 
-class _File(msgspec.Struct, frozen=True, kw_only=True):
-    version: int
-    verdict: msgspec.Raw
-    record: SoakRecord
-
-
 def write_record(path: Path, record: SoakRecord, verdict: Any) -> None:
     """Write a run and its verdict as JSON, completely or not at all, with keys in a fixed order. Raise OutputError."""
-    raw = msgspec.Raw(msgspec.json.encode(verdict))
-    write_whole(path, msgspec.json.encode(_File(version=VERSION, verdict=raw, record=record)) + b"\n")
-
-
-def load_record(path: Path) -> SoakRecord:
-    """Return the run in a file, without its verdict. Raise MissingFileError and InputError."""
-    data = read_bytes(path, hint="Give the file of kvarts soak --json.")
-    try:
-        version = msgspec.json.decode(data, type=_Versioned).version
-        if version != VERSION:
-            raise InputError(f"has version {version}, and this kvarts reads {VERSION}", path=path)
-        return msgspec.json.decode(data, type=_File).record
-    except RecursionError:
-        raise InputError("is no record of a soak: it is nested too deeply", path=path) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        what, field = parts_of(error)
-        raise InputError(f"is no record of a soak: {what}", path=path, field=field) from error
-    except ConfigError as error:
-        raise InputError(f"is no record of a soak: {error}", path=path) from error
-
-
-class _Versioned(msgspec.Struct):
-    version: int
-
-
-class _Stopped(Exception):  # noqa: N818  # not an error: the run was asked to stop
-    pass
+    write_whole(path, msgspec.json.encode({"version": VERSION, "verdict": verdict, "record": record}) + b"\n")
 
 
 async def run_soak(
     plan: SoakPlan,
-    target: SessionsTarget,
+    sessions: Any,
+    clock: SoakClock,
     *,
     stop: asyncio.Event,
     checkpoint: Callable[[SoakRecord], None],
     checkpoint_turns: int = 10,
+    rss_bytes: Callable[[], int | None] = lambda: None,
 ) -> SoakRecord:
     """Run turns until the duration has passed or `stop` is set, and return the record.
 
-    `checkpoint` is called with the record so far after every `checkpoint_turns` turns, or less often once these are
-    less than a twentieth of all, and at the end. When `stop` is set, the current turn is cancelled; its append may have
-    been sampled. An error of the server ends the run and is recorded; one before the first turn is raised.
+    `sessions`: an object with the methods of SessionRuntime without an owner. `rss_bytes`: returns the resident memory
+    of the server, None if it is unknown. `checkpoint` receives the record after every `checkpoint_turns` turns, or less
+    often once these are less than a twentieth of all, and at the end. When `stop` is set, the current turn is
+    cancelled. An error of the server ends the run and is recorded; one before the first turn is raised.
     """
-    run = _Run(plan, target, stop)
-    ended_by: EndedBy = "duration"
-    why = None
+    run = _Run(plan, sessions, clock, rss_bytes)
     await run.create_sessions()
-    turns_due = checkpoint_turns
-    try:
-        while run.time_s() < plan.duration_s:
-            await run.turn()
-            if run.num_turns >= turns_due:
-                checkpoint(run.record(None, None))
-                turns_due = run.num_turns + max(checkpoint_turns, run.num_turns // CHECKPOINT_SHARE)
-            next_s = run.num_turns * plan.turn_spacing_s
-            if next_s > run.time_s():
-                await run.unless_stopped(target.sleep_s(min(next_s, plan.duration_s) - run.time_s()))
-    except _Stopped:
-        ended_by = "stopped"
-    except Exception as error:  # keeps hours of samples, whatever the error
-        ended_by, why = "error", str(error) if isinstance(error, KvartsError) else repr(error)
-    record = run.record(ended_by, why)
+    both = driving, _ = (
+        asyncio.ensure_future(run.drive(checkpoint, checkpoint_turns)),
+        asyncio.ensure_future(stop.wait()),
+    )
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    error = driving.exception() if driving.done() else None
+    ended: dict[str, Any] = {"ended_by": "duration" if driving.done() else "stopped"}
+    if error is not None:  # keeps hours of samples, whatever the error
+        ended = {"ended_by": "error", "why": str(error) if isinstance(error, KvartsError) else repr(error)}
+    for task in both:
+        task.cancel()
+    await asyncio.gather(*both, return_exceptions=True)
+    record = run.record(**ended)
     checkpoint(record)
     await run.close_sessions()
     return record
@@ -211,123 +169,94 @@ async def run_soak(
 class _Run:
     """The sessions of one run, and its samples."""
 
-    def __init__(self, plan: SoakPlan, target: SessionsTarget, stop: asyncio.Event) -> None:
+    def __init__(self, plan: SoakPlan, sessions: Any, clock: SoakClock, rss_bytes: Callable[[], int | None]) -> None:
         self._plan = plan
-        self._target = target
-        self._stop = stop
+        self._sessions = sessions
+        self._clock = clock
+        self._rss_bytes = rss_bytes
         self._random = Random(plan.seed)
-        self._begin_s = target.now_s()
-        self._session_ids: list[str] = []
-        self._lengths: list[int] = []
+        self._begin_s = clock.now_s()
+        self._lengths: dict[str, int] = {}
+        """The client's own count of each history, by id."""
         self._samples: list[Sample] = []
-        self.num_turns = 0
+        self._num_turns = 0
 
     def time_s(self) -> float:
         """Return the time since the start of the run."""
-        return self._target.now_s() - self._begin_s
+        return self._clock.now_s() - self._begin_s
 
-    def record(self, ended_by: EndedBy | None, why: str | None) -> SoakRecord:
-        """Return the record so far."""
-        return SoakRecord(
-            plan=self._plan, samples=list(self._samples), duration_s=self.time_s(), ended_by=ended_by, why=why
-        )
+    def record(self, **ended: Any) -> SoakRecord:
+        """Return the record so far. `ended`: how and why the run has ended."""
+        return SoakRecord(plan=self._plan, samples=list(self._samples), duration_s=self.time_s(), **ended)
 
     async def create_sessions(self) -> None:
-        """Open all sessions."""
-        # The run measures memory, not text, so it continues beyond the positions that the model was trained for.
-        settings = SessionSettings(
-            sink=self._plan.sink, window=self._plan.window, past_max_positions=True, label="kvarts soak"
-        )
-        for _ in range(self._plan.num_sessions):
-            self._session_ids.append(await self._target.create(settings))
-            self._lengths.append(0)
+        """Open all sessions. They may pass the positions that the model was trained for: memory counts, not text."""
+        plan = self._plan
+        settings = SessionSettings(sink=plan.sink, window=plan.window, past_max_positions=True, label="kvarts soak")
+        for _ in range(plan.num_sessions):
+            self._lengths[await self._sessions.create(settings)] = 0
 
     async def close_sessions(self) -> None:
         """Close all sessions, ignoring errors."""
-        for session_id in self._session_ids:
+        for session_id in self._lengths:
             with suppress(Exception):
-                await self._target.close(session_id)
+                await self._sessions.close(session_id)
 
-    async def unless_stopped(self, work: Awaitable[T], *, timeout_s: float | None = None) -> T:
-        """Return the result of `work`. If the run is asked to stop, cancel `work` and raise _Stopped.
+    async def drive(self, checkpoint: Callable[[SoakRecord], None], checkpoint_turns: int) -> None:
+        """Run turns until the duration has passed."""
+        plan, turns_due, ids = self._plan, checkpoint_turns, list(self._lengths)
+        while self.time_s() < plan.duration_s:
+            try:
+                async with asyncio.timeout(plan.turn_timeout_s):
+                    await self._turn(self._num_turns % len(ids), ids[self._num_turns % len(ids)])
+            except TimeoutError:
+                raise KvartsError(f"a turn took longer than {plan.turn_timeout_s:g} s") from None
+            self._num_turns += 1
+            if self._num_turns >= turns_due:
+                checkpoint(self.record())
+                turns_due = self._num_turns + max(checkpoint_turns, self._num_turns // CHECKPOINT_SHARE)
+            if (left_s := min(self._num_turns * plan.turn_spacing_s, plan.duration_s) - self.time_s()) > 0:
+                await self._clock.sleep_s(left_s)
 
-        Raise KvartsError if it takes longer than `timeout_s` of real time.
-        """
-        task = asyncio.ensure_future(work)
-        stopping = asyncio.ensure_future(self._stop.wait())
-        try:
-            await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
-            if task.done():
-                return task.result()
-            if stopping.done():
-                raise _Stopped
-            raise KvartsError(f"a turn took longer than {timeout_s:g} s")
-        finally:
-            for other in (task, stopping):
-                other.cancel()
-            await asyncio.gather(task, stopping, return_exceptions=True)
-
-    async def turn(self) -> None:
-        """Append to the next session, generate, and take samples."""
-        if self._stop.is_set():
-            raise _Stopped
-        await self.unless_stopped(self._turn(), timeout_s=self._plan.turn_timeout_s)
-        self.num_turns += 1
-
-    async def _turn(self) -> None:
-        session = self.num_turns % self._plan.num_sessions
-        session_id = self._session_ids[session]
-        for num_tokens in self._parts(is_first=not self._lengths[session]):
-            tokens = [self._random.randrange(self._plan.vocab_size) for _ in range(num_tokens)]
-            await self._target.append(session_id, tokens, self._lengths[session])
-            self._lengths[session] += num_tokens
-            self._samples.append(await self._sample("append", session))
-        times_s = [self._target.now_s()]
-        async with aclosing(self._target.generate(session_id, self._plan.max_tokens)) as updates:
+    async def _turn(self, session: int, session_id: str) -> None:
+        """Append to a session, generate greedily beyond the model's end, and take samples."""
+        plan = self._plan
+        ends = [plan.prompt_tokens]
+        if not self._lengths[session_id]:  # the first prompt is split, to observe how memory fills up
+            ends = sorted({1, min(plan.prompt_tokens, max(2, plan.bound_tokens // 2)), plan.prompt_tokens})
+        for begin, end in zip([0, *ends], ends, strict=False):
+            tokens = [self._random.randrange(plan.vocab_size) for _ in range(begin, end)]
+            await self._sessions.append(session_id, tokens, expected_length=self._lengths[session_id])
+            self._lengths[session_id] += len(tokens)
+            await self._sample(session, session_id, phase="append")
+        times_s, done = [self._clock.now_s()], None
+        params = SamplingParams(max_tokens=plan.max_tokens, ignore_eos=True)
+        async with aclosing(self._sessions.generate(session_id, params)) as updates:
             async for update in updates:
-                match update:
-                    case Token():
-                        times_s.append(self._target.now_s())
-        num_generated = len(times_s) - 1
-        self._lengths[session] += num_generated
-        self._samples.append(
-            await self._sample(
-                "turn",
-                session,
-                num_generated,
-                ttft_s=times_s[1] - times_s[0] if num_generated else None,
-                itl_s=(times_s[-1] - times_s[1]) / (num_generated - 1) if num_generated > 1 else None,
-            )
-        )
+                if isinstance(update, Token):
+                    times_s.append(self._clock.now_s())
+                elif isinstance(update, Done):
+                    done = update
+        num_tokens = len(times_s) - 1
+        ttft_s, all_s = times_s[min(1, num_tokens)] - times_s[0], times_s[-1] - times_s[0]
+        if self._clock.is_virtual and done is not None:
+            ttft_s, all_s = done.prefill_s, done.total_s
+        self._lengths[session_id] += num_tokens
+        itl_s = (all_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else None
+        latencies = {"ttft_s": ttft_s if num_tokens else None, "itl_s": itl_s}
+        await self._sample(session, session_id, phase="turn", num_generated=num_tokens, **latencies)
 
-    def _parts(self, *, is_first: bool) -> list[int]:
-        """Return the lengths of the pieces of a prompt. The first prompt is split, to observe how memory fills up."""
-        num_tokens = self._plan.prompt_tokens
-        if not is_first:
-            return [num_tokens]
-        ends = sorted({1, min(num_tokens, max(2, self._plan.bound_tokens // 2)), num_tokens})
-        return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    async def _sample(self, session: int, session_id: str, **measured: Any) -> None:
+        at_s, info = self.time_s(), await self._sessions.info(session_id)
+        known: dict[str, Any] = {name: getattr(info, name, None) for name in REPORTED} | measured
+        known |= {"at_s": at_s, "num_sent_tokens": self._lengths[session_id], "rss_bytes": self._rss_bytes()}
+        self._samples.append(Sample(turn=self._num_turns, session=session, **known))
 
-    async def _sample(
-        self,
-        phase: Phase,
-        session: int,
-        num_generated: int = 0,
-        *,
-        ttft_s: float | None = None,
-        itl_s: float | None = None,
-    ) -> Sample:
-        at_s = self.time_s()
-        reading = await self._target.read(self._session_ids[session])
-        return Sample(
-            turn=self.num_turns,
-            phase=phase,
-            session=session,
-            at_s=at_s,
-            num_sent_tokens=self._lengths[session],
-            num_generated=num_generated,
-            ttft_s=ttft_s,
-            itl_s=itl_s,
-            rss_bytes=self._target.rss_bytes(),
-            **{name: getattr(reading, name) for name in reading.__struct_fields__},
-        )
+
+def rss_of(pid: int) -> int | None:
+    """Return the resident memory in bytes of a process on this machine; None if Linux does not report it."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as lines:  # noqa: PTH123
+            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), None)
+    except OSError:
+        return None
