@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvarts.traffic import info
 from kvarts.traffic.info import working_set_pages
 from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace, TraceRequest, spell
@@ -52,12 +50,6 @@ def test_columns_are_counted_as_a_set_of_prefixes_counts_them(data: st.DataObjec
         num_private += (prompt + output - 1) // page_size - num_full
     assert columns.add(rows, 0, unit_tokens) == len(rows)
     trace = Trace(columns, unit_tokens=unit_tokens)
-    assert np.array(columns.ids).size, "NumPy is loaded, so that columns are counted as arrays"
     assert working_set_pages(trace, page_size) == len(seen) + num_private
     listed = Trace([replace(each, units=spell(each.units) + surplus) for each in columns], unit_tokens=unit_tokens)
     assert working_set_pages(listed, page_size) == len(seen) + num_private
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(info, "arrays_pay", lambda _: False)
-        patch.setattr(info, "HEAD_BYTES", data.draw(st.sampled_from([4, 8, 128]), label="first bytes"))
-        assert working_set_pages(trace, page_size) == len(seen) + num_private
-        assert working_set_pages(listed, page_size) == len(seen) + num_private

@@ -557,43 +557,9 @@ class ReplayConfig(
         return values
 
 
-LATER_FIELDS = (
-    "data_parallel",
-    "expert_parallel",
-    "pipeline_parallel",
-    "expert_efficiency",
-    "link_efficiency",
-    "link_us",
-    "graph_tokens",
-    "eager_us",
-    "separate_passes",
-    "speculative_tokens",
-    "acceptance",
-    "exchange_us",
-    "layer_us",
-    "expert_layer_us",
-    "expert_half_mb",
-    "fp8_compute",
-    "fp8_bandwidth",
-    "fp4_compute",
-    "fp4_bandwidth",
-    "eager_layer_us",
-    "eager_expert_layer_us",
-    "attention_compute",
-    "sparse_layer_us",
-    "quantize_us",
-)
-"""Fields of a RooflineCost that a report names only where they differ from their defaults."""
-
-
 def _stated(cost: msgspec.Struct) -> dict[str, Any]:
     values: dict[str, Any] = msgspec.to_builtins(cost)
     values.pop("uncertainty", None)  # the report contains its results
-    for field in msgspec.structs.fields(cost):
-        make = field.default_factory
-        default = make() if callable(make) else field.default
-        if field.name in LATER_FIELDS and getattr(cost, field.name) == default:
-            del values[field.name]
     return values
 
 
