@@ -90,14 +90,6 @@ class TierSettings(Protocol):
     def load_overlap(self) -> str:
         """`layers` if a step may compute layers while others are loaded."""
 
-    @property
-    def bus(self) -> int | str | None:
-        """The rate that the channels share; None if each has its own."""
-
-    @property
-    def copy_slowdown(self) -> float:
-        """How much longer a step takes while pages are copied: 0.5 for half as long again."""
-
     def sizes(self, page_size: int, memory: GroupMemory | None = None) -> dict[str, int]:
         """Return the pages of each tier by its name, the fastest first; the blocks with KV groups, of `memory`.
 

@@ -56,7 +56,6 @@ VALUES: dict[str, tuple[str, Any]] = {
     "offload.d2h": ("7GB/s", "7GB/s"),
     "offload.disk_read": ("7GB/s", "7GB/s"),
     "offload.disk_write": ("7GB/s", "7GB/s"),
-    "offload.bus": ("7GB/s", "7GB/s"),
     "routing.staleness": ("50ms", "50ms"),
     "routing.event_lag": ("50ms", "50ms"),
 }

@@ -141,7 +141,6 @@ LAYER_WISE = "--prefill-replicas 1 --decode-replicas 1 --transfer-rate 1B/s --tr
         "--replicas 2 --store-pages 500 --store-rate 1B/s",
         "--replicas 2 --store-pages 500 --store-worker-rate 1B/s",
         "--host-pages 500 --d2h 1B/s",
-        "--host-pages 500 --bus 1",
         "--prefill-replicas 1 --decode-replicas 1 --transfer-rate 1B/s --transfer-sharing worker",
         "--prefill-replicas 1 --decode-replicas 1 --transfer-rate 1B/s --faults slow:0:1000000=0s",
         f"{LAYER_WISE} --faults slow:0:1000000=0s",

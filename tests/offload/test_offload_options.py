@@ -24,7 +24,7 @@ def test_every_flag_reaches_the_tiers() -> None:
     flags = (
         "--host-pages 70 --offload lazy --target-free 3 --h2d 1GB/s --d2h 2GB/s --transfer-latency-us 4 "
         "--kv-bytes-per-token 1000 --disk-memory 1GB --disk-read 3GB/s --disk-write 5GB/s --disk-latency-us 6 "
-        "--preemption-mode recompute --load-overlap layers --copy-slowdown 0.1"
+        "--preemption-mode recompute --load-overlap layers"
     )
     assert resolve_replay(parsed(*flags.split()), SECTIONS).offload == OffloadConfig(
         host_pages=70,
@@ -40,7 +40,6 @@ def test_every_flag_reaches_the_tiers() -> None:
         disk_latency_us=6.0,
         preemption_mode="recompute",
         load_overlap="layers",
-        copy_slowdown=0.1,
     )
 
 
@@ -71,8 +70,6 @@ def test_the_report_has_the_tiers(
         "load_overlap": "none",
         "load_kv": "placed",
         "num_layers": 32,
-        "copy_slowdown": 0.0,
-        "bus": None,
         "deadline_s": 60.0,
         "fail_every": 0,
     }
@@ -132,7 +129,7 @@ def test_pages_and_memory_replace_each_other(file: dict[str, Any], arguments: st
         ("host_pages = 3\nhost_memory = '1GiB'", "", "c.toml: offload.host_pages: is given beside offload.host_memory"),
         ("host_pages = 3", "--h2d fast", "--h2d: 'fast' is not a bandwidth"),
         ("host_pages = 3\nh2d = 'fast'", "--d2h 3GB/s", "c.toml: offload.h2d: 'fast' is not a bandwidth"),
-        ("host_pags = 3", "", "c.toml: offload.host_pags: unknown key. Known: bus, copy_slowdown, "),
+        ("host_pags = 3", "", "c.toml: offload.host_pags: unknown key. Known: "),
         ("", "--host-pages 3 --host-memory 1GiB", "--host-pages: is given beside --host-memory. Keep one of them."),
         ("", "--h2d 3GB/s", "--h2d: has no effect without a size. Give --host-pages or --host-memory as well."),
         ("disk_pages = 3", "", "c.toml: offload.disk_pages: needs host memory above it. Give offload.host_pages"),
@@ -162,7 +159,6 @@ def test_a_mock_refuses_what_has_no_effect_without_a_size(
         ("--preemption-mode recompute", "--preemption-mode: has no effect without a size"),
         ("--load-overlap layers", "--load-overlap: has no effect without a size"),
         ("--kv-bytes-per-token 3", "--kv-bytes-per-token: has no effect without a size"),
-        ("--bus 3GB/s", "--bus: does not go with a store that workers share"),
     ],
 )
 def test_a_store_alone_reads_few_options_of_tiers(
