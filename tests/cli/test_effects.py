@@ -48,7 +48,7 @@ OF_PLAN = [
     if flag.startswith("--") and flag not in {"--share", "--sample", "--users", "--curves-only"}
 ]
 VALUES = {
-    "--at": "100", "--price": "host=1", "--html": "x.html", "--plot": "x.svg", "--config": "c.toml", "--policy": "arc",
+    "--at": "100", "--price": "host=1", "--html": "x.html", "--plot": "x.svg", "--config": "c.toml", "--policy": "auto",
     "--trace": "a=b", "--model": "qwen3-8b", "--device": "l4", "--cost": "linear:step_ms=1", "--share": "a=b",
     "--health": "a=dead@3",
 }  # fmt: skip

@@ -46,7 +46,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "cost": ("linear:step_ms=3", "linear:step_ms=3"),
     **{f"{pool}.kv_memory": ("3GiB", "3GiB") for pool in ("prefill", "decode")},
     **{f"{pool}.cost": ("linear:step_ms=3", "linear:step_ms=3") for pool in ("prefill", "decode")},
-    "eviction": ("arc", "arc"),
+    "eviction": ("auto", "auto"),
     "health": ("chat=dead@3", ("chat=dead@3",)),
     "offload.host_memory": ("9GiB", "9GiB"),
     "store.memory": ("9GiB", "9GiB"),
