@@ -54,7 +54,7 @@ ASKED: dict[str, dict[str, tuple[str, ...]]] = {
 """Options that ask for a feature, by place."""
 ASKED["fleet"] = {**ASKED["replay"], "late_events": ("--router", "prefix", "--router-event-lag", "10ms")}
 TRIES = [(place, feature) for place, features in ASKED.items() for feature in features]
-FLEET = ("--prefill-replicas", "1", "--decode-replicas", "1")
+FLEET = ("--prefill", "replicas=1", "--decode", "replicas=1")
 SEVERAL = ("--device", "h100-80gb", "--trace", "a=tiny.jsonl", "--trace", "b=tiny.jsonl", "--model", "b=llama-3.1-8b")
 
 

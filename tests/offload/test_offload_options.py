@@ -90,7 +90,7 @@ def test_a_model_says_what_a_token_weighs_unless_it_is_given() -> None:
         assert offload.kv_bytes_per_token == weighs
 
 
-@pytest.mark.parametrize("fleet", ["", " --prefill-replicas 1 --decode-replicas 1 --transfer-rate 1GB/s"])
+@pytest.mark.parametrize("fleet", ["", " --prefill replicas=1 --decode replicas=1 --transfer rate=1GB/s"])
 def test_kv_groups_say_what_a_token_weighs(fleet: str) -> None:
     """The option had no effect, and nothing was said of it."""
     if fleet:
@@ -167,5 +167,5 @@ def test_a_store_alone_reads_few_options_of_tiers(
     """Its size was taken for that of host memory, and the options had no effect."""
     pytest.importorskip("kvarts.fleet.config")
     model = ("--model", "qwen3-8b", "--device", "h100-80gb")
-    assert run_command("replay", *model, "--replicas", "2", "--store-pages", "9", *option.split()) == 2
+    assert run_command("replay", *model, "--replicas", "2", "--store", "pages=9", *option.split()) == 2
     assert says in capsys.readouterr().err

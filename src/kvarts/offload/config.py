@@ -92,7 +92,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         float | None, setting("On top of every transfer.", flag=None, default="10 of memory, 100 of files")
     ] = None
     scope: Annotated[
-        TierScope, setting("Below each engine, or all: one that all engines share, as --store-memory.", flag=None)
+        TierScope, setting("Below each engine, or all: one that all engines share, as --store.", flag=None)
     ] = "engine"
     rate: Annotated[
         Rate | None,
