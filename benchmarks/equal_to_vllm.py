@@ -622,7 +622,7 @@ class Below:
     """
 
     watcher = None
-    evicts_safe_first = is_lazy = full_prompt_hits = is_due = slows_down = False
+    evicts_safe_first = is_lazy = full_prompt_hits = is_due = False
     num_tiers = 1
     tier_names = ("below",)
     next_ns = NEVER

@@ -38,7 +38,7 @@ def write_repeated(trace: Path, out: Path, num_requests: int, whole_ms: int | No
 
 
 def replay(trace: Path, kind: str, num_workers: int) -> list[str]:
-    apart = ["--prefill-replicas", num_workers // 2, "--decode-replicas", num_workers // 2]
+    apart = ["--prefill", f"replicas={num_workers // 2}", "--decode", f"replicas={num_workers // 2}"]
     workers = ["--replicas", num_workers] if kind == MIXED else apart
     options = ["--profile", "mocker", "--pages", 16_384, "--page-size", 512, "--speedup", num_workers / 4]
     return [sys.executable, "-m", "kvarts", "replay", str(trace), *map(str, (*workers, *options)), "--json"]

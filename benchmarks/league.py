@@ -4,7 +4,7 @@
 
 DATA: a folder with mooncake/conversation_trace.jsonl, mooncake/synthetic_trace.jsonl and kv-cache-tester/. Printed is a
 table in Markdown, one row per trace and pool. Besides the policies of kvarts it has those of
-docs/examples/published_orders.py, and one that looks ahead: LRU that evicts first what is never requested again. What
+docs/examples, and one that looks ahead: LRU that evicts first what is never requested again. What
 `auto` chooses from was made on the first half of the conversation trace, the synthetic one and every second session of
 the coding agents, begun within 30 minutes; the other rows are of traces that it was not made on. `--replays`: with
 llama-3.1-8b on an H100 as well, where requests wait for each other.
@@ -27,14 +27,16 @@ from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-SHOWN = ("auto", "s3-fifo", "arc", "session-aware")
+SHOWN = ("auto", "session-aware")
 PUBLISHED = {
-    "LPC": "LpcOrder",
-    "SAECache": "SaeOrder",
-    "workload-aware": "WorkloadAwareOrder",
-    "tail-optimised": "TailOptimisedOrder",
-    "TTL by tool": "ToolTtlOrder",
-    "W-TinyLFU": "TinyLfuOrder",
+    "S3-FIFO": "queue_orders:S3FifoOrder",
+    "ARC": "queue_orders:ArcOrder",
+    "LPC": "published_orders:LpcOrder",
+    "SAECache": "published_orders:SaeOrder",
+    "workload-aware": "published_orders:WorkloadAwareOrder",
+    "tail-optimised": "published_orders:TailOptimisedOrder",
+    "TTL by tool": "published_orders:ToolTtlOrder",
+    "W-TinyLFU": "queue_orders:TinyLfuOrder",
 }
 HALF = 6015
 MINUTE_NS = 60 * 10**9
@@ -86,7 +88,7 @@ def orders_of(plan: CachePlan) -> dict[str, Callable[[], EvictionOrder]]:
     depths = depths_that_return(plan)
     return {
         **{name: find_policy(name, plan.trace) for name in SHOWN},
-        **{name: find_policy(f"published_orders:{order}", None) for name, order in PUBLISHED.items()},
+        **{name: find_policy(order, None) for name, order in PUBLISHED.items()},
         "knows what returns": lambda: KnowsReturns(depths),
     }
 
@@ -109,7 +111,9 @@ def show(name: str, trace: Trace, page_size: int, sizes: tuple[int, ...]) -> Cac
 def show_replays(name: str, plan: CachePlan) -> None:
     values = {"model": "llama-3.1-8b", "device": "h100-80gb", "slo": {"ttft_ms": 5000.0}, **REPLAYED[name]}
     config = make_config(values)
-    league = League(plan, ALL_POLICIES, config=config, command=lambda *_: "", replay_command=lambda *_: "")
+    league = League(
+        plan, (*ALL_POLICIES, PUBLISHED["ARC"]), config=config, command=lambda *_: "", replay_command=lambda *_: ""
+    )
     print(f"\n{name}, replayed: {values}")
     print(f"{'':<18}{'hits':>8}{'TTFT mean, ms':>16}{'p99, ms':>12}{'goodput, 1/s':>14}")
     for row in league.to_builtins([config.num_pages]):

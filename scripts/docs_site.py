@@ -36,6 +36,7 @@ ROOT_PAGES = {
     "SECURITY.md": "reporting.md",
     "THIRD_PARTY.md": "third-party.md",
     "src/kvarts/data/README.md": "data.md",
+    "examples/traces/README.md": "traces-of-others.md",
 }
 """Pages outside of docs/, with their names on the site."""
 
@@ -112,6 +113,7 @@ PARTS: dict[str, list[str]] = {
         "contributing.md",
         "reporting.md",
         "data.md",
+        "traces-of-others.md",
         "third-party.md",
     ],
 }

@@ -1,7 +1,8 @@
 """Eviction orders from publications, as orders of one's own: `kvarts plan TRACE --policy published_orders:LpcOrder`.
 
-None closes more of the gap to the optimum than the orders that kvarts has, see the league in the guide to agents. An
-order is not given prompt text, so features of text are replaced, as each class says.
+None closes more of the gap to the optimum than the orders that kvarts has, see the league of policies in
+docs/performance.md. Orders with several queues are in queue_orders.py. An order is not given prompt text, so features
+of text are replaced, as each class says.
 
 - MarconiOrder: Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs", MLSys 2025. The other half of the
   publication, which states are kept at all, is `--snapshots branches`.
@@ -13,7 +14,6 @@ order is not given prompt text, so features of text are replaced, as each class 
 - LpcOrder: Yang et al., "Learned Prefix Caching for Efficient LLM Inference", NeurIPS 2025.
 - SaeOrder: Fang et al., "Not All Tokens Are Worth Caching: Learning Semantic-Aware Eviction for LLM Prefix Caches",
   arXiv 2605.18825, 2026.
-- TinyLfuOrder: Einziger et al., "TinyLFU: A Highly Efficient Cache Admission Policy", ACM TOS 2017.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from typing import NamedTuple
 
 from kvarts.hints import Hints
 from kvarts.kv.eviction import BaseOrder, Run
-from kvarts.plan.orders import QueuesOrder, Rank, RankedOrder, RankedRuns, RunKey, TimedOrder, run_key
+from kvarts.plan.orders import Rank, RankedOrder, RankedRuns, RunKey, TimedOrder, run_key
 
 __all__ = [
     "LpcOrder",
     "MarconiOrder",
     "SaeOrder",
     "TailOptimisedOrder",
-    "TinyLfuOrder",
     "ToolTtlOrder",
     "WorkloadAwareOrder",
     "best_ttl_ns",
@@ -527,64 +526,3 @@ def best_ttl_ns(pauses_ns: Collection[int], hits: float, life_ns: float) -> int:
         if value > best:
             best, best_ns = value, pause_ns
     return best_ns
-
-
-class TinyLfuOrder(QueuesOrder):
-    """W-TinyLFU: a small LRU window, and a main part that admits only runs used more often than the run they displace.
-
-    The main part is a probation and a protected queue. Use counts include evicted runs, and are halved every
-    `HALVED_AFTER` uses.
-    """
-
-    WINDOW = 0.01
-    PROTECTED = 0.8
-    HALVED_AFTER = 50_000
-
-    def __init__(self) -> None:
-        super().__init__(("window", "probation", "protected"))
-        self._uses: dict[RunKey, int] = {}
-        self._num_counted = 0
-
-    def next_queue(self) -> str:
-        """Return the window if it exceeds its share and its head is used no more than the main one; else main."""
-        window, probation, protected = self.queues.values()
-        main = "probation" if probation.num_pages else "protected"
-        if not window.num_pages or not (probation.num_pages or protected.num_pages):
-            return "window" if window.num_pages else main
-        if window.num_pages <= self.WINDOW * self.most_pages:
-            return main
-        candidate, victim = window.first(), self.queues[main].first()
-        assert candidate is not None and victim is not None
-        return main if self._uses.get(run_key(candidate), 0) > self._uses.get(run_key(victim), 0) else "window"
-
-    def arrived(self, node: Run) -> tuple[str, int]:
-        """Return the window."""
-        self._count(node)
-        return "window", self.now
-
-    def came_back(self, node: Run, queue: str, hits: int, rank: int) -> tuple[str, int]:
-        """Return the protected queue for a run of the main part, else the window."""
-        self._count(node)
-        return "window" if queue == "window" else "protected", self.now
-
-    def settle(self) -> None:
-        """Move the head of the window to the main part if it is used more than the victim; trim the protected queue."""
-        window, probation, protected = self.queues.values()
-        while protected.num_pages > self.PROTECTED * self.most_pages:
-            node = protected.first()
-            assert node is not None
-            self.move(node, "probation", 0, self.now)
-        while window.num_pages > self.WINDOW * self.most_pages and (
-            self.next_queue() != "window" or not (probation.num_pages or protected.num_pages)
-        ):
-            node = window.first()
-            assert node is not None
-            self.move(node, "probation", 0, self.now)
-
-    def _count(self, node: Run) -> None:
-        key = run_key(node)
-        self._uses[key] = min(15, self._uses.get(key, 0) + 1)
-        self._num_counted += 1
-        if self._num_counted == self.HALVED_AFTER:
-            self._num_counted = 0
-            self._uses = {key: uses // 2 for key, uses in self._uses.items() if uses > 1}

@@ -46,8 +46,6 @@ FEATURES = {
     "layers": Feature("loads by layer", LOAD_PLACES, part_of="tiers"),
     "async_loads": Feature("asynchronous loads without a place", LOAD_PLACES, part_of="tiers"),
     "sync_loads": Feature("synchronous loads", LOAD_PLACES, part_of="tiers"),
-    "bus": Feature("channels that share a bus", ("replay", "plan", "mock", "sessions", "fleet"), part_of="tiers"),
-    "copies": Feature("steps that copies slow down", ("replay", "plan", "mock", "sessions", "fleet"), part_of="tiers"),
     "full_prompt_hits": Feature("hits of whole prompts", ("replay", "plan", "mock", "several", "fleet")),
     "orders": Feature("an eviction order other than LRU"),
     "bound": Feature(
@@ -109,14 +107,6 @@ REFUSED = (
         )
     ),
     Refusal(("async_loads", "fleet"), "it is not modelled", "Leave it out."),
-    Refusal(("bus", "store"), "transfers to a store end when its links say"),
-    Refusal(("bus", "pulls"), "transfers from other workers end when their links say"),
-    Refusal(("bus", "several"), "each model has its own channels", "Leave it out."),
-    Refusal(("bus", "model"), "a real executor measures its channels", "Leave it out."),
-    Refusal(("copies", "store"), "its links are shared, and copies that others slow down end later than planned"),
-    Refusal(("copies", "pulls"), "their links are shared, and copies that others slow down end later than planned"),
-    Refusal(("copies", "several"), "copies of one model would slow down the steps of others", "Leave it out."),
-    Refusal(("copies", "model"), "a real executor measures its steps", "Leave it out."),
     Refusal(("full_prompt_hits", "kv_groups"), "the last token of a prompt may see what no hit needs", WHOLE),
     Refusal(("mocker", "kv_groups"), "Dynamo's mocker knows whole pages only", WHOLE),
     Refusal(

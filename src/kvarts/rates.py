@@ -93,10 +93,6 @@ class SharedRates:
         """Return how long a transfer would still take if no other began or ended."""
         return max(0, self.now_ns + ceil(job.num_left / self._rate(job)) - now_ns)
 
-    def num_sharing(self, end: End) -> int:
-        """Return how many transfers share `end` now."""
-        return self._num_at.get(end, 0)
-
     def rate_of_one_more(self, ends: tuple[tuple[End, float], ...]) -> float:
         """Return the rate that one more transfer between `ends` would have now."""
         return min(rate / (self._num_at.get(end, 0) + 1) for end, rate in ends)

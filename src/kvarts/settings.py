@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "INLINE",
     "AtLeastOne",
     "Flags",
     "Given",
@@ -39,8 +40,11 @@ __all__ = [
     "given_by_flags",
     "given_by_keywords",
     "given_in",
+    "inline_settings",
+    "is_inline",
     "keyword_of",
     "param_of",
+    "param_of_inline",
     "parts_of_error",
     "setting",
     "settings_by_param",
@@ -101,10 +105,19 @@ def setting(
     """Return the annotation that makes the field of a struct a setting.
 
     `kind`: the type of given values, if it differs from the field's type. `flag`: derived from the key by default;
-    None: no flag. `default`: text for the help, if the field's default does not explain itself. `replaces`: fields of
-    the same struct, or keys, see Setting.
+    None: no flag; INLINE: in the option of the table. `default`: text for the help, if the field's default does not
+    explain itself. `replaces`: fields of the same struct, or keys, see Setting.
     """
     return Words(help=help, flag=flag, metavar=metavar, default=default, replaces=replaces, kind=kind)
+
+
+INLINE = " "
+"""The flag of a setting that is given in the option of its table: `--transfer rate=25GB/s,latency_ms=2`."""
+
+
+def is_inline(setting: Setting) -> bool:
+    """Return whether a setting is given in the option of its table; its flag is then that option and its field."""
+    return setting.flag is not None and INLINE in setting.flag
 
 
 @cache
@@ -127,12 +140,20 @@ def settings_of(struct: type[msgspec.Struct], table: str = "") -> tuple[Setting,
                 help=words.help,
                 default=default,
                 default_text=words.default,
-                flag="--" + key.replace(".", "-").replace("_", "-") if words.flag == "" else words.flag,
+                flag=_flag_of(words, table, field.encode_name),
                 metavar=words.metavar,
                 replaces=tuple(prefix + name for name in words.replaces),
             )
         )
     return tuple(found)
+
+
+def _flag_of(words: Words, table: str, name: str) -> str | None:
+    if words.flag == INLINE:
+        return f"--{table} {name}"
+    if words.flag == "":
+        return "--" + ".".join(filter(None, (table, name))).replace(".", "-").replace("_", "-")
+    return words.flag
 
 
 def _evaluate_annotations(struct: type[msgspec.Struct]) -> None:
@@ -290,7 +311,10 @@ ValueSource: TypeAlias = KeySource | Flags | Within | Keywords
 
 def keyword_of(setting: Setting) -> str:
     """Return the argument name of a setting: `host_memory` for `--host-memory`; its key if it has no option."""
-    return (setting.flag or setting.key).removeprefix("--").replace("-", "_").replace(".", "_")
+    return (setting.flag or setting.key).removeprefix("--").translate(AS_WORD)
+
+
+AS_WORD = str.maketrans("-. ", "___")
 
 
 # Given values ---------------------------------------------------------------------------------------------
@@ -515,18 +539,65 @@ def settings_by_param(sections: Iterable[Section]) -> dict[str, Setting]:
         for section in sections
         if not section.is_named
         for setting in section.settings
-        if setting.flag is not None
+        if setting.flag is not None and not is_inline(setting)
     }
+
+
+def inline_settings(sections: Iterable[Section]) -> dict[str, dict[str, Setting]]:
+    """Return the settings that are given in the option of their table, by that option and by their names in it."""
+    found: dict[str, dict[str, Setting]] = {}
+    for section in sections:
+        for setting in () if section.is_named else section.settings:
+            if is_inline(setting):
+                assert setting.flag is not None
+                option, _, name = setting.flag.partition(INLINE)
+                found.setdefault(option, {})[name] = setting
+    return found
 
 
 def given_by_flags(params: Mapping[str, Any], sections: Iterable[Section]) -> Given:
     """Return the settings given by options, by the names of their parameters; other keys of `params` are ignored."""
     given = Given()
+    sections = list(sections)
     for param, setting in settings_by_param(sections).items():
         value = params.get(param)
         if value is not None and value != ():
             given.add(setting, value, Flags())
+    for option, known in inline_settings(sections).items():
+        for text in params.get(param_of_inline(option)) or ():
+            _add_inline(given, option, text, known)
     return given
+
+
+def _add_inline(given: Given, option: str, text: str, known: Mapping[str, Setting]) -> None:
+    """Add the settings of `KEY=VALUE,...`. A comma before anything but a known KEY= belongs to the value before it."""
+    for part in re.split(rf",(?=(?:{'|'.join(known)})=)", text):
+        name, equals, value = part.partition("=")
+        setting = known.get(name.strip())
+        if setting is None or not equals:
+            hint = f"Known: {', '.join(known)}, each with =VALUE."
+            raise ConfigError(f"{part!r} is not known", field=option, hint=hint)
+        if setting.key in given:
+            raise ConfigError("is given twice", field=setting.flag, hint="Keep one of them.")
+        given.add(setting, _typed(value, setting), Flags())
+
+
+def _typed(text: str, setting: Setting) -> Any:
+    """Return the value of a setting that `text` is. Raise ConfigError if it is none of its type."""
+    kind = value_kind(setting.kind)
+    is_whole = kind is int or isinstance(kind, range)
+    try:
+        if is_whole or kind is float:
+            return int(text) if is_whole else float(text)
+    except ValueError:
+        what = f"{text!r} is not a {'whole ' if is_whole else ''}number"
+        raise ConfigError(what, field=setting.flag) from None
+    return text
+
+
+def param_of_inline(option: str) -> str:
+    """Return the name of the parameter of a table's option."""
+    return "set_" + option.removeprefix("--")
 
 
 def param_of(setting: Setting) -> str:

@@ -119,7 +119,6 @@ def overlapping(rng: Random, case: Case) -> ReplayConfig:
     rates = [500, 1000, 2000, 5000, 20_000]
     offload = msgspec.structs.replace(
         files(rng, of_groups=True)["offload"], h2d=rng.choice(rates), disk_read=rng.choice(rates),
-        bus=rng.choice([None, None, 1500, 20_000]), copy_slowdown=rng.choice([0.0, 0.0, 0.5]),
         load_overlap=rng.choice(["none", "layers"]), num_layers=rng.choice([2, 8]),
     )  # fmt: skip
     return case.config(**groups(rng), offload=offload, cost=COST)

@@ -89,8 +89,6 @@ def overlapping(draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = Fals
             d2h=draw(st.sampled_from([10_000, 10**15])),
             latency_us=draw(st.sampled_from([0.0, 0.0, 5000.0])),
             fail_every=draw(st.sampled_from([0, 0, 0, 2, 5])),
-            bus=draw(st.sampled_from([None, None, 1500, 20_000])),
-            copy_slowdown=draw(st.sampled_from([0.0, 0.0, 0.5])),
             load_overlap=draw(st.sampled_from(["none", "layers"])),
             num_layers=draw(st.sampled_from([2, 8])),
         ),

@@ -52,13 +52,12 @@ def tiered(
     max_requests: int = 24,
     cancels: bool = False,
     limits: bool = False,
-    with_bus: bool = True,
     all_loads: bool = False,
     lists: bool = False,
 ) -> Tiered:
     """`lists`: some cases have a list of tiers, with one between host memory and files."""
     case = draw(cases(max_requests=max_requests, cancels=cancels, limits=limits))
-    offload = draw(tiers_below(with_bus=with_bus, all_loads=all_loads))
+    offload = draw(tiers_below(all_loads=all_loads))
     if lists and draw(st.booleans()):
         offload = as_list(offload, draw(tiers_between()))
     return Tiered(case, offload)
@@ -69,7 +68,6 @@ def tiers_below(
     draw: st.DrawFn,
     *,
     of_groups: bool = False,
-    with_bus: bool = True,
     all_loads: bool = False,
     sync_loads: bool = False,
 ) -> OffloadConfig:
@@ -84,7 +82,6 @@ def tiers_below(
     num_host = draw(st.sampled_from([1, 3, 8, 30, 200]))
     # A page takes from microseconds, less than a step, to many steps.
     rates = st.sampled_from([50_000, 1_000_000, 1_000_000_000])
-    bus = draw(st.sampled_from([None, None, 70_000, 1_500_000])) if with_bus else None
     return OffloadConfig(
         host_pages=num_host,
         policy=draw(st.sampled_from(["eager", "lazy"])),
@@ -100,10 +97,8 @@ def tiers_below(
         store_within_ms=draw(st.sampled_from([0.0, 1.0, 20.0, 500.0])),
         fail_every=0 if load_kv == "sync" else draw(st.sampled_from([0, 0, 1, 2, 5])),
         load_kv=load_kv,
-        bus=bus,
         load_overlap=draw(st.sampled_from(["none", "layers"])) if load_kv == "placed" else "none",
         num_layers=draw(st.sampled_from([1, 2, 7, 32])),
-        copy_slowdown=draw(st.sampled_from([0.0, 0.0, 0.1, 1.5])),
         preemption_mode="recompute" if of_groups else draw(st.sampled_from(["swap", "swap", "recompute"])),
     )
 
@@ -139,6 +134,5 @@ def naive_settings(tiers: Tiered) -> dict[str, Any]:
         "watermark": case.watermark,
         "load_kv": offload.load_kv,
         "swaps": offload.preemption_mode == "swap",
-        "copy_slowdown": offload.copy_slowdown,
         "num_layers": offload.num_layers if offload.load_overlap == "layers" else 1,
     }

@@ -16,7 +16,7 @@ from kvarts.cli.parts import concern_parts, load_parts
 from kvarts.cli.replay import replay_command
 from kvarts.cli.replaying import OWN_SECTIONS, OneRun, all_sections, read_settings
 from kvarts.errors import ConfigError
-from kvarts.settings import Flags, Given, Section, Setting, given_in, settings_by_param, settings_of
+from kvarts.settings import Flags, Given, Section, Setting, given_in, is_inline, settings_by_param, settings_of
 from kvarts.sim.config import ReplayConfig, make_config
 
 from builders.command_line import parsed
@@ -46,7 +46,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "cost": ("linear:step_ms=3", "linear:step_ms=3"),
     **{f"{pool}.kv_memory": ("3GiB", "3GiB") for pool in ("prefill", "decode")},
     **{f"{pool}.cost": ("linear:step_ms=3", "linear:step_ms=3") for pool in ("prefill", "decode")},
-    "eviction": ("arc", "arc"),
+    "eviction": ("auto", "auto"),
     "health": ("chat=dead@3", ("chat=dead@3",)),
     "offload.host_memory": ("9GiB", "9GiB"),
     "store.memory": ("9GiB", "9GiB"),
@@ -56,7 +56,6 @@ VALUES: dict[str, tuple[str, Any]] = {
     "offload.d2h": ("7GB/s", "7GB/s"),
     "offload.disk_read": ("7GB/s", "7GB/s"),
     "offload.disk_write": ("7GB/s", "7GB/s"),
-    "offload.bus": ("7GB/s", "7GB/s"),
     "routing.staleness": ("50ms", "50ms"),
     "routing.event_lag": ("50ms", "50ms"),
 }
@@ -110,6 +109,11 @@ def test_a_setting_has_help_and_one_default(section: Section, setting: Setting) 
     if setting.flag is None:
         assert setting.key in FILE_ONLY
         return
+    if is_inline(setting):
+        table, _, name = setting.flag.partition(" ")
+        (option,) = (param for param in replay_command.params if table in param.opts)
+        assert isinstance(option, click.Option) and name in (option.help or "").rstrip(".").split(": ")[1].split(", ")
+        return
     (option,) = (param for param in replay_command.params if setting.flag in param.opts)
     assert isinstance(option, click.Option)
     assert option.default is None, "a default belongs to the struct"
@@ -134,12 +138,42 @@ def test_a_flag_wins_over_a_file_and_a_file_over_the_default(
     assert setting.key not in read_settings(None, SECTIONS)
     if setting.flag is None:
         return
-    from_flag = parsed(setting.flag, text) if text else parsed(setting.flag)
+    if is_inline(setting):
+        table, _, name = setting.flag.partition(" ")
+        from_flag = parsed(table, f"{name}={text}")
+    else:
+        from_flag = parsed(setting.flag, text) if text else parsed(setting.flag)
     assert from_flag[setting.key] == written(setting, 3)[1] != setting.default
     merged = from_flag.over(from_file)
     assert merged[setting.key] == from_flag[setting.key]
     assert merged.source_of(setting.key) == Flags()
     assert parsed().over(from_file)[setting.key] == of_file
+
+
+def test_an_option_of_a_table_takes_several_keys_and_values_with_commas() -> None:
+    given = parsed(
+        *("--prefill", "replicas=2,cost=linear:step_ms=5,chunk_token_ms=0.02,max_seqs=9"),
+        *("--transfer", "rate=5GB/s", "--transfer", "latency_ms=2"),
+    )
+    assert given["prefill.replicas"] == 2 and given["prefill.max_seqs"] == 9
+    assert given["prefill.cost"] == "linear:step_ms=5,chunk_token_ms=0.02"
+    assert (given["transfer.rate"], given["transfer.latency_ms"]) == ("5GB/s", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--prefill replicas", "--prefill: 'replicas' is not known. Known: replicas, device"),
+        ("--prefill seats=3", "--prefill: 'seats=3' is not known"),
+        ("--prefill replicas=two", "--prefill replicas: 'two' is not a whole number"),
+        ("--transfer latency_ms=x", "--transfer latency_ms: 'x' is not a number"),
+        ("--store pages=2 --store pages=3", "--store pages: is given twice. Keep one of them."),
+    ],
+)
+def test_what_an_option_of_a_table_cannot_read_is_named(words: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(*words.split())
+    assert str(caught.value).startswith(says)
 
 
 def test_settings_of_models_are_keys_of_their_tables() -> None:

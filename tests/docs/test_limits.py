@@ -22,11 +22,9 @@ ASKED: dict[str, dict[str, tuple[str, ...]]] = {
         "states_by_page": HYBRID,
         "tiers": ("--host-pages", "64"),
         "files": ("--host-pages", "64", "--disk-pages", "64"),
-        "orders": ("--eviction", "s3-fifo"),
+        "orders": ("--eviction", "auto"),
         "layers": ("--host-pages", "64", "--load-overlap", "layers"),
         "sync_loads": ("--host-pages", "64", "--load-kv", "sync"),
-        "bus": ("--host-pages", "64", "--bus", "1GB/s"),
-        "copies": ("--host-pages", "64", "--copy-slowdown", "0.5"),
         "drafts": (*LLAMA, "--speculative-tokens", "1", "--acceptance", "0.5"),
         "bound": ("--max-itl-ms", "9"),
         "mocker": ("--profile", "mocker"),
@@ -41,11 +39,9 @@ ASKED: dict[str, dict[str, tuple[str, ...]]] = {
         "tiers": ("--host-pages", "64"),
         "files": ("--host-pages", "64", "--disk-pages", "64"),
         "ahead": ("--async-scheduling",),
-        "orders": ("--eviction", "arc"),
+        "orders": ("--eviction", "auto"),
         "layers": ("--host-pages", "64", "--load-overlap", "layers"),
         "sync_loads": ("--host-pages", "64", "--load-kv", "sync"),
-        "bus": ("--host-pages", "64", "--bus", "1GB/s"),
-        "copies": ("--host-pages", "64", "--copy-slowdown", "0.5"),
         "drafts": ("--model", "a=llama-3.1-8b:speculative_tokens=1,acceptance=0.5"),
         "bound": ("--max-itl-ms", "9"),
         "late_events": ("--replicas", "2", "--router", "prefix", "--router-event-lag", "10ms"),
@@ -56,7 +52,7 @@ ASKED: dict[str, dict[str, tuple[str, ...]]] = {
 """Options that ask for a feature, by place."""
 ASKED["fleet"] = {**ASKED["replay"], "late_events": ("--router", "prefix", "--router-event-lag", "10ms")}
 TRIES = [(place, feature) for place, features in ASKED.items() for feature in features]
-FLEET = ("--prefill-replicas", "1", "--decode-replicas", "1")
+FLEET = ("--prefill", "replicas=1", "--decode", "replicas=1")
 SEVERAL = ("--device", "h100-80gb", "--trace", "a=tiny.jsonl", "--trace", "b=tiny.jsonl", "--model", "b=llama-3.1-8b")
 
 

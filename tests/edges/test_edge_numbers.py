@@ -109,13 +109,13 @@ def test_no_value_is_answered_by_a_traceback(name: str, here: Path, call: Run) -
         ("--cost linear:step_ms=1e308", "must be at most"),
         ("--speedup 1e-308", "the replay lasts longer than 73 years"),
         ("--model llama-3.1-8b --device cpu:cores=8,cores=9", "has cores twice"),
-        ("--replicas 2 --pages 9 --store-pages 0", "--store-pages: must be at least 1"),
+        ("--replicas 2 --pages 9 --store pages=0", "--store pages: must be at least 1"),
         ("--replicas 2 --router llm-d:prefix=3,prefix=4", "--router: llm-d has prefix twice"),
         (
-            "--replicas 2 --host-pages 9 --pull-from-peers --store-pages 5 --transfer-rate 1GB/s",
+            "--replicas 2 --host-pages 9 --pull-from-peers --store pages=5 --transfer rate=1GB/s",
             "--pull-from-peers: does not go with a store",
         ),
-        ("--replicas 2 --pull-from-peers --transfer-rate 1GB/s --transfer-token-bytes 8", "Give --host-memory as well"),
+        ("--replicas 2 --pull-from-peers --transfer rate=1GB/s,token_bytes=8", "Give --host-memory as well"),
     ],
 )
 def test_what_is_out_of_its_limits_is_named_as_it_was_typed(arguments: str, says: str, here: Path, call: Run) -> None:
@@ -123,18 +123,17 @@ def test_what_is_out_of_its_limits_is_named_as_it_was_typed(arguments: str, says
     assert (code, out, says in err) == (2, b"", True), err
 
 
-LAYER_WISE = "--prefill-replicas 1 --decode-replicas 1 --transfer-rate 1B/s --transfer layer-wise --transfer-layers 2"
+LAYER_WISE = "--prefill replicas=1 --decode replicas=1 --transfer rate=1B/s,mode=layer-wise,layers=2"
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--replicas 2 --store-pages 500 --store-rate 1B/s",
-        "--replicas 2 --store-pages 500 --store-worker-rate 1B/s",
+        "--replicas 2 --store pages=500,rate=1B/s",
+        "--replicas 2 --store pages=500,worker_rate=1B/s",
         "--host-pages 500 --d2h 1B/s",
-        "--host-pages 500 --bus 1",
-        "--prefill-replicas 1 --decode-replicas 1 --transfer-rate 1B/s --transfer-sharing worker",
-        "--prefill-replicas 1 --decode-replicas 1 --transfer-rate 1B/s --faults slow:0:1000000=0s",
+        "--prefill replicas=1 --decode replicas=1 --transfer rate=1B/s,sharing=worker",
+        "--prefill replicas=1 --decode replicas=1 --transfer rate=1B/s --faults slow:0:1000000=0s",
         f"{LAYER_WISE} --faults slow:0:1000000=0s",
     ],
 )
@@ -144,8 +143,9 @@ def test_transfers_that_last_longer_than_virtual_time_are_refused(arguments: str
         f'{{"timestamp": {row}, "input_length": 512, "output_length": 2, "hash_ids": [{row}]}}' for row in range(60)
     ]
     (here / "trace.jsonl").write_text("\n".join(rows))
-    bytes_per_token = "--transfer-token-bytes" if "--transfer-rate" in arguments else "--kv-bytes-per-token"
-    code, _, err = call("replay", "trace.jsonl", *arguments.split(), bytes_per_token, 1 << 30)
+    of_links = ("--transfer", f"token_bytes={1 << 30}")
+    bytes_per_token = of_links if "--transfer rate" in arguments else ("--kv-bytes-per-token", 1 << 30)
+    code, _, err = call("replay", "trace.jsonl", *arguments.split(), *bytes_per_token)
     assert (code, "the replay lasts longer than 73 years" in err) == (2, True), err
 
 

@@ -52,8 +52,8 @@ def test_what_is_no_script_is_refused(script: str, said: str) -> None:
 
 def test_requests_of_a_worker_that_goes_down_go_on_elsewhere(asked: Callable[..., Any]) -> None:
     report = asked(
-        "replay", "sample:mooncake", *SMALL, "--prefill-replicas", 2, "--decode-replicas", 2,
-        "--transfer-rate", "5GB/s", "--transfer-token-bytes", 131072,
+        "replay", "sample:mooncake", *SMALL, "--prefill", "replicas=2", "--decode", "replicas=2",
+        "--transfer", "rate=5GB/s", "--transfer", "token_bytes=131072",
         "--faults", "down:3=100s-150s,cut:0=200s-210s,slow:1:20=300s,down:0=250s",
     )  # fmt: skip
     faults = report["fleet"]["faults"]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 SAMPLE = files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"
-APART = ("--prefill-replicas", 1, "--decode-replicas", 2)
-SMALL = ("--pages", 600, "--page-size", 512, "--decode-pages", 300)
+APART = ("--prefill", "replicas=1", "--decode", "replicas=2")
+SMALL = ("--pages", 600, "--page-size", 512, "--decode", "pages=300")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_parts_of_a_wait_add_up_to_ttft(asked: Callable[..., Any], trace: Path, tmp_path: Path) -> None:
     rows_file = tmp_path / "rows.jsonl"
     report = asked(
-        "replay", trace, *APART, *SMALL, "--transfer-rate", "10GB/s", "--transfer-token-bytes", 131072,
+        "replay", trace, *APART, *SMALL, "--transfer", "rate=10GB/s", "--transfer", "token_bytes=131072",
         "--json", "--requests", rows_file,
     )  # fmt: skip
     waits = report["fleet"]["waits"]
@@ -124,8 +124,8 @@ def test_prompts_of_which_a_decode_worker_has_most_are_computed_there(
             for at, first, num in asked_for
         )
     )
-    options = ("--prefill-replicas", 1, "--decode-replicas", 1, *SMALL, "--transfer-rate", "1GB/s")
-    weighs = ("--transfer-token-bytes", 1000, "--remote-prefill-from", 2, "--requests", rows)
+    options = ("--prefill", "replicas=1", "--decode", "replicas=1", *SMALL, "--transfer", "rate=1GB/s")
+    weighs = ("--transfer", "token_bytes=1000", "--remote-prefill-from", 2, "--requests", rows)
     report = asked("replay", trace, *options, *weighs, "--json")
     assert report["fleet"]["num_local_prefills"] == 1
     first, again, other = (json.loads(line) for line in rows.read_text().splitlines())
@@ -170,7 +170,7 @@ def test_replicas_share_a_store(
     trace.write_text("".join(json.dumps(row) + "\n" for row in (*once, *again)))
     options = ("--pages", 400, "--page-size", 512, "--replicas", 3, "--kv-bytes-per-token", 9000)
     without = asked("replay", trace, *options[:-2], "--json")
-    report = asked("replay", trace, *options, "--store-memory", "30GB", "--run-dir", run, "--requests", rows, "--json")
+    report = asked("replay", trace, *options, "--store", "memory=30GB", "--run-dir", run, "--requests", rows, "--json")
     store, tiers = report["fleet"]["store"], report["num_cached_tokens_by_tier"]
     assert store["pages"] == 30 * 10**9 // (9000 * 512)
     assert tiers["store"] > 10 * tiers["device"]
@@ -184,11 +184,11 @@ def test_replicas_share_a_store(
     capsysbinary.readouterr()
     assert run_command("story", run, "--request", "45") == 0
     assert b"from store" in capsysbinary.readouterr().out
-    assert run_command("replay", trace, *options, "--store-pages", 5000) == 0
+    assert run_command("replay", trace, *options, "--store", "pages=5000") == 0
     assert b"of other workers" in capsysbinary.readouterr().out
 
 
-PULLS = "--pull-from-peers", "--transfer-rate", "1GB/s", "--transfer-token-bytes", 1000
+PULLS = "--pull-from-peers", "--transfer", "rate=1GB/s", "--transfer", "token_bytes=1000"
 
 
 def test_workers_read_from_each_other(
@@ -227,7 +227,7 @@ def test_replicas_share_a_store_of_parts(
     again = [{**row, "timestamp": row["timestamp"] + 60_000} for row in once]
     trace.write_text("".join(json.dumps(row) + "\n" for row in (*once, *again)))
     options = ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--pages", 400, "--page-size", 512, "--replicas", 3)
-    report = asked("replay", trace, *options, "--store-memory", "30GB", "--run-dir", run, "--audit", "--json")
+    report = asked("replay", trace, *options, "--store", "memory=30GB", "--run-dir", run, "--audit", "--json")
     assert [group["kind"] for group in report["kv_groups"]] == ["full", "window"]
     store, tiers = report["fleet"]["store"], report["num_cached_tokens_by_tier"]
     assert store["blocks"] == 30 * 10**9 // store["block_bytes"]
@@ -241,26 +241,26 @@ def test_replicas_share_a_store_of_parts(
     capsysbinary.readouterr()
     assert run_command("story", run, "--request", "45") == 0
     assert b"from store" in capsysbinary.readouterr().out
-    assert run_command("replay", trace, *options, "--store-pages", 5000) == 0
+    assert run_command("replay", trace, *options, "--store", "pages=5000") == 0
     assert b"of other workers" in capsysbinary.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--prefill-replicas", 2), "needs decode workers as well"),
-        (("--transfer-latency", 3), "needs prefill workers as well"),
-        ((*APART, "--transfer-rate", "fast"), "--transfer-rate"),
-        ((*APART, "--transfer-rate", "1GB/s"), "--transfer-token-bytes"),
-        ((*APART, "--decode-pages", 0), "--decode-pages"),
+        (("--prefill", "replicas=2"), "needs decode workers as well"),
+        (("--transfer", "latency_ms=3"), "needs prefill workers as well"),
+        ((*APART, "--transfer", "rate=fast"), "--transfer rate"),
+        ((*APART, "--transfer", "rate=1GB/s"), "--transfer token_bytes"),
+        ((*APART, "--decode", "pages=0"), "--decode pages"),
         ((*APART, "--replicas", 2), "says nothing of pools"),
-        ((*APART, "--decode-host-memory", "1B", "--kv-bytes-per-token", 9), "--decode-host-memory"),
+        ((*APART, "--decode", "host_memory=1B", "--kv-bytes-per-token", 9), "--decode host_memory"),
         ((*APART, "--h2d", "1GB/s"), "has no effect without a size"),
-        ((*APART, "--store-rate", "1GB/s"), "says how, and not how much"),
+        ((*APART, "--store", "rate=1GB/s"), "says how, and not how much"),
         ((*APART, "--remote-prefill-from", 0), "--remote-prefill-from"),
         ((*APART, "--remote-prefill-from", 9, "--profile", "mocker"), "--remote-prefill-from"),
-        ((*APART, "--store-memory", "1MB"), "hold no page of 2,097,152 bytes"),
-        ((*APART, "--store-pages", 9, "--host-pages", 9, "--offload", "lazy"), "--offload"),
+        ((*APART, "--store", "memory=1MB"), "hold no page of 2,097,152 bytes"),
+        ((*APART, "--store", "pages=9", "--host-pages", 9, "--offload", "lazy"), "--offload"),
         ((*APART, "--scaler", "script,30s=3"), "a pool mixed, which is not there"),
     ],
 )
@@ -279,29 +279,32 @@ def test_what_cannot_be_is_refused(
 
 
 def test_layers_are_sent_while_the_prompt_is_computed(asked: Callable[..., Any], trace: Path) -> None:
-    model = "--model", "llama-3.1-8b", "--device", "h100-80gb", "--transfer-rate", "5GB/s"
+    model = "--model", "llama-3.1-8b", "--device", "h100-80gb", "--transfer", "rate=5GB/s"
     whole = asked("replay", trace, *APART, *model, "--json")
-    layer_wise = asked("replay", trace, *APART, *model, "--transfer", "layer-wise", "--json")
+    layer_wise = asked("replay", trace, *APART, *model, "--transfer", "mode=layer-wise", "--json")
     assert layer_wise["config"]["transfer"]["layers"] == 32
     assert layer_wise["fleet"]["transferred_bytes"] == whole["fleet"]["transferred_bytes"]
     waits, waits_of_whole = layer_wise["fleet"]["waits"], whole["fleet"]["waits"]
     assert waits["transfer_ms"]["mean"] < 0.6 * waits_of_whole["transfer_ms"]["mean"]
     assert waits["prefill_ms"] == waits_of_whole["prefill_ms"]
     assert sum(part["mean"] for part in waits.values()) == pytest.approx(layer_wise["ttft_ms"]["mean"])
-    one = asked("replay", trace, *APART, *model, "--transfer", "layer-wise", "--transfer-layers", 1, "--json")
+    one = asked("replay", trace, *APART, *model, "--transfer", "mode=layer-wise", "--transfer", "layers=1", "--json")
     assert waits["transfer_ms"]["mean"] < one["fleet"]["waits"]["transfer_ms"]["mean"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--transfer", "layer-wise"), "has no effect on transfers that take no time"),
-        (("--transfer", "layer-wise", "--transfer-rate", "1GB/s", "--transfer-token-bytes", 1000), "--transfer-layers"),
-        (("--transfer-layers", 3), "has no effect without layer-wise transfers"),
+        (("--transfer", "mode=layer-wise"), "has no effect on transfers that take no time"),
+        (
+            ("--transfer", "mode=layer-wise", "--transfer", "rate=1GB/s", "--transfer", "token_bytes=1000"),
+            "--transfer layers",
+        ),
+        (("--transfer", "layers=3"), "has no effect without layer-wise transfers"),
         (
             (
-                *("--transfer", "layer-wise", "--transfer-rate", "1GB/s", "--transfer-token-bytes", 1000),
-                *("--transfer-layers", 3, "--profile", "mocker"),
+                *("--transfer", "mode=layer-wise", "--transfer", "rate=1GB/s", "--transfer", "token_bytes=1000"),
+                *("--transfer", "layers=3", "--profile", "mocker"),
             ),
             "is not in Dynamo's mocker",
         ),
@@ -329,14 +332,14 @@ def test_ages_apply_to_the_routers_that_read_what_ages(
     kvarts: Callable[..., tuple[int, str, str]], asked: Callable[..., Any], trace: Path
 ) -> None:
     """One router of a fleet may read metrics or cache events that the other one does not."""
-    pools = ("--prefill-replicas", 2, "--decode-replicas", 2)
-    base = ("replay", trace, *pools, *SMALL, "--prefill-router", "llm-d")
+    pools = ("--prefill", "replicas=2", "--decode", "replicas=2")
+    base = ("replay", trace, *pools, *SMALL, "--prefill", "router=llm-d")
     late, current = (asked(*base, "--router-staleness", age, "--json") for age in ("30s", 0))
     assert late["num_completed"] == current["num_completed"]
     assert late["ttft_ms"]["mean"] > 1.1 * current["ttft_ms"]["mean"]
-    for more in (("--decode-router", "dynamo-kv"), ("--decode-router", "prefix", "--router-event-lag", "1s")):
+    for more in (("--decode", "router=dynamo-kv"), ("--decode", "router=prefix", "--router-event-lag", "1s")):
         assert kvarts(*base, "--router-staleness", "1s", *more)[0] == 0
-    code, _, told = kvarts(*base, "--decode-router", "least-loaded", "--router-event-lag", "1s")
+    code, _, told = kvarts(*base, "--decode", "router=least-loaded", "--router-event-lag", "1s")
     assert (code, "which reads no events" in told) == (2, True), told
 
 

@@ -50,7 +50,7 @@ def stores(draw: st.DrawFn) -> StoreSettings | None:
 def with_store(memory: dict[str, Any]) -> dict[str, Any]:
     """Settings with which a store can be: what is computed is stored at once, on channels of its own."""
     offload = memory.get("offload", OffloadConfig(kv_bytes_per_token=BYTES_PER_TOKEN))
-    alone: dict[str, Any] = {"bus": None, "copy_slowdown": 0.0, "load_kv": "placed"}
+    alone: dict[str, Any] = {"load_kv": "placed"}
     return {**memory, "offload": structs.replace(offload, policy="eager", **alone)}
 
 

@@ -23,7 +23,7 @@ from kvarts.settings import Given, given_by_keywords
 
 SAMPLE = files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"
 MODEL = ("--model", "llama-3.1-8b", "--device", "h100-80gb")
-TIGHT = ("--slo-ttft-ms", "10000", "--slo-tpot-ms", "30", "--transfer-rate", "50GB/s")
+TIGHT = ("--slo-ttft-ms", "10000", "--slo-tpot-ms", "30", "--transfer", "rate=50GB/s")
 
 
 @pytest.fixture(scope="module")
@@ -133,20 +133,20 @@ def test_processes_do_not_change_a_byte(
 
 @pytest.mark.slow
 def test_what_is_given_for_a_pool_is_kept(asked: Callable[..., Any], trace: Path) -> None:
-    of_pools = ("--decode-device", "h200-141gb", "--prefill-tensor-parallel", 2, "--router", "least-loaded")
+    of_pools = ("--decode", "device=h200-141gb", "--prefill", "tensor_parallel=2", "--router", "least-loaded")
     plan = asked("plan", trace, *MODEL, *TIGHT, "--gpus", 4, *of_pools, "--json")["fleets"]
     apart = [point for point in plan["points"] if point["is_apart"]]
     assert apart and {point["pools"][0]["tensor_parallel"] for point in apart} == {2}
-    assert all("--decode-device h200-141gb" in point["command"] for point in apart)
+    assert all("device=h200-141gb" in point["command"] for point in apart)
     mixed = [point for point in plan["points"] if not point["is_apart"]]
-    assert not any("--decode-device" in point["command"] or "--transfer-rate" in point["command"] for point in mixed)
+    assert not any("--decode" in point["command"] or "--transfer" in point["command"] for point in mixed)
     assert {point["router"] for point in plan["points"]} <= {None, "least-loaded"}
 
 
 @pytest.mark.slow
 def test_a_closed_loop_is_compared_by_goodput_per_second(asked: Callable[..., Any], trace: Path) -> None:
     plan = asked("plan", trace, *MODEL, "--slo-e2e-ms", 60000, "--concurrency", 16, "--gpus", 3, "--tensor-parallel", 1,
-                 "--transfer-rate", "50GB/s", "--json")["fleets"]  # fmt: skip
+                 "--transfer", "rate=50GB/s", "--json")["fleets"]  # fmt: skip
     assert plan["compared_by"] == "goodput_per_s"
     for smaller, larger in pairwise(plan["front"]):
         assert smaller["goodput_per_s"] < larger["goodput_per_s"]
@@ -191,7 +191,7 @@ def test_kinds_that_cannot_run_are_left_out_with_the_reason(asked: Callable[...,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [(), ("--prefill-tensor-parallel", 2)])
+@pytest.mark.parametrize("layout", [(), ("--prefill", "tensor_parallel=2")])
 def test_a_scaler_is_compared_with_the_best_fixed_fleet(
     asked: Callable[..., Any], run_command: Any, capsysbinary: Any, trace: Path, layout: tuple[object, ...]
 ) -> None:
@@ -259,7 +259,7 @@ def test_a_script_for_pools_that_no_small_fleet_has(asked: Callable[..., Any], r
 def test_the_function_is_the_command(asked: Callable[..., Any], trace: Path) -> None:
     settings: dict[str, Any] = {"slo_ttft_ms": 3000, "slo_tpot_ms": 25, "transfer_rate": "50GB/s", "tensor_parallel": 1}
     plan = plan_fleets(trace, 3, model="llama-3.1-8b", device="h100-80gb", routers=["prefix"], **settings)
-    options = ("--slo-ttft-ms", 3000, "--slo-tpot-ms", 25, "--transfer-rate", "50GB/s", "--tensor-parallel", 1)
+    options = ("--slo-ttft-ms", 3000, "--slo-tpot-ms", 25, "--transfer", "rate=50GB/s", "--tensor-parallel", 1)
     values = asked("plan", trace, *MODEL, *options, "--gpus", 3, "--routers", "prefix", "--json")
     del values["command"]
     assert json.loads(plan.to_json()) == values
@@ -284,7 +284,7 @@ FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'
     ("options", "text", "says"),
     [
         (["--gpus", "2", "--replicas", "2"], "", "--replicas: does not go with a search for fleets"),
-        (["--gpus", "2", "--prefill-replicas", "2"], "", "--prefill-replicas: does not go with a search for fleets"),
+        (["--gpus", "2", "--prefill", "replicas=2"], "", "--prefill replicas: does not go with a search for fleets"),
         (["--gpus", "2", "--faults", "down:1=5s"], "", "--faults: does not go with a search for fleets"),
         (["--gpus", "2", "--data-parallel", "2"], "", "--data-parallel: does not go with a plan"),
         (["--gpus", "2"], "replicas = 2\n", "replicas: does not go with a search for fleets"),
@@ -292,7 +292,7 @@ FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'
         (["--gpus", "2"], '[[pool]]\nrole = "mixed"\n', "does not go with a search for fleets"),
         (["--gpus", "2", "--routers", "nearest"], "", "--routers: must be one of round-robin"),
         (["--gpus", "2", "--store-sizes", "5x"], "", "--store-sizes: '5x' is not a size"),
-        (["--gpus", "2", "--store-sizes", "5GiB", "--store-memory", "6GiB"], "", "--store-sizes: is one size already"),
+        (["--gpus", "2", "--store-sizes", "5GiB", "--store", "memory=6GiB"], "", "--store-sizes: is one size already"),
         pytest.param(
             ["--gpus", "2", "--store-sizes", "5GiB", "--tier", "store:scope=all,pages=9"],
             "",
@@ -302,8 +302,8 @@ FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'
         (["--gpus", "2000"], "", "--gpus: must be at most 256"),
         (["--gpus", "2", "--league"], "", "--league: has no effect with --gpus"),
         (["--gpus", "1", "--scaler", "script,30s=3:1"], "", "--scaler: has numbers for a pool decode"),
-        (["--prefill-replicas", "2"], "", "--prefill-replicas: does not go with a plan"),
-        (["--store-memory", "5GiB"], "", "--store-memory: does not go with a plan"),
+        (["--prefill", "replicas=2"], "", "--prefill replicas: does not go with a plan"),
+        (["--store", "memory=5GiB"], "", "--store memory: does not go with a plan"),
     ],
 )
 def test_what_a_search_cannot_have_is_refused(

@@ -6,7 +6,6 @@ from dataclasses import replace as with_values
 
 import pytest
 from hypothesis import given
-from msgspec import structs
 
 from kvarts.fleet.report import FleetReport
 from kvarts.offload.config import OffloadConfig
@@ -47,12 +46,11 @@ def naive_fleet(case: FleetCase, offload: OffloadConfig) -> tuple[NaiveFleet, li
 
 
 @pytest.mark.laws
-@given(fleets(profile="default"), tiers_below(with_bus=False, sync_loads=True))
+@given(fleets(profile="default"), tiers_below(sync_loads=True))
 def test_prefill_and_decode_workers_and_their_tiers_are_as_the_naive_ones(
     case: FleetCase, offload: OffloadConfig
 ) -> None:
     """L1 to L4, L7, L8: every time of every request, and what each worker has loaded from each of its tiers."""
-    offload = structs.replace(offload, copy_slowdown=0.0)
     case.queue = None
     naive, workers = naive_fleet(case, offload)
     report: FleetReport = replay(case.case.trace(), case.config(offload=offload))

@@ -490,7 +490,7 @@ def test_the_kv_of_a_model_without_a_known_weight_has_not_that_of_another(
     config.write_text('[transfer]\nrate = "1GB/s"\n' + (unknown + known if is_first else known + unknown))
     assert run_command("replay", trace, "--config", config) == 2
     assert "nothing says what the KV of a token weighs" in capsys.readouterr().err
-    assert run_command("replay", trace, "--config", config, "--transfer-token-bytes", 1000) == 0
+    assert run_command("replay", trace, "--config", config, "--transfer", "token_bytes=1000") == 0
     capsys.readouterr()
 
 

@@ -76,7 +76,7 @@ def test_options_of_one_pool_are_short_for_tables(asked: Callable[..., Any], tra
     long = asked("replay", trace, "--config", config, "--json")
     short = asked(
         "replay", trace, "--pages", 600, "--page-size", 512, "--json",
-        "--prefill-replicas", 1, "--decode-replicas", 2, "--decode-pages", 300,
+        "--prefill", "replicas=1", "--decode", "replicas=2", "--decode", "pages=300",
     )  # fmt: skip
     assert long == short
 
@@ -219,10 +219,10 @@ def test_workers_that_differ_are_named_by_pool(
             "llama-3.1-8b",
             "--device",
             "h100-80gb",
-            "--prefill-replicas",
-            1,
-            "--decode-replicas",
-            1,
+            "--prefill",
+            "replicas=1",
+            "--decode",
+            "replicas=1",
         )
         == 0
     )

@@ -184,11 +184,10 @@ class Looking:
 
 
 @pytest.mark.laws
-@given(fleets(max_requests=40, cancels=True, faults=True, profile="default"), tiers_below(with_bus=False))
+@given(fleets(max_requests=40, cancels=True, faults=True, profile="default"), tiers_below())
 def test_a_router_knows_what_workers_could_read(case: FleetCase, offload: OffloadConfig) -> None:
     """By events without lag, as a router that looks; workers fail meanwhile. All workers are behind it."""
     case.num_layers, case.rate, case.queue = 0, case.rate or 1e6, None
-    offload = structs.replace(offload, copy_slowdown=0.0)
     each = case.case.config(replicas=3, offload=offload, router=Looking)
     down = tuple(fault for fault in case.faults if fault.worker < 3)
     fleet = FleetConfig(
@@ -232,7 +231,7 @@ def test_what_reading_saves_is_what_is_computed_later_without_it(
     fleets(max_requests=40, cancels=True, faults=True, profile="default"),
     st.sampled_from(SCALERS),
     st.booleans(),
-    tiers_below(with_bus=False),
+    tiers_below(),
     st.sampled_from(["round-robin", "least-loaded", "prefix"]),
     st.none() | part_groups(),
 )
@@ -247,9 +246,9 @@ def test_fast_forward_equals_step_by_step(
     """L1 to L3 after each step, L5, L8 and L14, with workers that come, go and fail while others read from them."""
     case.num_layers = 0
     case.rate = case.rate or 1e6
-    memory: dict[str, Any] = {"offload": structs.replace(offload, copy_slowdown=0.0), "router": router}
+    memory: dict[str, Any] = {"offload": offload, "router": router}
     if groups is not None:
-        offload = structs.replace(offload, copy_slowdown=0.0, full_prompt_hits=False, preemption_mode="recompute")
+        offload = structs.replace(offload, full_prompt_hits=False, preemption_mode="recompute")
         memory |= {"offload": offload, "kv_groups": "all", "groups": groups}
     told: list[Any] = []
     for step_by_step in (False, True):
@@ -276,7 +275,7 @@ def a_token_a_ms(batch: Batch, engine: NaiveEngine) -> int:
 
 @pytest.mark.laws
 @given(
-    tiered(max_requests=14, with_bus=False),
+    tiered(max_requests=14),
     st.integers(2, 3),
     st.sampled_from([2_000.0, 1e6, 1e9]),
     st.sampled_from([0.0, 0.0, 3.0]),
@@ -285,7 +284,7 @@ def test_workers_and_their_tiers_are_as_the_naive_ones(
     tiers: Tiered, num_workers: int, rate: float, latency_ms: float
 ) -> None:
     """L1 to L4, L7, L8: requests, steps, evictions, and the contents of host memory, which others read."""
-    case, offload = tiers.case, structs.replace(tiers.offload, copy_slowdown=0.0)
+    case, offload = tiers.case, tiers.offload
     tiers.offload, case.profile, case.replicas = offload, "default", num_workers
     requests = case.naive_requests()
     naive = [

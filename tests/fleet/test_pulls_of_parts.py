@@ -40,8 +40,8 @@ def memories(draw: st.DrawFn) -> dict[str, Any]:
     """KV groups, and host memory that fills up."""
     settings = draw(group_settings())
     swaps = draw(st.sampled_from(["swap", "recompute"]))
-    offload = draw(tiers_below(of_groups=True, with_bus=False))
-    settings["offload"] = structs.replace(offload, copy_slowdown=0.0, preemption_mode=swaps)
+    offload = draw(tiers_below(of_groups=True))
+    settings["offload"] = structs.replace(offload, preemption_mode=swaps)
     if draw(st.booleans()):
         settings["cost"] = COST
     return settings

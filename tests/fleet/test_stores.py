@@ -174,7 +174,7 @@ def with_one_text(tiers: Tiered) -> Tiered:
 
 @pytest.mark.laws
 @given(
-    tiered(max_requests=14, with_bus=False).map(with_one_text) | tiered(max_requests=14, with_bus=False),
+    tiered(max_requests=14).map(with_one_text) | tiered(max_requests=14),
     st.sampled_from([1, 4, 20]),
     RATES,
 )
@@ -188,7 +188,7 @@ def test_a_worker_tells_of_its_own_requests(tiers: Tiered, num_pages: int, rate:
 
 @pytest.mark.laws
 @given(
-    tiered(max_requests=14, with_bus=False).map(with_one_text) | tiered(max_requests=14, with_bus=False),
+    tiered(max_requests=14).map(with_one_text) | tiered(max_requests=14),
     st.booleans(),
     st.sampled_from([1, 2, 2, 3]),
     st.sampled_from([1, 4, 20, 200, 200]),
@@ -199,7 +199,7 @@ def test_workers_that_share_a_store_are_as_the_naive_ones(
     tiers: Tiered, has_host: bool, num_workers: int, num_pages: int, rates: tuple[int, int], latency_us: int
 ) -> None:
     """L1 to L4, L7, L8: requests, steps, what is loaded from whom, and what is in the store at the end."""
-    offload = structs.replace(tiers.offload, copy_slowdown=0.0, policy="eager", disk_pages=None)
+    offload = structs.replace(tiers.offload, policy="eager", disk_pages=None)
     case, tiers.offload = tiers.case, offload
     case.profile, case.replicas = "default", num_workers
     page_bytes = BYTES_PER_TOKEN * case.page_size

@@ -49,7 +49,7 @@ def above(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         offload = draw(tiers_below(of_groups=True))
         swaps = draw(st.sampled_from(["swap", "recompute"]))
-        alone = {"bus": None, "copy_slowdown": 0.0, "preemption_mode": swaps}
+        alone = {"preemption_mode": swaps}
         settings["offload"] = structs.replace(offload, policy="eager", **alone)
     if draw(st.booleans()):
         settings["cost"] = COST

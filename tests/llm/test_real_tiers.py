@@ -117,8 +117,6 @@ def test_tiers_that_cannot_be_are_refused(models: Callable[[str], tuple[Any, Any
     ("setting", "why"),
     [
         ({"load_overlap": "layers"}, "load_overlap: does not go with a real model: a real executor copies whole pages"),
-        ({"bus": "5GB/s"}, "bus: does not go with a real model: a real executor measures its channels"),
-        ({"copy_slowdown": 0.1}, "copy_slowdown: does not go with a real model: a real executor measures its steps"),
     ],
 )
 def test_what_only_replays_model_is_refused(

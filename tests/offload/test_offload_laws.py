@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.offload.config import OffloadConfig
 from kvarts.replaying import replay
 
-from builders.case import ROUTERS, Case, Row
+from builders.case import ROUTERS
 from builders.grouped import assert_same_outcome
-from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once, replayed_as_slowly
+from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once
 from builders.outcome import run_kvarts
 from builders.tiered import BYTES_PER_TOKEN, Tiered, naive_settings, tiered
 from builders.tiers import offloader_of
@@ -31,11 +30,7 @@ def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffl
     return requests, engines
 
 
-@given(
-    st.booleans().flatmap(
-        lambda limits: tiered(max_requests=12, limits=limits, with_bus=False, all_loads=True, lists=True)
-    )
-)
+@given(st.booleans().flatmap(lambda limits: tiered(max_requests=12, limits=limits, all_loads=True, lists=True)))
 def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
     """L1 to L4, L7, L8: requests, steps, evictions and transfers, in every tier."""
     requests, naive_engines = run_naive_offload(tiers)
@@ -117,23 +112,6 @@ def test_a_closed_loop_over_replicas_is_the_same_step_by_step(
         replay(tiers.case.trace(), tiers.case.config(step_by_step=slowly, **changes)) for slowly in (False, True)
     )
     assert_same_outcome(fast, slow)
-
-
-def test_a_transfer_that_comes_onto_a_bus_lets_no_engine_leap_over_the_end_of_a_request_elsewhere() -> None:
-    """L5: a request that ends makes another arrive, and a bus has something to do when no transfer ends."""
-    shared = [2, 0, 1, 0, 0, 1, 2, 2, 1, 0, 1, 1]
-    rows = [
-        Row(0, [3], 1, 4, None, 0, None),
-        Row(40, [*shared, 1, 2, 3], 30, 40, None, 0, "a"),
-        Row(441, [*shared, 3, 1], 27, 23, None, 0, None),
-        Row(641, [*shared, 3, 0, 2], 29, 36, None, 0, "a"),
-        Row(841, shared, 24, 25, None, 0, None),
-    ]
-    offload = OffloadConfig(
-        host_pages=3, policy="eager", h2d="1MB/s", d2h="1GB/s", kv_bytes_per_token=1000, store_within_ms=0.0, bus=70000
-    )
-    case = Case(rows, 2, 8, 59, 64, 8, "default", 1)
-    replayed_as_slowly(case, offload=offload, concurrency=4, replicas=3)
 
 
 @given(tiered(max_requests=24, cancels=True), st.sampled_from([None, 0.02]), st.integers(0, 1))

@@ -25,7 +25,7 @@ def test_every_flag_reaches_the_tiers() -> None:
     flags = (
         "--host-pages 70 --offload lazy --target-free 3 --h2d 1GB/s --d2h 2GB/s --transfer-latency-us 4 "
         "--kv-bytes-per-token 1000 --disk-memory 1GB --disk-read 3GB/s --disk-write 5GB/s --disk-latency-us 6 "
-        "--preemption-mode recompute --load-overlap layers --copy-slowdown 0.1"
+        "--preemption-mode recompute --load-overlap layers"
     )
     assert resolve_replay(parsed(*flags.split()), SECTIONS).offload == OffloadConfig(
         host_pages=70,
@@ -41,7 +41,6 @@ def test_every_flag_reaches_the_tiers() -> None:
         disk_latency_us=6.0,
         preemption_mode="recompute",
         load_overlap="layers",
-        copy_slowdown=0.1,
     )
 
 
@@ -72,8 +71,6 @@ def test_the_report_has_the_tiers(
         "load_overlap": "none",
         "load_kv": "placed",
         "num_layers": 32,
-        "copy_slowdown": 0.0,
-        "bus": None,
         "deadline_s": 60.0,
         "fail_every": 0,
     }
@@ -94,7 +91,7 @@ def test_a_model_says_what_a_token_weighs_unless_it_is_given() -> None:
         assert offload.kv_bytes_per_token == weighs
 
 
-@pytest.mark.parametrize("fleet", ["", " --prefill-replicas 1 --decode-replicas 1 --transfer-rate 1GB/s"])
+@pytest.mark.parametrize("fleet", ["", " --prefill replicas=1 --decode replicas=1 --transfer rate=1GB/s"])
 def test_kv_groups_say_what_a_token_weighs(fleet: str) -> None:
     """The option had no effect, and nothing was said of it."""
     resolve: Any = resolve_fleet if fleet else resolve_replay
@@ -130,7 +127,7 @@ def test_pages_and_memory_replace_each_other(file: dict[str, Any], arguments: st
         ("host_pages = 3\nhost_memory = '1GiB'", "", "c.toml: offload.host_pages: is given beside offload.host_memory"),
         ("host_pages = 3", "--h2d fast", "--h2d: 'fast' is not a bandwidth"),
         ("host_pages = 3\nh2d = 'fast'", "--d2h 3GB/s", "c.toml: offload.h2d: 'fast' is not a bandwidth"),
-        ("host_pags = 3", "", "c.toml: offload.host_pags: unknown key. Known: bus, copy_slowdown, "),
+        ("host_pags = 3", "", "c.toml: offload.host_pags: unknown key. Known: "),
         ("", "--host-pages 3 --host-memory 1GiB", "--host-pages: is given beside --host-memory. Keep one of them."),
         ("", "--h2d 3GB/s", "--h2d: has no effect without a size. Give --host-pages or --host-memory as well."),
         ("disk_pages = 3", "", "c.toml: offload.disk_pages: needs host memory above it. Give offload.host_pages"),
@@ -159,7 +156,6 @@ def test_a_mock_refuses_what_has_no_effect_without_a_size(
         ("--preemption-mode recompute", "--preemption-mode: has no effect without a size"),
         ("--load-overlap layers", "--load-overlap: has no effect without a size"),
         ("--kv-bytes-per-token 3", "--kv-bytes-per-token: has no effect without a size"),
-        ("--bus 3GB/s", "--bus: does not go with a store that workers share"),
     ],
 )
 def test_a_store_alone_reads_few_options_of_tiers(
@@ -167,5 +163,5 @@ def test_a_store_alone_reads_few_options_of_tiers(
 ) -> None:
     """Its size was taken for that of host memory, and the options had no effect."""
     model = ("--model", "qwen3-8b", "--device", "h100-80gb")
-    assert run_command("replay", *model, "--replicas", "2", "--store-pages", "9", *option.split()) == 2
+    assert run_command("replay", *model, "--replicas", "2", "--store", "pages=9", *option.split()) == 2
     assert says in capsys.readouterr().err

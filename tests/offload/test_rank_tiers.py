@@ -60,7 +60,7 @@ def ranks(case: Case, num_ranks: int) -> dict[str, Any]:
 
 @given(
     st.booleans().flatmap(
-        lambda limits: tiered(max_requests=12, limits=limits, cancels=True, with_bus=False, all_loads=True, lists=True)
+        lambda limits: tiered(max_requests=12, limits=limits, cancels=True, all_loads=True, lists=True)
     ),
     st.integers(2, 3),
 )

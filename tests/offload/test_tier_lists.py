@@ -316,9 +316,9 @@ def test_a_tier_that_is_added_is_above_the_store_of_a_file(tmp_path: Path) -> No
     ("options", "message"),
     [
         (["--tier", "store:scope=all,size=10"], "--tier store: size: 10 hold no page of 2,097,152 bytes"),
-        (["--store-memory", "10"], "--store-memory: 10 hold no page"),
+        (["--store", "memory=10"], "--store memory: 10 hold no page"),
         (
-            ["--tier", "a:size=0", "--pull-from-peers", "--transfer-rate", "9GB/s", "--transfer-token-bytes", "9"],
+            ["--tier", "a:size=0", "--pull-from-peers", "--transfer", "rate=9GB/s", "--transfer", "token_bytes=9"],
             "--pull-from-peers: needs workers with host memory. Give a [[tier]] with a size to each",
         ),
     ],
@@ -334,9 +334,9 @@ def test_errors_of_a_fleet_name_what_was_given(options: list[str], message: str)
 @pytest.mark.parametrize(
     ("option", "field"),
     [
-        (("--store-memory", "10GiB"), b"--store-memory"),
+        (("--store", "memory=10GiB"), b"--store memory"),
         (("--tier", "store:scope=all,size=10GiB"), b"--tier store: scope"),
-        (("--prefill-replicas", 2, "--decode-replicas", 2), b"--prefill-replicas"),
+        (("--prefill", "replicas=2", "--decode", "replicas=2"), b"--prefill replicas"),
     ],
 )
 def test_several_models_with_a_store_are_refused_by_its_name(

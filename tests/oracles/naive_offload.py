@@ -93,7 +93,6 @@ class NaiveOffloadEngine(NaiveEngine):
         store_within_ns: int,
         swaps: bool = False,
         num_layers: int = 1,
-        copy_slowdown: float = 0.0,
         load_kv: str = "placed",
         names: tuple[str, ...] = ("host", "disk"),
         **kwargs: Any,
@@ -117,7 +116,6 @@ class NaiveOffloadEngine(NaiveEngine):
         self.holds: dict[Name, list[Hold]] = {}
         self.store_within_ns = store_within_ns
         self.swaps = swaps
-        self.slower = 1 + Fraction(round(copy_slowdown * 10**6), 10**6)  # a step beside copies
         self.num_layers = num_layers  # of a load that a step begins to use before its end; 1: none does
         self.usable: list[NaiveTransfer] = []  # loads that have ended, or that a step may use meanwhile
         self.used: list[NaiveTransfer] = []  # those that the step uses
@@ -432,15 +430,8 @@ class NaiveOffloadEngine(NaiveEngine):
         times += [load.early_ns for load in self.leading if load.early_ns > self.now_ns]
         return min(times, default=self.now_ns)
 
-    def lanes_of_copies(self) -> list[str]:
-        """The lanes of copies to and from the device."""
-        return [self.lanes[0][1], *(read for read, _ in self.lanes)]
-
     def step_ns(self, duration_ns: int, now_ns: int) -> int:
-        """Layer after layer, each once those of all loads that the step uses are there; slower while pages move."""
-        busy_ns = max(0, *(self.lane_free_ns[lane] - now_ns for lane in self.lanes_of_copies()))
-        while_busy = min(Fraction(duration_ns), busy_ns / self.slower)
-        duration_ns = ceil(while_busy * self.slower + duration_ns - while_busy)
+        """Layer after layer, each once those of all loads that the step uses are there."""
         end_ns: int | Fraction = now_ns
         for layer in range(1, self.num_layers + 1):
             for load in self.used:

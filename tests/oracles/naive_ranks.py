@@ -51,7 +51,7 @@ class NaiveRank(NaiveOffloadEngine):
         self._planned.put(duration_ns)
         return self._decided.get()
 
-    def with_copies_ns(self, duration_ns: int, now_ns: int) -> int:
+    def with_loads_ns(self, duration_ns: int, now_ns: int) -> int:
         return super().step_ns(duration_ns, now_ns)
 
 
@@ -88,7 +88,7 @@ class NaiveRanks:
         if not computing:
             return min(rank.end_ns for rank in busy)
         duration_ns = self.together_ns([duration_ns for _, duration_ns in computing])
-        duration_ns = max(rank.with_copies_ns(duration_ns, now_ns) for rank, _ in computing)
+        duration_ns = max(rank.with_loads_ns(duration_ns, now_ns) for rank, _ in computing)
         for rank, _ in computing:
             rank.end_with_others(duration_ns)
         return now_ns + duration_ns

@@ -234,7 +234,7 @@ def test_traces_with_nothing_to_hit_have_options_too(
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     setting = ["--cost", COST, "--page-size", page_size, "--pages", 900, "--slo-ttft-ms", 4000, "--price", "host=1"]
-    plan = asked("plan", trace, *setting, "--policy", "arc", "--json")
+    plan = asked("plan", trace, *setting, "--policy", "auto", "--json")
     assert [option["name"] for option in plan["latency"]["options"]] == ["cheapest", "knee", "best"]
     for option in plan["latency"]["options"]:
         assert option["keeps_slo"]

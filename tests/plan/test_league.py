@@ -35,15 +35,25 @@ from published_orders import (
     MarconiOrder,
     SaeOrder,
     TailOptimisedOrder,
-    TinyLfuOrder,
     ToolTtlOrder,
     WorkloadAwareOrder,
 )
+from queue_orders import ArcOrder, S3FifoOrder, TinyLfuOrder
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
 PUBLISHED = {
     order.__name__: order
-    for order in (LpcOrder, MarconiOrder, SaeOrder, TailOptimisedOrder, TinyLfuOrder, ToolTtlOrder, WorkloadAwareOrder)
+    for order in (
+        ArcOrder,
+        LpcOrder,
+        MarconiOrder,
+        S3FifoOrder,
+        SaeOrder,
+        TailOptimisedOrder,
+        TinyLfuOrder,
+        ToolTtlOrder,
+        WorkloadAwareOrder,
+    )
 }
 EVERY = (*ALL_POLICIES, *PUBLISHED)
 COST = "linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token_ms=0"
@@ -215,13 +225,13 @@ def test_a_policy_of_ones_own_takes_part(
     trace.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:200]))
     monkeypatch.syspath_prepend(tmp_path)
     setting = ("--page-size", 512, "--at", 2000, "--pages", 2000, "--cost", COST, "--slo-ttft-ms", 5000)
-    plan = asked("plan", trace, *setting, "--policy", "my_policies:Newest", "--policy", "arc", "--json")
+    plan = asked("plan", trace, *setting, "--policy", "my_policies:Newest", "--policy", "auto", "--json")
     rows = [row for row in plan["league"] if "replayed" not in row]
-    assert [row["policy"] for row in rows] == ["lru", "my_policies:Newest", "arc"]
+    assert [row["policy"] for row in rows] == ["lru", "my_policies:Newest", "auto"]
     assert rows[0]["hit_ratio"] == plan["at"][0]["hit_ratio"]
     assert all(row["hit_ratio"] <= row["optimum_hit_ratio"] for row in rows)
     replayed = [row for row in plan["league"] if "replayed" in row]
-    assert [row["policy"] for row in replayed] == ["lru", "my_policies:Newest", "arc"]
+    assert [row["policy"] for row in replayed] == ["lru", "my_policies:Newest", "auto"]
     assert all(row["ttft_ms"]["mean"] > 0 and row["goodput_per_s"] is not None for row in replayed)
     for row in replayed:
         words = shlex.split(row["command"])
@@ -244,7 +254,7 @@ def test_a_replay_takes_a_policy_by_its_name(
     setting = ("--page-size", 512, "--pages", 3000, "--cost", COST, "--replicas", 2)
     plain = asked("replay", trace, *setting, "--json")
     hits = {"lru": plain["prefix_hit_ratio"]}
-    for name in (*ALL_POLICIES, "published_orders:WorkloadAwareOrder", "published_orders:TailOptimisedOrder"):
+    for name in (*ALL_POLICIES, "queue_orders:ArcOrder", "published_orders:WorkloadAwareOrder"):
         summary = asked("replay", trace, *setting, "--eviction", name, "--json")
         if name == "lru":
             assert summary == plain
@@ -253,15 +263,15 @@ def test_a_replay_takes_a_policy_by_its_name(
     config = tmp_path / "sweep.toml"
     config.write_text(
         f'trace = "trace.jsonl"\npage_size = 512\npages = 3000\nreplicas = 2\ncost = "{COST}"\n'
-        '[grid]\neviction = ["lru", "arc"]\n'
+        '[grid]\neviction = ["lru", "auto"]\n'
     )
     assert run_command("sweep", config, "-o", tmp_path / "out", "--workers", 1) == 0
     rows = json.loads((tmp_path / "out" / "points.json").read_bytes())
-    assert {row["eviction"]: row["hit_ratio"] for row in rows} == {name: hits[name] for name in ("lru", "arc")}
+    assert {row["eviction"]: row["hit_ratio"] for row in rows} == {name: hits[name] for name in ("lru", "auto")}
     capsysbinary.readouterr()
     assert run_command("replay", trace, "--eviction", "nothing") == 2
     assert b"--eviction: 'nothing' is not a policy" in capsysbinary.readouterr().err
-    config.write_text(config.read_text().replace('"arc"', '"nothing"'))
+    config.write_text(config.read_text().replace('"auto"', '"nothing"'))
     assert run_command("sweep", config, "-o", tmp_path / "new", "--workers", 1) == 2
     assert b"'nothing' is not a policy" in capsysbinary.readouterr().err
 

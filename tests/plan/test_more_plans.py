@@ -138,7 +138,7 @@ def planned(asked: Callable[..., Any], tmp_path: Path) -> Callable[[], tuple[Any
         trace, page = tmp_path / "<script>alert(1).jsonl", tmp_path / "plan.html"
         trace.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:150]))
         setting = ("--page-size", 512, "--pages", 2000, "--cost", COST, "--slo-ttft-ms", 5000, "--slo-share", 0.9)
-        return asked("plan", trace, *setting, "--policy", "arc", "--html", page, "--json"), page
+        return asked("plan", trace, *setting, "--policy", "auto", "--html", page, "--json"), page
 
     return plan
 

@@ -30,7 +30,7 @@ def used(cache: PageCache, prompt: list[int]) -> int:
     return match.num_pages
 
 
-@pytest.mark.parametrize("name", ["lru", "s3-fifo", "arc", "auto"])
+@pytest.mark.parametrize("name", ["lru", "queue_orders:S3FifoOrder", "queue_orders:ArcOrder", "auto"])
 @given(uses=st.lists(st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, 5)), max_size=30))
 def test_pages_are_evicted_at_once_as_one_by_one(name: str, uses: list[tuple[int, int]]) -> None:
     """L5: a leap takes the pages of many steps at once."""

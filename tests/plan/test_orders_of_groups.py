@@ -44,7 +44,7 @@ def test_an_audit_follows_every_policy(case: Case, groups: tuple[PartGroup, ...]
     assert_same_outcome(audited, again)
 
 
-@pytest.mark.parametrize(("name", "num_hit"), [("lru", 0), ("LeastHits", 16), ("arc", 16)])
+@pytest.mark.parametrize(("name", "num_hit"), [("lru", 0), ("LeastHits", 16), ("queue_orders:ArcOrder", 16)])
 def test_a_policy_decides_what_goes(name: str, num_hit: int) -> None:
     """A prompt that came twice is gone after two others, unless the policy keeps it for that."""
 
@@ -91,7 +91,11 @@ def test_an_audit_changes_nothing_where_one_group_keeps_every_token() -> None:
     rows = [Row(0, *prompt, None, 0, tenant) for prompt, tenant in zip(prompts, tenants, strict=True)]
     rows[5].arrival_ms = 30
     case = Case(rows, 4, 1, 47, 64, 3, "default", 1)
-    changes: dict[str, Any] = {"kv_groups": "all", "groups": (PartGroup(FULL, 1),), "eviction": maker("arc", case)}
+    changes: dict[str, Any] = {
+        "kv_groups": "all",
+        "groups": (PartGroup(FULL, 1),),
+        "eviction": maker("queue_orders:ArcOrder", case),
+    }
     cost = LinearCost(step_ms=1.0, chunk_token_ms=1.0, decode_ms=0.1)
     plain, audited = (
         replay(case.trace(), case.config(cost=cost, audit=watched, **changes)) for watched in (False, True)

@@ -204,19 +204,19 @@ def test_points_that_measure_the_same_are_one() -> None:
     rows: list[dict[str, Any]] = [
         {"eviction": "lru", "pages": 1, "same_as": None, "pareto": True},
         {"eviction": "lru", "pages": 2, "same_as": None, "pareto": False},
-        {"eviction": "arc", "pages": 1, "same_as": 0, "pareto": False},
-        {"eviction": "arc", "pages": 2, "same_as": 1, "pareto": False},
+        {"eviction": "auto", "pages": 1, "same_as": 0, "pareto": False},
+        {"eviction": "auto", "pages": 2, "same_as": 1, "pareto": False},
     ]
     points = distinct_points(rows, ["eviction", "pages"])
     assert [(point["settings"], point["pareto"]) for point in points] == [
-        ({"eviction": ["lru", "arc"], "pages": ["1"]}, True),
-        ({"eviction": ["lru", "arc"], "pages": ["2"]}, False),
+        ({"eviction": ["lru", "auto"], "pages": ["1"]}, True),
+        ({"eviction": ["lru", "auto"], "pages": ["2"]}, False),
     ]
     # Of two settings that both differ, no combination is named that was not replayed.
     apart = [rows[0], {**rows[3], "same_as": 0}]
     assert [(point["settings"], point["pareto"]) for point in distinct_points(apart, ["eviction", "pages"])] == [
         ({"eviction": ["lru"], "pages": ["1"]}, True),
-        ({"eviction": ["arc"], "pages": ["2"]}, True),
+        ({"eviction": ["auto"], "pages": ["2"]}, True),
     ]
 
 

@@ -25,13 +25,13 @@ slo = {ttft_ms = 1000}
 
 [grid]
 pages = [30, 60]
-eviction = ["lru", "arc"]
+eviction = ["lru", "auto"]
 """
 GRID = {
     "trace": Path("trace.jsonl"),
     "page_size": 512,
     "slo": {"ttft_ms": 1000},
-    "grid": {"pages": [30, 60], "eviction": ["lru", "arc"]},
+    "grid": {"pages": [30, 60], "eviction": ["lru", "auto"]},
 }
 
 

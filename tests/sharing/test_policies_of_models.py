@@ -110,8 +110,8 @@ def test_commands_name_the_policy_of_all_models_or_of_one(
     plain, of_one = told(""), told(":eviction=session-aware")
     assert policies_of(plain) == {"chat": "-", "code": "-"}
     assert policies_of(of_one) == {"chat": "-", "code": "SessionAwareOrder"}
-    assert policies_of(told("", "--eviction", "arc")) == {"chat": "ArcOrder", "code": "ArcOrder"}
-    assert policies_of(told(":eviction=s3-fifo", "--eviction", "arc")) == {"chat": "ArcOrder", "code": "S3FifoOrder"}
+    assert policies_of(told("", "--eviction", "auto")) == {"chat": "AutoOrder", "code": "AutoOrder"}
+    assert policies_of(told(":eviction=hinted", "--eviction", "auto")) == {"chat": "AutoOrder", "code": "HintedOrder"}
     (tmp_path / "c.toml").write_text('[models.chat]\n[models.code]\neviction = "session-aware"\n')
     assert told("", "--config", tmp_path / "c.toml") == of_one
 

@@ -4,6 +4,7 @@ Only typed options are refused. Keys of a file are not, because other commands m
 """
 
 # Annotations are evaluated when this module is imported: NamedTuple would compile their texts one by one.
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +13,7 @@ from kvarts.errors import ConfigError
 if TYPE_CHECKING:
     import click
 
-__all__ = ["MODES", "NEEDS", "Mode", "Need", "check_effects", "check_typed"]
+__all__ = ["MODES", "NEEDS", "TABLES", "Mode", "Need", "check_effects", "check_typed"]
 
 
 class Need(NamedTuple):
@@ -68,8 +69,8 @@ NEEDS = (
     Need(("--memory-fraction",), unless=("--pages", "--kv-memory"), commands=("replay", "plan", "mock")),
     *(
         Need(
-            (f"--{role}-memory-fraction",),
-            unless=("--pages", f"--{role}-pages", "--kv-memory", f"--{role}-kv-memory"),
+            (f"--{role} memory_fraction",),
+            unless=("--pages", f"--{role} pages", "--kv-memory", f"--{role} kv_memory"),
             commands=("replay",),
         )
         for role in ("prefill", "decode")
@@ -77,19 +78,19 @@ NEEDS = (
     Need(("--memory-fraction", "--data-parallel"), ("--device",), commands=("model show",)),
     Need(
         ("--router",),
-        ("--replicas", "--data-parallel", "--prefill-replicas", "--decode-replicas", "[[pool]]"),
+        ("--replicas", "--data-parallel", "--prefill", "--decode", "[[pool]]"),
         commands=("replay", "calibrate"),
     ),
     Need(
         ("--router-staleness", "--router-event-lag", "--router-seed", "--router-queue-threshold"),
-        ("--router", "--prefill-router", "--decode-router"),
+        ("--router", "--prefill router", "--decode router"),
         commands=("replay", "calibrate"),
     ),
     Need(("--router-ages",), ("--routers",)),
     Need(
         ("--workers",),
         ("--replicas", "--cost"),
-        unless=("--prefill-replicas", "--decode-replicas", "[[pool]]"),
+        unless=("--prefill", "--decode", "[[pool]]"),
         commands=("replay",),
     ),
     Need(("--router-queue",), ("--router-queue-threshold",)),
@@ -109,6 +110,10 @@ NEEDS = (
     Need(("--every",), unless=("--quiet",), commands=("watch",)),
     Need(("--max-rss-growth",), ("--server-pid",), unless=("--virtual",), commands=("soak",)),
 )
+
+TABLES = {"--prefill", "--decode"}
+"""Options of tables with settings that others make useless."""
+INLINE_VALUE = r"(?:^|,)(\w+)=([^,]*)"
 
 MODES = (
     Mode("plan", "--users", drops=("--at", "--outputs", "--policy", "--league", "--price", "--cost-error",
@@ -140,6 +145,8 @@ def check_effects(
 
     flags = _flags_of(context)
     typed = {flag: context.params[name] for flag, name in flags.items() if _is_typed(context, name)}
+    for table in TABLES & typed.keys():
+        typed |= {f"{table} {name}": value for text in typed[table] for name, value in re.findall(INLINE_VALUE, text)}
     check_typed(path_of(context), flags, typed, is_set=is_set, facts=facts)
 
 

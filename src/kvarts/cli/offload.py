@@ -90,7 +90,7 @@ class OffloadPart(CommandPart):
 
 
 NUMBERS = ("pages", "latency_us")
-OF_STORES = ("policy", "target_free", "store_within_ms", "load_kv", "bus", "copy_slowdown")
+OF_STORES = ("policy", "target_free", "store_within_ms", "load_kv")
 """Fields of [offload] that a store alone reads, or that are refused with it for another reason."""
 
 

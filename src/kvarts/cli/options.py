@@ -7,7 +7,7 @@ library's exit codes and messages.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from kvarts.cli.effects import check_effects
 from kvarts.cli.helps import common_of, examples_of, groups_of, summary_of
 from kvarts.errors import ConfigError, did_you_mean, renamed
 from kvarts.files import check_outputs
-from kvarts.settings import Section, Setting, param_of, value_kind
+from kvarts.settings import Section, Setting, inline_settings, is_inline, param_of, param_of_inline, value_kind
 
 __all__ = [
     "ALIASES",
@@ -314,13 +314,27 @@ def options_of(sections: Iterable[Section], only: Sequence[str] | None = None) -
 
     An option that is not given is None, so that the file decides, and then the setting's default.
     """
-    return [
+    sections = [section for section in sections if not section.is_named]
+    options = [
         _option(setting, section.title)
         for section in sections
-        if not section.is_named
         for setting in section.settings
-        if setting.flag is not None and (only is None or setting.key in only)
+        if setting.flag is not None and not is_inline(setting) and (only is None or setting.key in only)
     ]
+    for section in sections if only is None else ():
+        options += [_of_table(option, known, section) for option, known in inline_settings([section]).items()]
+    return options
+
+
+def _of_table(option: str, known: Mapping[str, Setting], section: Section) -> click.Option:
+    """Return the option of a table. Click parses no value of it: there is one for several settings."""
+    return GroupedOption(
+        [option, param_of_inline(option)],
+        group=section.title,
+        multiple=True,
+        metavar="KEY=VALUE,...",
+        help=f"The table [{section.table}] of a file, in one line: {', '.join(known)}.",
+    )
 
 
 def _option(setting: Setting, group: str) -> click.Option:

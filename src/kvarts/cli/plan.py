@@ -33,7 +33,7 @@ __all__ = ["Pictures", "plan_command", "sweep_command"]
 MOST_USERS = 100_000
 OWN = ("sizes", "policies", "league", "prices", "slo_share", "cost_error", "curves_only")
 # A test compares these names with the league's.
-POLICY_NAMES = "auto, s3-fifo, arc, soonest-return, hinted, session-aware"
+POLICY_NAMES = "auto, soonest-return, hinted, session-aware"
 
 curves = grouped("Cache curves")
 latencies = grouped("Latencies")

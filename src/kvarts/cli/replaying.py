@@ -8,6 +8,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from kvarts.cli.effects import TABLES
 from kvarts.cli.outputs import check_opening, write_run_page
 from kvarts.cli.process import Progress, is_compiled, say, tell_whole_pages
 from kvarts.files import PREFIX, SAMPLES, check_outputs, new_directory, read_toml
@@ -154,6 +155,8 @@ def set_by(given: Given, sections: Sequence[Section]) -> Callable[[str], bool]:
         if what.startswith("[["):
             return bool(given.names(what.strip("[]")))
         flag, equals, value = what.partition("=")
+        if flag in TABLES:
+            return bool(given.in_table(flag.removeprefix("--")))
         key = keys.get(flag)
         return key is not None and key in given and (not equals or str(given[key]) == value)
 

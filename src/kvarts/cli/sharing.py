@@ -90,7 +90,7 @@ class SharingPart(CommandPart):
         several = (
             " Several models on one device: --model NAME=MODEL for each, and after a colon its weight=2, floor=100, "
             "ceiling=800 (per mille of the time), guarantee=20GiB or 0.3, priority=1, weight_dtype=fp8, "
-            "kv_dtype=fp8, cost=FILE, kv_groups=all, eviction=arc."
+            "kv_dtype=fp8, cost=FILE, kv_groups=all, eviction=auto."
         )
         return (
             GroupedOption(

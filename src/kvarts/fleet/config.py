@@ -17,7 +17,7 @@ from kvarts.fleet.scaling import Scaler, Scripted, Thresholds, parse_scaler
 from kvarts.limits import MOST_BYTES, MOST_MS, MOST_PAGES, brief, check_number, check_whole
 from kvarts.offload.config import OffloadConfig
 from kvarts.routers.config import ages_read_by
-from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, Within, setting, settings_of
+from kvarts.settings import INLINE, AtLeastOne, Given, Section, Setting, SettingError, Within, setting, settings_of
 from kvarts.sim.config import ReplayConfig, Slo, check_token_bytes, resolve_replay
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
 from kvarts.units import meant_size, parse_bytes, parse_rate
@@ -61,25 +61,25 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         str | None,
         setting(
             "Bytes a second of each transfer of KV, such as 25GB/s.",
+            flag=INLINE,
             metavar="RATE",
             default="transfers take their latency alone",
         ),
     ] = None
-    latency_ms: Annotated[
-        float, setting("Milliseconds of each transfer beside that.", flag="--transfer-latency", metavar="MS")
-    ] = 0.0
+    latency_ms: Annotated[float, setting("Milliseconds of each transfer beside that.", flag=INLINE, metavar="MS")] = 0.0
     mode: Annotated[
         TransferMode,
         setting(
             "What is sent: the whole prompt; only pages that the receiver does not have; or the whole prompt, each "
             "layer of a step once it is computed.",
-            flag="--transfer",
+            flag=INLINE,
         ),
     ] = "full-prompt"
     layers: Annotated[
         int | None,
         setting(
-            "Layers of which each is sent once it is computed, with --transfer layer-wise.",
+            "Layers of which each is sent once it is computed, with mode layer-wise.",
+            flag=INLINE,
             metavar="N",
             default="those of the model",
         ),
@@ -88,7 +88,8 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Sharing,
         setting(
             "Whether each transfer has the rate for itself, or each worker sends and receives at that rate, and its "
-            "transfers share it, or those of all workers of a pool do."
+            "transfers share it, or those of all workers of a pool do.",
+            flag=INLINE,
         ),
     ] = "none"
     least_remote: Annotated[
@@ -110,7 +111,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ] = False
     token_bytes: Annotated[
         int | None,
-        setting("Bytes of KV of a token on a link.", metavar="N", default="those of the model"),
+        setting("Bytes of KV of a token on a link.", flag=INLINE, metavar="N", default="those of the model"),
     ] = None
     hold_s: Annotated[
         float,
@@ -215,25 +216,36 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     pages: Annotated[
         int | None,
-        setting("A store that all workers share, in pages.", metavar="N", default="none", replaces=("memory",)),
+        setting(
+            "A store that all workers share, in pages.", flag=INLINE, metavar="N", default="none", replaces=("memory",)
+        ),
     ] = None
     memory: Annotated[
         int | str | None,
-        setting("A store that all workers share: 1TiB.", metavar="SIZE", default="none", replaces=("pages",)),
+        setting(
+            "A store that all workers share: 1TiB.", flag=INLINE, metavar="SIZE", default="none", replaces=("pages",)
+        ),
     ] = None
     rate: Annotated[
         str,
-        setting("Bytes a second that the store reads, and that it writes, for all workers together.", metavar="RATE"),
+        setting(
+            "Bytes a second that the store reads, and that it writes, for all workers together.",
+            flag=INLINE,
+            metavar="RATE",
+        ),
     ] = "80GB/s"
     worker_rate: Annotated[
-        str, setting("Bytes a second that each worker reads from the store, and that it writes.", metavar="RATE")
+        str,
+        setting(
+            "Bytes a second that each worker reads from the store, and that it writes.", flag=INLINE, metavar="RATE"
+        ),
     ] = "10GB/s"
     worker_write_rate: Annotated[
         str | None,
-        setting("Bytes a second that each worker writes to it.", metavar="RATE", default="as it reads"),
+        setting("Bytes a second that each worker writes to it.", flag=INLINE, metavar="RATE", default="as it reads"),
     ] = None
     latency_us: Annotated[
-        float, setting("On top of every transfer to or from the store.", flag="--store-latency-us", metavar="US")
+        float, setting("On top of every transfer to or from the store.", flag=INLINE, metavar="US")
     ] = 100.0
 
     def __post_init__(self) -> None:
@@ -379,6 +391,7 @@ def pool_settings(what: str, keys: Sequence[str] = OF_POOL) -> type[msgspec.Stru
         each = known[key]
         words = setting(
             f"Of workers that {what}: {each.help[0].lower()}{each.help[1:]}",
+            flag=INLINE,
             metavar=each.metavar,
             default="none" if key == "replicas" else f"that of {each.flag}",
             kind=each.kind,
@@ -486,7 +499,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         raise given.error(
             given.in_table("store")[0],
             "says how, and not how much",
-            hint="Give --store-pages or --store-memory as well.",
+            hint="Give its size as well: --store memory=1TiB.",
         )
     scaling = given.build(ScalingSettings, "scaling")
     policy = scaling.policy
@@ -514,7 +527,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             raise given.error(
                 "transfer.rate",
                 "does not say how long a transfer takes: nothing says what the KV of a token weighs",
-                hint="Give a model and a device, or --transfer-token-bytes.",
+                hint="Give a model and a device, or --transfer token_bytes=N.",
             )
         pools = [replace(pool, token_bytes=_token_bytes(pool.each)) for pool in pools]
     layers = transfer.layers
@@ -523,13 +536,13 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         layers = counts[0] if counts else None
         if len(counts) > 1:
             raise given.error(
-                "transfer.mode", "is of models that differ in their layers", hint="Give --transfer-layers for all."
+                "transfer.mode", "is of models that differ in their layers", hint="Give --transfer layers=N for all."
             )
         if layers is None:
             raise given.error(
                 "transfer.mode",
                 "does not say when a layer is computed: nothing says how many layers there are",
-                hint="Give a model and a device, or --transfer-layers.",
+                hint="Give a model and a device, or --transfer layers=N.",
             )
     prices = given.build(PriceSettings, "price")
     try:
@@ -615,10 +628,12 @@ def _tables(given: Given, of_all: Given) -> list[tuple[str, Role, str]]:
     if not short:
         return [("mixed", "mixed", "")]
     if "replicas" in of_all:
-        raise given.error("replicas", "says nothing of pools", hint="Give --prefill-replicas and --decode-replicas.")
+        raise given.error(
+            "replicas", "says nothing of pools", hint="Give --prefill replicas=N and --decode replicas=N."
+        )
     for role in ROLES:
         if f"{role}.replicas" not in given:
-            hint = "Give --prefill-replicas and --decode-replicas."
+            hint = "Give --prefill replicas=N and --decode replicas=N."
             raise given.error(short[0], f"needs {role} workers as well", hint=hint)
     return [(role, role, role) for role in ROLES]
 

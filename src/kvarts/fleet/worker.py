@@ -191,7 +191,7 @@ class Worker:
             if num_steps > most_steps:
                 num_steps = most_steps
             if num_steps > 1:
-                times = replica.decode_times(now_ns, num_steps)
+                times = replica.decode_times(num_steps)
                 if tiers is not None:
                     times.end_before(tiers.next_ns - now_ns)
                 self._times = times

@@ -153,10 +153,6 @@ class LLM:
             check_combination({"layers": "offload.load_overlap", "model": "model"})
         if self.offload is not None and self.offload.load_kv != "placed":
             check_combination({f"{self.offload.load_kv}_loads": "offload.load_kv", "model": "model"})
-        if self.offload is not None and self.offload.bus is not None:
-            check_combination({"bus": "offload.bus", "model": "model"})
-        if self.offload is not None and self.offload.copy_slowdown:
-            check_combination({"copies": "offload.copy_slowdown", "model": "model"})
         are_files = () if self.offload is None else self.offload.are_files
         if are_files not in ((), (False,), (False, True)):
             what = "a model runs above one tier of memory, and one of files below that at most"

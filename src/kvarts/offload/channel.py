@@ -6,14 +6,13 @@ choices.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import msgspec
 
 from kvarts.limits import LATEST_NS, TooLateError
 
-__all__ = ["Channel", "ChannelSpec", "MakeChannel", "MeasuredChannel", "MeasuredPrefill", "TierSpec"]
+__all__ = ["Channel", "ChannelSpec", "MeasuredChannel", "MeasuredPrefill", "TierSpec"]
 
 NS_PER_S = 1_000_000_000
 
@@ -40,10 +39,6 @@ class Channel:
     def wait_ns(self, now_ns: int) -> int:
         """Return how long a transfer submitted at `now_ns` waits for earlier ones."""
         return self._free_ns - now_ns if self._free_ns > now_ns else 0
-
-    def busy_ns(self, now_ns: int) -> int:
-        """Return how long it carries something from `now_ns` on, if nothing is submitted."""
-        return self.wait_ns(now_ns)
 
     def within_ns(self, now_ns: int, num_bytes: int) -> int:
         """Return the time from `now_ns` until a transfer of `num_bytes` submitted then would end."""
@@ -84,10 +79,6 @@ class Channel:
         return self._free_ns
 
 
-MakeChannel = Callable[..., Channel]
-"""Makes a channel: one of known speed, a measured one, or one on a bus. Its arguments are those of Channel."""
-
-
 class ChannelSpec(msgspec.Struct, frozen=True):
     """One direction of a connection: a latency, added to every transfer, and a bandwidth."""
 
@@ -95,7 +86,7 @@ class ChannelSpec(msgspec.Struct, frozen=True):
     bytes_per_s: int
     latency_us: float
 
-    def open(self, make: MakeChannel = Channel) -> Channel:
+    def open(self, make: type[Channel] = Channel) -> Channel:
         """Return a new channel."""
         return make(self.name, latency_us=self.latency_us, bytes_per_s=self.bytes_per_s)
 

@@ -40,7 +40,6 @@ PreemptionMode = Literal["swap", "recompute"]
 
 Size = int | str
 """Bytes, as a number or with a unit: 64GiB."""
-MOST_SLOWDOWN = 100.0
 Rate = int | str
 """Bytes per second, as a number or with a unit: 50GB/s."""
 
@@ -93,7 +92,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         float | None, setting("On top of every transfer.", flag=None, default="10 of memory, 100 of files")
     ] = None
     scope: Annotated[
-        TierScope, setting("Below each engine, or all: one that all engines share, as --store-memory.", flag=None)
+        TierScope, setting("Below each engine, or all: one that all engines share, as --store.", flag=None)
     ] = "engine"
     rate: Annotated[
         Rate | None,
@@ -167,17 +166,16 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `host_memory`, the size of host memory. Without any, nothing is stored. `policy`: `eager` stores a page in the step
     after it became complete; `lazy` stores cached pages so that the next `target_free` allocated pages lose nothing
     (default: eight times the pages of a step's token budget, but at most an eighth of host memory, and at least twice
-    the budget). `h2d`, `d2h`: bandwidth to and from the device; `latency_us` is added to every transfer. `bus`: a
-    bandwidth that all channels share evenly. `kv_bytes_per_token`: bytes of a token; the default is that of Llama 3.1
-    8B in 16 bits. `full_prompt_hits`: a load may cover a whole prompt; then only its last token is computed again.
-    `workers`: how many must report a transfer before it is complete. `preemption_mode`: with `swap`, pages that only a
-    preempted request can find, those of generated tokens without ids, are stored in host memory until it ends; with
-    `recompute` they are not. `load_overlap`: with `layers`, the first step of a request computes one of `num_layers`
-    layers while later ones are loaded; with `none` it waits for its whole load. `load_kv`: with `placed`, a request
-    that waits for its load has a place among the running requests and all pages of its prompt; with `async` it has no
-    place, and only the pages that are loaded or found, as with vLLM's `load_kv_async`; with `sync` it runs at once, and
-    the step lasts as long as the load. `copy_slowdown`: a step takes 1 + this times as long while pages are copied from
-    or to the device.
+    the budget). `h2d`, `d2h`: bandwidth to and from the device; `latency_us` is added to every transfer.
+    `kv_bytes_per_token`: bytes of a token; the default is that of Llama 3.1 8B in 16 bits. `full_prompt_hits`: a load
+    may cover a whole prompt; then only its last token is computed again. `workers`: how many must report a transfer
+    before it is complete. `preemption_mode`: with `swap`, pages that only a preempted request can find, those of
+    generated tokens without ids, are stored in host memory until it ends; with `recompute` they are not.
+    `load_overlap`: with `layers`, the first step of a request computes one of `num_layers` layers while later ones are
+    loaded; with `none` it waits for its whole load. `load_kv`: with `placed`, a request that waits for its load has a
+    place among the running requests and all pages of its prompt; with `async` it has no place, and only the pages that
+    are loaded or found, as with vLLM's `load_kv_async`; with `sync` it runs at once, and the step lasts as long as the
+    load.
 
     `disk_pages` or `disk_memory`: the size of the files below host memory, which are written as soon as a page is in
     host memory; `disk_read`, `disk_write` and `disk_latency_us` are those of the files. `store_within_ms`: a page is
@@ -266,15 +264,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             metavar="MS",
         ),
     ] = 500.0
-    bus: Annotated[
-        Rate | None,
-        setting(
-            "Bandwidth that all channels share, of a PCIe switch or host memory.",
-            flag="--bus",
-            metavar="RATE",
-            default="each has its own",
-        ),
-    ] = None
     preemption_mode: Annotated[
         PreemptionMode,
         setting(
@@ -301,14 +290,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int,
         setting("Layers of the model.", flag=None, default="32, as in Llama 3.1 8B; with --model, those of the model"),
     ] = 32
-    copy_slowdown: Annotated[
-        float,
-        setting(
-            "A step takes 1 + X times as long while pages are copied from or to the device.",
-            flag="--copy-slowdown",
-            metavar="X",
-        ),
-    ] = 0.0
     deadline_s: Annotated[
         float,
         setting("A transfer that an executor has not reported within so long counts as failed.", flag=None),
@@ -350,13 +331,12 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         if self.target_free is not None:
             check_whole(self.target_free, "target_free", least=0, most=MOST_PAGES)
-        for field in ("h2d", "d2h", "disk_read", "disk_write", *(() if self.bus is None else ("bus",))):
+        for field in ("h2d", "d2h", "disk_read", "disk_write"):
             check_rate(getattr(self, field), field)
         for field in ("latency_us", "disk_latency_us"):
             check_number(getattr(self, field), field, most=MOST_MS)
         check_whole(self.kv_bytes_per_token, "kv_bytes_per_token", most=MOST_BYTES_PER_TOKEN)
         check_whole(self.workers, "workers")
-        check_number(self.copy_slowdown, "copy_slowdown", most=MOST_SLOWDOWN)
         check_number(self.store_within_ms, "store_within_ms", most=MOST_MS)
         check_number(self.deadline_s, "deadline_s", most=MOST_MS)
         if not self.deadline_s:
@@ -482,11 +462,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 {name: value for name, value in tier.items() if value is not None} for tier in values["tiers"]
             ]
         return {name: value for name, value in values.items() if name not in left_out}
-
-    @property
-    def bus_bytes_per_s(self) -> int | None:
-        """The bandwidth that all channels share; None if each has its own."""
-        return None if self.bus is None else rate_of(self.bus, "bus")
 
     def with_sizes(self, *sizes: int) -> OffloadConfig:
         """Return this configuration with `sizes` in bytes of its first tiers; 0 for none, and none below these."""

@@ -29,7 +29,6 @@ from kvarts.events import StoreStarted, TransferEnded
 from kvarts.kv.cache import Cache, Holding
 from kvarts.kv.eviction import HeldPages
 from kvarts.kv.transfer import Awaited, Coming, Direction, Move, Offer, PrefillNs, TransferTotals, Weighed
-from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.layout import Layout, Tier
 from kvarts.offload.transfers import ALL, NEVER_NS, Copies, Loading, Transfers, UnderWay
@@ -44,10 +43,9 @@ class Offloader(Transfers, Generic[LayoutT]):
     """Owner of the channels between one device and the tiers below it, and of every running transfer: LowerTiers.
 
     `layout`: the contents of device and tiers; `cache`: the device's. `full_prompt_hits`: a load may cover a whole
-    prompt. `splits`, `num_layers` and `step_tokens`: see Weigher. `copy_slowdown` and `bus`: see Transfers.
-    `with_page_ids`: transfers name pages, for an executor that copies them and reports; otherwise they end at the time
-    that their channel predicts. `workers`: how many must report a transfer. Every `fail_every`-th fails; 0: no transfer
-    does. `tell` receives events.
+    prompt. `splits`, `num_layers` and `step_tokens`: see Weigher. `with_page_ids`: transfers name pages, for an
+    executor that copies them and reports; otherwise they end at the time that their channel predicts. `workers`: how
+    many must report a transfer. Every `fail_every`-th fails; 0: no transfer does. `tell` receives events.
     """
 
     def __init__(
@@ -60,8 +58,6 @@ class Offloader(Transfers, Generic[LayoutT]):
         splits: bool = True,
         num_layers: int = 1,
         step_tokens: int = 1,
-        copy_slowdown: float = 0.0,
-        bus: Bus | None = None,
         deadline_ns: int = ALL,
         workers: int = 1,
         fail_every: int = 0,
@@ -80,9 +76,6 @@ class Offloader(Transfers, Generic[LayoutT]):
                 num_layers=num_layers,
                 step_tokens=step_tokens,
             ),
-            copying=(connected[0].write, *lanes),
-            copy_slowdown=copy_slowdown,
-            bus=bus,
             deadline_ns=deadline_ns,
             workers=workers,
             fail_every=fail_every,
@@ -240,24 +233,23 @@ class Offloader(Transfers, Generic[LayoutT]):
         now_ns = self._now_ns
         moves: list[Move] = []
         lanes: list[tuple[Channel, int]] = []
-        end_ns, lane, least_ns, expected_ns = now_ns, "", 0, 0
+        end_ns, lane, least_ns = now_ns, "", 0
         for place, num_blocks, source_ids, target_ids in loading.reads:
             read, num_bytes = self._connected[place].read, num_blocks * self.block_bytes
             if self._with_page_ids:
                 moves.append(Move(source_ids, target_ids))
             lanes.append((read, num_bytes))
-            within_ns = 0 if self._bus is None else read.within_ns(now_ns, num_bytes)
             read_ns = read.submit(now_ns, num_bytes)
-            if read_ns > end_ns or within_ns > expected_ns:
-                end_ns, lane, expected_ns = read_ns, read.name, within_ns
+            if read_ns > end_ns:
+                end_ns, lane = read_ns, read.name
             if least_ns < read_ns < NEVER_NS:
                 least_ns = read_ns
         under_way = UnderWay(Direction.LOAD, self._workers(), loading, tuple(lanes))
         under_way.least_ns, under_way.lane, under_way.since_ns = least_ns, lane, [now_ns]
         early_ns = NEVER_NS if wait_ns is None else now_ns + wait_ns
         dropped = self._dropped() if self._with_page_ids else ()
-        self._submit(under_way, end_ns, moves, dropped, early_ns, now_ns + expected_ns)
-        return end_ns if self._bus is None else now_ns + expected_ns
+        self._submit(under_way, end_ns, moves, dropped, early_ns)
+        return end_ns
 
     def use_early(self, transfer: int) -> None:
         """Let the planned step use the pages of a load under way: it ends after the load."""

@@ -12,8 +12,7 @@ from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import EvictionOrder, TreeWatcher
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.transfer import PrefillNs
-from kvarts.offload.bus import Bus
-from kvarts.offload.channel import Channel, MakeChannel, MeasuredChannel, TierSpec
+from kvarts.offload.channel import Channel, MeasuredChannel, TierSpec
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.layout import ConnectedTier, Layout
 from kvarts.offload.offloader import Offloader
@@ -169,12 +168,7 @@ def open_offloader(
     `order`: the eviction order of `cache`, for a lazy policy without groups. `splits`: a request may compute its first
     pages while others are loaded. `more`: tiers below these, which are open already.
     """
-    make: MakeChannel = MeasuredChannel if with_page_ids else Channel
-    bus = None
-    bus_bytes_per_s = offload.bus_bytes_per_s
-    if bus_bytes_per_s is not None and not with_page_ids:
-        bus = Bus(bus_bytes_per_s)
-        make = bus.open
+    make = MeasuredChannel if with_page_ids else Channel
     connected: list[ConnectedTier[Any]] = []
     for place, spec in enumerate(offload.specs(page_size, memory)):
         tier = _open_tier(
@@ -237,8 +231,6 @@ def open_offloader(
         splits=splits,
         num_layers=1 if with_page_ids or offload.load_overlap == "none" else offload.num_layers,
         step_tokens=max_num_batched_tokens,
-        copy_slowdown=0.0 if with_page_ids else offload.copy_slowdown,
-        bus=bus,
         deadline_ns=round(offload.deadline_s * 1e9),
         workers=offload.workers,
         fail_every=offload.fail_every,

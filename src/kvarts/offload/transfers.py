@@ -14,7 +14,6 @@ from mypy_extensions import mypyc_attr
 from kvarts.content import Content
 from kvarts.kv.pool import PageId
 from kvarts.kv.transfer import Direction, Loaded, Move, Transfer, TransferReport
-from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.weigher import Weigher
 
@@ -106,7 +105,6 @@ class UnderWay:
         "direction",
         "duration_ns",
         "end_ns",
-        "hidden_ns",
         "is_early",
         "is_given_up",
         "lane",
@@ -136,8 +134,6 @@ class UnderWay:
         """Whether its request may compute while later layers are loaded; such a load does not fail."""
         self.end_ns = ALL
         """When it ends, in virtual time."""
-        self.hidden_ns = 0
-        """How long before its end the request of a load can compute on."""
         self.deadline_ns = ALL
         self.least_ns = 0
         """The earliest time at which a load can end, as far as is known."""
@@ -151,15 +147,13 @@ class UnderWay:
 
 
 NEVER_NS: Final = (1 << 62) - 1
-MILLION = 1_000_000
 
 
 class Transfers:
     """Owner of every running transfer, of the transfers that executors are to begin, and of loads that ended.
 
-    `lanes`: the channels from which a request may wait for a load. `copying`: those from and to the device: while they
-    carry something, a step takes 1 + `copy_slowdown` times as long. `bus`: the bus that all channels are on, if they
-    share one. `weigher`: receives the results of loads. Other arguments are as in Offloader.
+    `lanes`: the channels from which a request may wait for a load. `weigher`: receives the results of loads. Other
+    arguments are as in Offloader.
     """
 
     def __init__(
@@ -171,9 +165,6 @@ class Transfers:
         workers: int,
         fail_every: int,
         with_page_ids: bool,
-        copying: Sequence[Channel] = (),
-        copy_slowdown: float = 0.0,
-        bus: Bus | None = None,
     ) -> None:
         self._with_page_ids = with_page_ids
         self._weigher = weigher
@@ -194,9 +185,6 @@ class Transfers:
         self._planned: list[Transfer] = []
         self._loaded: list[Loaded] = []
         self._now_ns = 0
-        self._copying = copying
-        self._bus = bus
-        self._slow = round(copy_slowdown * MILLION)
         self._used: list[int] = []
         """The loads under way whose pages the planned step uses."""
 
@@ -211,36 +199,12 @@ class Transfers:
     def step_ns(self, now_ns: int, duration_ns: int) -> int:
         """Return the duration of the planned step, which starts at `now_ns` and would take `duration_ns` alone.
 
-        Copies slow it down, and its last layer is computed after the last layers of the loads that it uses.
+        Its last layer is computed after the last layers of the loads that it uses.
         """
-        if self._slow:
-            (duration_ns,) = self.steps_ns(now_ns, [duration_ns])
         if not self._used:
             return duration_ns
-        end_ns = max(map(self._end_ns, self._used))
+        end_ns = max(self._under_way[transfer].end_ns for transfer in self._used)
         return max(duration_ns, end_ns - now_ns - (-duration_ns // self._weigher.num_layers))
-
-    @property
-    def slows_down(self) -> bool:
-        """Whether copies slow steps down."""
-        return bool(self._slow)
-
-    def steps_ns(self, now_ns: int, durations_ns: list[int]) -> list[int]:
-        """Return the durations of steps from `now_ns` on that would take these without copies.
-
-        No transfer begins in them.
-        """
-        if not self._slow:
-            return durations_ns
-        busy_ns = max(lane.busy_ns(now_ns) for lane in self._copying)
-        slower = []
-        for duration_ns in durations_ns:
-            slow_ns = -(-duration_ns * (MILLION + self._slow) // MILLION)
-            if slow_ns > busy_ns:
-                slow_ns = busy_ns + duration_ns - busy_ns * MILLION // (MILLION + self._slow)
-            slower.append(slow_ns)
-            busy_ns = max(0, busy_ns - slow_ns)
-        return slower
 
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
         """Record how long a step of a real executor took, without transfers; `num_tokens`: tokens of prompts."""
@@ -317,16 +281,11 @@ class Transfers:
     @property
     def next_ns(self) -> int:
         """The end of the next transfer to end, in virtual time; NEVER_NS without one."""
-        next_ns = self._due[0][0] if self._due else NEVER_NS
-        return next_ns if self._bus is None else min(next_ns, self._bus.next_ns())
+        return self._due[0][0] if self._due else NEVER_NS
 
     def advance_to(self, now_ns: int) -> bool:
         """End the transfers that are due by `now_ns`; return whether there were any."""
         due = self._due
-        if self._bus is not None:
-            for end_ns, transfer_id in self._bus.take_ended(now_ns):
-                if transfer_id in self._under_way:  # else it was given up
-                    heappush(due, (end_ns, transfer_id, True))
         if not due or due[0][0] > now_ns:
             return False
         self._now_ns = now_ns
@@ -342,25 +301,16 @@ class Transfers:
         return True
 
     def _begin_early(self, transfer: int, now_ns: int) -> None:
-        """Let the request of a load compute on; later if other transfers on the bus have delayed its end."""
+        """Let the request of a load compute on."""
         under_way = self._under_way.get(transfer)
         if under_way is None or self._is_to_fail(transfer):
             return
-        end_ns = self._end_ns(transfer)
-        if end_ns <= now_ns:
-            return
-        if (early_ns := end_ns - under_way.hidden_ns) > now_ns:
-            heappush(self._due, (early_ns, transfer, False))
+        if under_way.end_ns <= now_ns:
             return
         under_way.is_early = True
         loading = cast(Loading, under_way.copies)
         end = loading.start + sum(loading.by_tier)
         self._loaded.append(Loaded(loading.request, end, loading.by_tier, is_under_way=True))
-
-    def _end_ns(self, transfer: int) -> int:
-        """Return when a load under way ends, if no other transfer begins."""
-        end_ns = self._under_way[transfer].end_ns
-        return end_ns if self._bus is None else self._bus.end_ns(transfer)
 
     def _is_to_fail(self, transfer: int) -> bool:
         fail_every, number = self._fail_every, transfer + 1
@@ -380,8 +330,6 @@ class Transfers:
         """End all running transfers as failed: in virtual time, the machine with both ends is gone."""
         self._now_ns = now_ns
         self._due.clear()
-        if self._bus is not None:
-            self._bus.clear(now_ns)
         under_way, self._under_way = self._under_way, {}
         for transfer_id, each in under_way.items():
             each.num_good_pages = 0
@@ -419,18 +367,14 @@ class Transfers:
         moves: list[Move],
         dropped_keys: tuple[bytes, ...] = (),
         early_ns: int = NEVER_NS,
-        expected_ns: int = 0,
     ) -> int:
         """Begin a transfer that should end at `end_ns`; return its number. An executor carries out `moves`.
 
-        With NEVER_NS, `ends` must follow, or it is on the bus, and should end at `expected_ns`. `early_ns`: when the
-        request of a load can compute on, if that is before.
+        With NEVER_NS, `ends` must follow. `early_ns`: when the request of a load can compute on, if that is before.
         """
         transfer_id = self.num_transfers
         self.num_transfers += 1
         self._under_way[transfer_id] = under_way
-        if self._bus is not None:
-            self._bus.name(transfer_id)
         under_way.begin_ns = self._now_ns
         if self._with_page_ids:
             under_way.deadline_ns = self._now_ns + self._deadline_ns
@@ -438,15 +382,14 @@ class Transfers:
                 Transfer(transfer_id, under_way.direction, tuple(moves), under_way.num_pages, dropped_keys)
             )
         elif end_ns < NEVER_NS:
-            under_way.end_ns = expected_ns = end_ns
+            under_way.end_ns = end_ns
             heappush(self._due, (end_ns, transfer_id, True))
-        if (
-            early_ns < expected_ns
-            and self._weigher.num_layers > 1
-            and all(lane.can_be_awaited for lane, _ in under_way.lanes)
-        ):
-            under_way.hidden_ns = expected_ns - early_ns
-            heappush(self._due, (early_ns, transfer_id, False))
+            if (
+                early_ns < end_ns
+                and self._weigher.num_layers > 1
+                and all(lane.can_be_awaited for lane, _ in under_way.lanes)
+            ):
+                heappush(self._due, (early_ns, transfer_id, False))
         return transfer_id
 
     def _report(self, report: TransferReport) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarts.settings import Given, Section, settings_of
+from kvarts.settings import INLINE, Given, Section, is_inline, settings_of
 
 if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
@@ -35,6 +35,7 @@ def command_line(
         words += ["--config", str(config_file)]
     dropped = {key for changed in changes for key in DROPPED_BY.get(changed, ())}
     for section in sections:
+        inline: dict[str, list[str]] = {}
         for setting in () if section.is_named else section.settings:
             if setting.flag is None or setting.key in dropped:
                 continue
@@ -46,10 +47,16 @@ def command_line(
                 value = given[setting.key]
             else:
                 continue
-            if value is True:
+            if is_inline(setting):
+                option, _, name = setting.flag.partition(INLINE)
+                if value is not None:
+                    inline.setdefault(option, []).append(f"{name}={_text(value)}")
+            elif value is True:
                 words.append(setting.flag)
             elif value is not False and value is not None:
                 words += [setting.flag, _text(value)]
+        for option, values in inline.items():
+            words += [option, ",".join(values)]
         if section.into:
             words += _listed_words(given, section, changes)
     return shlex.join(words)

@@ -12,7 +12,6 @@ import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.kv.eviction import LruOrder
-from kvarts.plan import orders
 from kvarts.plan.cache import HitPlan, MakeOrder
 from kvarts.plan.orders import HintedOrder, SoonestReturnOrder, finishing
 from kvarts.plan.replays import share_kept, summary_of
@@ -27,8 +26,6 @@ __all__ = ["ALL_POLICIES", "POLICIES", "League", "find_policy"]
 POLICIES: dict[str, MakeOrder] = {
     "lru": LruOrder,
     "auto": AutoOrder,
-    "s3-fifo": orders.S3FifoOrder,
-    "arc": orders.ArcOrder,
     "soonest-return": SoonestReturnOrder,
     "hinted": HintedOrder,
 }

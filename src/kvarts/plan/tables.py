@@ -457,7 +457,7 @@ def render_fleets(plan: dict[str, Any]) -> str:
     share = fleets["slo_share"]
     lines = [plan["trace"], *heading_of(plan["config"]), "", *wrapped(f"{plan['advice']}.")]
     if fleets["links_are_free"]:
-        lines += wrapped("Transfers of KV take no time here: give the rate of the links, --transfer-rate 50GB/s.")
+        lines += wrapped("Transfers of KV take no time here: give the rate of the links, --transfer rate=50GB/s.")
     of_all = f"{fleets['num_replayed']:,} of {fleets['num_fleets']:,} fleets were replayed"
     lines += ["", f"fleets of at most {fleets['gpus']:,} devices that no other beats; {of_all}", ""]
     heads = (

@@ -165,13 +165,6 @@ class LowerTiers(Protocol):
     def take_planned(self) -> tuple[Transfer, ...]:
         """Return the transfers that an executor has to begin with this step."""
 
-    @property
-    def slows_down(self) -> bool:
-        """Whether copies slow steps down, so that `steps_ns` may change durations."""
-
-    def steps_ns(self, now_ns: int, durations_ns: list[int]) -> list[int]:
-        """Return the durations of identical steps from `now_ns` on that would take these alone."""
-
     def take_loaded(self) -> list[Loaded]:
         """Return the loads that ended, or can be used from now on, since the last call, in that order."""
 

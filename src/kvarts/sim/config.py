@@ -355,8 +355,6 @@ class ReplayConfig(
             "layers": getattr(self.offload, "load_overlap", "none") == "layers" and "offload.load_overlap",
             "async_loads": getattr(self.offload, "load_kv", "placed") == "async" and "offload.load_kv",
             "sync_loads": getattr(self.offload, "load_kv", "placed") == "sync" and "offload.load_kv",
-            "bus": getattr(self.offload, "bus", None) is not None and "offload.bus",
-            "copies": getattr(self.offload, "copy_slowdown", 0.0) > 0 and "offload.copy_slowdown",
             "orders": self.eviction is not _default_eviction() and "eviction",
             "bound": self.max_itl_ms is not None and "max_itl_ms",
             "mocker": self.profile == "mocker" and "profile",

@@ -30,8 +30,8 @@ LockstepCost: TypeAlias = "RooflineCost | ScaledCost"
 class Ranks:
     """A Runner of replicas in lock step. Owner of their common step.
 
-    Each rank has tiers of its own below its device. A common step lasts as long as that of the rank whose copies slow
-    it down most, or whose loads arrive last.
+    Each rank has tiers of its own below its device. A common step lasts as long as that of the rank whose loads arrive
+    last.
     """
 
     def __init__(self, replicas: Sequence[Replica], cost: LockstepCost, *, step_by_step: bool = False) -> None:
@@ -98,7 +98,7 @@ class Ranks:
             self.is_pausing = True
             return self.now_ns
         duration_ns = self._cost.together_ns([replica.engine.batch for replica in computing])
-        duration_ns = max(replica.with_copies_ns(now_ns, duration_ns) for replica in computing)
+        duration_ns = max(replica.with_loads_ns(now_ns, duration_ns) for replica in computing)
         for replica in computing:
             replica.engine.carry_out(now_ns, duration_ns)
             self._under_way.append(replica)
@@ -154,7 +154,7 @@ class Ranks:
         next_ns = _next_ns(busy, now_ns)
         if not num_steps or next_ns <= now_ns:
             return None
-        return min(now_ns + sum(self._durations_ns(busy, now_ns, min(num_steps, MOST_STEPS))), next_ns)
+        return min(now_ns + sum(self._durations_ns(busy, min(num_steps, MOST_STEPS))), next_ns)
 
     def _emit_idle(self) -> None:
         for replica in self._idle:
@@ -168,21 +168,15 @@ class Ranks:
             min(replica.scheduler.horizon(now_ns), replica.scheduler.cache.most_certain_steps) for replica in busy
         )
 
-    def _durations_ns(self, busy: Sequence[Replica], now_ns: int, num_steps: int) -> list[int]:
-        """Return the durations of the next `num_steps` common steps, from `now_ns` on, if they are identical."""
+    def _durations_ns(self, busy: Sequence[Replica], num_steps: int) -> list[int]:
+        """Return the durations of the next `num_steps` common steps, if they are identical."""
         wheels = [replica.scheduler.wheel for replica in busy]
         decodes = [(wheel.num_decoding, wheel.known_tokens) for wheel in wheels]
-        durations_ns = self._cost.decodes_together_ns(decodes, num_steps)
-        slowed = [replica for replica in busy if replica.slows_down]
-        if slowed:
-            for step, duration_ns in enumerate(durations_ns):
-                durations_ns[step] = max(replica.with_copies_ns(now_ns, duration_ns) for replica in slowed)
-                now_ns += durations_ns[step]
-        return durations_ns
+        return self._cost.decodes_together_ns(decodes, num_steps)
 
     def _leap(self, busy: Sequence[Replica], now_ns: int, until_ns: int, num_steps: int) -> int:
         num_steps = min(num_steps, (until_ns - now_ns) // self._last_decode_ns + 2, MOST_STEPS)
-        durations_ns = self._durations_ns(busy, now_ns, num_steps)
+        durations_ns = self._durations_ns(busy, num_steps)
         end_ns = now_ns + sum(durations_ns)
         while len(durations_ns) > 1 and end_ns - durations_ns[-1] >= until_ns:
             end_ns -= durations_ns.pop()

@@ -361,7 +361,7 @@ class Replica:
             if scheduler.cache.settles or not scheduler.cache.has_empty(num_pages * scheduler.cache.page_blocks):
                 return None
             num_steps -= 1
-        return min(now_ns + self.decode_times(now_ns, num_steps).total_ns, next_ns)
+        return min(now_ns + self.decode_times(num_steps).total_ns, next_ns)
 
     def quiet_until(self, now_ns: int) -> int | None:
         """Return the end of the identical steps that could start now: no request ends before. None if they cannot."""
@@ -370,7 +370,7 @@ class Replica:
         next_ns = self.next_ns(now_ns)
         if not num_steps or next_ns <= now_ns:
             return None
-        return min(now_ns + self.decode_times(now_ns, min(num_steps, MOST_STEPS)).total_ns, next_ns)
+        return min(now_ns + self.decode_times(min(num_steps, MOST_STEPS)).total_ns, next_ns)
 
     def next_ns(self, now_ns: int) -> int:
         """Return when the next transfer ends, or another request may become the head of the waiting queue."""
@@ -379,31 +379,25 @@ class Replica:
             next_ns = min(next_ns, self.scheduler.waiting.holds_until_ns(now_ns))
         return next_ns
 
-    @property
-    def slows_down(self) -> bool:
-        """Whether copies slow its steps down."""
-        return self._tiers is not None and self._tiers.slows_down
-
-    def with_copies_ns(self, now_ns: int, duration_ns: int) -> int:
+    def with_loads_ns(self, now_ns: int, duration_ns: int) -> int:
         """Return the duration of the planned step, which starts at `now_ns` and would take `duration_ns` alone."""
         return duration_ns if self._tiers is None else self._tiers.step_ns(now_ns, duration_ns)
 
     @property
     def decodes_by_rule(self) -> bool:
         """Whether `decode_times` gives a rule, which takes no more memory for many steps than for few."""
-        return self._decode_times is not None and not self.slows_down
+        return self._decode_times is not None
 
-    def decode_times(self, now_ns: int, num_steps: int) -> LeapTimes:
-        """Return the durations of the next `num_steps` steps, from `now_ns` on, if they are identical."""
-        wheel, tiers = self.scheduler.wheel, self._tiers
-        if self.decodes_by_rule:
-            assert self._decode_times is not None
+    def decode_times(self, num_steps: int) -> LeapTimes:
+        """Return the durations of the next `num_steps` steps, if they are identical."""
+        wheel = self.scheduler.wheel
+        if self._decode_times is not None:
             by_rule: LeapTimes = self._decode_times(
                 wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps
             )
             return by_rule
         durations_ns = self._executor.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
-        return LeapTimes(durations_ns if tiers is None else tiers.steps_ns(now_ns, durations_ns))
+        return LeapTimes(durations_ns)
 
     def pause(self, until_ns: int) -> int:
         """Compute nothing until `until_ns`, and return it; `finish` must follow then."""
@@ -419,7 +413,7 @@ class Replica:
             num_steps = num_wanted
         if num_steps > MOST_STEPS:
             num_steps = MOST_STEPS
-        times = self.decode_times(now_ns, num_steps)
+        times = self.decode_times(num_steps)
         times.end_before(until_ns - now_ns)
         return self.leap(now_ns, times)
 

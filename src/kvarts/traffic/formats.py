@@ -183,52 +183,6 @@ FORMS: tuple[TraceForm, ...] = (
         tells_prefixes=True,
     ),
     TraceForm(
-        name="llmservingsim",
-        title="workloads of LLMServingSim, with requests or sessions",
-        signs=_signs("input_toks arrival_time_ns", "arrival_time_ns sub_requests"),
-        example='{"input_toks":4,"output_toks":2,"arrival_time_ns":4059740,"input_tok_ids":[1,2,3,4],'
-        '"output_tok_ids":[5,6]}',
-        reader="workloads:load_llmservingsim",
-        tells_prefixes=True,
-    ),
-    TraceForm(
-        name="servegen",
-        title="requests that ServeGen made, as JSON",
-        signs=_signs("timestamp data"),
-        example='{"request_id":0,"timestamp":0.25,"data":{"input_tokens":1200,"output_tokens":30}}',
-        reader="workloads:load_servegen",
-    ),
-    TraceForm(
-        name="lmcache",
-        title="lookup logs of LMCache (lmcache server --lookup-hash-log-dir), a file or a directory of them",
-        signs=_signs("chunk_hashes seq_len"),
-        example='{"timestamp":1711929600.123,"request_id":"req-001","model_name":"m","chunk_size":256,"seq_len":600,'
-        '"chunk_hashes":["0xabcd","0xef56"]}',
-        reader="logs:load_lmcache",
-        refuses={BLOCK_SIZE: SAYS_ITSELF},
-        reads_directories=True,
-        tells_prefixes=True,
-    ),
-    TraceForm(
-        name="tair-tokens",
-        title="token ids that the tokenizer of Tair KVCache wrote",
-        signs=_signs("timestamp token_ids"),
-        example='{"ts_str":"2024-01-01 12:00:00.000000","timestamp":1704081600.0,"token_ids":[30594,303,11458],'
-        '"is_tool_call":false}',
-        reader="logs:load_token_ids",
-        tells_prefixes=True,
-    ),
-    TraceForm(
-        name="tair",
-        title="traces of the optimizer of Tair KVCache",
-        signs=_signs("timestamp_us keys"),
-        example='{"instance_id":"i","trace_id":"t","timestamp_us":1704081600000000,"tokens":[],"keys":[1,2],'
-        '"input_len":32,"output_len":0,"total_keys":[1,2]}',
-        reader="logs:load_tair",
-        takes=frozenset({SKIPPING, BLOCK_SIZE}),
-        tells_prefixes=True,
-    ),
-    TraceForm(
         name="mooncake",
         title="Mooncake's traces; --session-turns deltas for sessions whose later turns have only what is new",
         signs=_signs("input_length"),
@@ -254,24 +208,17 @@ FORMS: tuple[TraceForm, ...] = (
         reader="tables:load_burstgpt",
         is_table=True,
     ),
-    TraceForm(
-        name="vidur",
-        title="traces of Vidur",
-        signs=_columns("num_prefill_tokens", "num_decode_tokens"),
-        example="arrived_at,num_prefill_tokens,num_decode_tokens\n4.314579,396,109",
-        reader="tables:load_vidur",
-        is_table=True,
-    ),
-    TraceForm(
-        name="splitwise-sim",
-        title="traces of splitwise-sim",
-        signs=_columns("arrival_timestamp", "prompt_size", "token_size"),
-        example="request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,token_size\n"
-        "0,2,0,1,1,4096,32",
-        reader="tables:load_splitwise",
-        is_table=True,
-    ),
 )
+
+CONVERTED: tuple[tuple[str, str, tuple[frozenset[str], ...]], ...] = (
+    ("LLMServingSim", "llmservingsim", _signs("input_toks arrival_time_ns", "arrival_time_ns sub_requests")),
+    ("ServeGen", "servegen", _signs("timestamp data")),
+    ("LMCache", "lmcache", _signs("chunk_hashes seq_len")),
+    ("Tair KVCache", "tair", _signs("timestamp token_ids", "timestamp_us keys")),
+    ("Vidur", "vidur", _columns("num_prefill_tokens", "num_decode_tokens")),
+    ("splitwise-sim", "splitwise", _columns("arrival_timestamp", "prompt_size", "token_size")),
+)
+"""Projects whose forms a script in examples/traces converts, with its name and the signs of the form."""
 
 
 def form_of(file: TraceFile) -> TraceForm | None:
@@ -358,6 +305,13 @@ def _form(file: TraceFile) -> TraceForm:
     names = list(file.header or sorted(file.first_fields[0]))
     shown = ", ".join(name[:MOST_SHOWN] for name in names[:MOST_NAMES])
     more = ", ..." if len(names) > MOST_NAMES else ""
+    for project, script, signs in CONVERTED:
+        if any(sign <= fields for sign in signs for fields in _names(file)):
+            raise InputError(
+                f"is of the form of {project}, which is not read as it stands",
+                path=file.path,
+                hint=f"Convert it: python examples/traces/{script}.py {file.place} > trace.jsonl",
+            )
     found = nearest(file)
     near = ""
     if found is not None:

@@ -27,7 +27,7 @@ from kvarts.traffic.trace_file import (
     unlike_any_other,
 )
 
-__all__ = ["load_azure", "load_burstgpt", "load_splitwise", "load_vidur"]
+__all__ = ["load_azure", "load_burstgpt"]
 
 MOST_S = 1e10
 
@@ -35,15 +35,12 @@ MOST_S = 1e10
 class _Columns(msgspec.Struct, frozen=True, kw_only=True):
     """Column names of one form."""
 
-    time: str | None
+    time: str
     prompt: str
     output: str
     read_time: Callable[[str, str], int]
     """Returns nanoseconds for the text of a time and the name of its column."""
     session: str | None = None
-    request: str | None = None
-    one: str | None = None
-    """A column whose value must be 1."""
 
 
 def load_azure(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
@@ -68,38 +65,6 @@ def load_burstgpt(path: Path | str | TraceFile, *, skip_bad_lines: bool = False)
         output="Response tokens",
         read_time=_seconds_ns,
         session="Session ID",
-    )
-    return _load(TraceFile.of(path), columns, skip_bad_lines=skip_bad_lines)
-
-
-def load_vidur(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
-    """Read Vidur's traces: `arrived_at` in seconds, `num_prefill_tokens`, `num_decode_tokens`.
-
-    Without `arrived_at`, as in its traces of lengths, all requests arrive at 0, with a warning. Raises as `load_azure`
-    does.
-    """
-    file = TraceFile.of(path)
-    columns = _Columns(
-        time="arrived_at" if "arrived_at" in file.header else None,
-        prompt="num_prefill_tokens",
-        output="num_decode_tokens",
-        read_time=_seconds_ns,
-    )
-    return _load(file, columns, skip_bad_lines=skip_bad_lines)
-
-
-def load_splitwise(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
-    """Read the traces of splitwise-sim: `arrival_timestamp` in seconds, `prompt_size`, `token_size`, `batch_size` 1.
-
-    Raises as `load_azure` does.
-    """
-    columns = _Columns(
-        time="arrival_timestamp",
-        prompt="prompt_size",
-        output="token_size",
-        read_time=_seconds_ns,
-        request="request_id",
-        one="batch_size",
     )
     return _load(TraceFile.of(path), columns, skip_bad_lines=skip_bad_lines)
 
@@ -132,11 +97,6 @@ def _load(file: TraceFile, columns: _Columns, *, skip_bad_lines: bool) -> Trace:
         raise InputError(f"is not CSV: {error}", path=file.path, line=lines.line_num) from error
     if not requests:
         raise nothing_left(file, left_out, num_skipped)
-    warnings = (
-        []
-        if columns.time
-        else ["the trace has no times: all requests arrive at 0, or in the closed loop of --concurrency"]
-    )
     return Trace(
         by_arrival(requests, file),
         unit_tokens=UNIT_TOKENS,
@@ -144,7 +104,6 @@ def _load(file: TraceFile, columns: _Columns, *, skip_bad_lines: bool) -> Trace:
         name=file.name,
         num_skipped_lines=num_skipped,
         left_out=left_out,
-        warnings=warnings,
     )
 
 
@@ -154,10 +113,10 @@ class _Rows:
     def __init__(self, file: TraceFile, columns: _Columns, header: list[str]) -> None:
         self._columns = columns
         self._width = len(header)
-        names = (columns.time, columns.prompt, columns.output, columns.session, columns.request, columns.one)
+        names = (columns.time, columns.prompt, columns.output, columns.session)
         self._places = {name: header.index(name) for name in names if name is not None and name in header}
         for name in (columns.time, columns.prompt, columns.output):
-            if name is not None and name not in self._places:
+            if name not in self._places:
                 raise InputError(
                     "is missing",
                     path=file.path,
@@ -172,11 +131,9 @@ class _Rows:
         if len(row) != self._width:
             raise InputError(f"has {len(row)} columns instead of {self._width}")
         text = {name: row[place].strip() for name, place in self._places.items()}
-        time_ns = 0 if columns.time is None else columns.read_time(text[columns.time], columns.time)
+        time_ns = columns.read_time(text[columns.time], columns.time)
         num_prompt = _count(text[columns.prompt].removesuffix(".0"), columns.prompt, least=1)
         num_output = _count(text[columns.output].removesuffix(".0"), columns.output, least=0)
-        if columns.one in text and text[columns.one] not in {"1", "1.0"}:
-            raise InputError(f"must be 1, got {brief(text[columns.one])}", field=columns.one)
         if not num_output:
             return None
         return TraceRequest(
@@ -186,7 +143,6 @@ class _Rows:
             num_prompt,
             num_output,
             session_id=(text.get(columns.session) or None) if columns.session else None,
-            request_id=text.get(columns.request) if columns.request else None,
         )
 
 
