@@ -5,7 +5,7 @@
 
 With `--models`, of one token of each model, directories or GGUF files, and of the import of PyTorch; `--before`: of
 another version of kvarts as well. Rows of Python are what no command can avoid, and those of packages what commands
-need: msgspec for a replay without unusual options, click as well for other commands.
+need: msgspec, click and NumPy.
 """
 
 from __future__ import annotations
