@@ -84,12 +84,8 @@ class Exchange(msgspec.Struct, kw_only=True):
         try:
             return await self.work(work, num_bytes=num_bytes + len(self.payload))
         finally:
-            self.drop_payload()
-
-    def drop_payload(self) -> None:
-        """Release the bytes of the payload."""
-        self.payload = b""
-        self.read()
+            self.payload = b""
+            self.read()
 
     async def work(self, work: Callable[[], T], *, num_bytes: int) -> T:
         """Return the result of `work`, which processes `num_bytes`; above INLINE_BYTES it runs off the event loop."""

@@ -23,7 +23,7 @@ from kvarts.plan.reuse_tree import NEVER, OTHER, OWN, SHARED, ReuseTree
 from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace
 
-__all__ = ["NEVER", "OTHER", "OWN", "SHARED", "Reuse", "ReuseTree", "by_value", "find_reuse", "find_token_reuse"]
+__all__ = ["NEVER", "OTHER", "OWN", "SHARED", "Reuse", "by_value", "find_reuse", "find_token_reuse"]
 
 REQUESTS_PER_PASS = 8
 """Requests that a ReuseTree adds in the time of one pass over few of them."""
