@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvarts.errors import InputError
+from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 
