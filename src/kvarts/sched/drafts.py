@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from kvarts.sched.scheduler import Scheduler
+    from kvarts.sched.state import SchedulerState
 
     Tokens = npt.NDArray[np.uint64]
 else:
@@ -73,7 +73,7 @@ class DraftTotals(msgspec.Struct, frozen=True):
 class Drafts:
     """Owner of the drafts of the scheduled step, from the allocation of their pages to the accepted tokens."""
 
-    def __init__(self, scheduler: Scheduler, drafter: Drafter, num_slots: int = 0) -> None:
+    def __init__(self, scheduler: SchedulerState, drafter: Drafter, num_slots: int = 0) -> None:
         assert scheduler.running.batch is not None, "only an executor of tokens can tell which drafts are right"
         self.num_slots = num_slots
         """The most tokens of a draft, if drafts are planned first; else 0."""

@@ -25,14 +25,15 @@ from kvarts.kv.cache import Cache, Holding, Match
 from kvarts.request import Request, RequestState
 from kvarts.sched.hooks import Acts
 from kvarts.sched.preemption import holding_of
-from kvarts.sched.step import AGAIN, LATER, PASS, Ask, Step, Verdict, Wait
+from kvarts.sched.step import AGAIN, PASS, TAKEN, Ask, Step, Verdict, Wait
 
 if TYPE_CHECKING:
-    from kvarts.sched.scheduler import Scheduler
+    from kvarts.sched.state import SchedulerState
 
 __all__ = ["Handoffs"]
 
 LOADED: Final = RequestState.LOADED
+FOR_BUDGET: Final = Blocked.BUDGET
 FOR_PAGES: Final = Blocked.PAGES
 FOR_HANDOFFS: Final = Wait(Blocked.HANDOFFS)
 WORKER: Final = "worker"
@@ -74,10 +75,9 @@ class Handoffs:
         self.resumed: list[Request] = []
         """Requests that were stalled and get a token in this step."""
 
-    def connect(self, scheduler: Scheduler) -> None:
+    def connect(self, scheduler: SchedulerState) -> None:
         """Provide the scheduler."""
         self._scheduler = scheduler
-        scheduler.handoffs = self
         self._running = scheduler.running
         self._waiting = scheduler.waiting
 
@@ -91,6 +91,7 @@ class Handoffs:
             after=self.end_step,
             finishes=self.finish,
             drops=self.drop,
+            has_any=lambda: self.has_any,
         )
 
     @property
@@ -212,15 +213,9 @@ class Handoffs:
         """Let the head run if it has its pages; else let it pass, unless only such requests are admitted."""
         request = ask.request
         if request.state is LOADED:
-            if step.budget > 0:
-                self._join(request, step)
-                return AGAIN
-            if not self.join_tokens:
-                # As in Dynamo's mocker: one that needs no tokens still ends a step without any left.
-                self._join(request, step)
-                self.late.append(request)
-                return LATER
-        elif self.is_gated:
+            self._join(request, step)
+            return AGAIN
+        if self.is_gated:
             return FOR_HANDOFFS
         if self.reserved:
             self._scheduler.memory.forget()  # they reference pages that the head may hit
@@ -229,14 +224,31 @@ class Handoffs:
     def pass_blocked(self, step: Step) -> Verdict:
         """Let requests run that have their pages, if the head lacks some: it gets them sooner if these run."""
         scheduler = self._scheduler
+        most_running = scheduler.config.max_num_seqs
+        if scheduler.blocked is FOR_BUDGET and step.budget <= 0 and scheduler.num_seated < most_running:
+            return self._judge_late(step)
         if self.passes_blocked and scheduler.blocked is FOR_PAGES:
-            most_running = scheduler.config.max_num_seqs
             for ready in self.ready():
                 if scheduler.num_seated >= most_running or step.budget <= 0:
                     break
                 self._join(ready, step)
             if scheduler.num_seated >= most_running:
                 scheduler.blocked = Blocked.SEQS  # as the next step would find
+        return PASS
+
+    def _judge_late(self, step: Step) -> Verdict:
+        """Judge the head of the queue in a step without tokens left."""
+        scheduler = self._scheduler
+        head = scheduler.waiting.head(step.now_ns)
+        if head.state is not LOADED:
+            if self.is_gated:
+                scheduler.blocked = Blocked.HANDOFFS
+        elif not self.join_tokens:
+            # As in Dynamo's mocker: one that needs no tokens still ends a step without any left.
+            self._join(head, step)
+            self.late.append(head)
+            scheduler.blocked = Blocked.NOT
+            return TAKEN
         return PASS
 
     def ready(self) -> list[Request]:

@@ -26,7 +26,8 @@ class Acts:
     `ending`: a step, or the last of several, ends at a time. `after`: it has ended; with the requests that computed the
     last of their known tokens in it. `finishes`: a request has generated its last token; returns whether the part keeps
     it. `given_up`: a request is about to be cancelled. `drops`: a request is cancelled that does not run; returns
-    whether the part had it. `changes`: returns whether the next step differs from the last one.
+    whether the part had it. `changes`: returns whether the next step differs from the last one. `has_any`: returns
+    whether the part has requests that neither run nor wait in the queue.
     """
 
     __slots__ = (
@@ -41,6 +42,7 @@ class Acts:
         "finishes",
         "gates",
         "given_up",
+        "has_any",
         "planned",
         "resumes",
         "started",
@@ -67,6 +69,7 @@ class Acts:
         drops: Callable[[Request], bool] | None = None,
         given_up: Callable[[Request], None] | None = None,
         changes: Callable[[], bool] | None = None,
+        has_any: Callable[[], bool] | None = None,
     ) -> None:
         self.gates = gates
         self.before = before
@@ -84,6 +87,7 @@ class Acts:
         self.drops = drops
         self.given_up = given_up
         self.changes = changes
+        self.has_any = has_any
 
 
 class Hooks:
@@ -107,4 +111,5 @@ class Hooks:
         self.finishes = tuple([part.finishes for part in parts if part.finishes is not None])
         self.drops = tuple([part.drops for part in parts if part.drops is not None])
         self.given_up = tuple([part.given_up for part in parts if part.given_up is not None])
+        self.has_any = tuple([part.has_any for part in parts if part.has_any is not None])
         self.changes = tuple([part.changes for part in parts if part.changes is not None])

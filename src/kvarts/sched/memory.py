@@ -11,7 +11,7 @@ from kvarts.request import Request
 from kvarts.sched.page_source import PageSource
 from kvarts.sched.prefill import Prefill
 from kvarts.sched.running import Running
-from kvarts.sched.step import AGAIN, FOR_BUDGET, PASS, Ask, Step, Verdict, Wait
+from kvarts.sched.step import AGAIN, PASS, Ask, Step, Verdict, Wait
 
 __all__ = ["Memory", "PartOfMemory"]
 
@@ -68,10 +68,8 @@ class Memory:
         self._num_published = -1
 
     def find(self, ask: Ask, step: Step) -> Verdict:
-        """Match the head, unless there are no tokens for it, or it lacked memory and certainly still does."""
+        """Match the head, unless it lacked memory and certainly still does."""
         budget = step.budget
-        if budget <= 0:
-            return FOR_BUDGET
         running = self._running
         if running.num_late:
             running.publish_late()

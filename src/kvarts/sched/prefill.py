@@ -10,7 +10,7 @@ from kvarts.kv.cache import Cache, Holding
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request
 from kvarts.sched.parts.own_pages import OwnPagesInUse
-from kvarts.sched.plan import Chunk
+from kvarts.sched.plan import Chunk, chunk_of
 from kvarts.sched.preemption import Planned, Preemptor
 from kvarts.sched.running import Running
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvarts.sched.parts.chunk_ends import AlignedChunks
     from kvarts.sched.parts.latency import ItlBound
 
-__all__ = ["Prefill", "chunk_of"]
+__all__ = ["Prefill"]
 
 
 class Prefill:
@@ -435,12 +435,3 @@ def _chunks_of(planned: list[Planned]) -> list[Chunk]:
         num_known = request.num_prompt_tokens + request.num_output_tokens
         chunks.append(chunk_of(request, start, one.end - start, num_known))
     return chunks
-
-
-def chunk_of(request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
-    """Return a chunk as a cost model should see it."""
-    if request.own is None and not request.computes_only:
-        return Chunk(start, num_tokens, request.num_prompt_tokens, num_known)
-    keeps = None if request.own is None else request.own.keeps
-    samples = not request.computes_only
-    return Chunk(start, num_tokens, request.num_prompt_tokens, num_known, samples=samples, keeps=keeps).as_seen()

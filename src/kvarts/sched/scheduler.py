@@ -14,7 +14,6 @@ The scheduler reads no clock and no random number: `schedule` and `commit` recei
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -22,26 +21,18 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.events import Admitted, Blocked, Finished, HeadBlocked
-from kvarts.kv.cache import Cache, Leap, Mark, Pins
+from kvarts.kv.cache import Cache, Leap, Pins
 from kvarts.request import NEXT_STATES, Request, RequestState
-from kvarts.sched.hooks import Hooks
-from kvarts.sched.horizon import Horizon
-from kvarts.sched.memory import Memory, PartOfMemory
 from kvarts.sched.page_source import PageSource
-from kvarts.sched.parts.own_pages import OwnPagesInUse
 from kvarts.sched.plan import Batch, DraftRows, StepPlan, StepResult
 from kvarts.sched.policy import WaitingQueue
-from kvarts.sched.preemption import Preemptor
-from kvarts.sched.prefill import Prefill
-from kvarts.sched.running import Running
-from kvarts.sched.step import AGAIN, FOR_SEQS, PASS, TAKEN, Ask, Step, Verdict
-from kvarts.sched.wheel import DecodeWheel
+from kvarts.sched.state import SchedulerState
+from kvarts.sched.step import AGAIN, PASS, TAKEN, Ask, Step
 
 if TYPE_CHECKING:
     from kvarts.sched.drafts import Drafts
     from kvarts.sched.handoffs import Handoffs
     from kvarts.sched.input_batch import InputBatch
-    from kvarts.sched.loads import Loads, LowerTiers
     from kvarts.sched.parts.ahead import PlansAhead
     from kvarts.sched.parts.settling import Settling
 
@@ -51,24 +42,20 @@ S = RequestState
 # Enum members that every step or request reads have module-level names, because enum attributes are looked up each
 # time.
 NOT_BLOCKED: Final = Blocked.NOT
+FOR_SEQS: Final = Blocked.SEQS
+FOR_BUDGET: Final = Blocked.BUDGET
 FOR_PAGES: Final = Blocked.PAGES
 QUEUED: Final = S.WAITING
 LOADED: Final = S.LOADED
 FINISHED: Final = S.FINISHED
 NONE: Final[frozenset[Request]] = frozenset()
-RUNNING, WAITING = (S.PREFILLING, S.DECODING), (S.WAITING, S.PREEMPTED)
+WAITING = (S.WAITING, S.PREEMPTED)
 
 
-class Scheduler:
-    """Owner of the queues, and of all mutable state of a Request.
+class Scheduler(SchedulerState):
+    """Owner of all mutable state of a Request, and of the step being planned.
 
-    `cache`: the pages, counted in blocks (Cache). `pages`: the source of pages and of the token budget. `waiting`: the
-    queue; its policy chooses the next request. `batch`: rows for an executor that needs page ids; plans then name
-    pages, rows and tokens. `tell` receives page and request events. `pins`: pages that are kept in use without a
-    request, or None. `lag`: 1 if the next step is planned while one runs, see Running. `finds_prefixes`: whether
-    requests find cached pages. `num_kept`: blocks that an admission leaves free if a request runs.
-
-    Parts set `loads`, `handoffs`, `drafts`, `ahead` and `settling` if the engine has them; `hooks` follows.
+    Parts set `handoffs`, `drafts`, `ahead` and `settling`, if the engine has them, and `loads`.
     """
 
     def __init__(
@@ -85,27 +72,18 @@ class Scheduler:
         finds_prefixes: bool = True,
         num_kept: int = 0,
     ) -> None:
-        assert not lag or batch is None, "rows and tokens are those of the last step"
-        self.config = config
-        self.cache = cache
-        self.pages = pages
-        self.pins = pins
-        self.waiting = waiting
-        self.tell = tell
-        self.wheel = DecodeWheel(config.page_size)
-        self.running = Running(cache, self.wheel, batch, plans_ahead=lag > 0)
-        self.own_pages = OwnPagesInUse(cache, tell)
-        self.mark = Mark()
-        self.mark.parts = cache.counts()
-        self.preemptor = Preemptor(self.running, waiting, cache, pages, self.mark, tell)
-        self.prefill = Prefill(self.running, cache, self.own_pages, self.preemptor, batch=batch, tell=tell)
-        gates = Memory if pages.is_alone else PartOfMemory
-        self.memory = gates(
-            cache, pages, self.running, self.prefill, pins, num_kept=num_kept, finds_prefixes=finds_prefixes
+        super().__init__(
+            config,
+            cache,
+            pages,
+            waiting,
+            batch=batch,
+            tell=tell,
+            pins=pins,
+            lag=lag,
+            finds_prefixes=finds_prefixes,
+            num_kept=num_kept,
         )
-        self.leaps = Horizon(self.running, waiting, cache, pages, orders_matter=tell is not None)
-        self.loads: Loads | None = None
-        """Requests that wait for a tier below the device."""
         self.handoffs: Handoffs | None = None
         """Requests that two engines work on."""
         self.drafts: Drafts | None = None
@@ -114,19 +92,14 @@ class Scheduler:
         """What ended since the step under way was planned, if plans are made ahead."""
         self.settling: Settling | None = None
         """Releases of windows and chunks between steps."""
-        self.hooks = Hooks((self.memory.find, self.memory.fits))
-        """The gates of the head of the queue, and what parts do in a step."""
         self.step = Step(0)
         """The step that was planned last."""
-        self.blocked = NOT_BLOCKED
-        """Why the head waits; NOT also if no request waits, or if the head was not examined since a change."""
         self.blocked_head: Request | None = None
         """The head that waits because of `blocked`."""
         self.num_pages_wanted = 0
         """The number of blocks that the blocked head needs, if it waits for pages."""
         self._least_wanted = 0
         """A lower bound of that number for as long as the head is blocked."""
-        self._told_blocked: tuple[int, Blocked] | None = None
         self.coming: set[Request] = set()
         """Requests that were accepted and are queued later."""
         self._pool_tokens = config.pool_tokens
@@ -163,6 +136,23 @@ class Scheduler:
         computed, self.prefill.computed = self.prefill.computed, []
         return computed or []
 
+    def settle_given_up(self, request: Request) -> None:
+        """Release, as of a request that finishes, what `request` no longer needs; `cancel` follows, between steps."""
+        for release in self.hooks.given_up:
+            release(request)
+
+    def give_up(self, request: Request) -> None:
+        """Drop `request`, which is given up while a step runs, when the next step is planned: that plan knows it."""
+        assert self.ahead is not None, "else nothing is planned, and `cancel` drops it"
+        self.ahead.give_up(request)
+
+    def take_back(self, request: Request) -> None:
+        """Do not drop `request` when the next step is planned: it leaves before."""
+        assert self.ahead is not None
+        self.ahead.take_back(request)
+
+    # What is here -----------------------------------------------------------------------------------------
+
     def never_fits(self, request: Request) -> str | None:
         """Return the reason why there can never be enough pages for `request`; None if there can."""
         cache = self.cache
@@ -181,78 +171,6 @@ class Scheduler:
         asked = f"{request.num_prompt_tokens} prompt and {request.max_tokens} output tokens"
         return f"{cache.need_words(num_blocks, self.wheel.page_size, asked)}; {room} {num_most}"
 
-    def settle_given_up(self, request: Request) -> None:
-        """Release, as of a request that finishes, what `request` no longer needs; `cancel` follows, between steps."""
-        for release in self.hooks.given_up:
-            release(request)
-
-    def cancel(self, request: Request) -> None:
-        """Remove a waiting or running request, between steps; its pages are free at once.
-
-        The pages of a request with a load under way are free when the load has ended.
-        """
-        if request.state in RUNNING:
-            self.running.leave(request)
-            self.running.release(request, num_unnamed=self.running.num_unnamed(request))
-        else:
-            for drop in self.hooks.drops:
-                if drop(request):
-                    return
-            if request.own is None:
-                self.waiting.remove(request)
-            else:
-                self.own_pages.waiting.remove(request)
-        request.become(RequestState.CANCELLED)
-        self.dropped(request)
-
-    def dropped(self, request: Request) -> None:
-        """Note that `request` is here no more: the head may have its place or memory."""
-        self.end_below(request)
-        self.blocked = NOT_BLOCKED
-
-    def end_below(self, request: Request) -> None:
-        """Let the tiers drop the pages that only `request`, which has ended, could find."""
-        if request.num_preemptions and self.loads is not None:
-            self.loads.tiers.ended(request.content)
-
-    def give_up(self, request: Request) -> None:
-        """Drop `request`, which is given up while a step runs, when the next step is planned: that plan knows it."""
-        assert self.ahead is not None, "else nothing is planned, and `cancel` drops it"
-        self.ahead.give_up(request)
-
-    def take_back(self, request: Request) -> None:
-        """Do not drop `request` when the next step is planned: it leaves before."""
-        assert self.ahead is not None
-        self.ahead.take_back(request)
-
-    # What is here -----------------------------------------------------------------------------------------
-
-    @property
-    def tiers(self) -> LowerTiers | None:
-        """The tiers below the device."""
-        return None if self.loads is None else self.loads.tiers
-
-    @property
-    def waiting_with_pages(self) -> deque[Request]:
-        """Requests that bring their pages along: they wait for a place and for tokens, and never for memory."""
-        return self.own_pages.waiting
-
-    @property
-    def has_released(self) -> bool:
-        """Whether the last step, after it was planned, released requests that had ended before it."""
-        return self.ahead is not None and self.ahead.has_released
-
-    @property
-    def plans_idle(self) -> bool:
-        """Whether a step without requests has effects or events."""
-        is_silent = self.tell is None and self.loads is None and self.running.batch is None
-        return not is_silent or self.ahead is not None or self.cache.keeps_time
-
-    @property
-    def has_sides(self) -> bool:
-        """Whether `side_counts` is not empty."""
-        return bool(self.cache.counts()) or self.loads is not None
-
     def most_pages_needed(self) -> int:
         """Return the most pages that any of the requests here, or coming, may need, of those that take pages."""
         requests = [*self.waiting, *self.running, *self.coming]
@@ -266,68 +184,15 @@ class Scheduler:
         return self.cache.num_at_most(num_tokens, self.wheel.page_size)
 
     @property
-    def has_work(self) -> bool:
-        """Whether a request runs or waits."""
-        return self.running.num_running > 0 or self.has_others
+    def has_released(self) -> bool:
+        """Whether the last step, after it was planned, released requests that had ended before it."""
+        return self.ahead is not None and self.ahead.has_released
 
     @property
-    def has_others(self) -> bool:
-        """Whether a request waits or loads, or is in the hands of another engine."""
-        if self.waiting.num_waiting or self.own_pages.waiting:
-            return True
-        if self.handoffs is not None and self.handoffs.has_any:
-            return True
-        return self.loads is not None and self.loads.num_waiting > 0
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of requests that wait for admission or for a load."""
-        num_loading = 0 if self.loads is None else self.loads.num_waiting
-        return self.waiting.num_waiting + len(self.own_pages.waiting) + num_loading
-
-    @property
-    def num_seated(self) -> int:
-        """The number of requests that take a place: running ones, and those whose load is under way or has ended.
-
-        Without places for loads, only running ones.
-        """
-        loads = self.loads
-        return self.running.num_running + (0 if loads is None or not loads.takes_places else loads.num_requests)
-
-    def side_counts(self) -> tuple[int, ...]:
-        """Return the used and cached counts of each tier below the device, then of each KV group, in pairs."""
-        counts = self.cache.counts()
-        return counts if self.tiers is None else self.tiers.num_pages() + counts
-
-    def side_counts_at_mark(self) -> tuple[int, ...]:
-        """Return the same at the mark of the last scheduled step."""
-        return self.mark.parts if self.tiers is None else self.tiers.num_pages() + self.mark.parts
-
-    def num_evicted_parts(self) -> tuple[int, ...]:
-        """Return the number of evicted parts of each KV group."""
-        return self.cache.num_evicted_parts()
-
-    def most_tokens(self, limit: int) -> int:
-        """Return the longest sequence, of up to `limit` tokens, that can run in this memory; 0 if none can."""
-        return self.cache.most_tokens(limit, self.wheel.page_size)
-
-    def num_pages_of_chunked(self) -> int:
-        """Return the most blocks that the rest of the chunked requests takes at one time."""
-        num_blocks = 0
-        for request in self.running.chunked:
-            if request.holding is not None:
-                num_known = request.num_prompt_tokens + request.num_output_tokens
-                num_blocks += self.cache.num_to_finish(request.holding, num_known)
-        return num_blocks
-
-    def num_pages_to_admit(self) -> int:
-        """Return how many blocks all waiting requests need, hits included; 0 while none could be admitted.
-
-        While the maximum number of requests runs, or admission is suspended, no number of free pages would help.
-        """
-        if self.pages.is_draining or self.num_seated >= self.config.max_num_seqs:
-            return 0
-        return self.waiting.num_waiting_blocks
+    def plans_idle(self) -> bool:
+        """Whether a step without requests has effects or events."""
+        is_silent = self.tell is None and self.loads is None and self.running.batch is None
+        return not is_silent or self.ahead is not None or self.cache.keeps_time
 
     # One step ---------------------------------------------------------------------------------------------
 
@@ -400,7 +265,21 @@ class Scheduler:
         for resume in self.hooks.resumes:
             resume(step)
         if self.own_pages.waiting:
-            self.own_pages.admit(self, step)
+            self._admit_with_pages(step)
+
+    def _admit_with_pages(self, step: Step) -> None:
+        """Admit requests that bring their pages, in order of arrival: they do not wait behind others for memory."""
+        waiting, prefill, most_running = self.own_pages.waiting, self.prefill, self.config.max_num_seqs
+        while waiting and step.budget > 0 and self.num_seated < most_running:
+            request = waiting[0]
+            if not prefill.has_room(request, request.start, step.chunks):
+                step.budget = 0
+                return
+            waiting.popleft()
+            if self.tell is not None:
+                self.tell(Admitted(request.index, request.content, 0))
+            step.budget -= prefill.start(request, request.start, step.budget, step.now_ns, step.chunks)
+            step.admitted.append(request.index)
 
     def _admit(self, step: Step) -> None:
         """Admit the head of the queue while there are a place and tokens for it, and every gate lets it pass."""
@@ -413,23 +292,27 @@ class Scheduler:
             return  # loaded requests have their pages and their places already
         head: Request | None = None
         while waiting.num_waiting and self.blocked is NOT_BLOCKED:
-            ask = Ask(waiting.head(step.now_ns))
-            verdict: Verdict = PASS
+            head = waiting.head(step.now_ns)
             if running.num_running >= most_running:
-                verdict = FOR_SEQS
+                self.blocked = FOR_SEQS
+            elif step.budget <= 0:
+                self.blocked = FOR_BUDGET
             else:
+                ask = Ask(head)
                 for gate in gates:
                     verdict = gate(ask, step)
                     if verdict is not PASS:
                         break
-            if verdict is PASS:
-                self._start(ask, step)
-            elif verdict is not TAKEN and verdict is not AGAIN:
-                head = ask.request
+                else:
+                    self._start(ask, step)
+                    head = None
+                    continue
+                if verdict is TAKEN or verdict is AGAIN:
+                    head = None
+                    continue
                 self.blocked = verdict.reason
                 if verdict.num_blocks:
                     self.num_pages_wanted, self._least_wanted = verdict.num_blocks, ask.least
-                break
         if self.blocked is not NOT_BLOCKED:
             self._wait(head, step)
 
@@ -439,7 +322,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.memory.forget()
         if tell is not None:
-            self._told_blocked = None
+            self.told_blocked = None
             reach = self.cache.reach(request.content, ask.limit)
             tell(Admitted(request.index, request.content, ask.match.num_pages, reach=reach))
         request.holding = self.cache.open(ask.match)
@@ -461,16 +344,10 @@ class Scheduler:
                 return
         assert head is not None
         self.blocked_head = head
-        if self.tell is not None and self._told_blocked != (head.index, self.blocked):
-            self._told_blocked = head.index, self.blocked
+        if self.tell is not None and self.told_blocked != (head.index, self.blocked):
+            self.told_blocked = head.index, self.blocked
             num_pages_short = max(0, self.num_pages_wanted - self.cache.num_free)
             self.tell(HeadBlocked(head.index, self.blocked, num_pages_short))
-
-    def take_from_waiting(self, request: Request) -> None:
-        """Remove `request` from the waiting queue, because it begins to run or to load."""
-        self.waiting.remove(request)
-        self.memory.forget()
-        self._told_blocked = None
 
     def commit(self, end_ns: int, result: StepResult | None = None) -> list[Request]:
         """End the scheduled step at `end_ns`; return the requests that finished, in admission order."""

@@ -14,7 +14,7 @@ from kvarts.kv.cache import Match
 from kvarts.request import Request
 from kvarts.sched.plan import Chunk
 
-__all__ = ["AGAIN", "FOR_BUDGET", "FOR_SEQS", "LATER", "PASS", "TAKEN", "Ask", "Gate", "Step", "Verdict", "Wait"]
+__all__ = ["AGAIN", "FOR_BUDGET", "FOR_SEQS", "PASS", "TAKEN", "Ask", "Gate", "Step", "Verdict", "Wait"]
 
 
 class Verdict:
@@ -28,9 +28,7 @@ class Verdict:
 
 
 class Wait(Verdict):
-    """The head waits because of `reason`, and ends the admissions of the step; with Blocked.NOT the next step looks at
-    it again. `num_blocks`: the blocks that it needs, if it waits for memory.
-    """
+    """The head waits because of `reason`. `num_blocks`: the blocks that it needs, if it waits for memory."""
 
     __slots__ = ()
 
@@ -43,8 +41,6 @@ TAKEN: Final = Verdict()
 """The head has left the queue, by the gate that says so."""
 FOR_SEQS: Final = Wait(Blocked.SEQS)
 FOR_BUDGET: Final = Wait(Blocked.BUDGET)
-LATER: Final = Wait(Blocked.NOT)
-"""The next step examines the head."""
 
 
 class Step:

@@ -14,7 +14,7 @@ from kvarts.sched.hooks import Acts
 from kvarts.sched.step import Step
 
 if TYPE_CHECKING:
-    from kvarts.sched.scheduler import Scheduler
+    from kvarts.sched.state import SchedulerState
 
 __all__ = ["PlansAhead"]
 
@@ -28,7 +28,7 @@ class PlansAhead:
 
     __slots__ = ("_given_up", "_scheduler", "has_released")
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: SchedulerState) -> None:
         self._scheduler = scheduler
         self._given_up: list[Request] = []
         """Requests to drop when the next step is planned."""

@@ -67,6 +67,7 @@ def _open_states(opening: Opening) -> Acts | None:
 def _open_handoffs(opening: Opening) -> Acts | None:
     if opening.handoffs is None:
         return None
+    opening.scheduler.handoffs = opening.handoffs
     opening.handoffs.connect(opening.scheduler)
     return opening.handoffs.acts()
 
@@ -91,7 +92,7 @@ def _open_settling(opening: Opening) -> Acts | None:
     # Else others take and release parts between steps, and may use what decodes release.
     waits = cache.releases and scheduler.pages.is_alone and (loads is None or loads.settles_ends)
     places = _settle_places(cast("GroupPages", cache).memory, opening.config.page_size)
-    scheduler.settling = Settling(scheduler, places, waits=waits)
+    scheduler.settling = Settling(scheduler, places, waits=waits, handoffs=opening.handoffs, drafts=scheduler.drafts)
     return scheduler.settling.acts()
 
 
@@ -122,7 +123,8 @@ def _open_chunk_ends(opening: Opening) -> Acts | None:
     from kvarts.sched.parts.chunk_ends import ChunkEnds
 
     scheduler.prefill.align(aligned)
-    return ChunkEnds(scheduler, aligned, may_be_empty=loads is not None and loads.begins_anywhere).acts()
+    may_be_empty = loads is not None and loads.begins_anywhere
+    return ChunkEnds(aligned, scheduler.cache, scheduler.running, may_be_empty=may_be_empty).acts()
 
 
 def _open_latency(opening: Opening) -> Acts | None:
@@ -177,6 +179,12 @@ PARTS: Final = (
         features=("ahead",),
     ),
     Part(
+        "drafts",
+        "guessed tokens after those of decodes, or before prompts",
+        _open_drafts,
+        features=("speculation", "first_drafts"),
+    ),
+    Part(
         "settling",
         "releases of windows and chunks",
         _open_settling,
@@ -189,12 +197,6 @@ PARTS: Final = (
         _open_times,
         settings=("eviction",),
         features=("orders",),
-    ),
-    Part(
-        "drafts",
-        "guessed tokens after those of decodes, or before prompts",
-        _open_drafts,
-        features=("speculation", "first_drafts"),
     ),
     Part(
         "chunk ends",

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvarts.kv.cache import Cache
 from kvarts.request import Request
 from kvarts.sched.hooks import Acts
+from kvarts.sched.running import Running
 from kvarts.sched.step import FOR_BUDGET, PASS, Ask, Step, Verdict
-
-if TYPE_CHECKING:
-    from kvarts.sched.scheduler import Scheduler
 
 __all__ = ["AlignedChunks", "ChunkEnds"]
 
@@ -64,12 +60,13 @@ class AlignedChunks:
 class ChunkEnds:
     """The gate of chunks that end at pages. `may_be_empty`: a load may bring the tokens that reach a page end."""
 
-    __slots__ = ("_aligned", "_scheduler", "may_be_empty")
+    __slots__ = ("_aligned", "_cache", "_may_be_empty", "_running")
 
-    def __init__(self, scheduler: Scheduler, aligned: AlignedChunks, *, may_be_empty: bool) -> None:
-        self._scheduler = scheduler
+    def __init__(self, aligned: AlignedChunks, cache: Cache, running: Running, *, may_be_empty: bool) -> None:
         self._aligned = aligned
-        self.may_be_empty = may_be_empty
+        self._cache = cache
+        self._running = running
+        self._may_be_empty = may_be_empty
 
     def acts(self) -> Acts:
         """Return where it acts."""
@@ -77,18 +74,16 @@ class ChunkEnds:
 
     def reaches_end(self, ask: Ask, step: Step) -> Verdict:
         """Let the head pass if its first chunk reaches the end of a page."""
-        request, hit_tokens, cache = ask.request, ask.hit_tokens, self._scheduler.cache
+        request, hit_tokens, cache = ask.request, ask.hit_tokens, self._cache
         num_new = min(ask.num_new, ask.num_known - hit_tokens)
         ask.num_new = self._aligned.num_tokens(request, hit_tokens, num_new, cache.branch_of(ask.match))
-        return PASS if ask.num_new or self.may_be_empty else FOR_BUDGET
+        return PASS if ask.num_new or self._may_be_empty else FOR_BUDGET
 
     def note_states(self, step: Step) -> None:
         """Note the states of requests that started to decode after the last step."""
-        scheduler = self._scheduler
-        settling, wheel = scheduler.settling, scheduler.wheel
-        if settling is None:
-            return
-        for request in settling.joined:
+        running = self._running
+        wheel = running.wheel
+        for request in running.joined:
             if wheel.has(request):
-                start, num_in_flight = wheel.num_computed(request), scheduler.running.num_in_flight(request)
-                self._aligned.note_state(scheduler.cache, request, start, start, num_in_flight)
+                start = wheel.num_computed(request)
+                self._aligned.note_state(self._cache, request, start, start, running.num_in_flight(request))

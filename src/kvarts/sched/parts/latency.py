@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvarts.request import Request
 from kvarts.sched.hooks import Acts
-from kvarts.sched.plan import Batch, Chunk
-from kvarts.sched.prefill import chunk_of
+from kvarts.sched.plan import Batch, Chunk, chunk_of
 from kvarts.sched.step import FOR_BUDGET, PASS, Ask, Step, Verdict
 from kvarts.sched.wheel import DecodeWheel
 

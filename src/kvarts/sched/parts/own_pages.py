@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvarts.event_log import Tell
-from kvarts.events import Admitted
 from kvarts.kv.cache import Cache, PageReserve
 from kvarts.kv.pool import PageId
 from kvarts.request import Request
@@ -16,7 +15,6 @@ from kvarts.sched.wheel import DecodeWheel
 
 if TYPE_CHECKING:
     from kvarts.kv.groups import OwnPages
-    from kvarts.sched.scheduler import Scheduler
 
 __all__ = ["OwnPagesInUse"]
 
@@ -37,20 +35,6 @@ class OwnPagesInUse:
         self.changed: Sequence[Request] = ()
         """Decodes whose pages changed for the step being planned."""
         self._copying: list[OwnPages] = []
-
-    def admit(self, scheduler: Scheduler, step: Step) -> None:
-        """Admit requests that wait, in order of arrival. They do not wait behind requests that wait for memory."""
-        waiting, prefill, most_running = self.waiting, scheduler.prefill, scheduler.config.max_num_seqs
-        while waiting and step.budget > 0 and scheduler.num_seated < most_running:
-            request = waiting[0]
-            if not prefill.has_room(request, request.start, step.chunks):
-                step.budget = 0
-                return
-            waiting.popleft()
-            if scheduler.tell is not None:
-                scheduler.tell(Admitted(request.index, request.content, 0))
-            step.budget -= prefill.start(request, request.start, step.budget, step.now_ns, step.chunks)
-            step.admitted.append(request.index)
 
     def compute(self, own: OwnPages, start: int, end: int) -> None:
         """Make tokens [start, end) of a chunk writable."""

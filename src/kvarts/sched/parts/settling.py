@@ -10,7 +10,9 @@ from kvarts.sched.preemption import holding_of
 from kvarts.sched.step import Step
 
 if TYPE_CHECKING:
-    from kvarts.sched.scheduler import Scheduler
+    from kvarts.sched.drafts import Drafts
+    from kvarts.sched.handoffs import Handoffs
+    from kvarts.sched.state import SchedulerState
 
 __all__ = ["Settling"]
 
@@ -24,16 +26,24 @@ class Settling:
     releases wait for the next step, as nobody else takes or releases parts between steps who could use them.
     """
 
-    __slots__ = ("_places", "_scheduler", "_unsettled", "_waits", "joined", "pending")
+    __slots__ = ("_drafts", "_handoffs", "_places", "_scheduler", "_unsettled", "_waits", "pending")
 
-    def __init__(self, scheduler: Scheduler, places: tuple[int, ...], *, waits: bool) -> None:
+    def __init__(
+        self,
+        scheduler: SchedulerState,
+        places: tuple[int, ...],
+        *,
+        waits: bool,
+        handoffs: Handoffs | None,
+        drafts: Drafts | None,
+    ) -> None:
         self._scheduler = scheduler
+        self._handoffs = handoffs
+        self._drafts = drafts
         self._places = places
         self._waits = waits
         self.pending: list[Request] | None = None
         """The requests that completed their known tokens in the last step, if its decodes are not settled yet."""
-        self.joined: list[Request] = []
-        """Requests that started to decode after the last step, if there is a lag."""
         self._unsettled: list[Request] = []
         """Decodes whose releases are postponed to their turn in the next step, in the order of admission."""
 
@@ -58,7 +68,7 @@ class Settling:
     def end(self, completing: list[Request], end_ns: int) -> None:
         """Settle a step that has ended, now or when the next one begins."""
         self.pending = completing
-        handoffs = self._scheduler.handoffs
+        handoffs = self._handoffs
         if not self._waits or (handoffs is not None and handoffs.has_any_between_steps):
             self.settle()
 
@@ -100,7 +110,7 @@ class Settling:
                 num_in_flight = scheduler.running.num_in_flight(request)
                 cache.settle(holding_of(request), wheel.num_computed(request), num_in_flight)
         if scheduler.running.lag:
-            self.joined = joined
+            scheduler.running.joined = joined
         cache.count()
 
     def _has_turns(self, joined: list[Request]) -> bool:
@@ -129,7 +139,7 @@ class Settling:
     def _settling(self, joined: list[Request]) -> list[Request]:
         """Return the decodes that may release something now; those in `joined` come last."""
         scheduler, places = self._scheduler, self._places
-        wheel, drafts = scheduler.wheel, scheduler.drafts
+        wheel, drafts = scheduler.wheel, self._drafts
         settling: list[Request] = []
         lag = scheduler.running.lag
         for place in places:
@@ -138,7 +148,7 @@ class Settling:
                 settling += wheel.computing_at(last)
         if lag:
             # In the step before, these released only what none of the tokens of their chunk attended to.
-            settling += [each for each in self.joined if wheel.has(each) and each not in settling]
+            settling += [each for each in scheduler.running.joined if wheel.has(each) and each not in settling]
         if drafts is not None:
             settling += drafts.take_ahead()  # they may have passed such a place
         if len(places) > 1 or drafts is not None or lag:

@@ -16,7 +16,7 @@ from kvarts.sched.step import AGAIN, FOR_BUDGET, FOR_SEQS, PASS, TAKEN, Ask, Ste
 if TYPE_CHECKING:
     from kvarts.kv.transfer import Loaded
     from kvarts.sched.loads import Loads
-    from kvarts.sched.scheduler import Scheduler
+    from kvarts.sched.state import SchedulerState
 
 __all__ = ["LoadAdmissions"]
 
@@ -33,7 +33,7 @@ class LoadAdmissions:
 
     __slots__ = ("_aligned", "_loads", "_num_kept", "_page_size", "_scheduler")
 
-    def __init__(self, scheduler: Scheduler, loads: Loads, aligned: AlignedChunks | None, num_kept: int) -> None:
+    def __init__(self, scheduler: SchedulerState, loads: Loads, aligned: AlignedChunks | None, num_kept: int) -> None:
         self._scheduler = scheduler
         self._loads = loads
         self._aligned = aligned
@@ -65,6 +65,7 @@ class LoadAdmissions:
             drops=self.drop,
             given_up=self.settle_given_up if settles_ends else None,
             changes=self.changes,
+            has_any=self.has_any,
         )
 
     # Around the queue -----------------------------------------------------------------------------------------
@@ -91,8 +92,11 @@ class LoadAdmissions:
 
         vLLM's scheduler would plan nothing any more.
         """
-        loads = self._loads
-        if loads.retried is not None and self._scheduler.blocked is FOR_PAGES and loads.is_stuck:
+        loads, scheduler = self._loads, self._scheduler
+        if scheduler.blocked is Blocked.BUDGET and step.budget <= 0 and loads.takes_places:
+            if scheduler.num_seated >= scheduler.config.max_num_seqs:
+                scheduler.blocked = Blocked.SEQS
+        elif loads.retried is not None and scheduler.blocked is FOR_PAGES and loads.is_stuck:
             num_loaded = len(loads.loaded)
             self._admit_loaded(step)
             if not step.admitted and len(loads.loaded) < num_loaded:
@@ -111,6 +115,10 @@ class LoadAdmissions:
         """Return whether the next step computes fronts, or looks at loads that have ended."""
         return bool(self._loads.fronts) or self._loads.has_ended
 
+    def has_any(self) -> bool:
+        """Return whether a request waits for a load."""
+        return self._loads.num_waiting > 0
+
     def settle_end(self, request: Request, end_ns: int) -> bool:
         """Let `request`, which ends, first release the pages that its windows have passed."""
         if request.own is None:
@@ -120,7 +128,7 @@ class LoadAdmissions:
     def settle_given_up(self, request: Request) -> None:
         """Do the same for `request`, which is about to be cancelled."""
         scheduler = self._scheduler
-        if scheduler.ahead is None and request.state in RUNNING and request.own is None:
+        if not scheduler.running.lag and request.state in RUNNING and request.own is None:
             self._release_passed(request, scheduler.running.num_computed(request))
 
     def _release_passed(self, request: Request, num_computed: int) -> None:

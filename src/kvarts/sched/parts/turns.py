@@ -10,7 +10,7 @@ from kvarts.sched.hooks import Acts
 from kvarts.sched.step import Step
 
 if TYPE_CHECKING:
-    from kvarts.sched.scheduler import Scheduler
+    from kvarts.sched.state import SchedulerState
 
 __all__ = ["TurnsAfterChunks"]
 
@@ -23,7 +23,7 @@ class TurnsAfterChunks:
 
     __slots__ = ("_page_size", "_scheduler", "_threshold")
 
-    def __init__(self, scheduler: Scheduler, threshold: int) -> None:
+    def __init__(self, scheduler: SchedulerState, threshold: int) -> None:
         self._scheduler = scheduler
         self._page_size = scheduler.wheel.page_size
         self._threshold = threshold
