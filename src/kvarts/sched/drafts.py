@@ -255,8 +255,10 @@ class Drafts:
             return FOR_BUDGET
         num_wanted = cache.num_to_admit(ask.match, num_known + num_padded, ask.num_new, ask.num_kept)
         if num_wanted > cache.num_free and not self._scheduler.running.num_running:
-            return PASS  # without room for a draft: nothing that runs will release memory, so it would wait for ever
-        ask.num_padded, ask.num_wanted = num_padded, num_wanted
+            num_padded = 0  # nothing that runs will release memory, so it would wait for ever
+        else:
+            ask.num_wanted = num_wanted
+        ask.num_padded = num_padded
         return PASS
 
     def take_padding(self, ask: Ask, step: Step) -> None:

@@ -30,12 +30,12 @@ class Memory:
         "_lacking",
         "_most_found",
         "_num_kept",
-        "_num_published",
         "_page_size",
         "_pages",
         "_pins",
         "_prefill",
         "_running",
+        "num_published",
     )
 
     def __init__(
@@ -60,12 +60,20 @@ class Memory:
         self._lacking: tuple[Request, int, int, int, int] | None = None
         """The head that last lacked memory, the blocks it needs and their lower bound, its budget, and the pages it
         found."""
-        self._num_published = -1
+        self.num_published = -1
         """`num_published` of the cache at that time; -1 if the head must be matched again."""
 
     def forget(self) -> None:
         """Let the head be matched again: another request is the head, or others use what it found."""
-        self._num_published = -1
+        self.num_published = -1
+
+    def most_pages(self, num_known: int) -> int:
+        """Return the most pages that a request of `num_known` tokens may find.
+
+        The last token is always computed: its logits are needed.
+        """
+        num_pages = (num_known - 1) // self._page_size
+        return num_pages if num_pages < self._most_found else self._most_found
 
     def find(self, ask: Ask, step: Step) -> Verdict:
         """Match the head, unless it lacked memory and certainly still does."""
@@ -73,24 +81,16 @@ class Memory:
         running = self._running
         if running.num_late:
             running.publish_late()
-        if self._num_published >= 0 and self._still_lacks(ask, budget):
+        if self.num_published >= 0 and self._still_lacks(ask, budget):
             return Wait(FOR_PAGES, ask.num_wanted)
         request = ask.request
-        page_size = self._page_size
         num_known = ask.num_known = request.num_prompt_tokens + request.num_output_tokens
-        # The last token is always computed: its logits are needed.
-        limit = (num_known - 1) // page_size
-        if limit > self._most_found:
-            limit = self._most_found
-        ask.limit = limit
-        match = ask.match = self._cache.match(request.content, limit)
-        ask.hit_tokens = match.num_pages * page_size
+        match = ask.match = self._cache.match(request.content, self.most_pages(num_known))
+        ask.hit_tokens = match.num_pages * self._page_size
         num_new = self._prefill.most_tokens
-        if budget < num_new:
-            num_new = budget
-        ask.num_new = ask.num_most = num_new
-        if self._num_kept and running.num_running:
-            ask.num_kept = self._num_kept
+        ask.num_new = budget if budget < num_new else num_new
+        ask.num_kept = self._num_kept if running.num_running else 0
+        ask.num_wanted = 0
         return PASS
 
     def fits(self, ask: Ask, step: Step) -> Verdict:
@@ -113,7 +113,7 @@ class Memory:
             return PASS
         ask.least = cache.least_to_admit(match, ask.num_known, ask.num_new) + ask.num_kept + num_matched
         self._lacking = request, ask.num_wanted, ask.least, step.budget, match.num_pages
-        self._num_published = cache.num_published
+        self.num_published = cache.num_published
         cache.watch()
         return Wait(FOR_PAGES, ask.num_wanted)
 
@@ -126,7 +126,7 @@ class Memory:
         """
         assert self._lacking is not None
         request, num_wanted, least_wanted, least_budget, num_found = self._lacking
-        if self._num_published != self._cache.num_published and self._cache.may_need_less(num_found):
+        if self.num_published != self._cache.num_published and self._cache.may_need_less(num_found):
             return False
         if request is not ask.request or least_wanted <= self._cache.num_free or budget < least_budget:
             return False

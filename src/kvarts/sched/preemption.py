@@ -145,6 +145,12 @@ class Preemptor:
             victims.append(victim)
         return victims
 
+    def take_preemptions(self) -> tuple[Preemption, ...]:
+        """Return all preemptions since the last plan, and begin again."""
+        preempted = (*self.gave_way, *self.preemptions)
+        self.gave_way, self.preemptions = [], []
+        return preempted
+
     def _take_in_turn(self, turns: Iterable[Request], now_ns: int, unsettled: Collection[Request] = ()) -> bool:
         """Take a page for each decode that begins one, and preempt for it: there are not enough for all.
 

@@ -220,10 +220,9 @@ class Scheduler(SchedulerState):
 
     def schedule_batch(self, now_ns: int) -> Batch:
         """Do what `schedule` does, for an executor that needs to know only the work of the step, and return that."""
-        hooks, wheel, preemptor, mark = self.hooks, self.wheel, self.preemptor, self.mark
-        step = self.step = Step(now_ns)
-        preemptor.preemptions = step.preemptions
-        mark.used = -1  # the next look sets the mark
+        hooks, wheel, running, preemptor, step = self.hooks, self.wheel, self.running, self.preemptor, self.step
+        step.begin(now_ns)
+        self.mark.used = -1  # the next look sets the mark
         self.num_pages_wanted = self._least_wanted = 0
         for begin in hooks.before:
             begin(step)
@@ -234,38 +233,37 @@ class Scheduler(SchedulerState):
             if (num_due := wheel.pages_due()) and not preemptor.take_due(num_due, now_ns):
                 step.is_cut = True
         step.budget += self.pages.token_budget - wheel.num_decoding
-        self._go_on(step)
-        if step.preemptions:
+        if running.chunked and step.budget > 0 and not step.is_cut:
+            # A part of a budget may be just enough for the decodes.
+            step.budget = self.prefill.resume(step.budget, now_ns, step.chunks)
+        elif running.num_sharing:
+            self._publish_filled()
+        for resume in hooks.resumes:
+            resume(step)
+        if self.own_pages.waiting:
+            self._admit_with_pages(step)
+        if preemptor.preemptions:
             self.blocked = NOT_BLOCKED
         elif (self.waiting.num_waiting and not self.pages.is_draining) or step.has_loaded:
             self._admit(step)
         for close in hooks.closing:
             close(step)
-        self.cache.look(mark)
-        if num_decodes := wheel.num_decoding:
-            step.num_decodes, step.known_tokens = num_decodes, wheel.known_tokens
+        self.cache.look(self.mark)
+        num_decodes = step.num_decodes = wheel.num_decoding
+        step.known_tokens = wheel.known_tokens if num_decodes else 0
         for note in hooks.planned:
             note(step)
-        if step.preemptions or preemptor.gave_way:
-            step.preempted = (*preemptor.gave_way, *step.preemptions)
-            preemptor.gave_way = []
+        if preemptor.preemptions or preemptor.gave_way:
+            step.preempted = preemptor.take_preemptions()
         return Batch(tuple(step.chunks), step.num_decodes, step.known_tokens, self._pool_tokens)
 
-    def _go_on(self, step: Step) -> None:
-        """Compute the next chunks, then admit requests that need not wait for memory."""
+    def _publish_filled(self) -> None:
+        """Make the pages findable that decodes fill in a step without chunks of requests admitted before."""
         running = self.running
-        if running.chunked and step.budget > 0 and not step.is_cut:
-            # A part of a budget may be just enough for the decodes.
-            step.budget = self.prefill.resume(step.budget, step.now_ns, step.chunks)
-        elif running.num_sharing:
-            if running.most_late and not running.chunked:
-                running.publish_later()
-            else:
-                self.prefill.publish_filled(1)
-        for resume in self.hooks.resumes:
-            resume(step)
-        if self.own_pages.waiting:
-            self._admit_with_pages(step)
+        if running.most_late and not running.chunked:
+            running.publish_later()
+        else:
+            self.prefill.publish_filled(1)
 
     def _admit_with_pages(self, step: Step) -> None:
         """Admit requests that bring their pages, in order of arrival: they do not wait behind others for memory."""
@@ -291,28 +289,25 @@ class Scheduler(SchedulerState):
         if self.pages.is_draining:
             return  # loaded requests have their pages and their places already
         head: Request | None = None
+        ask = step.ask
         while waiting.num_waiting and self.blocked is NOT_BLOCKED:
-            head = waiting.head(step.now_ns)
+            head = ask.request = waiting.head(step.now_ns)
             if running.num_running >= most_running:
                 self.blocked = FOR_SEQS
             elif step.budget <= 0:
                 self.blocked = FOR_BUDGET
             else:
-                ask = Ask(head)
                 for gate in gates:
                     verdict = gate(ask, step)
                     if verdict is not PASS:
                         break
                 else:
                     self._start(ask, step)
-                    head = None
                     continue
-                if verdict is TAKEN or verdict is AGAIN:
-                    head = None
-                    continue
-                self.blocked = verdict.reason
-                if verdict.num_blocks:
-                    self.num_pages_wanted, self._least_wanted = verdict.num_blocks, ask.least
+                if verdict is not TAKEN and verdict is not AGAIN:
+                    self.blocked = verdict.reason
+                    if verdict.num_blocks:
+                        self.num_pages_wanted, self._least_wanted = verdict.num_blocks, ask.least
         if self.blocked is not NOT_BLOCKED:
             self._wait(head, step)
 
@@ -320,10 +315,10 @@ class Scheduler(SchedulerState):
         """Let the head run from this step on, with what it found."""
         request, tell = ask.request, self.tell
         self.waiting.remove(request)
-        self.memory.forget()
+        self.memory.num_published = -1  # `forget`, inlined, as requests start often
         if tell is not None:
             self.told_blocked = None
-            reach = self.cache.reach(request.content, ask.limit)
+            reach = self.cache.reach(request.content, self.memory.most_pages(ask.num_known))
             tell(Admitted(request.index, request.content, ask.match.num_pages, reach=reach))
         request.holding = self.cache.open(ask.match)
         for prepare in self.hooks.starts:
@@ -352,14 +347,12 @@ class Scheduler(SchedulerState):
     def commit(self, end_ns: int, result: StepResult | None = None) -> list[Request]:
         """End the scheduled step at `end_ns`; return the requests that finished, in admission order."""
         stopped = NONE
-        if self.running.batch is not None:
-            assert result is not None
+        if result is not None and self.running.batch is not None:
             stopped = self._read(self.running.batch, result)
         finished = self._end_decodes(1, end_ns, stopped)
         prefill = self.prefill
         completing = prefill.completing
-        in_turn = prefill.has_turns and bool(completing)
-        if finished and not in_turn:
+        if finished and not (completing and prefill.has_turns):
             self._finish_all(finished, end_ns)
         if result is not None and result.transfer_reports and self.loads is not None:
             self.loads.tiers.report(result.transfer_reports, end_ns)
@@ -368,7 +361,7 @@ class Scheduler(SchedulerState):
             self.own_pages.settle()
         if completing:
             completed = prefill.complete(end_ns, stopped)
-            if in_turn:
+            if prefill.has_turns:
                 finished = completed = sorted([*finished, *completed], key=lambda request: request.admission)
             else:
                 finished += completed

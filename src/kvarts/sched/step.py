@@ -41,64 +41,21 @@ TAKEN: Final = Verdict()
 """The head has left the queue, by the gate that says so."""
 FOR_SEQS: Final = Wait(Blocked.SEQS)
 FOR_BUDGET: Final = Wait(Blocked.BUDGET)
-
-
-class Step:
-    """One step being planned, and then the step that was planned last. Written by the scheduler and its parts.
-
-    `budget`: the tokens that it may still compute. `chunks`: of prompts, in order. `admitted`: requests, by index.
-    """
-
-    __slots__ = (
-        "admitted",
-        "budget",
-        "chunks",
-        "has_loaded",
-        "is_cut",
-        "known_tokens",
-        "now_ns",
-        "num_decodes",
-        "num_joined",
-        "num_leaving",
-        "preempted",
-        "preemptions",
-    )
-
-    def __init__(self, now_ns: int) -> None:
-        self.now_ns = now_ns
-        self.budget = 0
-        self.chunks: list[Chunk] = []
-        self.admitted: list[int] = []
-        self.preemptions: list[Preemption] = []
-        """Requests that were preempted for this step, in order."""
-        self.preempted: tuple[Preemption, ...] = ()
-        """The same after those that were preempted before it, for other models."""
-        self.num_decodes = 0
-        self.known_tokens = 0
-        """The tokens that all its decodes know."""
-        self.num_joined = 0
-        """Its decodes that were not decodes in the step before."""
-        self.num_leaving = 0
-        """Running requests that left when it was planned: it computes their tokens, in their memory."""
-        self.is_cut = False
-        """Whether a request preempted itself: none that was admitted after it computes."""
-        self.has_loaded = False
-        """Whether a request can go on whose load has ended or can be used."""
+NO_PREEMPTIONS: Final[tuple[Preemption, ...]] = ()
 
 
 class Ask:
     """The head of the queue, as far as the step being planned has looked at it. Written by gates.
 
-    `match`: the pages that it finds, at most `limit`. `hit_tokens`: the tokens that it need not compute. `num_new`: the
+    `match`: the pages that it finds. `hit_tokens`: the tokens that it need not compute, of `num_known`. `num_new`: the
     most tokens of its first chunk; `num_most`: the same, where chunks may end anywhere. `num_wanted`: the blocks that
-    it needs, `num_kept` of them to be left free; `least`: a lower bound of that for as long as it waits. `num_padded`:
-    the tokens of a draft that its first token has room for.
+    it needs, `num_kept` of them to be left free; `least`: a lower bound of that for as long as it waits for memory.
+    `num_padded`: the tokens of a draft that its first token has room for.
     """
 
     __slots__ = (
         "hit_tokens",
         "least",
-        "limit",
         "match",
         "num_kept",
         "num_known",
@@ -109,16 +66,60 @@ class Ask:
         "request",
     )
 
+    request: Request
     match: Match
-    limit: int
     hit_tokens: int
     num_known: int
     num_new: int
     num_most: int
+    num_kept: int
+    num_wanted: int
+    least: int
+    num_padded: int
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.num_wanted = self.least = self.num_kept = self.num_padded = 0
+
+class Step:
+    """The step being planned, and then the step that was planned last. Written by the scheduler and its parts.
+
+    `budget`: the tokens that it may still compute. `chunks`: of prompts, in order. `admitted`: requests, by index.
+    `ask`: the head of the queue.
+    """
+
+    __slots__ = (
+        "admitted",
+        "ask",
+        "budget",
+        "chunks",
+        "has_loaded",
+        "is_cut",
+        "known_tokens",
+        "now_ns",
+        "num_decodes",
+        "num_joined",
+        "num_leaving",
+        "preempted",
+    )
+
+    def __init__(self, now_ns: int) -> None:
+        self.ask = Ask()
+        self.num_decodes = 0
+        self.known_tokens = 0
+        """The tokens that all its decodes know."""
+        self.begin(now_ns)
+
+    def begin(self, now_ns: int) -> None:
+        """Begin the plan of the step that starts at `now_ns`."""
+        self.now_ns = now_ns
+        self.chunks: list[Chunk] = []
+        self.admitted: list[int] = []
+        self.preempted: tuple[Preemption, ...] = NO_PREEMPTIONS
+        """Requests that were preempted for this step, in order, after those that were before it, for other models."""
+        self.budget = self.num_joined = self.num_leaving = 0
+        # `num_joined`: its decodes that were not decodes in the step before. `num_leaving`: running requests that left
+        # when it was planned: it computes their tokens, in their memory.
+        self.is_cut = self.has_loaded = False
+        # `is_cut`: a request preempted itself, and none that was admitted after it computes. `has_loaded`: a request
+        # can go on whose load has ended or can be used.
 
 
 Gate: TypeAlias = Callable[[Ask, Step], Verdict]

@@ -164,7 +164,7 @@ class LoadAdmissions:
             num_found = ask.hit_tokens
             ask.hit_tokens = hit_tokens_of(ask.request, ask.match.num_pages)
             ask.num_new += ask.hit_tokens - num_found
-            ask.num_most = ask.num_new
+        ask.num_most = ask.num_new
         return PASS
 
     def fits(self, ask: Ask, step: Step) -> Verdict:
