@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import gcd
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kvarts.audit.auditor import Auditor
@@ -23,6 +22,8 @@ from kvarts.kv.tree import PrefixTree
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.opening import prepare_tiers
 from kvarts.sched.page_source import OnePool, PageSource
+from kvarts.sched.parts.catalogue import compose
+from kvarts.sched.parts.part import Opening
 from kvarts.sched.plan import Batch
 from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy, WaitingQueue
 from kvarts.sched.scheduler import Scheduler
@@ -139,8 +140,6 @@ def build_engine(
 
     Raise ConfigError for `max_itl_ms` without `step_ns`.
     """
-    if config.max_itl_ms is not None and step_ns is None:
-        raise ConfigError("needs an engine of its own, with a cost of steps", field="max_itl_ms", hint="Leave it out.")
     # The ledger follows handoffs of whole pages without tiers, of engines that plan one step after the other.
     knows_handoffs = memory is None and tiers is None and config.profile == "default" and not plans_ahead
     is_audited = audit and cache is None and not num_draft_slots and (knows_handoffs or not hands_over)
@@ -258,23 +257,22 @@ def build_engine(
         from kvarts.sched.handoffs import Handoffs
 
         handoffs = Handoffs(cache, tell, finds_prefixes=finds_prefixes)
+    # As in vLLM, the block that stands for missing ones counts as memory here.
+    num_kept = int(config.watermark * (cache.pool.total + 1))
     scheduler = Scheduler(
         config,
         cache,
         pages,
         waiting,
-        loads=loads,
-        handoffs=handoffs,
         batch=batch,
         tell=tell,
         pins=pins,
-        drafter=drafter,
-        num_draft_slots=num_draft_slots,
-        plans_ahead=plans_ahead,
+        lag=int(plans_ahead),
         finds_prefixes=finds_prefixes,
-        step_ns=step_ns,
-        settle_places=_settle_places(cast("GroupPages", cache).memory, page_size) if cache.settles else (),
+        num_kept=num_kept,
     )
+    asked = Opening(scheduler, config, loads, handoffs, drafter, num_draft_slots, step_ns, num_kept)
+    scheduler.hooks = compose(asked)
     return Engine(config, scheduler, executor, log, audit=audit, moves_pages=moves_pages)
 
 
@@ -351,15 +349,3 @@ def _audited_groups(memory: GroupMemory) -> tuple[LedgerGroup, ...]:
         part_blocks = group.part_bytes // memory.block_bytes
         groups.append(LedgerGroup(kind, part_blocks, layer.span, layer.sink, is_sparse))
     return tuple(groups)
-
-
-def _settle_places(memory: GroupMemory, page_size: int) -> tuple[int, ...]:
-    """Return the offsets in a page at which a token no longer needs a page that the previous token needed."""
-    places: set[int] = set()
-    for group in memory.groups:
-        span = group.layer.span or 1
-        if group.layer.kind == "window" or group.has_states_by_page:
-            places.add((span - 1) % page_size)
-        elif group.layer.kind == "chunk":
-            places.update(range(0, page_size, gcd(span, page_size)))
-    return tuple(sorted(places))

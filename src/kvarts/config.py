@@ -43,12 +43,12 @@ class EngineConfig(
 
     `num_pages`: pages of KV memory. `page_size`: tokens per page. `max_num_batched_tokens`: most tokens computed per
     step. `max_num_seqs`: most requests running at once. `max_itl_ms`: a bound on the expected duration of steps with
-    decodes, see ItlBound in kvarts.sched.prefill; None for no bound. `profile`: `default`, or `mocker` for the rules of
-    NVIDIA Dynamo's mocker in its vLLM mode: no priorities, generated tokens are never hit, and a request's cached
-    tokens are the largest hit of any of its admissions. `long_prefill_token_threshold`: most tokens that one request
-    computes per step while there are others; 0 for no limit. `watermark`: fraction of the memory, in [0, 1), that an
-    admission leaves free while other requests run. Both are vLLM's. `snapshots`: where layers with a state leave
-    snapshots: at the last page end of each prompt, or also where a prompt leaves another.
+    decodes, see ItlBound in kvarts.sched.parts.latency; None for no bound. `profile`: `default`, or `mocker` for the
+    rules of NVIDIA Dynamo's mocker in its vLLM mode: no priorities, generated tokens are never hit, and a request's
+    cached tokens are the largest hit of any of its admissions. `long_prefill_token_threshold`: most tokens that one
+    request computes per step while there are others; 0 for no limit. `watermark`: fraction of the memory, in [0, 1),
+    that an admission leaves free while other requests run. Both are vLLM's. `snapshots`: where layers with a state
+    leave snapshots: at the last page end of each prompt, or also where a prompt leaves another.
 
     Raises ConfigError for a value out of range.
     """

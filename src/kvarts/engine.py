@@ -63,6 +63,7 @@ class Engine:
         self._num_withheld = 0
         self._is_alone = scheduler.pages.is_alone
         """Whether no pages are ever withheld."""
+        self._has_sides = scheduler.has_sides
         self._audit = audit
         self._moves_pages = moves_pages
         self._is_at_rest = True
@@ -151,8 +152,8 @@ class Engine:
         log, scheduler = self.log, self.scheduler
         if self.tiers is not None and self.executor.needs_page_ids:
             self.tiers.expire(now_ns)
-        if scheduler.to_settle is not None:
-            scheduler.settle()
+        if scheduler.settling is not None:
+            scheduler.settling.settle()
         if log.tell_details is not None:
             log.tell_details(StepStarted(scheduler.wheel.step, now_ns))
         if not self._is_alone:
@@ -162,7 +163,7 @@ class Engine:
         else:
             self.plan = scheduler.schedule(now_ns)
             batch = self.batch = self.plan.batch
-        if not (batch.num_decodes or batch.chunks or scheduler.preempted or self._moves_pages):
+        if not (batch.num_decodes or batch.chunks or scheduler.step.preempted or self._moves_pages):
             self._result = None
             return False
         return True
@@ -200,20 +201,21 @@ class Engine:
     def _tell_step(self, tell: Tell, batch: Batch, now_ns: int, duration_ns: int) -> None:
         """Emit the step that starts at `now_ns`, and that the scheduler has just planned."""
         scheduler, tell_row = self.scheduler, self.log.tell_row
+        step = scheduler.step
         mark, num_reserved = scheduler.mark, scheduler.cache.num_reserved
         num_decodes = num_tokens = batch.num_decodes
         for chunk in batch.chunks:
             num_tokens += chunk.num_tokens
-        num_decodes -= scheduler.num_joined
-        num_waiting = scheduler.waiting.num_waiting + len(scheduler.waiting_with_pages)
-        num_running = scheduler.running.num_running + scheduler.num_leaving
+        num_decodes -= step.num_joined
+        num_waiting = scheduler.waiting.num_waiting + len(scheduler.own_pages.waiting)
+        num_running = scheduler.running.num_running + step.num_leaving
         num_loading, sides = 0, NO_SIDES
-        if scheduler.has_sides:
+        if self._has_sides:
             sides = scheduler.side_counts_at_mark()
             if scheduler.loads is not None:
                 num_loading = scheduler.loads.num_waiting
                 num_waiting += num_loading
-        is_as_before = num_reserved == self.num_reserved_told and not scheduler.preempted
+        is_as_before = num_reserved == self.num_reserved_told and not step.preempted
         if tell_row is not None and self._result is None and is_as_before:
             row = (
                 duration_ns,
@@ -227,7 +229,7 @@ class Engine:
                 num_running,
                 num_waiting,
                 num_loading,
-                len(scheduler.admitted),
+                len(step.admitted),
             )
             tell_row((*row, *sides) if sides else row)
             return
@@ -244,8 +246,8 @@ class Engine:
             scheduler.blocked,
             num_decodes,
             num_tokens,
-            len(scheduler.admitted),
-            scheduler.preempted,
+            len(step.admitted),
+            step.preempted,
             sides,
             self._num_withheld,
             num_reserved,

@@ -219,8 +219,7 @@ class Worker:
         """End the transfers to and from tiers below that are due. The worker is idle."""
         if self.tiers is None:
             return
-        if self.scheduler.to_settle is not None:
-            self.scheduler.settle()  # before transfers that end now release memory
+        self.scheduler.settle()  # before transfers that end now release memory
         if self.tiers.advance_to(now_ns):
             self.changed()
             self._must_plan = True

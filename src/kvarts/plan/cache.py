@@ -37,8 +37,8 @@ from kvarts.plan.curve import HitCurve, Optimum, find_knees, lru_curve, stack_di
 from kvarts.plan.reuse import OTHER, OWN, SHARED, Reuse, find_token_reuse
 from kvarts.processes import Processes
 from kvarts.request import Request
+from kvarts.sched.parts.chunk_ends import AlignedChunks
 from kvarts.sched.plan import Batch, Chunk
-from kvarts.sched.prefill import AlignedChunks
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace, TraceRequest

@@ -16,6 +16,7 @@ fill it is not found in the group of that window.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -23,18 +24,19 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from kvarts.event_log import Tell
+from kvarts.errors import ConfigError
 from kvarts.events import DraftJudged, DraftTaken
-from kvarts.kv.cache import Cache, Holding
+from kvarts.kv.cache import Holding
 from kvarts.request import Request, RequestState
-from kvarts.sched.input_batch import InputBatch, NewPage
-from kvarts.sched.loads import Loads
+from kvarts.sched.hooks import Acts
+from kvarts.sched.input_batch import NewPage
 from kvarts.sched.plan import Batch, DecodeRows, DraftRows, StepResult
-from kvarts.sched.preemption import Preemptor, holding_of
-from kvarts.sched.running import Running
-from kvarts.sched.wheel import DecodeWheel
+from kvarts.sched.preemption import holding_of
+from kvarts.sched.step import FOR_BUDGET, PASS, Ask, Step, Verdict
 
 if TYPE_CHECKING:
+    from kvarts.sched.state import SchedulerState
+
     Tokens = npt.NDArray[np.uint64]
 else:
     Tokens = Any
@@ -70,38 +72,59 @@ class DraftTotals(msgspec.Struct, frozen=True):
 class Drafts:
     """Owner of the drafts of the scheduled step, from the allocation of their pages to the accepted tokens."""
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        wheel: DecodeWheel,
-        cache: Cache,
-        batch: InputBatch,
-        *,
-        loads: Loads | None,
-        tell: Tell | None,
-        num_slots: int = 0,
-    ) -> None:
+    def __init__(self, scheduler: SchedulerState, drafter: Drafter, num_slots: int = 0) -> None:
+        assert scheduler.running.batch is not None, "only an executor of tokens can tell which drafts are right"
         self.num_slots = num_slots
         """The most tokens of a draft, if drafts are planned first; else 0."""
         self._drafter = drafter
-        self._wheel = wheel
-        self._cache = cache
-        self._batch = batch
-        self._loads = loads
-        self._tell = tell
-        self._page_size = wheel.page_size
+        self._scheduler = scheduler
+        self._wheel = scheduler.wheel
+        self._cache = scheduler.cache
+        self._batch = scheduler.running.batch
+        self._tell = scheduler.tell
+        self._page_size = scheduler.wheel.page_size
         self._taken: list[tuple[Request, Tokens]] = []
         self._new_pages: list[NewPage] = []
         self._pages_of_turns: list[tuple[Request, NewPage]] = []
         self._ahead: list[Request] = []
         """Requests with more than one token counted in the step."""
         self._num_drafts = self._num_drafted = self._num_accepted = 0
+        self._has_prefills = self._has_running = False
+        """Whether prompts are computed in the step being planned, or anything, when the queue is first looked at."""
+        if num_slots:
+            self._check_budget(num_slots)
+            scheduler.running.names_at_turns = True
+
+    def _check_budget(self, num_slots: int) -> None:
+        config = self._scheduler.config
+        if (most := config.max_num_seqs * (1 + num_slots)) > config.max_num_batched_tokens:
+            raise ConfigError(
+                f"{config.max_num_seqs} sequences with {num_slots} drafted tokens each need up to {most} "
+                f"tokens a step, and its budget is {config.max_num_batched_tokens}",
+                field="max_num_batched_tokens",
+                hint="Raise it, or lower max_num_seqs or num_speculative_tokens.",
+            )
+
+    def acts(self) -> Acts:
+        """Return where it acts: nowhere before the rows of a plan are made, unless drafts come first."""
+        if not self.num_slots:
+            return Acts()
+        gates = {"drafts": self.has_tokens}
+        return Acts(gates=gates, turns=self.take_turns, entries=self.look, starts=self.take_padding)
 
     def totals(self) -> DraftTotals:
         """Return the totals so far."""
         return DraftTotals(self._num_drafts, self._num_drafted, self._num_accepted)
 
-    def take(self, decodes: DecodeRows, batch: Batch, token_budget: int) -> tuple[DraftRows | None, DecodeRows]:
+    def needing_page(self) -> Sequence[Request]:
+        """Return the decodes that take a page in the step being planned, but for those that took theirs at turns."""
+        return () if self.num_slots else self._wheel.needing_page()
+
+    def plan(self, decodes: DecodeRows, batch: Batch, token_budget: int) -> tuple[DraftRows | None, DecodeRows]:
+        """Return the drafts of a step, None if there are none, and its `decodes` with the pages that drafts took."""
+        return self._planned(decodes) if self.num_slots else self._take(decodes, batch, token_budget)
+
+    def _take(self, decodes: DecodeRows, batch: Batch, token_budget: int) -> tuple[DraftRows | None, DecodeRows]:
         """Draft for `decodes` of the step `batch`, within the rest of its budget.
 
         Return the drafts, None if there are none, and the decodes with the pages that drafts took. Requests that bring
@@ -149,13 +172,18 @@ class Drafts:
 
     # Drafts that come first -------------------------------------------------------------------------------
 
-    def take_turns(self, running: Running, preemptor: Preemptor, pool_tokens: int, now_ns: int) -> bool:
-        """Let each decode, in the order of admission, take the pages of its next token and of its draft.
+    def take_turns(self, step: Step) -> bool:
+        """Let each decode, in the order of admission, take the pages of its next token and of its draft."""
+        if not self._take_turns(step.now_ns):
+            step.is_cut = True
+        step.budget -= self._num_planned()
+        return True
 
-        Requests are preempted for them. Return whether more can be planned in this step.
-        """
+    def _take_turns(self, now_ns: int) -> bool:
+        """Let decodes take their turns, and preempt requests for them; return whether more can be planned."""
+        running, preemptor = self._scheduler.running, self._scheduler.preemptor
         wheel, cache, page_size, step = self._wheel, self._cache, self._page_size, self._wheel.step
-        batch = Batch((), wheel.num_decoding, wheel.known_tokens, pool_tokens)
+        batch = Batch((), wheel.num_decoding, wheel.known_tokens, self._scheduler.config.pool_tokens)
         decodes = [request for request in running if wheel.has(request) and request.own is None]
         served: set[int] = set()
         for request in sorted(decodes, key=lambda request: request.admission):
@@ -195,18 +223,52 @@ class Drafts:
         num_full = num_tokens // self._page_size
         if num_full > self._cache.num_named(holding):
             self._cache.publish(holding, num_tokens)
-            if self._loads is not None:
-                self._loads.add_computed(request.content, num_full, holding)
+            if (loads := self._scheduler.loads) is not None:
+                loads.add_computed(request.content, num_full, holding)
 
-    def num_planned(self) -> int:
+    def _num_planned(self) -> int:
         """Return the tokens drafted by the turns of this step, without those of requests preempted since."""
         self._taken = [each for each in self._taken if each[0].admission >= 0]
         return sum(len(tokens) for _, tokens in self._taken)
 
-    def planned(self, decodes: DecodeRows) -> tuple[DraftRows | None, DecodeRows]:
+    # Admissions with drafts that come first ----------------------------------------------------------------
+
+    def look(self, step: Step) -> None:
+        """Take note of what the step computes before it admits requests from the queue."""
+        self._has_prefills = bool(step.chunks)
+        self._has_running = bool(step.chunks or self._wheel.num_decoding)
+
+    def has_tokens(self, ask: Ask, step: Step) -> Verdict:
+        """Let the head pass if there are tokens for it.
+
+        As in vLLM, a request with one token to compute takes the room of a whole draft, unless prompts are computed in
+        this step.
+        """
+        hit_tokens, num_known, cache = ask.hit_tokens, ask.num_known, self._cache
+        is_last = num_known - hit_tokens == 1
+        is_padded = is_last and not self._has_prefills and (self._has_running or hit_tokens > 0)
+        num_padded = self.num_slots if is_padded else 0
+        if 1 + num_padded > step.budget:
+            return FOR_BUDGET
+        num_wanted = cache.num_to_admit(ask.match, num_known + num_padded, ask.num_new, ask.num_kept)
+        if num_wanted > cache.num_free and not self._scheduler.running.num_running:
+            num_padded = 0  # nothing that runs will release memory, so it would wait for ever
+        else:
+            ask.num_wanted = num_wanted
+        ask.num_padded = num_padded
+        return PASS
+
+    def take_padding(self, ask: Ask, step: Step) -> None:
+        """Take the pages of the draft for which the head, which starts, has room."""
+        if ask.num_padded:
+            assert ask.request.holding is not None
+            self._cache.take_for(ask.request.holding, ask.num_known + ask.num_padded)
+            step.budget -= ask.num_padded
+
+    def _planned(self, decodes: DecodeRows) -> tuple[DraftRows | None, DecodeRows]:
         """Return the drafts of the turns, None if there are none, and `decodes` with the pages that turns took."""
         pages, self._pages_of_turns = self._pages_of_turns, []
-        self.num_planned()
+        self._num_planned()
         new_pages = [page for request, page in pages if request.admission >= 0]
         return self._rows(), replace(decodes, new_blocks=tuple(new_pages))
 
@@ -256,8 +318,8 @@ class Drafts:
         num_full = end // page_size
         if num_full > before // page_size:
             self._cache.publish(holding, end)
-            if self._loads is not None:
-                self._loads.add_computed(request.content, num_full, holding)
+            if (loads := self._scheduler.loads) is not None:
+                loads.add_computed(request.content, num_full, holding)
         if end > before and self._cache.releases:
             self._ahead.append(request)
 

@@ -7,20 +7,35 @@ are *reserved* before the copy, and the request waits for a place with them when
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
-from kvarts.events import Admitted, Arrived, ChunkComputed, LoadStarted, PromptHeld, PromptReleased, TransferEnded
+from kvarts.events import (
+    Admitted,
+    Arrived,
+    Blocked,
+    ChunkComputed,
+    LoadStarted,
+    PromptHeld,
+    PromptReleased,
+    TransferEnded,
+)
 from kvarts.kv.cache import Cache, Holding, Match
 from kvarts.request import Request, RequestState
-from kvarts.sched.loads import Loads
-from kvarts.sched.policy import WaitingQueue
-from kvarts.sched.running import Running
+from kvarts.sched.hooks import Acts
+from kvarts.sched.preemption import holding_of
+from kvarts.sched.step import AGAIN, PASS, TAKEN, Ask, Step, Verdict, Wait
+
+if TYPE_CHECKING:
+    from kvarts.sched.state import SchedulerState
 
 __all__ = ["Handoffs"]
 
 LOADED: Final = RequestState.LOADED
+FOR_BUDGET: Final = Blocked.BUDGET
+FOR_PAGES: Final = Blocked.PAGES
+FOR_HANDOFFS: Final = Wait(Blocked.HANDOFFS)
 WORKER: Final = "worker"
 """The medium from which handed-over pages come, in events."""
 FIRST_COPY: Final = 1 << 32
@@ -60,11 +75,24 @@ class Handoffs:
         self.resumed: list[Request] = []
         """Requests that were stalled and get a token in this step."""
 
-    def connect(self, running: Running, waiting: WaitingQueue, loads: Loads | None) -> None:
-        """Provide the objects that the scheduler has made."""
-        self._running = running
-        self._waiting = waiting
-        self._loads = loads
+    def connect(self, scheduler: SchedulerState) -> None:
+        """Provide the scheduler."""
+        self._scheduler = scheduler
+        self._running = scheduler.running
+        self._waiting = scheduler.waiting
+
+    def acts(self) -> Acts:
+        """Return where requests act that two engines work on."""
+        return Acts(
+            gates={"handoffs": self.admit},
+            resumes=self.resume,
+            blocked=self.pass_blocked,
+            planned=self.count_joined,
+            after=self.end_step,
+            finishes=self.finish,
+            drops=self.drop,
+            has_any=lambda: self.has_any,
+        )
 
     @property
     def has_any(self) -> bool:
@@ -73,7 +101,7 @@ class Handoffs:
 
     # Where the prompt is computed ---------------------------------------------------------------------------
 
-    def hold(self, request: Request, end_ns: int) -> None:
+    def _hold(self, request: Request, end_ns: int) -> None:
         """Keep the pages of `request`, which has sampled its token at `end_ns`, until `release`."""
         request.last_token_ns = end_ns
         self._running.part(request)
@@ -145,9 +173,9 @@ class Handoffs:
             number, num_pages = self._copies[request.index]
             self._tell(TransferEnded(number, request.index, num_pages, now_ns))
         self._cache.receive(holding, request.num_computed)
-        if self._loads is not None:
+        if (tiers := self._scheduler.tiers) is not None:
             num_full = min(request.num_computed // holding.content.page_size, holding.content.num_known_pages)
-            self._loads.tiers.confirm(holding.content, num_full, holding)
+            tiers.confirm(holding.content, num_full, holding)
         self._copied.add(request.index)
         request.become(LOADED)
         self._waiting.push(request)
@@ -175,40 +203,112 @@ class Handoffs:
         request.cancelled_ns = -1
         request.state = RequestState.NEW
 
-    def has_pages_of(self, request: Request) -> bool:
+    def _has_pages_of(self, request: Request) -> bool:
         """Return whether `request` has pages here, filled or not, and does not run."""
         return request.index in self.reserved or request.index in self._copied
+
+    # In a step ------------------------------------------------------------------------------------------------
+
+    def admit(self, ask: Ask, step: Step) -> Verdict:
+        """Let the head run if it has its pages; else let it pass, unless only such requests are admitted."""
+        request = ask.request
+        if request.state is LOADED:
+            self._join(request, step)
+            return AGAIN
+        if self.is_gated:
+            return FOR_HANDOFFS
+        if self.reserved:
+            self._scheduler.memory.forget()  # they reference pages that the head may hit
+        return PASS
+
+    def pass_blocked(self, step: Step) -> Verdict:
+        """Let requests run that have their pages, if the head lacks some: it gets them sooner if these run."""
+        scheduler = self._scheduler
+        most_running = scheduler.config.max_num_seqs
+        if scheduler.blocked is FOR_BUDGET and step.budget <= 0 and scheduler.num_seated < most_running:
+            return self._judge_late(step)
+        if self.passes_blocked and scheduler.blocked is FOR_PAGES:
+            for ready in self.ready():
+                if scheduler.num_seated >= most_running or step.budget <= 0:
+                    break
+                self._join(ready, step)
+            if scheduler.num_seated >= most_running:
+                scheduler.blocked = Blocked.SEQS  # as the next step would find
+        return PASS
+
+    def _judge_late(self, step: Step) -> Verdict:
+        """Judge the head of the queue in a step without tokens left."""
+        scheduler = self._scheduler
+        head = scheduler.waiting.head(step.now_ns)
+        if head.state is not LOADED:
+            if self.is_gated:
+                scheduler.blocked = Blocked.HANDOFFS
+        elif not self.join_tokens:
+            # As in Dynamo's mocker: one that needs no tokens still ends a step without any left.
+            self._join(head, step)
+            self.late.append(head)
+            scheduler.blocked = Blocked.NOT
+            return TAKEN
+        return PASS
 
     def ready(self) -> list[Request]:
         """Return the waiting requests that have their pages, in the order of the queue."""
         return [request for request in self._waiting if request.state is LOADED]
 
-    def join(self, request: Request, now_ns: int) -> None:
+    def _join(self, request: Request, step: Step) -> None:
         """Let `request` run: the last token of its prompt is computed again, with the decodes of this step."""
+        scheduler = self._scheduler
+        scheduler.take_from_waiting(request)
         self._copied.remove(request.index)
         if self._tell is not None:
             index, num_tokens = request.index, request.num_prompt_tokens
             coming = (WORKER, self._copies.pop(index)[1])
             self._tell(Admitted(index, request.content, num_tokens // request.content.page_size, (coming,)))
             self._tell(ChunkComputed(index, num_tokens - 1, num_tokens, num_tokens))
-        self._running.enter(request, 0, now_ns)
+        self._running.enter(request, 0, step.now_ns)
         request.num_computed = request.num_prompt_tokens
         self._joined.append(request)
+        scheduler.prefill.completing.append(request)
+        step.admitted.append(request.index)
+        step.budget -= self.join_tokens
 
-    def take_joined(self) -> tuple[int, int]:
-        """Return the number of requests that joined in this step, and of their known tokens."""
+    def resume(self, step: Step) -> None:
+        """Return stalled decodes to the wheel, as far as there are tokens, when no prefill is left."""
+        running, cache = self._running, self._cache
+        if not running.stalled or running.chunked:
+            return
+        num_resumed = 0
+        while running.stalled and num_resumed < step.budget:
+            request = running.stalled[0]
+            if request.num_computed % request.content.page_size == 0:
+                blocks = cache.page_blocks
+                preemptor = self._scheduler.preemptor
+                if blocks > cache.num_free and not preemptor.make_room(request, blocks, step.now_ns, {}):
+                    continue
+                cache.take_page(holding_of(request), request.num_computed // request.content.page_size)
+            del running.stalled[0]
+            running.wheel.join(request)
+            self.resumed.append(request)
+            num_resumed += 1
+        step.budget -= num_resumed
+
+    def count_joined(self, step: Step) -> None:
+        """Count the requests that joined in this step as decodes of it."""
         joined = self._joined
-        if not joined:
-            return 0, 0
-        self._joined = []
-        return len(joined), sum(request.num_prompt_tokens for request in joined)
+        if joined:
+            self._joined = []
+            step.num_decodes += len(joined)
+            step.known_tokens += sum(request.num_prompt_tokens for request in joined)
+        step.num_joined = len(joined) + len(self.resumed)
 
-    def stall(self, end_ns: int) -> None:
+    def end_step(self, completing: list[Request], end_ns: int) -> None:
         """Record, at the end of a step, the requests that got no tokens, and those that got tokens again.
 
         A request that joined after one that used up the budget gets no tokens until that one's prefill is complete, as
         in Dynamo's mocker.
         """
+        if not (self.late or self.resumed):
+            return
         running = self._running
         for request in self.resumed:
             request.stalls_ns += (end_ns - request.last_token_ns,)
@@ -220,6 +320,22 @@ class Handoffs:
                     request.last_token_ns = end_ns
                     running.stalled.append(request)
         self.late = []
+
+    def finish(self, request: Request, end_ns: int) -> bool:
+        """Hold `request`, which has generated its last token, if another engine goes on with it."""
+        if not request.is_handed_over:
+            return False
+        self._hold(request, end_ns)
+        return True
+
+    def drop(self, request: Request) -> bool:
+        """Drop `request` if it has pages here and does not run; return whether that is so."""
+        if not self._has_pages_of(request):
+            return False
+        self.give_up(request)
+        request.become(RequestState.CANCELLED)
+        self._scheduler.dropped(request)
+        return True
 
     # Laws -----------------------------------------------------------------------------------------------------
 

@@ -64,7 +64,6 @@ class Horizon:
         waiting: WaitingQueue,
         cache: Cache,
         pages: PageSource,
-        loads: Loads | None,
         *,
         orders_matter: bool,
     ) -> None:
@@ -73,12 +72,17 @@ class Horizon:
         self._cache = cache
         self._pages = pages
         self._is_alone = pages.is_alone
-        self._loads = loads
-        self._orders_matter = orders_matter or loads is not None
+        self._loads: Loads | None = None
+        self._orders_matter = orders_matter
         self._page_size = running.wheel.page_size
         self._follows = cache.follows_decodes
         self._is_stepwise = cache.settles and not cache.follows_decodes
         """Whether the releases of decodes can only be determined step by step."""
+
+    def note_for(self, loads: Loads) -> None:
+        """End leaps where the tiers below must act."""
+        self._loads = loads
+        self._orders_matter = True
 
     def num_steps(self, now_ns: int, blocked: Blocked, blocked_head: Request | None, num_wanted: int) -> int:
         """Return the number of steps; 0 if the step at `now_ns` has to be scheduled.

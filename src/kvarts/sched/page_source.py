@@ -1,23 +1,13 @@
-"""The source of a scheduler's pages and tokens: a separate pool, or a part of a device that models share.
-
-Some requests bring pages of their own along; these come from a reserve.
-"""
+"""The source of a scheduler's pages and tokens: a separate pool, or a part of a device that models share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from kvarts.event_log import Tell
-from kvarts.kv.cache import Cache, PageReserve, Pins
-from kvarts.kv.pool import PageId
+from kvarts.kv.cache import Cache, Pins
 from kvarts.request import Request
-from kvarts.sched.wheel import DecodeWheel
 
-if TYPE_CHECKING:
-    from kvarts.kv.groups import OwnPages
-
-__all__ = ["OnePool", "OwnPagesInUse", "PageSource"]
+__all__ = ["OnePool", "PageSource"]
 
 
 class PageSource(Protocol):
@@ -98,54 +88,3 @@ class OnePool:
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Unpin pages until `num_pages` can be taken; return whether they can."""
         return self.pins is not None and self.pins.num_pins > 0 and self.pins.give_up(num_pages)
-
-
-class OwnPagesInUse:
-    """The pages that running requests brought along. `reserve`: the source of these pages.
-
-    Decodes that bring their own pages get and drop pages only in steps that compute a token at certain places of a
-    page: the first place, and the places at which their window leaves a page. So no other decode is touched.
-    """
-
-    def __init__(self, cache: Cache, tell: Tell | None) -> None:
-        self.reserve = PageReserve(cache, tell)
-        self.computed: list[tuple[OwnPages, int]] = []
-        """Holders of pages with a chunk in this step, and the position of its last token."""
-        self._copying: list[OwnPages] = []
-
-    def compute(self, own: OwnPages, start: int, end: int) -> None:
-        """Make tokens [start, end) of a chunk writable."""
-        own.settle(start)
-        own.grow(start, end)
-        self.computed.append((own, end - 1))
-        self._copying.append(own)
-
-    def settle(self) -> None:
-        """Drop the pages that no token after the chunks of this step can see. The last token may be computed again."""
-        for own, last in self.computed:
-            own.settle(last)
-        self.computed.clear()
-
-    def turn(self, wheel: DecodeWheel) -> Sequence[Request]:
-        """Get and drop pages for the decodes of the next step; return those whose pages changed."""
-        if not wheel.window_places:
-            return ()
-        changed = []
-        for place in sorted({0, *wheel.window_places}):
-            for request in wheel.computing_at(place):
-                own = request.own
-                if own is None:
-                    continue
-                position = wheel.num_computed(request)
-                is_settled = own.settle(position)
-                if own.grow(position, position + 1) or is_settled:
-                    changed.append(request)
-        return changed
-
-    def take_copies(self) -> tuple[tuple[PageId, PageId], ...]:
-        """Return the copies of pages to make at the start of this step."""
-        copies: list[tuple[PageId, PageId]] = []
-        for own in self._copying:
-            copies += own.take_copies()
-        self._copying.clear()
-        return tuple(copies)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvarts.events import Preemption
 from kvarts.kv.pool import PageId
+from kvarts.request import Request
 from kvarts.sched.rows import DecodeRows, DraftRows, PageScores, Snapshot
 from kvarts.values import Value
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kvarts.kv.groups import PageTable, SinkWindow
     from kvarts.kv.transfer import Transfer, TransferReport
 
-__all__ = ["Batch", "Chunk", "DecodeRows", "DraftRows", "PageScores", "Snapshot", "StepPlan", "StepResult"]
+__all__ = ["Batch", "Chunk", "DecodeRows", "DraftRows", "PageScores", "Snapshot", "StepPlan", "StepResult", "chunk_of"]
 
 
 class Chunk(Value):
@@ -230,3 +231,12 @@ class StepResult(Value):
         self.transfer_reports = transfer_reports
         self.accepted = accepted
         self.attended = attended
+
+
+def chunk_of(request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
+    """Return a chunk as a cost model should see it."""
+    if request.own is None and not request.computes_only:
+        return Chunk(start, num_tokens, request.num_prompt_tokens, num_known)
+    keeps = None if request.own is None else request.own.keeps
+    samples = not request.computes_only
+    return Chunk(start, num_tokens, request.num_prompt_tokens, num_known, samples=samples, keeps=keeps).as_seen()

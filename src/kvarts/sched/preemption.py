@@ -51,11 +51,11 @@ class Preemptor:
         "_pages",
         "_running",
         "_tell",
-        "_tiers",
         "_waiting",
         "gave_way",
         "last_end_ns",
         "preemptions",
+        "tiers",
     )
 
     def __init__(
@@ -66,7 +66,6 @@ class Preemptor:
         pages: PageSource,
         mark: Mark,
         tell: Tell | None,
-        tiers: LowerTiers | None = None,
     ) -> None:
         self._running = running
         self._waiting = waiting
@@ -74,7 +73,7 @@ class Preemptor:
         self._pages = pages
         self._mark = mark
         self._tell = tell
-        self._tiers = tiers
+        self.tiers: LowerTiers | None = None
         self._page_size = running.wheel.page_size
         self._page_blocks = cache.page_blocks
         self.preemptions: list[Preemption] = []
@@ -145,6 +144,12 @@ class Preemptor:
             self._send_back(victim, preemption)
             victims.append(victim)
         return victims
+
+    def take_preemptions(self) -> tuple[Preemption, ...]:
+        """Return all preemptions since the last plan, and begin again."""
+        preempted = (*self.gave_way, *self.preemptions)
+        self.gave_way, self.preemptions = [], []
+        return preempted
 
     def _take_in_turn(self, turns: Iterable[Request], now_ns: int, unsettled: Collection[Request] = ()) -> bool:
         """Take a page for each decode that begins one, and preempt for it: there are not enough for all.
@@ -221,7 +226,7 @@ class Preemptor:
 
     def _send_back(self, victim: Request, preemption: Preemption, num_unused: int = 0, num_unnamed: int = 0) -> None:
         """Return `victim`, which is off the wheel, to the waiting queue, unless it has ended."""
-        holding, tiers = holding_of(victim), self._tiers
+        holding, tiers = holding_of(victim), self.tiers
         if tiers is not None and victim.state is not FINISHED and not self._running.lag:
             is_kept = tiers.keep_state(victim.content, victim.num_computed, holding)
             if is_kept and self._tell is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvarts.event_log import Tell
@@ -10,103 +9,18 @@ from kvarts.events import ChunkComputed, ChunkPlanned
 from kvarts.kv.cache import Cache, Holding
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request
-from kvarts.sched.page_source import OwnPagesInUse
-from kvarts.sched.plan import Batch, Chunk
+from kvarts.sched.parts.own_pages import OwnPagesInUse
+from kvarts.sched.plan import Chunk, chunk_of
 from kvarts.sched.preemption import Planned, Preemptor
 from kvarts.sched.running import Running
-from kvarts.sched.wheel import DecodeWheel
 
 if TYPE_CHECKING:
     from kvarts.sched.input_batch import InputBatch
     from kvarts.sched.loads import Loads, LoadUnderWay
+    from kvarts.sched.parts.chunk_ends import AlignedChunks
+    from kvarts.sched.parts.latency import ItlBound
 
-__all__ = ["AlignedChunks", "ItlBound", "Prefill"]
-
-
-class ItlBound:
-    """The most tokens of a prompt that a step may compute beside the decodes of `wheel`.
-
-    Promises: a step with decodes takes at most `most_ns` by `step_ns`, the cost model's, or computes a single chunk of
-    at most a page. So prompts go on where decodes alone take longer than the bound.
-    """
-
-    __slots__ = ("_most_ns", "_page_size", "_pool_tokens", "_step_ns", "_wheel", "num_beside", "tokens_beside")
-
-    def __init__(
-        self, most_ns: int, step_ns: Callable[[Batch], int], wheel: DecodeWheel, *, page_size: int, pool_tokens: int
-    ) -> None:
-        self._most_ns = most_ns
-        self._step_ns = step_ns
-        self._wheel = wheel
-        self._page_size = page_size
-        self._pool_tokens = pool_tokens
-        self.num_beside = self.tokens_beside = 0
-        """Decodes that are off the wheel in this step, and the tokens that they know."""
-
-    def most_tokens(self, request: Request, start: int, num_tokens: int, chunks: Sequence[Chunk]) -> int:
-        """Return how many of the tokens [start, start + num_tokens) of `request` may follow `chunks` in the step."""
-        num_decodes = self._wheel.num_decoding + self.num_beside
-        if not num_decodes:
-            return num_tokens
-        known_tokens = self._wheel.known_tokens + self.tokens_beside
-        num_known = request.num_prompt_tokens + request.num_output_tokens
-        least = 0 if chunks else min(num_tokens, self._page_size)
-        most = num_tokens
-        while least < most:
-            middle = (least + most + 1) // 2
-            chunk = _chunk_of(request, start, middle, num_known)
-            batch = Batch((*chunks, chunk), num_decodes, known_tokens, self._pool_tokens)
-            if self._step_ns(batch) <= self._most_ns:
-                least = middle
-            else:
-                most = middle - 1
-        return least
-
-
-class AlignedChunks:
-    """Chunks of prompts that end at pages, where a state is kept, as in vLLM's mode `align` of states.
-
-    The last chunk of a prompt begins at its last page end, and a chunk ends where the prompt leaves another one.
-    `most_tokens`: the most tokens of a chunk.
-    """
-
-    __slots__ = ("_most_tokens", "_page_size")
-
-    def __init__(self, page_size: int, most_tokens: int) -> None:
-        self._page_size = page_size
-        self._most_tokens = most_tokens
-
-    def num_tokens(self, request: Request, start: int, num_tokens: int, branch: int) -> int:
-        """Return how many of the tokens [start, start + num_tokens) the next chunk computes; 0 short of a page end.
-
-        `branch`: the tokens that the request has in common with another one, or 0.
-        """
-        page_size = self._page_size
-        num_known = request.num_prompt_tokens + request.num_output_tokens
-        prefill_end = max(request.num_prompt_tokens, num_known - 1)
-        if start >= prefill_end:
-            return num_tokens
-        end = start + num_tokens
-        if end < prefill_end:
-            page_end = end // page_size * page_size
-            if page_end > start or page_size <= self._most_tokens:
-                end = page_end
-        stops = [(num_known - 1) // page_size * page_size]
-        if start % page_size:
-            stops.append((start // page_size + 1) * page_size)
-        if branch < end:
-            stops.append(branch)
-        return max(0, min([stop for stop in stops if start < stop < end], default=end) - start)
-
-    def note_state(self, cache: Cache, request: Request, start: int, end: int, num_in_flight: int) -> None:
-        """Note that a step computes from `start` on, if that is just after the last page end of a prompt.
-
-        `end`: the tokens that are known. vLLM counts the state there as computed by this step, as long as the request
-        still has it, so that an equal prompt begins after it in a later step.
-        """
-        page = (request.num_prompt_tokens - 1) // self._page_size
-        if page and end // self._page_size == page and start - num_in_flight <= page * self._page_size <= start:
-            cache.note_state(request.content, page)
+__all__ = ["Prefill"]
 
 
 class Prefill:
@@ -129,6 +43,7 @@ class Prefill:
         "completing",
         "computed",
         "computing",
+        "has_turns",
         "in_turn",
         "most_tokens",
         "turned",
@@ -141,11 +56,8 @@ class Prefill:
         own_pages: OwnPagesInUse,
         preemptor: Preemptor,
         *,
-        loads: Loads | None,
         batch: InputBatch | None,
         tell: Tell | None,
-        itl: ItlBound | None = None,
-        aligned: AlignedChunks | None = None,
     ) -> None:
         self.completing: list[Request] = []
         """Requests that compute the last of their known tokens in the scheduled step."""
@@ -165,16 +77,33 @@ class Prefill:
         self._cache = cache
         self._own_pages = own_pages
         self._preemptor = preemptor
-        self._loads = loads
         self._batch = batch
         self._page_size = running.wheel.page_size
         self._tell = tell
-        self._itl = itl
-        self._aligned = aligned
-        self._is_limited = itl is not None or aligned is not None
+        self._loads: Loads | None = None
+        self._itl: ItlBound | None = None
+        self._aligned: AlignedChunks | None = None
+        self._is_limited = False
         """Whether more than the budget limits a chunk."""
-        self._notes_chunks = loads is not None or aligned is not None or running.lag > 0
+        self._notes_chunks = running.lag > 0
         """Whether more is noted about a chunk than its pages."""
+        self.has_turns = False
+        """Whether requests may be admitted after a chunked one, so that some decodes take their turn after it."""
+
+    def note_for(self, loads: Loads) -> None:
+        """Record the pages that chunks fill for the tiers below, and compute the fronts of `loads`."""
+        self._loads = loads
+        self._notes_chunks = True
+
+    def bound(self, itl: ItlBound) -> None:
+        """Compute no more than `itl` allows beside decodes."""
+        self._itl = itl
+        self._is_limited = True
+
+    def align(self, aligned: AlignedChunks) -> None:
+        """End chunks at pages."""
+        self._aligned = aligned
+        self._is_limited = self._notes_chunks = True
 
     @property
     def may_wait(self) -> bool:
@@ -473,10 +402,10 @@ class Prefill:
             chunks.append(self._batch.chunk(request, start, num_tokens, num_known))
         elif self.in_turn and request in self.in_turn:
             self.turned.append(end)
-        elif own is None and not request.computes_only:  # `_chunk_of`, inlined: this runs for every chunk
+        elif own is None and not request.computes_only:  # `chunk_of`, inlined: this runs for every chunk
             chunks.append(Chunk(start, num_tokens, request.num_prompt_tokens, num_known))
         else:
-            chunks.append(_chunk_of(request, start, num_tokens, num_known))
+            chunks.append(chunk_of(request, start, num_tokens, num_known))
 
     def _fill(self, request: Request, holding: Holding, start: int, end: int, num_known: int) -> None:
         """Take the pages of a chunk, and note what states, loads, or plans made ahead need to know about it."""
@@ -504,14 +433,5 @@ def _chunks_of(planned: list[Planned]) -> list[Chunk]:
     for one in planned:
         request, start = one.request, one.request.num_computed
         num_known = request.num_prompt_tokens + request.num_output_tokens
-        chunks.append(_chunk_of(request, start, one.end - start, num_known))
+        chunks.append(chunk_of(request, start, one.end - start, num_known))
     return chunks
-
-
-def _chunk_of(request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
-    """Return a chunk as a cost model should see it."""
-    if request.own is None and not request.computes_only:
-        return Chunk(start, num_tokens, request.num_prompt_tokens, num_known)
-    keeps = None if request.own is None else request.own.keeps
-    samples = not request.computes_only
-    return Chunk(start, num_tokens, request.num_prompt_tokens, num_known, samples=samples, keeps=keeps).as_seen()

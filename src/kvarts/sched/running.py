@@ -110,6 +110,7 @@ class Running(RunningOrder):
         "chunked",
         "ended",
         "in_flight",
+        "joined",
         "lag",
         "most_late",
         "names_at_turns",
@@ -145,6 +146,8 @@ class Running(RunningOrder):
         self.in_flight: dict[Request, int] = {}
         """The tokens of chunks that were computed in the step before the one being planned, or between plans in the
         last step, if there is a lag."""
+        self.joined: list[Request] = []
+        """Requests that started to decode after the last step, if there is a lag and their model releases parts."""
         self.taken_off: list[Request] = []
         """Decodes that were stalled in the step being planned and compute nothing in it so far, if there is a lag."""
         self.ended: list[Request] = []

@@ -188,8 +188,7 @@ class Replica:
         tiers, scheduler = self._tiers, self.scheduler
         if tiers is None:
             return False
-        if scheduler.to_settle is not None:
-            scheduler.settle()  # before transfers that end now release memory
+        scheduler.settle()  # before transfers that end now release memory
         must_plan, self._must_plan = tiers.advance_to(now_ns) or self._must_plan, False
         if must_plan:
             scheduler.blocked = Blocked.NOT

@@ -1,0 +1,1 @@
+"""Parts: what only some schedulers do, each in one file, and their catalogue."""
