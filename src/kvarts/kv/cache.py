@@ -14,7 +14,7 @@ A `Cache` is the sequences of one `Memory`. Its roles are separate objects, as f
     needs      the blocks that a request needs now, later, at least
     decodes    leaps over steps of decodes whose releases the cache follows, or None
     incoming   loads from tiers below, and prompts that other engines compute
-    states     states that are kept by page, or None
+    states     where sequences can begin and chunks end, which states that are kept by page restrict
     late       pages that may be published late, or None
 
 `PageCache` is the cache of one group that keeps every token, `GroupPages` that of any other model.
@@ -250,7 +250,7 @@ class Cache(Memory):
     """The sequences of requests in a Memory: which prefix is resident, the blocks they hold, what can be found.
 
     A holding that is already closed raises PageError. What else a cache can be asked is in its roles: `needs`, what a
-    request takes; `incoming`, KV that is computed elsewhere; and, where they apply, `decodes`, `states` and `late`.
+    request takes; `incoming`, KV that is computed elsewhere; `states`; and, where they apply, `decodes` and `late`.
     """
 
     __slots__ = (
@@ -259,6 +259,7 @@ class Cache(Memory):
         "keeps_time",
         "late",
         "match",
+        "most_certain_steps",
         "names_decodes",
         "needs",
         "num_published",
@@ -285,8 +286,8 @@ class Cache(Memory):
         super().__init__(pool, page_blocks)
         self.decodes: FollowedDecodes | None = None
         """The decodes, if the cache knows which of them take and release parts in a step; else None."""
-        self.states: States | None = None
-        """The states of sequences, if some group keeps them by page; else None."""
+        self.states = States()
+        """Where sequences can begin, and where the chunks of prompts end."""
         self.late: LatePages | None = None
         """What an owner of pages that it publishes late must know; None if none may be published late."""
         self.names_decodes = pool.has_ids
@@ -302,6 +303,8 @@ class Cache(Memory):
         self.publishes_all = False
         """Whether a decode's full page is published even if its tokens are unknown, so that its own request finds it
         after a preemption."""
+        self.most_certain_steps = (1 << 62) - 1
+        """The number of steps of a leap in which it is certain beforehand that no request can be admitted."""
 
     @abstractmethod
     def set_time(self, now_ns: int) -> None:
@@ -556,36 +559,36 @@ class Incoming(ABC):
         """Record that the KV of the first `num_tokens` tokens has arrived: their full pages can be found."""
 
 
-class States(ABC):
-    """States that are kept by page: where sequences can begin, and where the chunks of prompts end.
+class States:
+    """States of sequences, where no group keeps them by page: sequences begin and chunks of prompts end anywhere.
 
-    `aligns`: states are kept only where chunks end, so chunks of prompts end at pages.
+    `aligns`: states are kept only where chunks end, so chunks of prompts end at pages. `defers`: `begin_step` must be
+    called, as no request can begin after a state that the same step computes.
     """
 
-    __slots__ = ("aligns",)
+    __slots__ = ("aligns", "defers")
 
-    def __init__(self, *, aligns: bool) -> None:
+    def __init__(self, *, aligns: bool = False, defers: bool = False) -> None:
         self.aligns = aligns
+        self.defers = defers
 
-    @abstractmethod
     def begin_step(self) -> None:
         """Begin a step: no state is computed in it yet."""
 
-    @abstractmethod
     def note(self, content: Content, page: int) -> None:
         """Treat the state after the first `page` pages of `content` as one that the current step computes."""
 
-    @abstractmethod
     def is_of_step(self, match: Match) -> bool:
-        """Return whether the current step computes the state after `match`, or a copy of it: none begins with it."""
+        """Return whether the current step computes the state after `match`, or a copy of it."""
+        return False
 
-    @abstractmethod
     def branch_of(self, match: Match) -> int:
         """Return the tokens up to which groups that keep all tokens have its content, if that is more than `match`."""
+        return 0
 
-    @abstractmethod
     def branch(self, holding: Holding) -> int:
         """Return the same for a sequence, as of when it began."""
+        return 0
 
 
 class LatePages(ABC):

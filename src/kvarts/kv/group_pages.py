@@ -166,8 +166,7 @@ class GroupPages(Cache):
         self.match = self.parts.match
         self.needs = PartNeeds(self)
         self.incoming = IncomingParts(self)
-        if memory.has_states_by_page or memory.aligns:
-            self.states = StatesByPage(self.parts, aligns=memory.aligns)
+        self.states = StatesByPage(self.parts, aligns=memory.aligns, defers=memory.has_states_by_page)
         self._num_given = 0
         """Total of blocks returned by `give` since the beginning."""
         self.keeps_time = self.parts.note_request is not None
@@ -178,6 +177,7 @@ class GroupPages(Cache):
         if not self.names_decodes:
             self.decodes = DecodesInGroups(self)
             self.take_pages = self._take_pages
+            self.most_certain_steps = 1  # the releases of decodes may make room for another request
 
     @property
     def num_cached(self) -> int:
@@ -727,12 +727,12 @@ class IncomingParts(Incoming):
 
 
 class StatesByPage(States):
-    """States in `parts`, one for each page at whose end a state was kept."""
+    """States in `parts`: one for each page at whose end a state was kept."""
 
     __slots__ = ("_parts",)
 
-    def __init__(self, parts: RunCache, *, aligns: bool) -> None:
-        super().__init__(aligns=aligns)
+    def __init__(self, parts: RunCache, *, aligns: bool, defers: bool) -> None:
+        super().__init__(aligns=aligns, defers=defers)
         self._parts = parts
 
     def begin_step(self) -> None:
