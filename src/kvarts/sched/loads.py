@@ -259,7 +259,10 @@ class Waits(ABC):
     begins in a step whose tokens reach no page end, where chunks of prompts end at pages.
     """
 
-    __slots__ = ("begins_anywhere", "is_sync", "settles_ends", "takes_places")
+    __slots__ = ("aligned_tokens", "begins_anywhere", "is_sync", "loads", "running", "settles_ends", "takes_places")
+
+    loads: Loads
+    running: Running
 
     def __init__(
         self, *, takes_places: bool, settles_ends: bool = False, is_sync: bool = False, begins_anywhere: bool = False
@@ -268,14 +271,11 @@ class Waits(ABC):
         self.settles_ends = settles_ends
         self.is_sync = is_sync
         self.begins_anywhere = begins_anywhere
+        self.aligned_tokens: AlignedTokens | None = None
 
-    @abstractmethod
-    def bind(self, loads: Loads) -> None:
-        """Serve `loads`."""
-
-    @abstractmethod
     def connect(self, running: Running, aligned_tokens: AlignedTokens | None) -> None:
         """Take note of the running requests of the scheduler, and of its rule for chunks that end at pages."""
+        self.running, self.aligned_tokens = running, aligned_tokens
 
     @abstractmethod
     def wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
@@ -303,33 +303,33 @@ class Waits(ABC):
     def begun(self, load: LoadUnderWay) -> None:
         """Take note that `load` has begun."""
 
-    @abstractmethod
     def take_ended(self) -> None:
-        """Process the loads that have ended."""
+        """Process the loads that have ended: their requests can run in the steps from now on."""
+        self.loads.let_run()
 
     @abstractmethod
     def arrive(self, load: LoadUnderWay, loaded: Loaded) -> bool:
         """Make the loaded pages findable; return whether the request can compute from there on."""
 
     @property
-    @abstractmethod
     def is_stuck(self) -> bool:
         """Whether nothing runs and nothing is loaded, so that only requests whose loads have ended can go on."""
+        return False
 
-    @abstractmethod
     def begin_turn(self, request: Request, loaded: Loaded) -> bool:
         """Let `request`, whose load has ended, have its turn; return False if it has nothing, and waits again."""
+        return True
 
-    @abstractmethod
     def give_up_last(self) -> bool:
         """Give up a load that has ended, if others have; only requests without places need that."""
+        return False
 
-    @abstractmethod
     def to_run(self, request: Request, budget: int) -> int:
         """Return the blocks that `request`, whose load has ended, lacks to compute its known tokens.
 
         `budget`: the most tokens that it may compute in the next step.
         """
+        return 0
 
     @abstractmethod
     def resumed(self, request: Request) -> None:
@@ -348,8 +348,8 @@ class Loads:
     """Owner of requests between waiting and running: their load is under way, or it has ended.
 
     Owner also of requests that wait for the load of another request, because it brings the pages that they would load;
-    after that they return to `waiting`. `waits`: how requests wait, of which it is also known what that means. `offers`:
-    what tiers offer in parts, of a cache with KV groups.
+    after that they return to `waiting`. `waits`: how requests wait. `offers`: what tiers offer in parts, for a cache
+    with KV groups.
     """
 
     def __init__(
@@ -399,7 +399,7 @@ class Loads:
         self.num_abandoned = 0
         self._confirmed: list[tuple[Content, int, Holding]] = []
         """Contents that get full pages in the scheduled step, their numbers of full pages then, and their holdings."""
-        waits.bind(self)
+        waits.loads = self
 
     @property
     def num_requests(self) -> int:
@@ -668,11 +668,8 @@ class Loads:
             if not can_go_on and request.state is RequestState.LOADING:
                 if load.front_end > load.start:
                     self._count_lost_front(load)
-                self.release(request)
                 request.seniority = -1
-                request.become(RequestState.WAITING)
-                request.goes_first = True
-                self._waiting.push(request)
+                self.wait_again(request)
 
     def start_early(self) -> tuple[Request, Loaded]:
         """Let the first request of `early` run in the planned step, while its load is under way; return its pages.
