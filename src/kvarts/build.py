@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
-from kvarts.audit.auditor import Auditor
-from kvarts.audit.ledger import LedgerGroup, LedgerKind
-from kvarts.audit.tiers import OrderWatch
+from kvarts.audit.opening import AuditOpening, not_followed
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.errors import ConfigError
@@ -35,9 +33,17 @@ if TYPE_CHECKING:  # only an engine with KV groups, tiers, handoffs or page ids 
     from kvarts.sched.drafts import Drafter
     from kvarts.sched.handoffs import Handoffs
     from kvarts.sched.input_batch import InputBatch
-    from kvarts.sched.loads import GroupOffers, Loads, LowerTiers
+    from kvarts.sched.loads import Loads
+    from kvarts.sched.lower_tiers import GroupOffers, LowerTiers
 
-__all__ = ["PrepareTiers", "PreparedTiers", "build_engine", "open_group_cache", "preparation_of"]
+__all__ = [
+    "Audit",
+    "PrepareTiers",
+    "PreparedTiers",
+    "build_engine",
+    "open_group_cache",
+    "preparation_of",
+]
 
 
 class PreparedTiers(Protocol):
@@ -77,6 +83,9 @@ class PreparedTiers(Protocol):
         """
 
 
+Audit: TypeAlias = bool | Literal["laws"]
+"""Whether an engine is audited: by its laws and by an independent ledger, by its laws alone, or not."""
+
 PrepareTiers = Callable[[EngineConfig, Callable[[], EvictionOrder], "GroupMemory | None"], PreparedTiers | None]
 """Prepares tiers below an engine with a config, an eviction order and KV groups, if any; returns None without tiers.
 
@@ -109,7 +118,7 @@ def build_engine(
     below: PreparedTiers | None = None,
     moves_pages: bool | None = None,
     prefill: PrefillNs | None = None,
-    audit: bool = False,
+    audit: Audit = False,
     drafter: Drafter | None = None,
     num_draft_slots: int = 0,
     holds_pages: bool = False,
@@ -129,51 +138,47 @@ def build_engine(
     the device; `below`: instead, tiers that were prepared for the tree of `cache`. `prefill`: compute times of prompts,
     for the choice between computing and loading; default: measured. `moves_pages`: the executor performs transfers;
     default: if it needs page ids; otherwise transfers take the time of their channels. `audit`: assert the laws of
-    page accounting after every step and, unless the device is shared, check every event against an independent
-    ledger. `drafter`: proposes draft tokens, for an executor that verifies them; executors in virtual time compute no
-    tokens and do not support one. `num_draft_slots`: drafts come first, see Scheduler; this excludes the independent
-    ledger. `holds_pages`: pages are kept in use between requests. `hands_over`: other engines compute the prompts of
-    requests or continue them; this excludes the independent ledger. `plans_ahead`: a step is planned while the one
-    before it runs, as in Scheduler; not for executors that compute tokens. `finds_prefixes`: False for an engine
-    without a prefix cache, whose requests find nothing. `step_ns`: the expected duration of a step, for `max_itl_ms`.
-    `leaps_told`: an engine with KV groups and readers of details may leap, see GroupPages.
+    page accounting after every step, and check every event against an independent ledger; `"laws"`: without the ledger.
+    `drafter`: proposes draft tokens, for an executor that verifies them; executors in virtual time compute no tokens
+    and do not support one. `num_draft_slots`: drafts come first, see Scheduler. `holds_pages`: pages are kept in use
+    between requests. `hands_over`: other engines compute the prompts of requests or continue them. `plans_ahead`: a
+    step is planned while the one before it runs, as in Scheduler; not for executors that compute tokens.
+    `finds_prefixes`: False for an engine without a prefix cache, whose requests find nothing. `step_ns`: the expected
+    duration of a step, for `max_itl_ms`. `leaps_told`: an engine with KV groups and readers of details may leap, see
+    GroupPages.
 
-    Raise ConfigError for `max_itl_ms` without `step_ns`.
+    Raise ConfigError for an audit whose ledger does not follow some part, and for `max_itl_ms` without `step_ns`.
     """
-    # The ledger follows handoffs of whole pages without tiers, of engines that plan one step after the other.
-    knows_handoffs = memory is None and tiers is None and config.profile == "default" and not plans_ahead
-    is_audited = audit and cache is None and not num_draft_slots and (knows_handoffs or not hands_over)
-    watch: OrderWatch | None = None
-    is_lru = make_order is LruOrder
-    if is_audited and not is_lru:
-        watch = OrderWatch(make_order)
-        make_order = watch.make
+    opening: AuditOpening | None = None
+    if audit is True:
+        unknown = not_followed(
+            config,
+            has_groups=memory is not None,
+            has_tiers=tiers is not None,
+            plans_ahead=plans_ahead,
+            hands_over=hands_over,
+            shares_device=cache is not None,
+            drafts_first=num_draft_slots > 0,
+        )
+        opening = AuditOpening(unknown, make_order)
+        make_order = opening.make_order
     if tiers is not None:
         assert cache is None, "the tree of a given cache was made without these tiers"
         below = tiers(config, make_order, memory)
-    num_counted = config.num_pages
     if memory is not None:
-        num_counted = num_blocks = memory.num_blocks(config.num_pages) if num_blocks is None else num_blocks
+        num_blocks = memory.num_blocks(config.num_pages) if num_blocks is None else num_blocks
     is_lazy = memory is not None and below is not None and below.is_lazy
-    if is_audited:
+    if opening is not None:
 
         def account() -> Cache:
             assert cache is not None
             return cache
 
-        auditor = Auditor(
-            num_counted,
-            config.page_size,
-            groups=() if memory is None else _audited_groups(memory),
-            keeps_all=memory is None or memory.keeps == "all",
-            safe_first=below is not None and below.evicts_safe_first,
-            stores_go_first=is_lazy,
-            is_lru=is_lru,
-            watch=watch,
-            tiers=() if below is None else below.tier_names,
-            full_prompt_hits=below is not None and below.full_prompt_hits,
-            loads_have_turns=below is not None and below.load_kv == "async",
-            at_branches=config.snapshots == "branches",
+        auditor = opening.open(
+            config,
+            memory,
+            num_blocks,
+            below,
             plans_ahead=plans_ahead,
             finds_prefixes=finds_prefixes,
             account=account,
@@ -212,7 +217,7 @@ def build_engine(
         pins = Pins(cache, tell)
         pages = OnePool(cache, token_budget=config.max_num_batched_tokens, pins=pins)
     page_size = config.page_size
-    blocks_of = (lambda num_known: cache.num_to_compute(num_known, page_size)) if is_shared else None
+    blocks_of = (lambda num_known: cache.needs.to_compute(num_known, page_size)) if is_shared else None
     waiting = WaitingQueue(PriorityPolicy() if policy is None else policy, blocks_of)
     loads: Loads | None = None
     if below is not None:
@@ -224,20 +229,18 @@ def build_engine(
             fingerprint=fingerprint,
             splits=not executor.needs_page_ids,  # rows of a batch are of requests that run
         )
-        if below.load_kv != "placed":
-            from kvarts.sched.connector_loads import AsyncLoads, SyncLoads
+        from kvarts.sched.load_waits import Asynchronous, Reserve, Synchronous
+        from kvarts.sched.loads import Loads, Waits
 
-            make_loads = AsyncLoads if below.load_kv == "async" else SyncLoads
-            offers = None if memory is None else cast("GroupOffers", lower.layout)
-            loads = make_loads(lower, cache, waiting, page_size, tell, offers)
-        elif memory is None:
-            from kvarts.sched.loads import Loads
-
-            loads = Loads(lower, cache, waiting, page_size, tell)
+        waits: Waits
+        if below.load_kv == "placed":
+            waits = Reserve(cache, pages)
+        elif below.load_kv == "async":
+            waits = Asynchronous(cache, page_size, tell)
         else:
-            from kvarts.sched.group_loads import GroupLoads
-
-            loads = GroupLoads(lower, cast("GroupPages", cache), pages, waiting, page_size, tell)
+            waits = Synchronous(cache, page_size, tell)
+        offers = None if memory is None else cast("GroupOffers", lower.layout)
+        loads = Loads(lower, cache, waiting, page_size, tell, waits, offers)
     batch: InputBatch | None = None
     if executor.needs_page_ids:
         if cache.settles:
@@ -273,7 +276,7 @@ def build_engine(
     )
     asked = Opening(scheduler, config, loads, handoffs, drafter, num_draft_slots, step_ns, num_kept)
     scheduler.hooks = compose(asked)
-    return Engine(config, scheduler, executor, log, audit=audit, moves_pages=moves_pages)
+    return Engine(config, scheduler, executor, log, audit=bool(audit), moves_pages=moves_pages)
 
 
 def open_group_cache(
@@ -338,14 +341,3 @@ def _page_cache(
     if memory is None:
         return PageCache(pool, tree)
     return OneGroupCache(pool, tree, page_bytes=memory.page_bytes, most_new_tokens=config.max_num_batched_tokens)
-
-
-def _audited_groups(memory: GroupMemory) -> tuple[LedgerGroup, ...]:
-    groups = []
-    for group in memory.groups:
-        layer = group.layer
-        kind = cast("LedgerKind", layer.kind)  # a group is of layers that have KV of their own
-        is_sparse = memory.aligns and group.has_states_by_page
-        part_blocks = group.part_bytes // memory.block_bytes
-        groups.append(LedgerGroup(kind, part_blocks, layer.span, layer.sink, is_sparse))
-    return tuple(groups)

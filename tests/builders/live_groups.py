@@ -324,7 +324,7 @@ class LiveRun:
             memory=memory,
             num_blocks=num_blocks,
             readers=[self.steps, *readers],
-            audit=True,
+            audit="laws" if num_draft_slots else True,
             tiers=tiers,
             drafter=drafter,
             num_draft_slots=num_draft_slots,

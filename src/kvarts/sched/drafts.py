@@ -201,7 +201,7 @@ class Drafts:
                 count = len(tokens)
             if cache.releases:
                 running.settle(request, start)
-            num_blocks = cache.num_to_run(holding, start, end + count)
+            num_blocks = cache.needs.to_run(holding, start, end + count)
             if num_blocks > 0 and not preemptor.take_turn(request, num_blocks, now_ns, served):
                 return False
             served.add(request.index)
@@ -221,7 +221,7 @@ class Drafts:
     def _publish(self, request: Request, holding: Holding, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable, if any are not; all tokens are known."""
         num_full = num_tokens // self._page_size
-        if num_full > self._cache.num_named(holding):
+        if num_full > holding.num_named:
             self._cache.publish(holding, num_tokens)
             if (loads := self._scheduler.loads) is not None:
                 loads.add_computed(request.content, num_full, holding)
@@ -250,7 +250,7 @@ class Drafts:
         num_padded = self.num_slots if is_padded else 0
         if 1 + num_padded > step.budget:
             return FOR_BUDGET
-        num_wanted = cache.num_to_admit(ask.match, num_known + num_padded, ask.num_new, ask.num_kept)
+        num_wanted = cache.needs.to_admit(ask.match, num_known + num_padded, ask.num_new, ask.num_kept)
         if num_wanted > cache.num_free and not self._scheduler.running.num_running:
             num_padded = 0  # nothing that runs will release memory, so it would wait for ever
         else:

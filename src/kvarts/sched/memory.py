@@ -95,7 +95,7 @@ class Memory:
 
     def fits(self, ask: Ask, step: Step) -> Verdict:
         """Let the head pass if the blocks that it needs are free, or are freed for it."""
-        num_wanted = self._cache.num_to_admit(ask.match, ask.num_known, ask.num_new, ask.num_kept)
+        num_wanted = self._cache.needs.to_admit(ask.match, ask.num_known, ask.num_new, ask.num_kept)
         if num_wanted > ask.num_wanted:  # else a draft needs more
             ask.num_wanted = num_wanted
         num_short = ask.num_wanted - self._cache.num_free
@@ -104,17 +104,17 @@ class Memory:
     def free(self, ask: Ask, step: Step, num_short: int) -> Verdict:
         """Free the `num_short` blocks that the head lacks, by giving up stores and pins or by other models."""
         cache, pages, request, match = self._cache, self._pages, ask.request, ask.match
-        num_matched = 0 if cache.lender is None else cache.num_lent_of(match)
+        num_matched = cache.needs.lent_of(match) if cache.lender.num_lent() else 0
         if pages.reclaim(num_short, num_matched):
             return AGAIN  # it may now have to take pages that it shared with stores
         if self._pins is not None and self._pins.num_pins and self._pins.give_up_oldest():
             return AGAIN  # it may now have to take pages that it shared with the pin
         if pages.make_way(request, ask.num_wanted, to_admit=True):
             return PASS
-        ask.least = cache.least_to_admit(match, ask.num_known, ask.num_new) + ask.num_kept + num_matched
+        ask.least = cache.needs.least_to_admit(match, ask.num_known, ask.num_new) + ask.num_kept + num_matched
         self._lacking = request, ask.num_wanted, ask.least, step.budget, match.num_pages
         self.num_published = cache.num_published
-        cache.watch()
+        cache.needs.watch()
         return Wait(FOR_PAGES, ask.num_wanted)
 
     def _still_lacks(self, ask: Ask, budget: int) -> bool:
@@ -126,7 +126,7 @@ class Memory:
         """
         assert self._lacking is not None
         request, num_wanted, least_wanted, least_budget, num_found = self._lacking
-        if self.num_published != self._cache.num_published and self._cache.may_need_less(num_found):
+        if self.num_published != self._cache.num_published and self._cache.needs.may_shrink(num_found):
             return False
         if request is not ask.request or least_wanted <= self._cache.num_free or budget < least_budget:
             return False
@@ -145,7 +145,7 @@ class PartOfMemory(Memory):
 
     def fits(self, ask: Ask, step: Step) -> Verdict:
         """Let the head pass if the blocks that it needs are free to admit it, or are freed for it."""
-        num_wanted = self._cache.num_to_admit(ask.match, ask.num_known, ask.num_new, ask.num_kept)
+        num_wanted = self._cache.needs.to_admit(ask.match, ask.num_known, ask.num_new, ask.num_kept)
         if num_wanted > ask.num_wanted:
             ask.num_wanted = num_wanted
         num_short = ask.num_wanted - self._pages.num_free_to_admit(ask.num_wanted)

@@ -31,7 +31,6 @@ from kvarts.sched.step import AGAIN, PASS, TAKEN, Ask, Step
 
 if TYPE_CHECKING:
     from kvarts.sched.drafts import Drafts
-    from kvarts.sched.handoffs import Handoffs
     from kvarts.sched.input_batch import InputBatch
     from kvarts.sched.parts.ahead import PlansAhead
     from kvarts.sched.parts.settling import Settling
@@ -84,8 +83,6 @@ class Scheduler(SchedulerState):
             finds_prefixes=finds_prefixes,
             num_kept=num_kept,
         )
-        self.handoffs: Handoffs | None = None
-        """Requests that two engines work on."""
         self.drafts: Drafts | None = None
         """Drafted tokens, for an executor that reports which drafts are right."""
         self.ahead: PlansAhead | None = None
@@ -159,17 +156,17 @@ class Scheduler(SchedulerState):
         num_tokens = request.num_prompt_tokens + request.max_tokens - 1 or 1  # 0 for one token that is only computed
         num_reserved = self.own_pages.reserve.num_pages
         num_most = self.pages.num_most - num_reserved
-        num_blocks = cache.num_beyond(num_tokens, self.wheel.page_size, num_most)
+        num_blocks = cache.needs.alone(num_tokens, self.wheel.page_size, num_most)
         if not num_blocks or request.own is not None:
             return None
         blocks = "blocks" if cache.counts() else "pages"
-        room = cache.room_words
+        room = cache.needs.room_words
         if self.pages.num_most != cache.pool.total:
             room = "beside what is guaranteed to other models there are"
         if num_reserved:
             room = f"beside the {blocks} that are reserved there are"
         asked = f"{request.num_prompt_tokens} prompt and {request.max_tokens} output tokens"
-        return f"{cache.need_words(num_blocks, self.wheel.page_size, asked)}; {room} {num_most}"
+        return f"{cache.needs.words(num_blocks, self.wheel.page_size, asked)}; {room} {num_most}"
 
     def most_pages_needed(self) -> int:
         """Return the most pages that any of the requests here, or coming, may need, of those that take pages."""
@@ -181,7 +178,7 @@ class Scheduler(SchedulerState):
     def _most_pages(self, request: Request) -> int:
         """Return how many pages a request holds when it has generated all but its last token."""
         num_tokens = max(1, request.num_prompt_tokens + request.max_tokens - 1)
-        return self.cache.num_at_most(num_tokens, self.wheel.page_size)
+        return self.cache.needs.alone(num_tokens, self.wheel.page_size)
 
     @property
     def has_released(self) -> bool:
@@ -410,13 +407,13 @@ class Scheduler(SchedulerState):
         events of pages.
         """
         cache = self.cache
-        if cache.follows_decodes:
+        if cache.decodes is not None:
             is_lacking = self.waiting.num_waiting and self.blocked is FOR_PAGES
             num_wanted = self._least_wanted - self.pages.num_lent() if is_lacking else 0
-            return cache.leap(num_steps, num_wanted, self.wheel.step, starts_ns)
+            return cache.decodes.leap(num_steps, num_wanted, self.wheel.step, starts_ns)
         due = self.wheel.pages_due_in(num_steps)
         if due.total:
-            assert not cache.has_page_ids, "page ids are handed out one step at a time"
+            assert not cache.pool.has_ids, "page ids are handed out one step at a time"
             cache.take_pages(due.total)
         self.publish_taken(num_steps)
         return Leap(due)
@@ -505,7 +502,7 @@ class Scheduler(SchedulerState):
     def check(self) -> None:
         """Assert laws L1, L2 and L3, between steps, and that each request is in the queue that its state requires."""
         settling = self.settling
-        if settling is not None and settling.pending is not None and self.cache.follows_decodes:
+        if settling is not None and settling.pending is not None and self.cache.decodes is not None:
             if self.has_work:
                 return  # the cache has not ended the last step
             settling.settle()  # nothing decodes, so that releases nothing

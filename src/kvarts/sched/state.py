@@ -22,8 +22,10 @@ from kvarts.sched.running import Running
 from kvarts.sched.wheel import DecodeWheel
 
 if TYPE_CHECKING:
+    from kvarts.sched.handoffs import Handoffs
     from kvarts.sched.input_batch import InputBatch
-    from kvarts.sched.loads import Loads, LowerTiers
+    from kvarts.sched.loads import Loads
+    from kvarts.sched.lower_tiers import LowerTiers
 
 __all__ = ["SchedulerState"]
 
@@ -78,6 +80,8 @@ class SchedulerState:
         self.leaps = Horizon(self.running, waiting, cache, pages, orders_matter=tell is not None)
         self.loads: Loads | None = None
         """Requests that wait for a tier below the device."""
+        self.handoffs: Handoffs | None = None
+        """Requests that two engines work on."""
         self.hooks = Hooks((self.memory.find, self.memory.fits))
         self.blocked = NOT_BLOCKED
         """Why the head waits; NOT also if no request waits, or if the head was not examined since a change."""
@@ -180,7 +184,7 @@ class SchedulerState:
 
     def most_tokens(self, limit: int) -> int:
         """Return the longest sequence, of up to `limit` tokens, that can run in this memory; 0 if none can."""
-        return self.cache.most_tokens(limit, self.wheel.page_size)
+        return self.cache.needs.most_tokens(limit, self.wheel.page_size)
 
     def num_pages_of_chunked(self) -> int:
         """Return the most blocks that the rest of the chunked requests takes at one time."""
@@ -188,7 +192,7 @@ class SchedulerState:
         for request in self.running.chunked:
             if request.holding is not None:
                 num_known = request.num_prompt_tokens + request.num_output_tokens
-                num_blocks += self.cache.num_to_finish(request.holding, num_known)
+                num_blocks += self.cache.needs.to_finish(request.holding, num_known)
         return num_blocks
 
     def num_pages_to_admit(self) -> int:

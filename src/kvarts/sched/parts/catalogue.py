@@ -57,7 +57,7 @@ def _open_rows(opening: Opening) -> Acts | None:
 
 def _open_states(opening: Opening) -> Acts | None:
     cache = opening.scheduler.cache
-    if not cache.defers:
+    if not cache.states.defers:
         return None
     from kvarts.sched.parts.states import StatesOfSteps
 
@@ -154,7 +154,7 @@ def _open_tiers(opening: Opening) -> Acts | None:
 
 def _open_turns(opening: Opening) -> Acts | None:
     threshold = opening.config.long_prefill_token_threshold
-    if not (threshold or opening.scheduler.cache.aligns):
+    if not (threshold or opening.scheduler.cache.states.aligns):
         return None
     from kvarts.sched.parts.turns import TurnsAfterChunks
 
@@ -231,7 +231,7 @@ PARTS: Final = (
 
 def _aligned(config: EngineConfig, cache: Cache) -> AlignedChunks | None:
     """Return the rule of chunks that end at pages, if `cache` keeps states only there."""
-    if not cache.aligns:
+    if not cache.states.aligns:
         return None
     from kvarts.sched.parts.chunk_ends import AlignedChunks
 

@@ -54,7 +54,7 @@ class AlignedChunks:
         """
         page = (request.num_prompt_tokens - 1) // self._page_size
         if page and end // self._page_size == page and start - num_in_flight <= page * self._page_size <= start:
-            cache.note_state(request.content, page)
+            cache.states.note(request.content, page)
 
 
 class ChunkEnds:
@@ -76,7 +76,7 @@ class ChunkEnds:
         """Let the head pass if its first chunk reaches the end of a page."""
         request, hit_tokens, cache = ask.request, ask.hit_tokens, self._cache
         num_new = min(ask.num_new, ask.num_known - hit_tokens)
-        ask.num_new = self._aligned.num_tokens(request, hit_tokens, num_new, cache.branch_of(ask.match))
+        ask.num_new = self._aligned.num_tokens(request, hit_tokens, num_new, cache.states.branch_of(ask.match))
         return PASS if ask.num_new or self._may_be_empty else FOR_BUDGET
 
     def note_states(self, step: Step) -> None:

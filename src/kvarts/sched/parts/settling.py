@@ -10,6 +10,7 @@ from kvarts.sched.preemption import holding_of
 from kvarts.sched.step import Step
 
 if TYPE_CHECKING:
+    from kvarts.kv.cache import FollowedDecodes
     from kvarts.sched.drafts import Drafts
     from kvarts.sched.handoffs import Handoffs
     from kvarts.sched.state import SchedulerState
@@ -94,17 +95,17 @@ class Settling:
         if completed:
             joined = [request for request in completed if request.state is DECODING or wheel.has(request)]
         if not cache.releases:
-            if cache.follows_decodes:
-                cache.end_step()
+            if cache.decodes is not None:
+                cache.decodes.end_step()
                 for request in joined:
-                    cache.start_decoding(holding_of(request), request.admission)
+                    cache.decodes.start(holding_of(request), request.admission)
             return
         if not scheduler.pages.is_alone:
             cache.count()  # others may have taken free pages
         if self._has_turns(joined):
             self._unsettled = self._settling(joined)
-        if cache.follows_decodes:
-            self._settle_followed(joined)
+        if cache.decodes is not None:
+            self._settle_followed(cache.decodes, joined)
         elif not self._unsettled:
             for request in self._settling(joined):
                 num_in_flight = scheduler.running.num_in_flight(request)
@@ -124,17 +125,17 @@ class Settling:
         num_due = scheduler.wheel.pages_due() * cache.page_blocks
         return num_due > cache.num_free and num_due > cache.num_free + scheduler.pages.num_lent()
 
-    def _settle_followed(self, joined: list[Request]) -> None:
+    def _settle_followed(self, decodes: FollowedDecodes, joined: list[Request]) -> None:
         """Settle decodes that the cache follows, and let those that `joined` them be followed."""
         cache = self._scheduler.cache
         if self._unsettled:
-            cache.put_off([holding_of(request) for request in self._unsettled if request not in joined])
+            decodes.put_off([holding_of(request) for request in self._unsettled if request not in joined])
         else:
-            cache.end_step()
+            decodes.end_step()
         for request in joined:
             if not self._unsettled:
                 cache.settle(holding_of(request), request.num_computed)
-            cache.start_decoding(holding_of(request), request.admission, is_settled=not self._unsettled)
+            decodes.start(holding_of(request), request.admission, is_settled=not self._unsettled)
 
     def _settling(self, joined: list[Request]) -> list[Request]:
         """Return the decodes that may release something now; those in `joined` come last."""

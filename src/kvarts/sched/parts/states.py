@@ -23,11 +23,11 @@ class StatesOfSteps:
 
     def begin(self, step: Step) -> None:
         """Let the cache begin a step, which has computed no state yet."""
-        self._cache.begin_step()
+        self._cache.states.begin_step()
 
     def is_before(self, ask: Ask, step: Step) -> Verdict:
         """Let the head pass unless this step computes the state that it begins after."""
-        return FOR_BUDGET if ask.match.num_pages and self._cache.is_of_step(ask.match) else PASS
+        return FOR_BUDGET if ask.match.num_pages and self._cache.states.is_of_step(ask.match) else PASS
 
 
 class TimedCache:

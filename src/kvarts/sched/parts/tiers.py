@@ -287,7 +287,7 @@ class LoadAdmissions:
         if self._aligned is None:
             return num_tokens
         start = loaded.num_pages * self._page_size
-        branch = self._scheduler.cache.branch(holding_of(request))
+        branch = self._scheduler.cache.states.branch(holding_of(request))
         return self._aligned.num_tokens(request, start, min(num_tokens, request.num_known - start), branch)
 
     def _most_to_run(self, request: Request, num_tokens: int) -> int:
