@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.builders.engines import make_scheduler
 
 from kvarts import OffloadConfig, ReplayConfig
 from kvarts.build import build_engine
@@ -18,13 +19,12 @@ from kvarts.sched.hooks import Hooks
 from kvarts.sched.parts.catalogue import GATES, PARTS
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sim.replay import open_replica
-from tests.builders.engines import make_scheduler
 
 HOOKS = tuple(name for name in Hooks.__slots__ if name != "gates")
 
 
 def gates_of(scheduler: Scheduler) -> list[str]:
-    return [f"{type(getattr(gate, '__self__')).__name__}.{gate.__name__}" for gate in scheduler.hooks.gates]
+    return [f"{type(gate.__self__).__name__}.{gate.__name__}" for gate in scheduler.hooks.gates]
 
 
 def hooks_of(scheduler: Scheduler) -> list[str]:
