@@ -63,7 +63,8 @@ class Engine:
         self._num_withheld = 0
         self._is_alone = scheduler.pages.is_alone
         """Whether no pages are ever withheld."""
-        self._has_sides = scheduler.has_sides
+        self.has_sides = scheduler.has_sides
+        """Whether tiers or KV groups are counted besides pages."""
         self._audit = audit
         self._moves_pages = moves_pages
         self._is_at_rest = True
@@ -210,7 +211,7 @@ class Engine:
         num_waiting = scheduler.waiting.num_waiting + len(scheduler.own_pages.waiting)
         num_running = scheduler.running.num_running + step.num_leaving
         num_loading, sides = 0, NO_SIDES
-        if self._has_sides:
+        if self.has_sides:
             sides = scheduler.side_counts_at_mark()
             if scheduler.loads is not None:
                 num_loading = scheduler.loads.num_waiting

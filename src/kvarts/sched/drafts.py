@@ -176,7 +176,7 @@ class Drafts:
         """Let each decode, in the order of admission, take the pages of its next token and of its draft."""
         if not self._take_turns(step.now_ns):
             step.is_cut = True
-        step.budget -= self._num_planned()
+        step.num_drafted = self._num_planned()
         return True
 
     def _take_turns(self, now_ns: int) -> bool:

@@ -19,7 +19,7 @@ FOR_PAGES: Final = Blocked.PAGES
 
 
 class Memory:
-    """The gates `find` and `fits` of an engine with a memory of its own.
+    """The gates `find` and `fits` of an engine with a memory of its own, or `admit`, which is both.
 
     `num_kept`: the blocks that an admission leaves free if a request runs. `finds_prefixes`: whether requests find
     cached pages. Owner of the memory's last refusal: as long as that certainly holds, nothing is looked for.
@@ -77,8 +77,7 @@ class Memory:
 
     def find(self, ask: Ask, step: Step) -> Verdict:
         """Match the head, unless it lacked memory and certainly still does."""
-        budget = step.budget
-        running = self._running
+        budget, running = step.budget, self._running
         if running.num_late:
             running.publish_late()
         if self.num_published >= 0 and self._still_lacks(ask, budget):
@@ -92,6 +91,24 @@ class Memory:
         ask.num_kept = self._num_kept if running.num_running else 0
         ask.num_wanted = 0
         return PASS
+
+    def admit(self, ask: Ask, step: Step) -> Verdict:
+        """Do both in one, for an engine without gates between them: match the head, and let it pass if it fits."""
+        cache, running, budget = self._cache, self._running, step.budget
+        if running.num_late:
+            running.publish_late()
+        if self.num_published >= 0 and self._still_lacks(ask, budget):
+            return Wait(FOR_PAGES, ask.num_wanted)
+        request = ask.request
+        num_known = ask.num_known = request.num_prompt_tokens + request.num_output_tokens
+        match = ask.match = cache.match(request.content, self.most_pages(num_known))
+        ask.hit_tokens = match.num_pages * self._page_size
+        most_new = self._prefill.most_tokens
+        num_new = ask.num_new = budget if budget < most_new else most_new
+        num_kept = ask.num_kept = self._num_kept if running.num_running else 0
+        num_wanted = ask.num_wanted = cache.num_to_admit(match, num_known, num_new, num_kept)
+        num_short = num_wanted - cache.num_free
+        return PASS if num_short <= 0 else self.free(ask, step, num_short)
 
     def fits(self, ask: Ask, step: Step) -> Verdict:
         """Let the head pass if the blocks that it needs are free, or are freed for it."""

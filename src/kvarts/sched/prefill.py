@@ -379,6 +379,7 @@ class Prefill:
         running = self._running
         start = request.num_computed
         end = request.num_computed = start + num_tokens
+        is_last = end == num_known
         if self._tell is not None:
             self._tell(ChunkComputed(request.index, start, end, num_known))
         own, holding, chunked = request.own, request.holding, running.chunked
@@ -391,8 +392,8 @@ class Prefill:
             if self._notes_chunks:
                 self._fill(request, holding, start, end, num_known)
             else:
-                self._cache.extend(holding, end, is_end=end == num_known)
-        if end == num_known:
+                self._cache.extend(holding, end, is_end=is_last)
+        if is_last:
             self.completing.append(request)
             if chunked and request in chunked:
                 chunked.remove(request)

@@ -229,7 +229,7 @@ class Scheduler(SchedulerState):
         else:
             if (num_due := wheel.pages_due()) and not preemptor.take_due(num_due, now_ns):
                 step.is_cut = True
-        step.budget += self.pages.token_budget - wheel.num_decoding
+        step.budget = self.pages.token_budget - wheel.num_decoding - step.num_drafted
         if running.chunked and step.budget > 0 and not step.is_cut:
             # A part of a budget may be just enough for the decodes.
             step.budget = self.prefill.resume(step.budget, now_ns, step.chunks)
@@ -252,6 +252,7 @@ class Scheduler(SchedulerState):
             note(step)
         if preemptor.preemptions or preemptor.gave_way:
             step.preempted = preemptor.take_preemptions()
+            step.is_cut = False
         return Batch(tuple(step.chunks), step.num_decodes, step.known_tokens, self._pool_tokens)
 
     def _publish_filled(self) -> None:

@@ -95,6 +95,7 @@ class Step:
         "known_tokens",
         "now_ns",
         "num_decodes",
+        "num_drafted",
         "num_joined",
         "num_leaving",
         "preempted",
@@ -102,24 +103,29 @@ class Step:
 
     def __init__(self, now_ns: int) -> None:
         self.ask = Ask()
+        self.budget = 0
+        self.num_drafted = 0
+        """Tokens of drafts that have taken their pages before prompts."""
         self.num_decodes = 0
         self.known_tokens = 0
         """The tokens that all its decodes know."""
+        self.num_joined = 0
+        """Its decodes that were not decodes in the step before."""
+        self.num_leaving = 0
+        """Running requests that left when it was planned: it computes their tokens, in their memory."""
+        self.is_cut = False
+        """Whether a request preempted itself: none that was admitted after it computes."""
+        self.has_loaded = False
+        """Whether a request can go on whose load has ended or can be used."""
         self.begin(now_ns)
 
     def begin(self, now_ns: int) -> None:
-        """Begin the plan of the step that starts at `now_ns`."""
+        """Begin the plan of the step that starts at `now_ns`. Who writes one of the other fields does so every time."""
         self.now_ns = now_ns
         self.chunks: list[Chunk] = []
         self.admitted: list[int] = []
         self.preempted: tuple[Preemption, ...] = NO_PREEMPTIONS
         """Requests that were preempted for this step, in order, after those that were before it, for other models."""
-        self.budget = self.num_joined = self.num_leaving = 0
-        # `num_joined`: its decodes that were not decodes in the step before. `num_leaving`: running requests that left
-        # when it was planned: it computes their tokens, in their memory.
-        self.is_cut = self.has_loaded = False
-        # `is_cut`: a request preempted itself, and none that was admitted after it computes. `has_loaded`: a request
-        # can go on whose load has ended or can be used.
 
 
 Gate: TypeAlias = Callable[[Ask, Step], Verdict]

@@ -425,7 +425,7 @@ class Replica:
         wheel = scheduler.wheel
         cache, log = scheduler.cache, self.engine.log
         num_used, num_cached, num_released = cache.num_used, cache.num_cached, cache.num_released
-        side_counts = scheduler.side_counts() if scheduler.has_sides else ()
+        side_counts = scheduler.side_counts() if self.engine.has_sides else ()
         num_empty = cache.pool.num_empty
         mark, starts_ns = 0, NO_TIMES
         if log.tell_details is not None:

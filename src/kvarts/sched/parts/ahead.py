@@ -64,6 +64,7 @@ class PlansAhead:
     def release(self, step: Step) -> None:
         """Release, at the end of a plan, what ended or was given up before it."""
         running, prefill = self._scheduler.running, self._scheduler.prefill
+        step.num_leaving = 0
         self._drop_given_up(step)
         if running.taken_off:
             running.publish_read()

@@ -47,6 +47,8 @@ def compose(opening: Opening) -> Hooks:
         if of_part is not None:
             acts.append(of_part)
             gates.update(of_part.gates)
+    if len(gates) == 2 and opening.scheduler.pages.is_alone:
+        return Hooks([memory.admit], acts)
     return Hooks([gates[name] for name in GATES if name in gates], acts)
 
 
