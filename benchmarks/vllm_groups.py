@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -20,7 +21,9 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from vllm_setup import cache_config
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from equal.vllm_setup import cache_config
 
 MAX_MODEL_LEN = 4096
 
