@@ -1,4 +1,4 @@
-"""kvarts' default scheduler and vLLM's own, step by step on random workloads: do they decide the same?
+"""Law L15: kvarts' default scheduler and vLLM's own, step by step on random workloads: do they decide the same?
 
     PYTHONPATH=src:tests VLLM_VENV/bin/python -m equal --row full --workloads 10000
     PYTHONPATH=src:tests VLLM_VENV/bin/python -m equal --trace conversation_trace.jsonl

@@ -1,4 +1,4 @@
-"""The comparison itself: both sides are kvarts', and a fault is put into one. `.ci/run equal` runs vLLM."""
+"""Law L15, the comparison itself: both sides are kvarts', and one has a fault. `.ci/run equal` runs vLLM."""
 
 from __future__ import annotations
 
