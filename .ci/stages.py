@@ -79,7 +79,7 @@ python3.11 -m venv --without-pip .venv-{name}
   echo "SKIP: {wheel} cannot be installed here, so NOTHING was compared"
 }}
 """
-TORCH = ".venv/bin/pip --python .venv-vllm/bin/python install -q torch==2.13.0"
+TORCH = ".venv/bin/pip --python .venv-vllm/bin/python install -q --no-warn-conflicts torch==2.13.0"
 
 STAGES = (
     Stage("browser", "Chromium for the report's page, where it can be installed", (BROWSER,), needs=()),
