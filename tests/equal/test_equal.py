@@ -13,6 +13,7 @@ from equal.shrink import describe, shrunk
 from equal.workload import ROWS, Step, Workload, draw_workload
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [row for row in ROWS if row != "published"])  # decoded with vLLM's classes
 def test_every_request_of_a_row_ends_and_the_same_workload_gives_the_same_steps(row: str) -> None:
     workload = draw_workload(row, seed=1)
