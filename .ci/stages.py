@@ -19,7 +19,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,14 +39,16 @@ COMMIT = "$(git rev-list --count HEAD)"
 class Stage:
     """Commands under a name.
 
-    `needs`: stages without which it is not run, if they run at all. `beside`: it runs next to those that follow it,
-    one at a time; its output is printed when it ends. `stops`: later commands are of no use after one has failed.
+    `needs`: stages that must not have failed, where they run at all. `after`: stages that must have ended, however.
+    `beside`: it runs next to those that follow it, one at a time; its output is printed when it ends. `stops`: later
+    commands are of no use after one has failed.
     """
 
     name: str
     about: str
     commands: tuple[str, ...]
     needs: tuple[str, ...] = ("install",)
+    after: tuple[str, ...] = ()
     beside: bool = False
     stops: bool = False
 
@@ -63,6 +66,7 @@ class Outcome:
     """What pytest counted: tests that passed, failed, were skipped."""
 
 
+RUNNING: set[subprocess.Popen[str]] = set()
 BROWSER = """
 if command -v chromedriver > /dev/null; then exit 0; fi
 if command -v apt-get > /dev/null && [ "$(id -u)" = 0 ]; then
@@ -86,7 +90,11 @@ STAGES = (
     Stage(
         "install",
         "an environment with the versions of the lock, each file with its hash",
-        ("python3.11 -m venv .venv", ".venv/bin/pip install -q --require-hashes -r .ci/requirements.txt"),
+        (
+            "python3.11 -m venv .venv",
+            ".venv/bin/pip install -q --require-hashes -r .ci/requirements.txt",
+            ".venv/bin/pip install -q --no-deps --no-build-isolation -e .",
+        ),
         needs=(),
         stops=True,
     ),
@@ -201,7 +209,7 @@ STAGES = (
             # Each commit compares another tenth of transformers' families with generate.
             f".venv/bin/python scripts/model_families.py --tenth {COMMIT}",
         ),
-        needs=("install", "types"),
+        after=("types",),  # which looks into the environment
     ),
     # Its pages on Python import what they describe.
     Stage(
@@ -240,27 +248,30 @@ def environment() -> dict[str, str]:
 def run_command(command: str, outcome: Outcome, *, shows: bool) -> str:
     """Run a command with a limit of time; return what it printed, and note whether it failed."""
     began = time.monotonic()
-    process = subprocess.Popen(
-        ["bash", "-euo", "pipefail", "-c", command],
-        cwd=ROOT,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
     lines = []
-    assert process.stdout is not None
-    with ThreadPoolExecutor(1) as watch:
+    with (
+        subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as process,
+        ThreadPoolExecutor(1) as watch,
+    ):
+        RUNNING.add(process)
         late = watch.submit(kill_late, process)
+        assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
             if shows:
                 print(line, end="", flush=True)
-        process.wait()
         was_killed = late.result()
+    RUNNING.discard(process)
     printed = "".join(lines)
     outcome.seconds += time.monotonic() - began
     outcome.notes += [line.removeprefix("NOTE: ").strip() for line in lines if line.startswith("NOTE: ")]
@@ -276,13 +287,28 @@ def run_command(command: str, outcome: Outcome, *, shows: bool) -> str:
 
 
 def kill_late(process: subprocess.Popen[str]) -> bool:
-    """Kill a command, and what it started, once it has taken too long; return whether that was so."""
+    """Kill a command that takes too long, and what any command leaves running; return whether it took too long."""
     try:
         process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill(process)
+        process.wait()
         return True
+    kill(process)
     return False
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Kill a command and what it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def stop(number: int, frame: object) -> None:
+    """End because of a signal: nothing runs on."""
+    for process in list(RUNNING):
+        kill(process)
+    os._exit(128 + number)
 
 
 def run_stage(stage: Stage, missing: list[str], *, shows: bool) -> Outcome:
@@ -309,6 +335,7 @@ def run_stages(stages: list[Stage]) -> dict[str, Outcome]:
         running: dict[str, Future[Outcome]] = {}
 
         def run(stage: Stage) -> Outcome:
+            wait([running[name] for name in stage.after if name in running])
             missing = [name for name in stage.needs if name in running and running[name].result().failed]
             return run_stage(stage, missing, shows=not stage.beside or len(stages) == 1)
 
@@ -355,6 +382,8 @@ def main() -> int:
         return 0
     if unknown := [name for name in args.stages if name not in by_name]:
         parser.error(f"there is no stage {unknown[0]}; the stages are {' '.join(by_name)}")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     began = time.monotonic()
     outcomes = run_stages([stage for stage in STAGES if not args.stages or stage.name in args.stages])
     print(summary(outcomes, time.monotonic() - began), flush=True)
