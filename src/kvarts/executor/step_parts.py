@@ -99,25 +99,7 @@ class StepParts:
             self._expert_token_ms = 2 * numbers * self._experts.per_token / (expert_flops * cost.expert_efficiency)
         self._expert_devices = cost.expert_parallel
         self._above = busiest_of(cost.expert_parallel)
-        # Communication. One all-reduce follows attention, and another the rest of the layer, unless experts are
-        # divided over ranks: then all tokens are gathered before the experts, and the results scattered after them.
-        self._reduce_token_ms = self._exchange_token_ms = self._pass_token_ms = 0.0
-        num_reduces = num_exchanges = num_passes = 0
-        link = device.link_bytes_per_s * cost.coefficient("link_efficiency") / 1e3
-        token_bytes = geometry.hidden_size * number_bytes
-        if ways > 1:
-            num_reduces = 2 * geometry.num_layers - (expert_layers if self.num_ranks > 1 else 0)
-            self._reduce_token_ms = num_reduces * token_bytes * 2 * (ways - 1) / ways / link
-        if self.num_ranks > 1:
-            every = ways * self.num_ranks
-            num_exchanges = 2 * expert_layers
-            self._exchange_token_ms = num_exchanges * token_bytes * (every - 1) / every / link
-        if self._stages > 1:
-            num_passes = self._stages - 1
-            self._pass_token_ms = num_passes * token_bytes / link
-        self.num_collectives = num_reduces + num_exchanges + num_passes
-        self._collectives_ms = (num_reduces + num_passes) * cost.coefficient("link_us") / 1e3
-        self._collectives_ms += num_exchanges * cost.coefficient("exchange_us") / 1e3
+        self._set_communication(cost, expert_layers)
         # Attention, for one layer: the first that attends.
         first = geometry.attending[0].layer
         kv_bytes = local_layer_bytes_per_token(geometry, first, ways, cost.kv_dtype)
@@ -153,6 +135,33 @@ class StepParts:
         self.context_token_ms = self._decode_pair_ms * sum(layer.decode for layer in self._layers)
         self._is_linear = not (self.has_windows or self._stages > 1)
         """Whether the time of decodes in a CUDA graph is linear in their known tokens."""
+
+    def _set_communication(self, cost: RooflineSettings, expert_layers: int) -> None:
+        """Set the constants of communication between devices.
+
+        One all-reduce follows attention, and another the rest of the layer, unless experts are divided over ranks: then
+        all tokens are gathered before the experts, and the results scattered after them.
+        """
+        from kvarts.hardware.geometry import dtype_bits
+
+        geometry, device, ways = cost.geometry, cost.hardware, cost.tensor_parallel
+        self._reduce_token_ms = self._exchange_token_ms = self._pass_token_ms = 0.0
+        num_reduces = num_exchanges = num_passes = 0
+        link = device.link_bytes_per_s * cost.coefficient("link_efficiency") / 1e3
+        token_bytes = geometry.hidden_size * float(dtype_bits(geometry.dtype, field="dtype")) / 8
+        if ways > 1:
+            num_reduces = 2 * geometry.num_layers - (expert_layers if self.num_ranks > 1 else 0)
+            self._reduce_token_ms = num_reduces * token_bytes * 2 * (ways - 1) / ways / link
+        if self.num_ranks > 1:
+            every = ways * self.num_ranks
+            num_exchanges = 2 * expert_layers
+            self._exchange_token_ms = num_exchanges * token_bytes * (every - 1) / every / link
+        if self._stages > 1:
+            num_passes = self._stages - 1
+            self._pass_token_ms = num_passes * token_bytes / link
+        self.num_collectives = num_reduces + num_exchanges + num_passes
+        self._collectives_ms = (num_reduces + num_passes) * cost.coefficient("link_us") / 1e3
+        self._collectives_ms += num_exchanges * cost.coefficient("exchange_us") / 1e3
 
     def _sparse_layers(
         self, cost: RooflineSettings, sparse: Sparse, head_numbers: int, decode_operations: float

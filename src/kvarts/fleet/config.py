@@ -519,32 +519,8 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
                 scaler.limits_of(pool.role)
         except ConfigError as error:
             raise given.error("scaling.policy", error.what, hint=error.hint) from error
-    token_bytes = transfer.token_bytes
-    if token_bytes is None and transfer.rate is not None:
-        carrying = [pool for pool in pools if pool.role != "mixed" or transfer.pull]
-        known = {pool.model_name: _token_bytes(pool.each) for pool in reversed(carrying)}
-        token_bytes = None if None in known.values() else known[carrying[0].model_name]
-        if token_bytes is None:
-            raise given.error(
-                "transfer.rate",
-                "does not say how long a transfer takes: nothing says what the KV of a token weighs",
-                hint="Give a model and a device, or --transfer token_bytes=N.",
-            )
-        pools = [replace(pool, token_bytes=_token_bytes(pool.each)) for pool in pools]
-    layers = transfer.layers
-    if layers is None and transfer.mode == "layer-wise":
-        counts = list(dict.fromkeys(_num_layers(pool.each) for pool in pools if pool.role != "mixed"))
-        layers = counts[0] if counts else None
-        if len(counts) > 1:
-            raise given.error(
-                "transfer.mode", "is of models that differ in their layers", hint="Give --transfer layers=N for all."
-            )
-        if layers is None:
-            raise given.error(
-                "transfer.mode",
-                "does not say when a layer is computed: nothing says how many layers there are",
-                hint="Give a model and a device, or --transfer layers=N.",
-            )
+    pools, token_bytes = _with_token_bytes(given, pools, transfer)
+    layers = _layers_sent(given, pools, transfer)
     prices = given.build(PriceSettings, "price")
     try:
         of_pools = prices.of_pools([pool.name for pool in pools])
@@ -553,12 +529,12 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             bytes_per_s=transfer.bytes_per_s,
             latency_ms=transfer.latency_ms,
             transfer=transfer.mode,
-            layers=layers or 0,
+            layers=layers,
             sharing=transfer.sharing,
             least_remote=transfer.least_remote,
             hold_s=transfer.hold_s,
             pulls=transfer.pull,
-            token_bytes=token_bytes or 0,
+            token_bytes=token_bytes,
             scaler=None if policy is None else partial(parse_scaler, policy, name_of),
             scaling=policy or "",
             startup_s=scaling.startup_s,
@@ -570,6 +546,42 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             each for section in sections if section.table and not section.is_named for each in section.settings
         ]
         raise given.named(error, of_tables) from error
+
+
+def _with_token_bytes(
+    given: Given, pools: list[PoolConfig], transfer: TransferSettings
+) -> tuple[list[PoolConfig], int]:
+    """Return the pools with the bytes of a token's KV in each, and those that a transfer carries per token."""
+    if transfer.token_bytes is not None or transfer.rate is None:
+        return pools, transfer.token_bytes or 0
+    carrying = [pool for pool in pools if pool.role != "mixed" or transfer.pull]
+    known = {pool.model_name: _token_bytes(pool.each) for pool in reversed(carrying)}
+    token_bytes = None if None in known.values() else known[carrying[0].model_name]
+    if token_bytes is None:
+        raise given.error(
+            "transfer.rate",
+            "does not say how long a transfer takes: nothing says what the KV of a token weighs",
+            hint="Give a model and a device, or --transfer token_bytes=N.",
+        )
+    return [replace(pool, token_bytes=_token_bytes(pool.each)) for pool in pools], token_bytes
+
+
+def _layers_sent(given: Given, pools: list[PoolConfig], transfer: TransferSettings) -> int:
+    """Return the number of layers that are sent one by one; 0 if the transfer is not layer-wise and names none."""
+    if transfer.layers is not None or transfer.mode != "layer-wise":
+        return transfer.layers or 0
+    counts = list(dict.fromkeys(_num_layers(pool.each) for pool in pools if pool.role != "mixed"))
+    if len(counts) > 1:
+        raise given.error(
+            "transfer.mode", "is of models that differ in their layers", hint="Give --transfer layers=N for all."
+        )
+    if not counts or counts[0] is None:
+        raise given.error(
+            "transfer.mode",
+            "does not say when a layer is computed: nothing says how many layers there are",
+            hint="Give a model and a device, or --transfer layers=N.",
+        )
+    return counts[0]
 
 
 def _shared_tiers(given: Given) -> list[str]:

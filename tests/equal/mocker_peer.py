@@ -1,6 +1,6 @@
-"""Replays many small traces with NVIDIA Dynamo's native mocker; run by fuzz_dynamo.py with a Python that has it.
+"""Replays many small traces with NVIDIA Dynamo's native mocker; run by mocker.py with a Python that has it.
 
-Reads a JSON list of cases, prints a JSON list with one list of rows a case.
+Reads a JSON list of cases, prints a JSON list with one list of rows per case.
 """
 
 # mypy: ignore-errors

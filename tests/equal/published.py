@@ -1,0 +1,75 @@
+"""KV events as they are published: both sides' events, decoded with vLLM's classes, in the form of a Step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+from equal.workload import Step
+from kvarts.serve.kv_events.batches import Batch, EventGroup, Wire
+
+
+class Published:
+    """Encodes kvarts' KV events as they are published, and decodes them with vLLM's classes into the present step."""
+
+    def __init__(self, recorder: Any, groups: list[tuple[str, int | None]]) -> None:
+        self._recorder = recorder
+        kinds = [EventGroup(kind, span) for kind, span in groups]  # type: ignore[arg-type]
+        self._wire = Wire("map", hash_bytes=True, groups=kinds)
+        self._decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+        self._copies: Counter[tuple[int, str]] = Counter()
+
+    def put(self, batch: Batch) -> None:
+        """Receive a batch."""
+        events = self._decode(self._wire.encode(batch.told, batch.time_s)).events
+        note_blocks(self._recorder.step, events, self._copies, publishes=True)
+
+    def pace(self) -> None:
+        """Do not wait."""
+
+
+def note_blocks(
+    done: Step, events: Sequence[Any], copies: Counter[tuple[int, str]], *, publishes: bool = False
+) -> None:
+    """Note which hashes became findable and which were evicted; with `publishes`, all that their events report.
+
+    vLLM has an event for each copy of a block. `copies`: how many there are; only the first and the last one count.
+    """
+    for event in events:
+        group = event.group_idx or 0
+        fields = dict(fields_of(event)) if publishes and isinstance(event, BlockStored) else {}
+        for each in event.block_hashes:
+            name = group, each.hex()
+            if isinstance(event, BlockStored):
+                copies[name] += 1
+                if copies[name] == 1:
+                    done.stored.append(name)
+                    if publishes:
+                        done.published[name] = fields[name]
+            else:
+                copies[name] -= 1
+                if not copies[name]:
+                    done.removed.append(name)
+
+
+def fields_of(event: Any) -> Iterator[tuple[tuple[int, str], str]]:
+    """Yield the fields that a KV event has of each of its blocks."""
+    size = event.block_size
+    parent = event.parent_block_hash
+    assert len(event.token_ids) == len(event.block_hashes) * size
+    for place, key in enumerate(event.block_hashes):
+        published = {
+            "parent": None if parent is None else parent.hex(),
+            "tokens": event.token_ids[place * size : (place + 1) * size],
+            "extra keys": event.extra_keys and event.extra_keys[place],
+            "size": size,
+            "medium": event.medium,
+            "kind": (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window),
+            "lora": (event.lora_id, event.lora_name),
+        }
+        yield (event.group_idx or 0, key.hex()), str(published)
+        parent = key
