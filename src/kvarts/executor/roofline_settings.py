@@ -365,7 +365,7 @@ class RooflineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """The geometry of the model."""
         from kvarts.hardware.model_config import load_geometry  # imported only if a roofline is used
 
-        return load_geometry(self.llm).stored_as(self.weight_dtype)
+        return load_geometry(self.llm, self.weight_dtype).on(self.hardware)
 
     @cached_property
     def hardware(self) -> Device:

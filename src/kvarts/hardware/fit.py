@@ -8,14 +8,16 @@ import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.hardware.device import Device
-from kvarts.hardware.geometry import Geometry, dtype_bits, whole_bytes
+from kvarts.hardware.geometry import Geometry
 from kvarts.hardware.kv_groups import KvLayer
+from kvarts.hardware.number_formats import dtype_bits, whole_bytes
 from kvarts.limits import check_whole
 
 __all__ = [
     "LocalGroup",
     "MemoryFit",
     "SequenceFit",
+    "draft_bytes_per_token",
     "fit_memory",
     "fit_sequences",
     "local_kv_bytes_per_token",
@@ -69,19 +71,25 @@ def local_kv_bytes_per_token(
     KV heads are split over the devices, with at least one per device; latent KV is replicated on each device. With
     `pipeline_parallel` stages, this is for the stage with the most layers.
     """
-    bits = dtype_bits(kv_dtype or geometry.dtype, field="kv_dtype")
-    total = whole_bytes(sum((group.token_bits(bits, tensor_parallel) for group in geometry.kv_groups), Fraction(0)))
+    kept = geometry.kept_as(kv_dtype)
+    total = whole_bytes(sum((group.token_bits(kept, tensor_parallel) for group in geometry.kv_groups), Fraction(0)))
     if pipeline_parallel > 1:
         total = total * -(-geometry.num_layers // pipeline_parallel) // geometry.num_layers
     return total
+
+
+def draft_bytes_per_token(geometry: Geometry, tensor_parallel: int = 1, kv_dtype: str | None = None) -> int:
+    """Return the bytes of KV per token that a layer keeps that drafts, on one of `tensor_parallel` devices."""
+    if geometry.draft is None:
+        return 0
+    return whole_bytes(geometry.draft.read_bits(geometry.kept_as(kv_dtype), tensor_parallel))
 
 
 def local_layer_bytes_per_token(
     geometry: Geometry, layer: KvLayer, tensor_parallel: int = 1, kv_dtype: str | None = None
 ) -> float:
     """Return the bytes that an attending layer reads per token on one of `tensor_parallel` devices."""
-    bits = dtype_bits(kv_dtype or geometry.dtype, field="kv_dtype")
-    return float(-(-layer.num_heads // tensor_parallel) * layer.head_numbers * bits / 8)
+    return float(layer.read_bits(geometry.kept_as(kv_dtype), tensor_parallel) / 8)
 
 
 def local_weight_bytes(
@@ -150,7 +158,7 @@ def fit_memory(
     page_bytes = page_size * local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype, pipeline_parallel)
     if num_draft_layers:
         weight_bytes += -(-weight_bytes * num_draft_layers // geometry.num_layers)
-        page_bytes += -(-page_bytes * num_draft_layers // geometry.num_layers)
+        page_bytes += page_size * num_draft_layers * draft_bytes_per_token(geometry, tensor_parallel, kv_dtype)
     kv_bytes = int(memory_fraction * device.memory_bytes) - weight_bytes - activation_bytes - CONTEXT_BYTES
     state_bytes = local_state_bytes(geometry, max_num_seqs, tensor_parallel, pipeline_parallel)
     fit = MemoryFit(
@@ -211,13 +219,13 @@ def local_kv_groups(
     KV heads and states are split over the devices, latent KV is replicated on each. With `pipeline_parallel` stages,
     this is for the stage with the most layers, with its share of every group.
     """
-    bits = dtype_bits(kv_dtype or geometry.dtype, field="kv_dtype")
+    kept = geometry.kept_as(kv_dtype)
     stage = Fraction(-(-geometry.num_layers // pipeline_parallel), geometry.num_layers)
     return [
         LocalGroup(
             layer=group.layer,
             num_layers=group.num_layers,
-            page_bytes=whole_bytes(page_size * group.token_bits(bits, tensor_parallel) * stage),
+            page_bytes=whole_bytes(page_size * group.token_bits(kept, tensor_parallel) * stage),
             state_bytes=whole_bytes(Fraction(8 * group.num_layers * group.layer.state_bytes, tensor_parallel) * stage),
         )
         for group in geometry.kv_groups

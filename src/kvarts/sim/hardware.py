@@ -190,7 +190,8 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
     ConfigError for anything unknown or missing.
     """
     from kvarts.executor.roofline import RooflineCost
-    from kvarts.hardware.fit import local_kv_bytes_per_token
+    from kvarts.hardware.device import load_device
+    from kvarts.hardware.fit import draft_bytes_per_token, local_kv_bytes_per_token
     from kvarts.hardware.model_config import load_geometry  # imported only for a replay that names a model
 
     if model.model is None:
@@ -204,7 +205,7 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
         raise SettingError(
             "says nothing without a device", *fields, hint="Model and device go together: {device} NAME.", of=model
         )
-    geometry = load_geometry(model.model).stored_as(model.weight_dtype)
+    geometry = load_geometry(model.model, model.weight_dtype).on(load_device(on.device))
     facts: dict[str, Any] = {
         "llm": model.model,
         "device": on.device,
@@ -225,7 +226,7 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
     token_bytes = local_kv_bytes_per_token(geometry, on.tensor_parallel, model.kv_dtype, on.pipeline_parallel)
     drafts = isinstance(cost, RooflineCost) and cost.speculative_tokens > 0
     if drafts:
-        token_bytes += -(-token_bytes // geometry.num_layers)  # the layer that drafts keeps KV as well
+        token_bytes += draft_bytes_per_token(geometry, on.tensor_parallel, model.kv_dtype)
     return Placed(cost=cost, kv_bytes_per_token=token_bytes, geometry=geometry, num_draft_layers=int(drafts))
 
 
