@@ -45,7 +45,9 @@ _GROUPED = ("awq", "gptq", "auto-round", "autoround", "intel/auto-round", "auto_
 _IGNORED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "llm_int8_skip_modules")
 _ELSEWHERE = re.compile(r"(^|\.)(mtp|visual|vision\w*|audio\w*|embed_vision)\b")
 """Modules outside of the text model: layers that draft, and towers of other media."""
-HINT = "Known are fp8, mxfp4, modelopt, compressed-tensors, awq, gptq, auto-round and bitsandbytes; --weight-dtype tells it."
+HINT = (
+    "Known are fp8, mxfp4, modelopt, compressed-tensors, awq, gptq, auto-round and bitsandbytes; weight_dtype tells it."
+)
 
 
 class WeightFormats:

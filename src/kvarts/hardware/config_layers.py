@@ -409,7 +409,7 @@ def _number(values: dict[str, Any], key: str, default: int | None, field: str, p
 
 
 def read_draft(config: ConfigFields, layers: tuple[KvLayer, ...], head_dim: int, path: Path | None) -> KvLayer:
-    """Return the KV of a layer that drafts: of the kind that attends to all tokens, unless the family says otherwise."""
+    """Return the KV of a layer that drafts: of the kind that attends to all tokens, unless the family differs."""
     if config.model_type in ("mimo_v2_flash", "deepseek_v4", "step3p5"):
         if config.layer_types is None or len(config.layer_types) == len(layers):
             return _layers_by_kind(config, head_dim, 0, path)["sliding_attention"]
@@ -709,7 +709,7 @@ def _by_layer(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) ->
 
 
 def _deepseek_4(config: ConfigFields, num_layers: int, head_dim: int) -> Extra:
-    """Return the difference of DeepSeek V4's layers from plain ones: low ranks, compressors, indexers, mixed streams."""
+    """Return the difference of DeepSeek V4's layers from plain ones: ranks, compressors, indexers, mixed streams."""
     hidden, heads, streams = config.hidden_size, config.num_attention_heads, config.hc_mult
     rank = config.q_lora_rank or hidden
     attention = rank * (hidden + heads * head_dim) + hidden * head_dim

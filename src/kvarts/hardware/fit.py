@@ -17,6 +17,7 @@ __all__ = [
     "LocalGroup",
     "MemoryFit",
     "SequenceFit",
+    "check_split",
     "draft_bytes_per_token",
     "fit_memory",
     "fit_sequences",
@@ -61,6 +62,73 @@ class MemoryFit(msgspec.Struct, frozen=True):
             f"({self.memory_fraction:g} x {gib[0]} memory - {gib[1]} weights - {gib[2]} activations - "
             f"{gib[3]} context{states}) GiB / {self.page_bytes:,} bytes = {self.num_pages:,} pages"
         )
+
+
+def check_split(
+    geometry: Geometry,
+    *,
+    tensor_parallel: int = 1,
+    data_parallel: int = 1,
+    expert_parallel: int = 1,
+    pipeline_parallel: int = 1,
+) -> None:
+    """Raise ConfigError, with the field, if engines would refuse to divide a model in these ways.
+
+    Heads are divided evenly; KV heads evenly, or each is on the same number of devices. With weights in fp8, a device
+    has whole blocks of numbers that share a scale (vLLM 0.32, quantization/utils/fp8_utils.py).
+    """
+    hint = "Engines refuse that, too: give a divisor of the number of heads."
+    if geometry.num_heads % tensor_parallel:
+        heads = geometry.num_heads
+        raise ConfigError(
+            f"{tensor_parallel} devices cannot share the {heads} attention heads of {geometry.name} evenly",
+            field="tensor_parallel",
+            hint=hint,
+        )
+    for heads in sorted({layer.num_heads for layer in geometry.layers if layer.attends and layer.kind != "latent"}):
+        if heads > 1 and heads % tensor_parallel and tensor_parallel % heads:
+            raise ConfigError(
+                f"{tensor_parallel} devices cannot share the {heads} KV heads of {geometry.name} evenly",
+                field="tensor_parallel",
+                hint=hint,
+            )
+    every = tensor_parallel * data_parallel
+    if expert_parallel > 1 and geometry.experts is None:
+        raise ConfigError(f"{geometry.name} has no experts", field="expert_parallel")
+    if expert_parallel > 1 and expert_parallel != every:
+        raise ConfigError(
+            f"must be 1 or {every}, got {expert_parallel}",
+            field="expert_parallel",
+            hint="Experts are divided over all devices of all ranks: tensor_parallel x data_parallel.",
+        )
+    if pipeline_parallel > geometry.num_layers:
+        raise ConfigError(
+            f"must be at most {geometry.num_layers}, the layers of {geometry.name}, got {pipeline_parallel}",
+            field="pipeline_parallel",
+        )
+    if geometry.fp8_block is not None:
+        _check_blocks(geometry, min(geometry.fp8_block), tensor_parallel, every if expert_parallel == 1 else 1)
+
+
+def _check_blocks(geometry: Geometry, block: int, tensor_parallel: int, expert_ways: int) -> None:
+    experts, latent = geometry.experts, geometry.latent
+    widths = {
+        "attention output": (geometry.num_heads * (latent.v_dim if latent else geometry.head_dim), tensor_parallel)
+    }
+    if geometry.num_dense_layers and geometry.weight_dtype == "fp8-block":
+        widths["feed-forward"] = (geometry.intermediate_size, tensor_parallel)
+    if experts is not None and geometry.expert_dtype == "fp8-block":
+        widths["expert"] = (experts.intermediate_size, expert_ways)
+        if experts.shared_size:
+            widths["shared expert"] = (experts.shared_size, tensor_parallel)
+    for what, (width, ways) in widths.items():
+        if ways > 1 and (width % ways or width // ways % block):
+            raise ConfigError(
+                f"{ways} devices leave {width / ways:g} of the {width:,} numbers of {geometry.name}'s {what} width, "
+                f"and its fp8 weights have a scale per {block}",
+                field="tensor_parallel",
+                hint="vLLM refuses that: use fewer devices per split, or divide whole experts (expert_parallel).",
+            )
 
 
 def local_kv_bytes_per_token(

@@ -107,7 +107,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     matrices in another format than that: of what (common, experts, head), format, and how many. `total_bytes`: those of
     the weights, as the index of a checkpoint says. `kv_dtype`: format of KV that the checkpoint names. `caches`: what
     layers keep beside `layers`. `draft`: the KV of a layer that drafts. `fp8_block`: rows and columns of a scale.
-    `notes`: what was read otherwise than it is written.
+    `notes`: what was read otherwise than it is written. `counts_weights`: False if the number of weights is not known.
     """
 
     name: str
@@ -144,6 +144,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     draft: KvLayer | None = None
     fp8_block: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
+    counts_weights: bool = True
 
     @property
     def num_layers(self) -> int:

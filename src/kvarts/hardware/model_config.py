@@ -146,9 +146,10 @@ def _total_bytes(index: Path) -> int | None:
 def _is_file(name: str) -> bool:
     if "/" not in name:
         return False
-    from os.path import exists
+    from pathlib import Path
 
-    return exists(name)
+    with reading(Path(name)):
+        return Path(name).exists()
 
 
 def _hub_names() -> dict[str, str]:
@@ -462,8 +463,8 @@ def _has_experts(config: ConfigFields, num_layers: int, path: Path | None) -> li
         chosen = config.moe_layers
         return [(layer + 1) % every == 0 if chosen is None else layer in chosen for layer in layers]
     if family == "step3p5" and config.moe_layers_enum is not None:
-        said = config.moe_layers_enum
-        numbers = [part.strip() for part in said.split(",")] if isinstance(said, str) else list(map(str, said))
+        listed = config.moe_layers_enum
+        numbers = [part.strip() for part in listed.split(",")] if isinstance(listed, str) else list(map(str, listed))
         return [str(layer) in numbers for layer in layers]
     if isinstance(config.moe_layer_freq, list):
         if len(config.moe_layer_freq) != num_layers:
