@@ -35,6 +35,9 @@ def table() -> dict[str, Any]:
             for field in fields
             if field.name in FIELDS and field.default is not dataclasses.MISSING and field.default is not None
         }
+        kinds = getattr(CONFIG_MAPPING[family](), "mlp_layer_types", None) or []
+        if "dense" in kinds and "sparse" in kinds:  # the first layers have no experts, unless the config lists them
+            values.setdefault("first_k_dense_replace", kinds.index("sparse"))
         families[family] = {key: values[key] for key in sorted(values)}
         own = getattr(CONFIG_MAPPING[family], "attribute_map", {})
         names[family] = {one: other for one, other in sorted(own.items()) if {one, other} & FIELDS}

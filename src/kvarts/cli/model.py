@@ -29,10 +29,12 @@ __all__ = ["group_values", "layers_text", "model_command", "numbers_text", "sequ
 def layers_text(geometry: Geometry) -> str:
     """Return the number of layers of each kind, by the tokens that they attend to."""
     counts: dict[str, int] = {}
-    for group in geometry.kv_groups:
-        what = _what(group.layer)
-        counts[what] = counts.get(what, 0) + group.num_layers
-    return ", ".join(f"{count} {what}" for what, count in counts.items())
+    for layer in geometry.layers:
+        what = _what(layer)
+        counts[what] = counts.get(what, 0) + 1
+    text = ", ".join(f"{count} {what}" for what, count in counts.items())
+    compressed = sum(cache.every > 1 and cache.num_vectors == 1 for cache in geometry.caches)
+    return f"{text}; beside them {compressed} caches of compressed tokens" if compressed else text
 
 
 def _what(layer: KvLayer) -> str:
@@ -282,7 +284,8 @@ def _geometry(model: str, kv_layout: Path | None, weight_dtype: str | None) -> G
         return load_geometry(model, weight_dtype)
     except ConfigError as error:
         if error.hint is not None and LAYOUT_HINT in error.hint:
-            hint = f"{error.hint} It has five lines, such as\n{EXAMPLE}"
+            lines = " | ".join(line.strip() for line in EXAMPLE.splitlines())
+            hint = f"{error.hint} It has five lines, such as: {lines}"
             raise ConfigError(error.what, path=error.path, field=error.field, hint=hint) from error
         raise
 

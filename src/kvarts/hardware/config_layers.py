@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "FAMILIES",
     "ConfigFields",
-    "num_layers_of",
     "like",
+    "num_layers_of",
     "read_caches",
     "read_draft",
     "read_extra",
@@ -204,7 +204,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {},
     "phi3": {},
     "smollm3": {},
-    "seed_oss": {},
+    "seed_oss": {"has_output_bias": False},
     "olmo3": {},
     "exaone4": {"has_qk_norm": True},
     "cohere2": {"num_norms": 1},
@@ -675,7 +675,8 @@ def read_extra(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) -
         return _deepseek_4(config, len(layers), head_dim)
     if family == "minimax_m3_vl_text":
         own = config.sparse_attention_config or {}
-        heads, width = own.get("sparse_num_index_heads", 4), own.get("sparse_index_dim", config.index_head_dim)
+        heads = own.get("sparse_num_index_heads", config.index_n_heads or 4)
+        width = own.get("sparse_index_dim", config.index_head_dim)
         num_indexed = sum(layer.fixed_bytes > 0 for layer in layers)
         return Extra(matrix=num_indexed * config.hidden_size * width * (heads + 1), small=num_indexed * 2 * width)
     if (family == "minimax_m2" and config.use_qk_norm) or family == "olmo3":

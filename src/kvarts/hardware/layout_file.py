@@ -55,12 +55,13 @@ def load_layout(name: str, path: Path) -> Geometry:
 
     Raise MissingFileError for a missing file, InputError for one that is not understood.
     """
-    values = read_toml(path, hint=f"A file has lines such as\n{EXAMPLE}")
+    hint = "A file has lines such as: " + " | ".join(line.strip() for line in EXAMPLE.splitlines())
+    values = read_toml(path, hint=hint)
     try:
         file = msgspec.convert(values, _File)
     except msgspec.ValidationError as error:
         what, field = parts_of(error)
-        raise InputError(what, path=path, field=field, hint=f"A file has lines such as\n{EXAMPLE}") from error
+        raise InputError(what, path=path, field=field, hint=hint) from error
     layers: list[KvLayer] = []
     for index, one in enumerate(file.layers):
         layers += [_layer(one, f"layers[{index}]", path)] * one.count
@@ -80,7 +81,7 @@ def load_layout(name: str, path: Path) -> Geometry:
         hidden_size=file.hidden_size,
         vocab_size=file.vocab_size,
         layers=tuple(layers),
-        num_heads=max(heads, max(layer.num_heads for layer in layers)),
+        num_heads=max(layer.num_heads for layer in layers),
         num_kv_heads=heads,
         head_dim=1,
         intermediate_size=0,

@@ -32,8 +32,9 @@ from kvarts.limits import MOST_BYTES, brief
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LAYOUT_HINT", "check_config", "load_geometry", "preset_names", "read_geometry"]
+__all__ = ["LAYOUT_HINT", "check_config", "hub_models", "load_geometry", "preset_names", "read_geometry"]
 
+HUB = "https://huggingface.co/"
 _NESTED = ("text_config", "language_config", "llm_config")
 _OUTER = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
 LAYOUT_HINT = "For any other model, --kv-layout FILE states what its layers keep."
@@ -54,11 +55,10 @@ def load_geometry(model: str | Path, weight_dtype: str | None = None) -> Geometr
     Raise MissingFileError if neither exists, InputError for a file that is not a config, and ConfigError for an
     unsupported model type.
     """
-    presets = _presets()
     name = str(model)
-    preset = presets.get(_preset_of(name.lower()))
-    if preset is not None and not _is_file(name):
-        return _geometry(_preset_of(name.lower()), preset["source"], preset, None, weight_dtype)
+    known = _known(name)
+    if known is not None:
+        return _geometry(known[0], known[1]["source"], known[1], None, weight_dtype)
     from pathlib import Path
 
     path = Path(model)
@@ -67,7 +67,7 @@ def load_geometry(model: str | Path, weight_dtype: str | None = None) -> Geometr
             path /= "config.json"
         is_there = path.exists()
     if not is_there:
-        close = did_you_mean(name, [*presets, *_hub_names()])
+        close = did_you_mean(name, [*_presets(), *hub_models()])
         raise MissingFileError(
             "is neither a model known by name nor a config.json",
             path=name,
@@ -152,27 +152,30 @@ def _is_file(name: str) -> bool:
         return Path(name).exists()
 
 
-def _hub_names() -> dict[str, str]:
-    """Return the presets by the names of the hub's repositories that have their configs, with case as there."""
-    names: dict[str, str] = {}
+def hub_models() -> dict[str, dict[str, Any]]:
+    """Return the configs of the hub's repositories that are known by their ids, in the case of the hub."""
+    from pkgutil import get_data
+
+    text = get_data("kvarts.hardware", "presets/hub.json")
+    assert text is not None
+    configs: dict[str, dict[str, Any]] = msgspec.json.decode(text)
     for name, preset in _presets().items():
-        for repository in (*_repositories(preset["source"]), *preset.get("hub", ())):
-            names.setdefault(repository, name)
-    return names
+        repository = "/".join(preset["source"].removeprefix(HUB).split("/")[:2])
+        configs[repository] = {**preset, "name": name}
+    return configs
 
 
-def _repositories(source: str) -> list[str]:
-    start = "https://huggingface.co/"
-    if not source.startswith(start):
-        return []
-    return ["/".join(source.removeprefix(start).split("/")[:2])]
-
-
-def _preset_of(name: str) -> str:
-    """Return the name of a preset for a name in small letters, which may be that of a repository of the hub."""
-    if "/" not in name:
-        return name
-    return {repository.lower(): preset for repository, preset in _hub_names().items()}.get(name, name)
+def _known(name: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the name and the config of a model that is known by its name, or by the id of a repository of the hub."""
+    presets = _presets()
+    if name.lower() in presets:
+        return name.lower(), presets[name.lower()]
+    if "/" not in name or _is_file(name):
+        return None
+    for repository, config in hub_models().items():
+        if repository.lower() == name.lower():
+            return config.get("name", repository), {"source": f"{HUB}{repository}/blob/main/config.json", **config}
+    return None
 
 
 def _with_infinities(data: bytes) -> Any:
