@@ -69,7 +69,7 @@ class ConfigFields(msgspec.Struct):
     quantization_config: dict[str, Any] | None = None
     expert_dtype: str | None = None
     # KV of layers.
-    sliding_window: Count | None = None
+    sliding_window: Some | None = None
     use_sliding_window: bool | None = None
     max_window_layers: Some | None = None
     sliding_window_pattern: Count | None = None
@@ -299,7 +299,7 @@ def _default_types(config: ConfigFields, num_layers: int, path: Path | None) -> 
         full = own.get("full_attn_layers", range(5, num_layers + 1, 4))  # counted from 1
         return ["full_attention" if layer + 1 in full else "linear_attention" for layer in range(num_layers)]
     if family == "mimo_v2_flash":
-        windows = config.hybrid_layer_pattern or [layer % 5 > 0 for layer in range(num_layers)]
+        windows = config.hybrid_layer_pattern or [layer > 0 and (layer + 1) % 6 > 0 for layer in range(num_layers)]
         return ["sliding_attention" if window else "full_attention" for window in windows]
     if family == "deepseek_v4":
         return _compressed_types(config, num_layers, path)
@@ -366,11 +366,11 @@ def _layers_by_kind(config: ConfigFields, head_dim: int, state_bytes: int, path:
         full = KvLayer(kind="latent", num_heads=1, head_numbers=rank + rope, num_vectors=1, packed_bytes=packed)
     narrow = full
     other = config.attention_other_setting or {}
-    if config.model_type == "mimo_v2_flash" and config.swa_head_dim is not None:
+    if config.model_type == "mimo_v2_flash":
         narrow = KvLayer(
             kind="full",
-            num_heads=config.swa_num_key_value_heads or heads,
-            head_numbers=config.swa_head_dim + (config.swa_v_head_dim or config.swa_head_dim),
+            num_heads=config.swa_num_key_value_heads or 2 * heads,
+            head_numbers=(config.swa_head_dim or head_dim) + (config.swa_v_head_dim or values),
         )
     elif config.model_type == "step3p5" and other:
         narrow = KvLayer(
@@ -384,7 +384,7 @@ def _layers_by_kind(config: ConfigFields, head_dim: int, state_bytes: int, path:
         narrow = KvLayer(
             kind="full", num_heads=1, head_numbers=head_dim, num_vectors=1, packed_bytes=packed, own_dtype="fp8"
         )
-    window = None if config.use_sliding_window is False else config.sliding_window
+    window = None if config.use_sliding_window is False else config.sliding_window or None
     bounded = _bounded(narrow, "window", window, path)
     return {
         "full_attention": _global_layer(config) if config.model_type == "gemma4_text" else full,
@@ -519,9 +519,9 @@ def take_global_heads(config: ConfigFields, num_layers: int, path: Path | None) 
 
     Raise ConfigError for layers that differ in anything else.
     """
-    own = config.per_layer_config
-    if own is None:
+    if not config.per_layer_config:
         return
+    own = {number.lstrip("0") or "0": one for number, one in config.per_layer_config.items()}
     types = block_types(config, num_layers, path)
     full = {str(number) for number, kind in enumerate(types) if kind == "full_attention"}
     said = list(own.values())
