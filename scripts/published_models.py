@@ -3,7 +3,8 @@
 `python scripts/published_models.py CONFIGS` reads a directory with files `ORGANISATION--NAME_config.json`, as the wheel
 aiconfigurator_core 0.12.0 has in `model_configs`, each with its hf_quant_config.json beside it, and writes their fields
 that kvarts reads to src/kvarts/hardware/presets/hub.json. Lists of modules are shortened to wildcards where that gives
-the same sizes.
+the same sizes. `python scripts/published_models.py --table` writes the table of sizes in docs/models.md, and without
+arguments the script exits with 1 if that table is another.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ from typing import Any
 
 import msgspec
 
+from kvarts.errors import ConfigError
 from kvarts.hardware import model_config
 from kvarts.hardware.config_layers import ConfigFields
+from kvarts.hardware.device import Device, load_device
+from kvarts.hardware.fit import check_split, fit_memory, fit_sequences
 from kvarts.hardware.geometry import Geometry
 
 PATH = Path(__file__).parents[1] / "src/kvarts/hardware/presets/hub.json"
+DOCS = Path(__file__).parents[1] / "docs/models.md"
+BEGIN, END = "<!-- sizes -->", "<!-- end of sizes -->"
+DEVICE, SPLITS, LENGTH = "h200-141gb", (1, 2, 4, 8), 32_768
 FIELDS = {*ConfigFields.__struct_encode_fields__, "num_experts_per_token", "num_shared_experts", "num_attention_groups"}
 NEEDED = ("quant_method", "quant_algo", "weight_block_size", "bits", "group_size", "kv_cache_scheme")
 NEEDED += ("kv_cache_quant_algo", "config_groups", "ignore", "modules_to_not_convert", "quantized_layers")
@@ -89,13 +96,11 @@ def compact(values: dict[str, Any], read: Callable[[dict[str, Any]], Geometry]) 
     return kept
 
 
-def main() -> int:
-    """Write the file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("configs", type=Path)
+def write_configs(configs: Path) -> int:
+    """Write the file of configs."""
     models: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for path in sorted(parser.parse_args().configs.glob("*--*_config.json")):
+        for path in sorted(configs.glob("*--*_config.json")):
             if path.name.endswith("_hf_quant_config.json"):
                 continue
             repository = path.name.removesuffix("_config.json").replace("--", "/", 1)
@@ -135,6 +140,60 @@ def main() -> int:
         f"{msgspec.json.encode(name).decode()}:{msgspec.json.encode(own).decode()}" for name, own in models.items()
     ]
     PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return 0
+
+
+def table() -> str:
+    """Return the rows of all models that are known by the ids of the hub."""
+    device = load_device(DEVICE)
+    lines = [
+        "| model | weights | KV a token | in fp8 | states | groups | " + " | ".join(f"{n}x" for n in SPLITS) + " |"
+    ]
+    lines.append("|---|---:|---:|---:|---:|---:|" + "---:|" * len(SPLITS))
+    for name in sorted(model_config.hub_models(), key=str.lower):
+        geometry = model_config.load_geometry(name)
+        groups = [group for group in geometry.kv_groups if group.layer.keeps_tokens or group.layer.kind == "state"]
+        cells = [
+            f"[{name}]({geometry.source.partition(', ')[0]})",
+            f"{geometry.weight_bytes / 1e9:,.1f} GB",
+            f"{geometry.kv_bytes_per_token('auto'):,}",
+            f"{geometry.kv_bytes_per_token('fp8'):,}",
+            f"{geometry.state_bytes / 1e6:,.1f} MB" if geometry.state_bytes else "",
+            str(len(groups)),
+            *(_fitting(geometry, device, split) for split in SPLITS),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _fitting(geometry: Geometry, device: Device, split: int) -> str:
+    """Return the tokens of sequences of LENGTH tokens that fit on `split` devices."""
+    sizes = {"page_size": 16, "tensor_parallel": split, "max_num_batched_tokens": 8192}
+    try:
+        check_split(geometry, tensor_parallel=split)
+        fit = fit_memory(geometry, device, memory_fraction=0.92, max_num_seqs=1, **sizes)
+    except ConfigError:
+        return ""
+    sequences = fit_sequences(geometry, LENGTH, memory=fit, **sizes).num_sequences or 0
+    return f"{sequences * LENGTH / 1e6:,.2f} M" if sequences else ""
+
+
+def main() -> int:
+    """Write the configs or the table, or compare the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("configs", type=Path, nargs="?")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if options.configs is not None:
+        return write_configs(options.configs)
+    text = DOCS.read_text()
+    before, rest = text.split(BEGIN, 1)
+    made = f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END, 1)[1]}"
+    if options.table:
+        DOCS.write_text(made)
+    elif made != text:
+        print(f"{DOCS}: the table of sizes is another: write it again with --table", file=sys.stderr)
+        return 1
     return 0
 
 

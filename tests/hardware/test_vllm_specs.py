@@ -123,3 +123,14 @@ def test_defaults_are_those_of_the_classes(tmp_path: Path) -> None:
             assert read[0] == read[1], family
             num_equal += 1
     assert num_equal >= len(table["families"]) - 8
+
+
+@pytest.mark.long
+def test_the_table_of_sizes_is_what_is_read() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+    import published_models
+
+    text = published_models.DOCS.read_text()
+    assert (
+        text.partition(published_models.BEGIN)[2].partition(published_models.END)[0].strip() == published_models.table()
+    )
