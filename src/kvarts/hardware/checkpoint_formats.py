@@ -1,7 +1,7 @@
-"""Number formats of a checkpoint, from its quantization config: of the weights of each module, and of KV.
+"""Number formats of a checkpoint, from its quantization config: weights of each module, and KV.
 
 Read as vLLM 0.32 does: `quantization_config` of config.json, else the file hf_quant_config.json that ModelOpt writes
-beside it. Methods: fp8, mxfp4, ModelOpt, compressed-tensors, AWQ, GPTQ, AutoRound and bitsandbytes.
+next to it. Methods: fp8, mxfp4, ModelOpt, compressed-tensors, AWQ, GPTQ, AutoRound and bitsandbytes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ HINT = (
 
 
 class WeightFormats:
-    """The format of each module: `usual`, unless a name or a pattern says another. `plain`: what is not quantized."""
+    """The format of each module: `usual`, except for names and patterns with another. `plain`: without quantization."""
 
     def __init__(self, usual: str, plain: str, *, only_experts: bool = False) -> None:
         self.usual = usual
@@ -219,7 +219,7 @@ def fp8_block_of(quantization: dict[str, Any] | None) -> tuple[int, int] | None:
 
 
 def kv_format_of(quantization: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Return the format of KV that a checkpoint names, or None, and a note if vLLM would ignore what it says."""
+    """Return the format of KV that a checkpoint names, or None, and a note if vLLM would ignore it."""
     inner = quantization.get("quantization")
     inner = inner if isinstance(inner, dict) else {}
     method = quantization.get("quant_method", "")

@@ -245,7 +245,7 @@ def num_layers_of(config: ConfigFields, path: Path | None) -> int:
 def block_types(config: ConfigFields, num_layers: int, path: Path | None) -> list[str]:
     """Return the kind of each layer, named as in transformers. Raise InputError and ConfigError for bad values.
 
-    A list that is longer goes on with the layers that draft.
+    Further elements name the layers that draft.
     """
     types = _types(config)
     if types is None:
@@ -315,7 +315,7 @@ def _default_types(config: ConfigFields, num_layers: int, path: Path | None) -> 
 
 
 def _compressed_types(config: ConfigFields, num_layers: int, path: Path | None) -> list[str]:
-    """Return the kinds of DeepSeek V4's layers: what `compress_ratios` says, which goes on with drafting layers."""
+    """Return the kinds of DeepSeek V4's layers: those of `compress_ratios`, which also lists the drafting layers."""
     if config.compress_ratios is None:
         heavy, sparse = "heavily_compressed_attention", "compressed_sparse_attention"
         return [heavy if layer < 2 or layer % 2 == 0 else sparse for layer in range(num_layers)]
@@ -400,7 +400,7 @@ def _layers_by_kind(config: ConfigFields, head_dim: int, state_bytes: int, path:
 
 
 def _number(values: dict[str, Any], key: str, default: int | None, field: str, path: Path | None) -> int:
-    """Return a count in a nested object. Raise InputError if it is none, or missing without a default."""
+    """Return a count in a nested object. Raise InputError for other values, or none without a default."""
     value = values.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_COUNT:
@@ -409,7 +409,7 @@ def _number(values: dict[str, Any], key: str, default: int | None, field: str, p
 
 
 def read_draft(config: ConfigFields, layers: tuple[KvLayer, ...], head_dim: int, path: Path | None) -> KvLayer:
-    """Return the KV of a layer that drafts: of the kind that attends to all tokens, unless the family differs."""
+    """Return the KV of a drafting layer: that of layers which attend to all tokens, except in some families."""
     if config.model_type in ("mimo_v2_flash", "deepseek_v4", "step3p5"):
         if config.layer_types is None or len(config.layer_types) == len(layers):
             return _layers_by_kind(config, head_dim, 0, path)["sliding_attention"]
@@ -421,7 +421,7 @@ def read_draft(config: ConfigFields, layers: tuple[KvLayer, ...], head_dim: int,
 
 
 def read_caches(config: ConfigFields, num_layers: int, head_dim: int, path: Path | None) -> tuple[KvLayer, ...]:
-    """Return what DeepSeek V4's layers keep beside their windows, layer by layer.
+    """Return the further caches of DeepSeek V4's layers, layer by layer.
 
     An entry per `rate` tokens; for a rate of 4 also an indexer's key per entry; and, for each of these, keys and scores
     in 32 bits of the tokens that are not compressed yet, in windows of one rate, or two where entries overlap.
@@ -568,7 +568,7 @@ def _bounded(full: KvLayer, kind: Literal["window", "chunk"], span: int | None, 
 def read_state(config: ConfigFields, dtype: str) -> State | None:
     """Return the state of the layers that keep one; None for a family without states.
 
-    Formats are those that vLLM 0.32 chooses by itself: the model's 16 bits, unless the config or the family says more.
+    Formats are vLLM 0.32's defaults: the model's 16 bits, except where the config or the family has another.
     """
     of_family = _STATES.get(config.model_type)
     return None if of_family is None else of_family(config, dtype)
@@ -687,7 +687,7 @@ def read_extra(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) -
 
 
 def _by_layer(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) -> Extra:
-    """Return the difference of attention whose heads differ between layers from layers that are all alike."""
+    """Return the difference from layers with equal heads, for attention whose heads differ between layers."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     other = config.attention_other_setting or {}
     narrow_heads = config.swa_num_attention_heads or config.num_sliding_attention_heads or heads

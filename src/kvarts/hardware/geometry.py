@@ -103,11 +103,12 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     `layers`: the KV layer of each layer. `num_norms`: norms of the model's width in each layer. `mlp_matrices`:
     matrices of a feed-forward layer or an expert, 3 with a gate. `num_mlp_layers`: layers with a feed-forward layer
     that processes every token; by default all layers without experts. `weight_dtype`: format of all matrices except
-    those of experts, which have `expert_dtype`; embeddings, norms and biases are kept in `dtype`. `stored`: numbers of
-    matrices in another format than that: of what (common, experts, head), format, and how many. `total_bytes`: those of
-    the weights, as the index of a checkpoint says. `kv_dtype`: format of KV that the checkpoint names. `caches`: what
-    layers keep beside `layers`. `draft`: the KV of a layer that drafts. `fp8_block`: rows and columns of a scale.
-    `notes`: what was read otherwise than it is written. `counts_weights`: False if the number of weights is not known.
+    those of experts, which have `expert_dtype`; embeddings, norms and biases are kept in `dtype`. `stored`: exceptions
+    from these formats: the part (common, experts, head), the format, and the count of numbers. `total_bytes`: bytes of
+    the weights, as stated by the index of a checkpoint. `kv_dtype`: format of KV that the checkpoint names. `caches`:
+    further KV of layers, next to `layers`. `draft`: the KV of a layer that drafts. `fp8_block`: rows and columns of a
+    scale. `notes`: differences from the text of the config. `counts_weights`: False if the number of weights is not
+    known.
     """
 
     name: str
@@ -288,7 +289,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all weights: of the checkpoint if it says how many, else counted and rounded up."""
+        """Bytes of all weights: those stated by the checkpoint, else counted and rounded up."""
         if self.total_bytes is not None:
             return self.total_bytes
         experts = 0 if self.experts is None else self.experts.num_layers * self.experts.count * self.expert_matrix
@@ -325,7 +326,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return the model as engines keep its KV on a device; without one, as on Hopper.
 
         Kernels of compute capability 10 keep fp8 latents of sparse attention without scales of their own, and vLLM
-        keeps the KV of GLM-5 in fp8 there by itself (0.32, model_executor/models/config.py).
+        keeps the KV of GLM-5 in fp8 there by default (0.32, model_executor/models/config.py).
         """
         if device is None or device.capability != 10 or self.sparse is None:
             return self

@@ -31,7 +31,7 @@ class KvLayer(msgspec.Struct, frozen=True, kw_only=True):
 
     `num_vectors`: those of a head that have a scale each where the format has scales: key and value, or one latent.
     `packed_bytes`: bytes of a token in fp8 as DeepSeek's kernels pack a latent, with scales and rotary numbers in 16
-    bits. `fixed_bytes`: bytes of a token beside them, in every format of KV and on every device: the key of an indexer.
+    bits. `fixed_bytes`: further bytes of a token, in every format of KV and on every device: the key of an indexer.
     `own_dtype`: its format whatever that of the KV is. `every`: tokens that share one entry, where KV is compressed.
     """
 

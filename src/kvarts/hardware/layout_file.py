@@ -1,4 +1,4 @@
-"""A file that states what the layers of any model keep, for models whose config is not understood."""
+"""A file with the KV of the layers of any model, for models whose config is not understood."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ layers = [
     {count = 10, kind = "full", heads = 16, head_dim = 128},
     {count = 52, kind = "window", window = 1024, heads = 16, head_dim = 128},
 ]"""
-"""What a file looks like: latent layers have `width`, and states `state_bytes`."""
+"""An example of a file. Latent layers have `width`, and states `state_bytes`."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
 
@@ -51,7 +51,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def load_layout(name: str, path: Path) -> Geometry:
-    """Return the geometry of model `name` as a file states it; what it does not state counts as nothing.
+    """Return the geometry of model `name` as a file states it; missing parts count as 0.
 
     Raise MissingFileError for a missing file, InputError for one that is not understood.
     """

@@ -48,9 +48,9 @@ def preset_names() -> list[str]:
 def load_geometry(model: str | Path, weight_dtype: str | None = None) -> Geometry:
     """Return the geometry of a preset, of a config.json, or of a directory that contains one.
 
-    A preset has a name of its own and those of the hub's repositories that its config is published in. Beside a
+    A preset has its own name and the ids of the hub's repositories with its config. Next to a
     config.json, hf_quant_config.json is read, and of weights only their index. `weight_dtype`: format of all matrices
-    in place of what the checkpoint says.
+    in place of those of the checkpoint.
 
     Raise MissingFileError if neither exists, InputError for a file that is not a config, and ConfigError for an
     unsupported model type.
@@ -90,7 +90,7 @@ def read_geometry(name: str, source: str, values: dict[str, Any], path: Path, to
 def check_config(path: Path) -> None:
     """Raise InputError if the sizes in a config.json cannot be those of a model.
 
-    Files of families that are not known here are checked for what all of them have.
+    Fields that all families share are checked, also in files of unknown families.
     """
     values = _read_json(path)
     for part, prefix in ((values, ""), (values.get("text_config"), "text_config.")):
@@ -210,7 +210,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _values_of_text(values: dict[str, Any], path: Path | None) -> dict[str, Any]:
-    """Return the values of the text model, with the defaults of its configuration class for what is left out.
+    """Return the values of the text model, with the defaults of its configuration class for missing fields.
 
     Raise ConfigError for an unknown family.
     """
@@ -237,7 +237,7 @@ def _values_of_text(values: dict[str, Any], path: Path | None) -> dict[str, Any]
             if given.get(missing) is None and given.get(known) is not None:
                 given[missing] = given[known]
     has_default = {field.name: field.default for field in msgspec.structs.fields(ConfigFields)}
-    # A null is no field that is left out, but the only value of some: a family without windows.
+    # A null differs from a missing field: it can mean that a model has no window.
     given = {
         key: value
         for key, value in given.items()
