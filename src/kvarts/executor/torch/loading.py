@@ -179,6 +179,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
         return FileTokenizer(backend, of_transformers, chat_template=chat_template)
     try:
         return of_transformers()
+    except RecursionError:
+        raise InputError("is nested too deeply", path=Path(path) / "tokenizer.json") from None
     except (OSError, ValueError):
         return None
 
