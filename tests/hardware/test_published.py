@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 from fractions import Fraction
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +325,52 @@ def test_a_layer_that_drafts_has_kv_of_its_own_kind(name: str, kv_dtype: str | N
     assert draft_bytes_per_token(load_geometry(name), 1, kv_dtype) == expected
 
 
+def test_a_dense_granite_has_no_experts_and_no_states(tmp_path: Path) -> None:
+    """Granite 4.0 Micro: 40 layers of attention in a family of hybrids with experts, with 0 of both."""
+    granite = {
+        "model_type": "granitemoehybrid",
+        "hidden_size": 2560,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "layer_types": ["attention"] * 40,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 8192,
+        "vocab_size": 100_352,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    geometry = read(tmp_path, granite)
+    assert (geometry.kv_bytes_per_token(), geometry.state_bytes) == (40 * 2 * 8 * 64 * 2, 0)
+    attention, wide = 2 * 2560 * 64 * (40 + 8), 3 * 2560 * 8192
+    assert geometry.num_parameters == 100_352 * 2560 + 40 * (attention + wide + 2 * 2560) + 2560
+
+
+def test_families_in_their_published_form(tmp_path: Path) -> None:
+    ministral = {"model_type": "ministral3", "hidden_size": 4096, "num_hidden_layers": 34, "vocab_size": 131_072}
+    fp8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    outer = {"model_type": "mistral3", "text_config": ministral, "quantization_config": fp8, "dtype": "bfloat16"}
+    assert read(tmp_path, outer).kv_bytes_per_token() == 34 * 2 * 8 * 128 * 2
+    assert read(tmp_path, outer).weight_dtype == "fp8"
+    step = {"model_type": "step3p5", "num_attention_groups": 8, "num_hidden_layers": 3, "sliding_window": 512}
+    step |= {"layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+    step |= {"attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 4, "head_dim": 64}}
+    step |= {"moe_num_experts": 8, "moe_top_k": 2, "moe_layers_enum": "1,2"}
+    geometry = read(tmp_path, step)
+    assert [layer.head_numbers * layer.num_heads for layer in geometry.layers] == [2048, 512, 2048]
+    assert geometry.draft == geometry.layers[1]
+    assert geometry.experts is not None
+    assert (geometry.experts.num_layers, geometry.experts.count) == (2, 8)
+    lite = {"model_type": "glm4_moe_lite"}
+    assert read(tmp_path, lite).kv_bytes_per_token() == 47 * 576 * 2
+    kimi = {"model_type": "kimi_linear", "linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]}}
+    assert read(tmp_path, kimi).kv_bytes_per_token() == 7 * 576 * 2
+    only_kv = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    geometry = read(tmp_path, {**LLAMA_70B, "compression_config": only_kv})
+    assert (geometry.weight_dtype, geometry.kv_dtype) == ("bfloat16", "fp8")
+
+
 # What is left out, and what cannot be ---------------------------------------------------------------------------
 
 
@@ -427,3 +475,47 @@ def test_a_layout_file_states_any_model(tmp_path: Path) -> None:
 def test_every_id_is_read() -> None:
     for name in hub_models():
         assert load_geometry(name).kv_bytes_per_token() > 0
+
+
+def write_gguf(path: Path, values: dict[str, int | str], tensors: dict[str, tuple[int, ...]], kind: int) -> int:
+    """Write a GGUF file with zeros for its tensors, in Q8_0: 34 bytes per 32 numbers; return the bytes of all."""
+
+    def text(word: str) -> bytes:
+        return struct.pack("<Q", len(word)) + word.encode()
+
+    header, offset = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values)), 0
+    for key, value in values.items():
+        header += text(key)
+        header += struct.pack("<I", 8) + text(value) if isinstance(value, str) else struct.pack("<II", 4, value)
+    for name, shape in tensors.items():
+        header += text(name) + struct.pack("<I", len(shape))
+        header += struct.pack(f"<{len(shape)}QIQ", *reversed(shape), kind, offset)
+        offset += -(-prod(shape) // 32 * 34 // 32) * 32
+    header += bytes(-len(header) % 32)
+    path.write_bytes(header + bytes(offset))
+    return offset
+
+
+def test_gguf_files_are_read(tmp_path: Path) -> None:
+    """SmolLM2-135M in Q8_0: KV in 16 bits, and weights as they are in the file."""
+    values: dict[str, int | str] = {
+        "general.architecture": "llama",
+        "llama.block_count": 30,
+        "llama.embedding_length": 576,
+        "llama.feed_forward_length": 1536,
+        "llama.attention.head_count": 9,
+        "llama.attention.head_count_kv": 3,
+    }
+    path = tmp_path / "model.gguf"
+    stored = write_gguf(path, values, {"token_embd.weight": (49152, 576)}, kind=8)
+    geometry = shown(str(path))
+    assert geometry["kv_bytes_per_token"] == 30 * 2 * 3 * 64 * 2
+    assert geometry["weight_bytes"] == stored
+    assert geometry["num_parameters"] == 134_515_008
+    assert shown(str(path), "--kv-dtype", "int8")["kv_bytes_per_token"] == 12_240
+    write_gguf(path, {**values, "general.architecture": "of tomorrow"}, {"token_embd.weight": (32, 32)}, kind=8)
+    failed = CliRunner().invoke(cli, ["model", "show", str(path)])
+    assert isinstance(failed.exception, ConfigError)
+    assert "--kv-layout FILE" in str(failed.exception.hint)
+    path.write_bytes(b"GGUF")
+    assert isinstance(CliRunner().invoke(cli, ["model", "show", str(path)]).exception, InputError)

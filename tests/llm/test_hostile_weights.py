@@ -38,8 +38,15 @@ def test_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_hidden_layers", 0), ("num_hidden_layers", -1), ("num_hidden_layers", "4"), ("num_hidden_layers", 10**9)]
-    + [("head_dim", 64.5), ("hidden_size", 10**12), ("vocab_size", -5)],
+    [
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", -1),
+        ("num_hidden_layers", "4"),
+        ("num_hidden_layers", 10**9),
+        ("head_dim", 64.5),
+        ("hidden_size", 10**12),
+        ("vocab_size", -5),
+    ],
 )
 def test_sizes_that_cannot_be_are_named_before_anything_is_built(tmp_path: Path, field: str, value: object) -> None:
     model = tmp_path / "model"

@@ -128,13 +128,13 @@ def model_command() -> None:
 
 @model_command.command("list", cls=Command)
 def list_command() -> None:
-    """List the models and devices that are known by name, with the sources of their figures.
+    """List the models and devices that are known by name, with the sources of their figures, and ids of the hub.
 
     KV bytes per token are those of all layers, as if each kept every token; `kvarts model show` has the memory of
     windows and states.
     """
     from kvarts.hardware.device import device_names, load_device
-    from kvarts.hardware.model_config import load_geometry, preset_names
+    from kvarts.hardware.model_config import hub_models, load_geometry, preset_names
 
     width = max(len(name) for name in (*preset_names(), *device_names())) + 2
     click.echo(f"{'model':<{width}}{'parameters':>12}{'weights':>12}{'KV a token':>14}  source")
@@ -144,6 +144,10 @@ def list_command() -> None:
             f"{name:<{width}}{_in_billions(geometry.num_parameters):>12}{as_memory(geometry.weight_bytes):>12}"
             f"{geometry.kv_bytes_per_token():>8,} bytes  {geometry.source}"
         )
+    click.echo()
+    click.echo("by the ids of their repositories, at https://huggingface.co/ID/blob/main/config.json:")
+    for repository in sorted(hub_models(), key=str.lower):
+        click.echo(f"  {repository}")
     click.echo()
     click.echo(f"{'device':<{width}}{'memory':>12}{'bandwidth':>12}{'16-bit':>14}  source")
     for name in device_names():

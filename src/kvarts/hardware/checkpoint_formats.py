@@ -143,7 +143,7 @@ def read_formats(quantization: dict[str, Any], plain: str, path: Path | None) ->
     elif method == "compressed-tensors":
         formats = _of_groups(inner, plain, path)
     elif (isinstance(method, str) and method.startswith("modelopt")) or (method is None and algorithm is not None):
-        formats = WeightFormats(plain if algorithm == "MIXED_PRECISION" else _algorithm(algorithm, path), plain)
+        formats = WeightFormats(plain if algorithm in (None, "MIXED_PRECISION") else _algorithm(algorithm, path), plain)
     elif method is None and not inner.get("config_groups"):
         formats = WeightFormats(plain, plain)
     else:

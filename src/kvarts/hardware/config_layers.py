@@ -82,8 +82,8 @@ class ConfigFields(msgspec.Struct):
     no_rope_layers: list[Some] | None = None
     no_rope_layer_interval: Count = 4
     num_kv_shared_layers: Some = 0
-    kv_lora_rank: Count | None = None
-    q_lora_rank: Count | None = None
+    kv_lora_rank: Some | None = None
+    q_lora_rank: Some | None = None
     qk_nope_head_dim: Some = 0
     qk_rope_head_dim: Some = 0
     v_head_dim: Some = 0
@@ -116,8 +116,8 @@ class ConfigFields(msgspec.Struct):
     num_experts: Some | None = None
     n_routed_experts: Some | None = None
     n_shared_experts: Some | None = 0
-    num_experts_per_tok: Count | None = None
-    moe_intermediate_size: Count | None = None
+    num_experts_per_tok: Some | None = None
+    moe_intermediate_size: Some | None = None
     first_k_dense_replace: Some = 0
     decoder_sparse_step: Count = 1
     mlp_only_layers: list[Some] = []
@@ -126,7 +126,7 @@ class ConfigFields(msgspec.Struct):
     moe_layers_enum: str | list[Some] | None = None
     moe_layer_freq: Count | list[Some] | None = None
     mlp_layer_types: list[str] | None = None
-    dense_intermediate_size: Count | None = None
+    dense_intermediate_size: Some | None = None
     share_expert_dim: Some = 0
     routed_expert_hidden_size: Count | None = None
     intermediate_size_mlp: Count | None = None
@@ -167,7 +167,7 @@ class ConfigFields(msgspec.Struct):
     attention_k_eq_v: bool = False
     use_double_wide_mlp: bool = False
     enable_moe_block: bool = False
-    top_k_experts: Count | None = None
+    top_k_experts: Some | None = None
     vocab_size_per_layer_input: Count = 262_144
 
 
@@ -212,6 +212,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {},
     "step3p5": {"has_qk_norm": True},
     "step3p7": {"like": "step3p5", "has_qk_norm": True},
+    "step3p7_text": {"like": "step3p5", "has_qk_norm": True},
     "nemotron_h": {"num_norms": 1, "mlp_matrices": 2, "has_qkv_bias": False, "has_output_bias": False},
     "nemotron-nas": {},
     "deepseek_v2": {},

@@ -74,6 +74,8 @@ def load_geometry(model: str | Path, weight_dtype: str | None = None) -> Geometr
             hint=f"{close or 'Give a config.json, or a name:'} `kvarts model list` lists all names.",
         )
     values = _read_json(path)
+    if "compression_config" in values:  # the name that compressed-tensors had first
+        values.setdefault("quantization_config", values["compression_config"])
     index = path.parent / "model.safetensors.index.json"
     total = _total_bytes(index) if path.name == "config.json" and index.exists() else None
     beside = path.with_name(path.name.removesuffix("config.json") + "hf_quant_config.json")
@@ -237,6 +239,7 @@ def _values_of_text(values: dict[str, Any], path: Path | None) -> dict[str, Any]
             if given.get(missing) is None and given.get(known) is not None:
                 given[missing] = given[known]
     has_default = {field.name: field.default for field in msgspec.structs.fields(ConfigFields)}
+    given |= {rank: None for rank in ("kv_lora_rank", "q_lora_rank") if given.get(rank) == 0}  # plain projections
     # A null differs from a missing field: it can mean that a model has no window.
     given = {
         key: value
