@@ -31,8 +31,19 @@ DOCS = Path(__file__).parents[1] / "docs/models.md"
 BEGIN, END = "<!-- sizes -->", "<!-- end of sizes -->"
 DEVICE, SPLITS, LENGTH = "h200-141gb", (1, 2, 4, 8), 32_768
 FIELDS = {*ConfigFields.__struct_encode_fields__, "num_experts_per_token", "num_shared_experts", "num_attention_groups"}
-NEEDED = ("quant_method", "quant_algo", "weight_block_size", "bits", "group_size", "kv_cache_scheme")
-NEEDED += ("kv_cache_quant_algo", "config_groups", "ignore", "modules_to_not_convert", "quantized_layers")
+NEEDED = (
+    "quant_method",
+    "quant_algo",
+    "weight_block_size",
+    "bits",
+    "group_size",
+    "kv_cache_scheme",
+    "kv_cache_quant_algo",
+    "config_groups",
+    "ignore",
+    "modules_to_not_convert",
+    "quantized_layers",
+)
 SCHEME = ("num_bits", "type", "group_size", "strategy")
 
 
@@ -168,7 +179,7 @@ def table() -> str:
 
 def _fitting(geometry: Geometry, device: Device, split: int) -> str:
     """Return the tokens of sequences of LENGTH tokens that fit on `split` devices."""
-    sizes = {"page_size": 16, "tensor_parallel": split, "max_num_batched_tokens": 8192}
+    sizes: dict[str, Any] = {"page_size": 16, "tensor_parallel": split, "max_num_batched_tokens": 8192}
     try:
         check_split(geometry, tensor_parallel=split)
         fit = fit_memory(geometry, device, memory_fraction=0.92, max_num_seqs=1, **sizes)
