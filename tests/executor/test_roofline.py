@@ -181,6 +181,8 @@ def naive_pass_ms(cost: RooflineCost, *batches: Batch) -> float:
                 operations = decode_operations = 2 * geometry.num_heads * attending.head_numbers / ways
             else:
                 token_bytes = (latent.kv_rank + latent.rope_dim) * bits[cost.kv_dtype or geometry.dtype] / 8
+                if geometry.sparse is not None and cost.kv_dtype == "fp8" and cost.hardware.capability != 10:
+                    token_bytes = 656  # with scales, and rotary numbers in 16 bits
                 operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim) / ways
                 decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim) / ways
             kv_s = token_bytes / bandwidth / cost.attention_efficiency
@@ -190,9 +192,9 @@ def naive_pass_ms(cost: RooflineCost, *batches: Batch) -> float:
             if sparse is not None:
                 kinds = [(sparse.top_tokens, *kinds[0][1:])]
                 assert latent is not None
-                if attending.head_numbers > latent.kv_rank + latent.rope_dim:  # an indexer looks at all tokens
+                if attending.fixed_bytes:  # an indexer looks at all tokens
                     score_s = 2 * sparse.num_heads * sparse.key_dim / flops("fp8")
-                    key_bytes = sparse.key_dim * bits[cost.kv_dtype or geometry.dtype] / 8
+                    key_bytes = sparse.key_dim + 4
                     kinds.append((None, score_s, score_s, key_bytes / bandwidth / cost.attention_efficiency))
             for span, pair_s, decode_pair_s, token_s in kinds:
                 for chunk in batch.chunks:
@@ -370,7 +372,7 @@ def test_coefficients_belong_to_the_device_and_geometry_to_the_model(tmp_path: A
         ({"model": "llama-3.1-8b", "device": "l40s", "kv_memory": "1kB"}, "kv_memory: 1kB hold no page"),
         (
             {"model": "granite-4.0-h-tiny", "device": "l40s", "kv_memory": "1GiB", "kv_groups": "off"},
-            "kv_memory: 1GiB hold no page of 131,072 bytes beside 14,679,539,712 bytes of states of 256 sequences",
+            "kv_memory: 1GiB hold no page of 131,072 bytes beside 7,431,782,400 bytes of states of 256 sequences",
         ),
         ({"model": "llama-3.1-8b", "device": "l40s", "kv_memory": "much"}, "'much' is not a size"),
         ({"model": "llama-3.1-8b", "device": "l40s", "tensor_parallel": 3}, "cannot share the 32 attention heads"),

@@ -102,8 +102,8 @@ KV_BYTES_PER_TOKEN = {
     "granite-4.0-h-tiny": 4 * 2 * 4 * 128 * 2,
     "granite-4.0-h-small": 4 * 2 * 8 * 128 * 2,
     "deepseek-v3.1": 61 * (512 + 64) * 2,
-    "deepseek-v3.2": 61 * (512 + 64 + 128) * 2,
-    "glm-5": 78 * (512 + 64 + 128) * 2,
+    "deepseek-v3.2": 61 * ((512 + 64) * 2 + 128 + 4),
+    "glm-5": 78 * ((512 + 64) * 2 + 128 + 4),
     "kimi-k2.5": 61 * (512 + 64) * 2,
     "qwen3-235b-a22b": 94 * 2 * 4 * 128 * 2,
     "qwen3-coder-480b-a35b": 62 * 2 * 8 * 128 * 2,
@@ -201,8 +201,9 @@ def test_a_configuration_of_ones_own(tmp_path: Path) -> None:
     geometry = load_geometry(tmp_path)
     attention = 64 * 64 * 2 + 64 * 32 * 2
     assert geometry.num_parameters == 2 * 100 * 64 + 2 * (attention + 3 * 64 * 128 + 2 * 64) + 64
-    assert geometry.weight_bytes == 4 * geometry.num_parameters
-    assert geometry.kv_bytes_per_token() == 2 * 2 * 2 * 16 * 4
+    assert geometry.weight_bytes == 2 * geometry.num_parameters, "stored in 32 bits, loaded in 16"
+    assert geometry.kv_bytes_per_token() == 2 * 2 * 2 * 16 * 2
+    assert "float32" in geometry.notes[0]
     assert geometry.name == tmp_path.name
 
 
@@ -232,15 +233,15 @@ def test_which_layers_slide(tmp_path: Path, changes: dict[str, Any], expected: t
     ("values", "error", "says"),
     [
         (config(model_type="mamba2"), ConfigError, "model_type: 'mamba2' is not understood"),
-        (config(hidden_size=None), InputError, "missing required field `hidden_size`"),
+        ({**config(), "hidden_size": None}, InputError, "hidden_size: Expected `int`, got `null`"),
         (config(hidden_size="wide"), InputError, "hidden_size: Expected `int`, got `str`"),
         (config(num_hidden_layers=0), InputError, "num_hidden_layers"),
         (config(layer_types=["full_attention"]), InputError, "layer_types: names 1 layers of 2"),
         (config(layer_types=["full_attention", "mamba"]), ConfigError, "layer_types: 'mamba' is not understood"),
         (config(num_experts=4), InputError, "num_experts_per_tok: is missing"),
-        (config(intermediate_size=None), InputError, "intermediate_size: is missing"),
+        ({**config(), "intermediate_size": None}, InputError, "intermediate_size: is missing"),
         (config(torch_dtype="complex64"), ConfigError, "dtype: 'complex64' is not known"),
-        (config(quantization_config={"quant_method": "awq"}), ConfigError, "quant_method: 'awq' is not understood"),
+        (config(quantization_config={"quant_method": "exl3"}), ConfigError, "quant_method: 'exl3' is not understood"),
         ([1], InputError, "holds no object"),
     ],
 )
@@ -394,7 +395,9 @@ def test_weights_of_four_bits_take_a_quarter_and_their_scales(tmp_path: Path) ->
     saved = whole.weight_bytes - packed.weight_bytes
     assert saved == pytest.approx(whole.common_matrix * (2 - 0.5 - 20 / 128 / 8), rel=1e-6)
     path.write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 3}}))
-    with pytest.raises(ConfigError, match="'gptq' is not understood"):
+    assert load_geometry(path).weight_dtype == "int3-g128"
+    path.write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 1}}))
+    with pytest.raises(ConfigError, match="1 bits in groups of 128 are not understood"):
         load_geometry(path)
 
 

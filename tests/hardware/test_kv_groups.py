@@ -123,7 +123,7 @@ def test_a_prompt_that_is_computed_holds_more_than_its_window() -> None:
 
 def test_states_are_set_aside() -> None:
     qwen, device = load_geometry("qwen3-next-80b-a3b"), load_device("b300")
-    state = 36 * (3 * (2 * 16 * 128 + 32 * 128) * 2 + 32 * 128 * 128 * 4)
+    state = 36 * (3 * (2 * 16 * 128 + 32 * 128) * 2 + 32 * 128 * 128 * 2)
     assert qwen.state_bytes == state
     assert qwen.kv_bytes(1) == state + qwen.kv_bytes_per_token()
     assert qwen.kv_bytes(0) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -12,7 +13,7 @@ pytest.importorskip("transformers", reason="needs kvarts[torch]")
 import torch
 
 from kvarts.errors import InputError
-from kvarts.executor.torch.loading import load_model
+from kvarts.executor.torch.loading import load_model, load_tokenizer
 from kvarts.executor.torch.tiny import write_tiny
 
 
@@ -33,3 +34,34 @@ def test_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
         load_model(model)
     assert "weights_only" not in str(said.value)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", -1),
+        ("num_hidden_layers", "4"),
+        ("num_hidden_layers", 10**9),
+        ("head_dim", 64.5),
+        ("hidden_size", 10**12),
+        ("vocab_size", -5),
+    ],
+)
+def test_sizes_that_cannot_be_are_named_before_anything_is_built(tmp_path: Path, field: str, value: object) -> None:
+    model = tmp_path / "model"
+    write_tiny("llama", model)
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(InputError) as said:
+        load_model(model)
+    assert str(said.value).startswith(f"{path}: {field}: Expected")
+    assert said.value.exit_code == 4
+
+
+def test_a_tokenizer_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    write_tiny("llama", model)
+    (model / "tokenizer.json").write_text('{"model":' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(InputError, match=r"tokenizer\.json: is nested too deeply"):
+        load_tokenizer(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,8 +13,9 @@ from kvarts.cli.options import Command, Group, options_of
 from kvarts.cli.process import print_json
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
+from kvarts.hardware.number_formats import is_fp8, kv_bits
 from kvarts.settings import Section, given_by_flags
-from kvarts.sim.hardware import DeviceSettings, ModelSettings
+from kvarts.sim.hardware import WAYS, DeviceSettings, ModelSettings
 from kvarts.units import as_memory
 
 if TYPE_CHECKING:
@@ -27,10 +29,12 @@ __all__ = ["group_values", "layers_text", "model_command", "numbers_text", "sequ
 def layers_text(geometry: Geometry) -> str:
     """Return the number of layers of each kind, by the tokens that they attend to."""
     counts: dict[str, int] = {}
-    for group in geometry.kv_groups:
-        what = _what(group.layer)
-        counts[what] = counts.get(what, 0) + group.num_layers
-    return ", ".join(f"{count} {what}" for what, count in counts.items())
+    for layer in geometry.layers:
+        what = _what(layer)
+        counts[what] = counts.get(what, 0) + 1
+    text = ", ".join(f"{count} {what}" for what, count in counts.items())
+    compressed = sum(cache.every > 1 and cache.num_vectors == 1 for cache in geometry.caches)
+    return f"{text}; beside them {compressed} caches of compressed tokens" if compressed else text
 
 
 def _what(layer: KvLayer) -> str:
@@ -45,24 +49,37 @@ def _what(layer: KvLayer) -> str:
     return f"{text} in the KV of other layers" if layer.kind == "shared" else text
 
 
-def numbers_text(geometry: Geometry, tensor_parallel: int, pipeline_parallel: int) -> str:
-    """Return the numbers per token in the layers that keep tokens, as a product, for one device of one stage."""
-    counts: dict[tuple[int, int], int] = {}
-    for layer in geometry.layers:
+def numbers_text(geometry: Geometry, tensor_parallel: int, pipeline_parallel: int, kept: str) -> str:
+    """Return what layers keep of a token as a product, for one device of one stage, with KV in the format `kept`.
+
+    Numbers times the format where all of KV is in it; else bytes, since scales and indexers' keys have their own.
+    """
+    counts: dict[KvLayer, int] = {}
+    for layer in (*geometry.layers, *geometry.caches):
         if layer.keeps_tokens:
-            size = (layer.num_heads, layer.head_numbers)
-            counts[size] = counts.get(size, 0) + 1
+            alike = msgspec.structs.replace(layer, kind="full", span=None, sink=0)
+            counts[alike] = counts.get(alike, 0) + 1
+    is_plain = not any(kv_bits(layer.own_dtype or kept)[1] or _is_own(layer, kept) for layer in counts)
     terms = []
-    for (heads, numbers), count in counts.items():
+    for layer, count in counts.items():
         text = f"{-(-count // pipeline_parallel)} layers x "
-        if geometry.latent is None:
-            text += f"2 x {-(-heads // tensor_parallel)} KV heads x {numbers // 2}"
+        if not is_plain:
+            whole = layer.read_bits(kept, tensor_parallel) / 8
+            index = f" + {layer.fixed_bytes} index" if layer.fixed_bytes else ""
+            text += f"({float(whole - layer.fixed_bytes):,g}{index})" if index else f"{float(whole):,g}"
+        elif geometry.latent is None:
+            text += f"2 x {-(-layer.num_heads // tensor_parallel)} KV heads x {layer.head_numbers / 2:g}"
         else:
-            text += f"({geometry.latent.kv_rank} latent + {geometry.latent.rope_dim} rotary"
-            index = numbers - geometry.latent.kv_rank - geometry.latent.rope_dim
-            text += f" + {index} index)" if index else ")"
+            text += f"({geometry.latent.kv_rank} latent + {geometry.latent.rope_dim} rotary)"
         terms.append(text)
-    return terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
+    product = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
+    return f"{product} x {kept}" if is_plain else f"{product} bytes, {kept}"
+
+
+def _is_own(layer: KvLayer, kept: str) -> bool:
+    """Return whether a token takes other bytes in a layer than its numbers in the format of KV."""
+    packs = layer.packed_bytes is not None and is_fp8(kept)
+    return packs or layer.every > 1 or layer.fixed_bytes > 0 or layer.own_dtype is not None
 
 
 def group_values(group: LocalGroup) -> dict[str, Any]:
@@ -111,13 +128,13 @@ def model_command() -> None:
 
 @model_command.command("list", cls=Command)
 def list_command() -> None:
-    """List the models and devices that are known by name, with the sources of their figures.
+    """List the models and devices that are known by name, with the sources of their figures, and ids of the hub.
 
     KV bytes per token are those of all layers, as if each kept every token; `kvarts model show` has the memory of
     windows and states.
     """
     from kvarts.hardware.device import device_names, load_device
-    from kvarts.hardware.model_config import load_geometry, preset_names
+    from kvarts.hardware.model_config import hub_models, load_geometry, preset_names
 
     width = max(len(name) for name in (*preset_names(), *device_names())) + 2
     click.echo(f"{'model':<{width}}{'parameters':>12}{'weights':>12}{'KV a token':>14}  source")
@@ -127,6 +144,10 @@ def list_command() -> None:
             f"{name:<{width}}{_in_billions(geometry.num_parameters):>12}{as_memory(geometry.weight_bytes):>12}"
             f"{geometry.kv_bytes_per_token():>8,} bytes  {geometry.source}"
         )
+    click.echo()
+    click.echo("by the ids of their repositories, at https://huggingface.co/ID/blob/main/config.json:")
+    for repository in sorted(hub_models(), key=str.lower):
+        click.echo(f"  {repository}")
     click.echo()
     click.echo(f"{'device':<{width}}{'memory':>12}{'bandwidth':>12}{'16-bit':>14}  source")
     for name in device_names():
@@ -153,6 +174,7 @@ KEYS = (
     "device",
     "tensor_parallel",
     "data_parallel",
+    "expert_parallel",
     "pipeline_parallel",
     "page_size",
     "memory_fraction",
@@ -167,27 +189,36 @@ KEYS = (
 @click.option(
     "--sequence-tokens", metavar="N", type=int, help="Also print the bytes of a sequence of N tokens. [32768]"
 )
+@click.option(
+    "--kv-layout",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="What the layers of MODEL keep, where its config is not understood: a TOML file of five lines.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def show_command(model: str, sequence_tokens: int | None, as_json: bool, **settings: Any) -> None:
+def show_command(
+    model: str, sequence_tokens: int | None, kv_layout: Path | None, as_json: bool, **settings: Any
+) -> None:
     """Print the memory of a token, a page and a sequence, and with --device how many pages and sequences fit.
 
-    MODEL is a name that `kvarts model list` prints, a config.json as Hugging Face models have it, or a directory with
-    one.
+    MODEL is a name that `kvarts model list` prints or that it has on the hub, a config.json as Hugging Face models have
+    it, a directory with one (weights are not needed), or a GGUF file.
     """
     from kvarts.hardware.device import load_device
-    from kvarts.hardware.fit import fit_memory, fit_sequences, local_kv_bytes_per_token, local_kv_groups
-    from kvarts.hardware.model_config import load_geometry
+    from kvarts.hardware.fit import check_split, fit_memory, fit_sequences, local_kv_bytes_per_token, local_kv_groups
 
     given = given_by_flags(settings, SECTIONS)
     formats, on, engine = given.build(ModelSettings), given.build(DeviceSettings), given.build(EngineConfig)
     page_size, tensor_parallel, kv_dtype = engine.page_size, on.tensor_parallel, formats.kv_dtype
     try:
-        geometry = load_geometry(model).stored_as(formats.weight_dtype)
+        device = None if on.device is None else load_device(on.device)
+        geometry = _geometry(model, kv_layout, formats.weight_dtype).on(device)
+        check_split(geometry, **{ways: getattr(on, ways) for ways in WAYS})
         fit = None
-        if on.device is not None:
+        if device is not None:
             fit = fit_memory(
                 geometry,
-                load_device(on.device),
+                device,
                 page_size=page_size,
                 tensor_parallel=tensor_parallel,
                 data_parallel=on.data_parallel,
@@ -218,9 +249,13 @@ def show_command(model: str, sequence_tokens: int | None, as_json: bool, **setti
         values: dict[str, Any] = {
             "model": geometry.name,
             "source": geometry.source,
-            "num_parameters": geometry.num_parameters,
-            "num_active_parameters": geometry.num_active_parameters,
+            "num_parameters": geometry.num_parameters if geometry.counts_weights else None,
+            "num_active_parameters": geometry.num_active_parameters if geometry.counts_weights else None,
             "weight_bytes": geometry.weight_bytes,
+            "weight_dtype": geometry.weight_dtype,
+            "expert_dtype": geometry.expert_dtype,
+            "kv_dtype": geometry.kept_as(kv_dtype),
+            "notes": list(geometry.notes),
             "kv_bytes_per_token": token_bytes,
             "kv_bytes_per_page": token_bytes * page_size,
             "expanded_kv_bytes_per_token": geometry.expanded_kv_bytes_per_token(kv_dtype),
@@ -239,6 +274,26 @@ def show_command(model: str, sequence_tokens: int | None, as_json: bool, **setti
         click.echo(f"{name:<14}{text}")
 
 
+def _geometry(model: str, kv_layout: Path | None, weight_dtype: str | None) -> Geometry:
+    from kvarts.hardware.layout_file import EXAMPLE, load_layout
+    from kvarts.hardware.model_config import LAYOUT_HINT, load_geometry
+
+    if kv_layout is not None:
+        return load_layout(model, kv_layout).stored_as(weight_dtype)
+    try:
+        if (path := Path(model)).suffix == ".gguf" and path.is_file():
+            from kvarts.executor.torch.gguf_sizes import geometry_of_gguf
+
+            return geometry_of_gguf(path).stored_as(weight_dtype)
+        return load_geometry(model, weight_dtype)
+    except ConfigError as error:
+        if error.hint is not None and LAYOUT_HINT in error.hint:
+            lines = " | ".join(line.strip() for line in EXAMPLE.splitlines())
+            hint = f"{error.hint} It has five lines, such as: {lines}"
+            raise ConfigError(error.what, path=error.path, field=error.field, hint=hint) from error
+        raise
+
+
 def _rows(
     geometry: Geometry,
     token_bytes: int,
@@ -247,7 +302,7 @@ def _rows(
     kv_dtype: str | None,
     fit: MemoryFit | None,
 ) -> list[tuple[str, str]]:
-    parameters = f"{geometry.num_parameters:,}"
+    parameters = f"{geometry.num_parameters:,}" if geometry.counts_weights else "not known"
     if geometry.experts is not None:
         parameters += f", {geometry.num_active_parameters:,} of them for a token"
     rows = [
@@ -256,10 +311,11 @@ def _rows(
         ("weights", f"{geometry.weight_bytes:,} bytes"),
         ("layers", layers_text(geometry)),
     ]
+    rows[1:1] = [("note", note) for note in geometry.notes]
     if geometry.state_bytes:
         rows.append(("states", f"{geometry.state_bytes:,} bytes a sequence"))
-    numbers = numbers_text(geometry, on.tensor_parallel, on.pipeline_parallel)
-    rows.append(("KV a token", f"{numbers} x {kv_dtype or geometry.dtype} = {token_bytes:,} bytes"))
+    numbers = numbers_text(geometry, on.tensor_parallel, on.pipeline_parallel, geometry.kept_as(kv_dtype))
+    rows.append(("KV a token", f"{numbers} = {token_bytes:,} bytes"))
     expanded = geometry.expanded_kv_bytes_per_token(kv_dtype)
     if expanded is not None:
         rows.append(("", f"as a latent; {expanded:,} bytes if it is expanded to keys and values"))

@@ -303,34 +303,18 @@ class RooflineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         self._check_drafts()
 
     def _check_ways(self) -> None:
-        every = self.tensor_parallel * self.data_parallel
+        from kvarts.hardware.fit import check_split
+
         linked = next((ways for ways in WAYS if getattr(self, ways) > 1), None)
         has_experts = self.geometry.experts is not None
         if linked == "data_parallel" and not has_experts and self.pipeline_parallel == 1:
             linked = None  # each rank is a separate engine
         if linked is not None and not self.hardware.link_bytes_per_s:
             raise ConfigError(f"{self.device} has no link to a second one", field=f"cost.{linked}")
-        num_heads = self.geometry.num_heads
-        if num_heads % self.tensor_parallel:
-            raise ConfigError(
-                f"{self.tensor_parallel} devices cannot share the {num_heads} attention heads of {self.llm} evenly",
-                field="cost.tensor_parallel",
-                hint="Engines refuse that, too: give a divisor of the number of heads.",
-            )
-        if self.expert_parallel > 1:
-            if not has_experts:
-                raise ConfigError(f"{self.llm} has no experts", field="cost.expert_parallel")
-            if self.expert_parallel != every:
-                raise ConfigError(
-                    f"must be 1 or {every}, got {self.expert_parallel}",
-                    field="cost.expert_parallel",
-                    hint="Experts are divided over all devices of all ranks: tensor_parallel x data_parallel.",
-                )
-        if self.pipeline_parallel > self.geometry.num_layers:
-            raise ConfigError(
-                f"must be at most {self.geometry.num_layers}, the layers of {self.llm}, got {self.pipeline_parallel}",
-                field="cost.pipeline_parallel",
-            )
+        try:
+            check_split(self.geometry, **{ways: getattr(self, ways) for ways in WAYS})
+        except ConfigError as error:
+            raise ConfigError(error.what, field=f"cost.{error.field}", hint=error.hint) from None
         if self.pipeline_parallel > 1 and self.num_ranks > 1:
             check_combination({"pipeline": "cost.pipeline_parallel", "ranks": "cost.data_parallel"})
 
@@ -362,7 +346,7 @@ class RooflineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """The geometry of the model."""
         from kvarts.hardware.model_config import load_geometry  # imported only if a roofline is used
 
-        return load_geometry(self.llm).stored_as(self.weight_dtype)
+        return load_geometry(self.llm, self.weight_dtype).on(self.hardware)
 
     @cached_property
     def hardware(self) -> Device:

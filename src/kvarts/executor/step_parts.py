@@ -18,6 +18,7 @@ from kvarts.sched.plan import Batch
 if TYPE_CHECKING:
     from kvarts.executor.roofline_settings import RooflineSettings
     from kvarts.hardware.geometry import Sparse
+    from kvarts.hardware.kv_groups import KvLayer
 
 __all__ = ["StepParts", "format_of", "graph_size"]
 
@@ -41,7 +42,7 @@ class StepParts:
 
     def __init__(self, cost: RooflineSettings) -> None:
         from kvarts.hardware.fit import local_layer_bytes_per_token
-        from kvarts.hardware.geometry import dtype_bits, flops_dtype, has_block_scales
+        from kvarts.hardware.number_formats import dtype_bits, flops_dtype, has_block_scales
 
         geometry, device, ways = cost.geometry, cost.hardware, cost.tensor_parallel
         of_weights, of_experts = _reached(cost, geometry.weight_dtype), _reached(cost, geometry.expert_dtype)
@@ -126,7 +127,7 @@ class StepParts:
                 decode = slowest_ms / self._decode_pair_ms
             self._layers.append(LayerCost(layer.span, group.num_layers, work, read, decode * group.num_layers))
         if geometry.sparse is not None:
-            self._layers = self._sparse_layers(cost, geometry.sparse, first.head_numbers, decode_operations / ways)
+            self._layers = self._sparse_layers(cost, geometry.sparse, first, decode_operations / ways)
         # A drafted token takes a layer like those of the model, and the output head.
         self._draft_share = cost.speculative_tokens / geometry.num_layers
         self._draft_ms = cost.speculative_tokens * self._head_read_ms
@@ -164,10 +165,12 @@ class StepParts:
         self._collectives_ms += num_exchanges * cost.coefficient("exchange_us") / 1e3
 
     def _sparse_layers(
-        self, cost: RooflineSettings, sparse: Sparse, head_numbers: int, decode_operations: float
+        self, cost: RooflineSettings, sparse: Sparse, first: KvLayer, decode_operations: float
     ) -> list[LayerCost]:
         """Return the attention to chosen tokens, and the indexers, which score all tokens in fp8 on every device."""
-        chosen = (head_numbers - sparse.key_dim * (sparse.num_indexers > 0)) / head_numbers
+        from kvarts.hardware.fit import local_layer_bytes_per_token
+
+        chosen = 1.0 - first.fixed_bytes / local_layer_bytes_per_token(cost.geometry, first, 1, cost.kv_dtype)
         flops = cost.hardware.flops_per_s(cost.geometry.dtype) * cost.compute_efficiency / 1e3
         decode_ms = max(decode_operations / flops, chosen * self._kv_read_ms)
         num_layers = cost.geometry.num_attending_layers
@@ -483,7 +486,7 @@ class Reached(NamedTuple):
 
 def format_of(dtype: str) -> str:
     """Return the prefix of a number format's coefficients: fp8 for 8 to 15 bits, fp4 for fewer, "" from 16 bits."""
-    from kvarts.hardware.geometry import dtype_bits
+    from kvarts.hardware.number_formats import dtype_bits
 
     bits = dtype_bits(dtype, field="dtype")
     return "" if bits >= 16 else "fp8" if bits >= 8 else "fp4"

@@ -21,7 +21,7 @@ import msgspec
 
 from kvarts.errors import ConfigError, InputError, did_you_mean, parts_of
 from kvarts.files import read_toml
-from kvarts.hardware.geometry import dtype_bits, flops_dtype
+from kvarts.hardware.number_formats import dtype_bits, flops_dtype
 from kvarts.limits import MOST_COUNT
 from kvarts.units import parse_bytes, parse_rate
 
@@ -50,7 +50,8 @@ class Device(msgspec.Struct, frozen=True):
     """One device. `tflops`: dense matrix arithmetic by number format, in 10^12 operations per second.
 
     `link_bytes_per_s`: one-way bandwidth to peer devices; 0 if the device has no link. `link_kind`: `nvlink` for a
-    dedicated link of any maker; `pcie-peer` for PCIe with peer access, `pcie` without.
+    dedicated link of any maker; `pcie-peer` for PCIe with peer access, `pcie` without. `capability`: NVIDIA's compute
+    capability, without its minor number; 0 if unknown.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Device(msgspec.Struct, frozen=True):
     tflops: dict[str, float]
     link_bytes_per_s: float = 0.0
     link_kind: LinkKind = "nvlink"
+    capability: int = 0
 
     @property
     def is_cpu(self) -> bool:
@@ -108,6 +110,7 @@ def load_device(name: str) -> Device:
         preset["tflops"],
         preset["link_gb_per_s"] * 1e9,
         preset.get("link", "nvlink"),
+        preset.get("capability", 0),
     )
 
 

@@ -8,14 +8,17 @@ import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.hardware.device import Device
-from kvarts.hardware.geometry import Geometry, dtype_bits, whole_bytes
+from kvarts.hardware.geometry import Geometry
 from kvarts.hardware.kv_groups import KvLayer
+from kvarts.hardware.number_formats import dtype_bits, whole_bytes
 from kvarts.limits import check_whole
 
 __all__ = [
     "LocalGroup",
     "MemoryFit",
     "SequenceFit",
+    "check_split",
+    "draft_bytes_per_token",
     "fit_memory",
     "fit_sequences",
     "local_kv_bytes_per_token",
@@ -61,6 +64,73 @@ class MemoryFit(msgspec.Struct, frozen=True):
         )
 
 
+def check_split(
+    geometry: Geometry,
+    *,
+    tensor_parallel: int = 1,
+    data_parallel: int = 1,
+    expert_parallel: int = 1,
+    pipeline_parallel: int = 1,
+) -> None:
+    """Raise ConfigError, with the field, if engines would refuse to divide a model in these ways.
+
+    Heads are divided evenly; KV heads evenly, or each is on the same number of devices. With weights in fp8, a device
+    has whole blocks of numbers that share a scale (vLLM 0.32, quantization/utils/fp8_utils.py).
+    """
+    hint = "Engines refuse that, too: give a divisor of the number of heads."
+    if geometry.num_heads % tensor_parallel:
+        heads = geometry.num_heads
+        raise ConfigError(
+            f"{tensor_parallel} devices cannot share the {heads} attention heads of {geometry.name} evenly",
+            field="tensor_parallel",
+            hint=hint,
+        )
+    for heads in sorted({layer.num_heads for layer in geometry.layers if layer.attends and layer.kind != "latent"}):
+        if heads > 1 and heads % tensor_parallel and tensor_parallel % heads:
+            raise ConfigError(
+                f"{tensor_parallel} devices cannot share the {heads} KV heads of {geometry.name} evenly",
+                field="tensor_parallel",
+                hint=hint,
+            )
+    every = tensor_parallel * data_parallel
+    if expert_parallel > 1 and geometry.experts is None:
+        raise ConfigError(f"{geometry.name} has no experts", field="expert_parallel")
+    if expert_parallel > 1 and expert_parallel != every:
+        raise ConfigError(
+            f"must be 1 or {every}, got {expert_parallel}",
+            field="expert_parallel",
+            hint="Experts are divided over all devices of all ranks: tensor_parallel x data_parallel.",
+        )
+    if pipeline_parallel > geometry.num_layers:
+        raise ConfigError(
+            f"must be at most {geometry.num_layers}, the layers of {geometry.name}, got {pipeline_parallel}",
+            field="pipeline_parallel",
+        )
+    if geometry.fp8_block is not None:
+        _check_blocks(geometry, min(geometry.fp8_block), tensor_parallel, every if expert_parallel == 1 else 1)
+
+
+def _check_blocks(geometry: Geometry, block: int, tensor_parallel: int, expert_ways: int) -> None:
+    experts, latent = geometry.experts, geometry.latent
+    widths = {
+        "attention output": (geometry.num_heads * (latent.v_dim if latent else geometry.head_dim), tensor_parallel)
+    }
+    if geometry.num_dense_layers and geometry.weight_dtype == "fp8-block":
+        widths["feed-forward"] = (geometry.intermediate_size, tensor_parallel)
+    if experts is not None and geometry.expert_dtype == "fp8-block":
+        widths["expert"] = (experts.intermediate_size, expert_ways)
+        if experts.shared_size:
+            widths["shared expert"] = (experts.shared_size, tensor_parallel)
+    for what, (width, ways) in widths.items():
+        if ways > 1 and (width % ways or width // ways % block):
+            raise ConfigError(
+                f"{ways} devices leave {width / ways:g} of the {width:,} numbers of {geometry.name}'s {what} width, "
+                f"and its fp8 weights have a scale per {block}",
+                field="tensor_parallel",
+                hint="vLLM refuses that: use fewer devices per split, or divide whole experts (expert_parallel).",
+            )
+
+
 def local_kv_bytes_per_token(
     geometry: Geometry, tensor_parallel: int = 1, kv_dtype: str | None = None, pipeline_parallel: int = 1
 ) -> int:
@@ -69,19 +139,25 @@ def local_kv_bytes_per_token(
     KV heads are split over the devices, with at least one per device; latent KV is replicated on each device. With
     `pipeline_parallel` stages, this is for the stage with the most layers.
     """
-    bits = dtype_bits(kv_dtype or geometry.dtype, field="kv_dtype")
-    total = whole_bytes(sum((group.token_bits(bits, tensor_parallel) for group in geometry.kv_groups), Fraction(0)))
+    kept = geometry.kept_as(kv_dtype)
+    total = whole_bytes(sum((group.token_bits(kept, tensor_parallel) for group in geometry.kv_groups), Fraction(0)))
     if pipeline_parallel > 1:
         total = total * -(-geometry.num_layers // pipeline_parallel) // geometry.num_layers
     return total
+
+
+def draft_bytes_per_token(geometry: Geometry, tensor_parallel: int = 1, kv_dtype: str | None = None) -> int:
+    """Return the bytes of KV per token that a layer keeps that drafts, on one of `tensor_parallel` devices."""
+    if geometry.draft is None:
+        return 0
+    return whole_bytes(geometry.draft.read_bits(geometry.kept_as(kv_dtype), tensor_parallel))
 
 
 def local_layer_bytes_per_token(
     geometry: Geometry, layer: KvLayer, tensor_parallel: int = 1, kv_dtype: str | None = None
 ) -> float:
     """Return the bytes that an attending layer reads per token on one of `tensor_parallel` devices."""
-    bits = dtype_bits(kv_dtype or geometry.dtype, field="kv_dtype")
-    return float(-(-layer.num_heads // tensor_parallel) * layer.head_numbers * bits / 8)
+    return float(layer.read_bits(geometry.kept_as(kv_dtype), tensor_parallel) / 8)
 
 
 def local_weight_bytes(
@@ -150,7 +226,7 @@ def fit_memory(
     page_bytes = page_size * local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype, pipeline_parallel)
     if num_draft_layers:
         weight_bytes += -(-weight_bytes * num_draft_layers // geometry.num_layers)
-        page_bytes += -(-page_bytes * num_draft_layers // geometry.num_layers)
+        page_bytes += page_size * num_draft_layers * draft_bytes_per_token(geometry, tensor_parallel, kv_dtype)
     kv_bytes = int(memory_fraction * device.memory_bytes) - weight_bytes - activation_bytes - CONTEXT_BYTES
     state_bytes = local_state_bytes(geometry, max_num_seqs, tensor_parallel, pipeline_parallel)
     fit = MemoryFit(
@@ -211,13 +287,13 @@ def local_kv_groups(
     KV heads and states are split over the devices, latent KV is replicated on each. With `pipeline_parallel` stages,
     this is for the stage with the most layers, with its share of every group.
     """
-    bits = dtype_bits(kv_dtype or geometry.dtype, field="kv_dtype")
+    kept = geometry.kept_as(kv_dtype)
     stage = Fraction(-(-geometry.num_layers // pipeline_parallel), geometry.num_layers)
     return [
         LocalGroup(
             layer=group.layer,
             num_layers=group.num_layers,
-            page_bytes=whole_bytes(page_size * group.token_bits(bits, tensor_parallel) * stage),
+            page_bytes=whole_bytes(page_size * group.token_bits(kept, tensor_parallel) * stage),
             state_bytes=whole_bytes(Fraction(8 * group.num_layers * group.layer.state_bytes, tensor_parallel) * stage),
         )
         for group in geometry.kv_groups

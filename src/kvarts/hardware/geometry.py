@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvGroup, KvLayer, grouped
+from kvarts.hardware.number_formats import dtype_bits, kv_bits, whole_bytes
+
+if TYPE_CHECKING:
+    from kvarts.hardware.device import Device
 
 __all__ = [
     "Experts",
@@ -21,57 +25,7 @@ __all__ = [
     "Latent",
     "Sparse",
     "State",
-    "dtype_bits",
-    "flops_dtype",
-    "has_block_scales",
-    "whole_bytes",
 ]
-
-# int4-block: 16 bits of scale and 4 of zero point per 128, as in GPTQ and AWQ. nvfp4: 8 bits of scale per 16.
-# mxfp4: 4 bits per number and 8 bits of scale per 32. fp8 in blocks: 32 bits of scale per 128 by 128.
-_BITS = {
-    "float32": Fraction(32),
-    "bfloat16": Fraction(16),
-    "float16": Fraction(16),
-    "fp8": Fraction(8),
-    "fp8-block": 8 + Fraction(32, 128 * 128),
-    "int8": Fraction(8),
-    "mxfp4": 4 + Fraction(8, 32),
-    "nvfp4": 4 + Fraction(8, 16),
-    "int4": Fraction(4),
-    "int4-block": 4 + Fraction(16 + 4, 128),
-}
-_OTHER_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float8_e4m3fn": "fp8"}
-
-
-def dtype_bits(name: str, *, field: str) -> Fraction:
-    """Return the bits per number. Raise ConfigError, with `field`, for an unknown format."""
-    name = _OTHER_NAMES.get(name, name)
-    bits = _BITS.get(name)
-    if bits is None:
-        raise ConfigError(f"{name!r} is not known", field=field, hint=f"Use one of {', '.join(_BITS)}.")
-    return bits
-
-
-def flops_dtype(name: str) -> str:
-    """Return the format in which a device multiplies numbers stored as `name`.
-
-    fp8, int8 and nvfp4 are multiplied natively if the device has units for them; other narrow formats use 16 bits.
-    """
-    name = _OTHER_NAMES.get(name, name)
-    if name == "fp8-block":
-        return "fp8"
-    return name if name in ("float32", "fp8", "int8", "nvfp4") else "bfloat16"
-
-
-def has_block_scales(name: str) -> bool:
-    """Return whether a native product in this format quantizes its input at run time: one scale per block of numbers.
-
-    A block's scale is known only once its numbers are, so that a kernel of its own computes them before each product
-    (vLLM's per_token_group_quant_fp8 and scaled_fp4_quant). fp8 with one static scale per matrix is quantized within
-    the kernel before it. Formats that are expanded to 16 bits leave their inputs as they are.
-    """
-    return name in ("fp8-block", "nvfp4")
 
 
 class Latent(msgspec.Struct, frozen=True):
@@ -88,19 +42,22 @@ class Sparse(msgspec.Struct, frozen=True):
     """Sparse attention (DeepSeek V3.2): an indexer scores all tokens, and a layer attends to the `top_tokens` best.
 
     `num_indexers`: layers with an indexer; the other layers reuse the choice of the layer before them. An indexer has
-    `num_heads` queries per token and one key of `key_dim` numbers.
+    `num_heads` queries per token and one key of `key_dim` numbers. `kv_dtype`: format of KV on compute capability 10,
+    where engines choose another than the model's.
     """
 
     top_tokens: int
     num_heads: int
     key_dim: int
     num_indexers: int
+    kv_dtype: str | None = None
 
 
 class Experts(msgspec.Struct, frozen=True):
     """Mixture-of-experts layers: `count` experts of width `intermediate_size`, `per_token` of which process a token.
 
     `shared_size`: width of the shared experts, which process every token. `num_layers`: number of these layers.
+    `latent_size`: width of what experts read and write, where tokens are projected to it; None for the model's.
     """
 
     count: int
@@ -110,6 +67,7 @@ class Experts(msgspec.Struct, frozen=True):
     num_layers: int
     has_bias: bool = False
     has_shared_gate: bool = False
+    latent_size: int | None = None
 
 
 class State(msgspec.Struct, frozen=True):
@@ -145,7 +103,12 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     `layers`: the KV layer of each layer. `num_norms`: norms of the model's width in each layer. `mlp_matrices`:
     matrices of a feed-forward layer or an expert, 3 with a gate. `num_mlp_layers`: layers with a feed-forward layer
     that processes every token; by default all layers without experts. `weight_dtype`: format of all matrices except
-    those of experts, which have `expert_dtype`; embeddings, norms and biases are kept in `dtype`.
+    those of experts, which have `expert_dtype`; embeddings, norms and biases are kept in `dtype`. `stored`: exceptions
+    from these formats: the part (common, experts, head), the format, and the count of numbers. `total_bytes`: bytes of
+    the weights, as stated by the index of a checkpoint. `kv_dtype`: format of KV that the checkpoint names. `caches`:
+    further KV of layers, next to `layers`. `draft`: the KV of a layer that drafts. `fp8_block`: rows and columns of a
+    scale. `notes`: differences from the text of the config. `counts_weights`: False if the number of weights is not
+    known.
     """
 
     name: str
@@ -175,6 +138,14 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     dtype: str = "bfloat16"
     weight_dtype: str = "bfloat16"
     expert_dtype: str = "bfloat16"
+    stored: tuple[tuple[str, str, int], ...] = ()
+    total_bytes: int | None = None
+    kv_dtype: str | None = None
+    caches: tuple[KvLayer, ...] = ()
+    draft: KvLayer | None = None
+    fp8_block: tuple[int, int] | None = None
+    notes: tuple[str, ...] = ()
+    counts_weights: bool = True
 
     @property
     def num_layers(self) -> int:
@@ -202,7 +173,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def keeps_less(self) -> bool:
         """Whether some layer keeps less than all tokens."""
-        return any(layer.kind not in ("full", "latent") for layer in self.layers)
+        return any(layer.kind not in ("full", "latent") for layer in self.layers) or bool(self.caches)
 
     @property
     def num_attending_layers(self) -> int:
@@ -212,8 +183,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def attending(self) -> tuple[KvGroup, ...]:
         """Attending layers, grouped by the KV they read, whether their own or that of other layers."""
-        kinds = ((layer.span, layer.num_heads, layer.head_numbers) for layer in self.layers if layer.attends)
-        return grouped([KvLayer(kind="full", span=kind[0], num_heads=kind[1], head_numbers=kind[2]) for kind in kinds])
+        return grouped([msgspec.structs.replace(layer, kind="full", sink=0) for layer in self.layers if layer.attends])
 
     @cached_property
     def _num_sharing_layers(self) -> int:
@@ -248,7 +218,8 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Numbers in the matrices of one expert."""
         if self.experts is None:
             return 0
-        return self.mlp_matrices * self.hidden_size * self.experts.intermediate_size
+        width = self.experts.latent_size or self.hidden_size
+        return self.mlp_matrices * width * self.experts.intermediate_size
 
     @cached_property
     def num_dense_layers(self) -> int:
@@ -267,6 +238,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             numbers += self._num_state_layers * self.state.matrix
         if self.experts is not None:
             shared = self.mlp_matrices * self.hidden_size * self.experts.shared_size
+            shared += 2 * self.hidden_size * (self.experts.latent_size or 0)
             numbers += self.experts.num_layers * (shared + self.hidden_size * self.experts.count)
         return numbers
 
@@ -317,32 +289,63 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, rounded up to whole bytes."""
+        """Bytes of all weights: those stated by the checkpoint, else counted and rounded up."""
+        if self.total_bytes is not None:
+            return self.total_bytes
         experts = 0 if self.experts is None else self.experts.num_layers * self.experts.count * self.expert_matrix
         bits = (self._embeddings + self.num_small) * dtype_bits(self.dtype, field="dtype")
         bits += self.common_matrix * dtype_bits(self.weight_dtype, field="weight_dtype")
         bits += experts * dtype_bits(self.expert_dtype, field="expert_dtype")
-        return whole_bytes(bits)
+        return whole_bytes(bits + sum(map(self._other_bits, ("common", "experts", "head"))))
 
     @cached_property
     def expert_bytes(self) -> int:
         """Bytes of the weights of experts, rounded up to whole bytes. Part of `weight_bytes`."""
         experts = 0 if self.experts is None else self.experts.num_layers * self.experts.count * self.expert_matrix
-        return whole_bytes(experts * dtype_bits(self.expert_dtype, field="expert_dtype"))
+        return whole_bytes(experts * dtype_bits(self.expert_dtype, field="expert_dtype") + self._other_bits("experts"))
+
+    def _other_bits(self, part: str) -> Fraction:
+        """Return how many bits more a part takes than if all of its numbers had its format."""
+        own = {"common": self.weight_dtype, "experts": self.expert_dtype, "head": self.dtype}[part]
+        usual = dtype_bits(own, field="weight_dtype")
+        return sum(
+            (count * (dtype_bits(name, field="weight_dtype") - usual) for of, name, count in self.stored if of == part),
+            Fraction(0),
+        )
 
     def stored_as(self, weight_dtype: str | None) -> Geometry:
         """Return the model with all matrices in `weight_dtype`; unchanged if None."""
         if weight_dtype is None:
             return self
         dtype_bits(weight_dtype, field="weight_dtype")
-        return msgspec.structs.replace(self, weight_dtype=weight_dtype, expert_dtype=weight_dtype)
+        return msgspec.structs.replace(
+            self, weight_dtype=weight_dtype, expert_dtype=weight_dtype, stored=(), total_bytes=None
+        )
+
+    def on(self, device: Device | None) -> Geometry:
+        """Return the model as engines keep its KV on a device; without one, as on Hopper.
+
+        Kernels of compute capability 10 keep fp8 latents of sparse attention without scales of their own, and vLLM
+        keeps the KV of GLM-5 in fp8 there by default (0.32, model_executor/models/config.py).
+        """
+        if device is None or device.capability != 10 or self.sparse is None:
+            return self
+        layers = tuple(
+            msgspec.structs.replace(layer, packed_bytes=None) if layer.own_dtype is None else layer
+            for layer in self.layers
+        )
+        return msgspec.structs.replace(self, layers=layers, kv_dtype=self.kv_dtype or self.sparse.kv_dtype)
 
     # KV ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def kv_groups(self) -> tuple[KvGroup, ...]:
         """The KV groups: layers that keep the same tokens, in the order of their first layers."""
-        return grouped(self.layers)
+        return grouped(self.layers + self.caches)
+
+    def kept_as(self, kv_dtype: str | None) -> str:
+        """Return the format of KV: `kv_dtype`, else that of the checkpoint, else that of the model."""
+        return self.dtype if kv_dtype == "auto" else kv_dtype or self.kv_dtype or self.dtype
 
     @cached_property
     def state_bytes(self) -> int:
@@ -351,8 +354,8 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def kv_bytes_per_token(self, kv_dtype: str | None = None) -> int:
         """Return the bytes of KV per token if every layer keeps every token. `kv_dtype`: default: the model's."""
-        bits = dtype_bits(kv_dtype or self.dtype, field="kv_dtype")
-        return whole_bytes(sum((group.token_bits(bits) for group in self.kv_groups), Fraction(0)))
+        kept = self.kept_as(kv_dtype)
+        return whole_bytes(sum((group.token_bits(kept) for group in self.kv_groups), Fraction(0)))
 
     def expanded_kv_bytes_per_token(self, kv_dtype: str | None = None) -> int | None:
         """Return the bytes per token if latent KV is stored as its expanded keys and values.
@@ -364,18 +367,13 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if latent is None:
             return None
         head_dim = max(latent.nope_dim + latent.rope_dim, latent.v_dim)
-        bits = dtype_bits(kv_dtype or self.dtype, field="kv_dtype")
-        return whole_bytes(self.num_attending_layers * self.num_heads * 2 * head_dim * bits)
+        bits, scale_bits = kv_bits(self.kept_as(kv_dtype))
+        return whole_bytes(self.num_attending_layers * self.num_heads * 2 * (head_dim * bits + scale_bits))
 
     def kv_bytes(self, num_tokens: int, kv_dtype: str | None = None) -> int:
         """Return the bytes kept of a sequence while the last of its `num_tokens` tokens is computed."""
-        bits = dtype_bits(kv_dtype or self.dtype, field="kv_dtype")
-        kept = sum(
-            (group.layer.num_tokens(num_tokens) * group.token_bits(bits) for group in self.kv_groups), Fraction(0)
+        bits = sum(
+            (group.layer.num_tokens(num_tokens) * group.token_bits(self.kept_as(kv_dtype)) for group in self.kv_groups),
+            Fraction(0),
         )
-        return whole_bytes(kept) + (self.state_bytes if num_tokens else 0)
-
-
-def whole_bytes(bits: Fraction) -> int:
-    """Return the number of bytes that hold `bits` bits."""
-    return -(-bits.numerator // (8 * bits.denominator))
+        return whole_bytes(bits) + (self.state_bytes if num_tokens else 0)

@@ -28,6 +28,11 @@ class KvLayer(msgspec.Struct, frozen=True, kw_only=True):
     and of the page of the token before it; `shared`: nothing, since it reads the KV of another layer, with that layer's
     `span`; `none`: nothing, since it processes each token separately. A token has `num_heads` times `head_numbers`
     numbers; devices divide heads, never their numbers.
+
+    `num_vectors`: those of a head that have a scale each where the format has scales: key and value, or one latent.
+    `packed_bytes`: bytes of a token in fp8 as DeepSeek's kernels pack a latent, with scales and rotary numbers in 16
+    bits. `fixed_bytes`: further bytes of a token, in every format of KV and on every device: the key of an indexer.
+    `own_dtype`: its format whatever that of the KV is. `every`: tokens that share one entry, where KV is compressed.
     """
 
     kind: KvKind
@@ -36,6 +41,23 @@ class KvLayer(msgspec.Struct, frozen=True, kw_only=True):
     span: int | None = None
     sink: int = 0
     state_bytes: int = 0
+    num_vectors: int = 2
+    packed_bytes: int | None = None
+    fixed_bytes: int = 0
+    own_dtype: str | None = None
+    every: int = 1
+
+    def read_bits(self, kv_dtype: str, num_devices: int = 1) -> Fraction:
+        """Return the bits of a token's KV that are read, on one of the devices that divide the heads."""
+        from kvarts.hardware.number_formats import is_fp8, kv_bits  # fractions: longer to import than to replay
+
+        kv_dtype = self.own_dtype or kv_dtype
+        if self.packed_bytes is not None and is_fp8(kv_dtype):
+            return kv_bits(kv_dtype)[0] * (self.packed_bytes + self.fixed_bytes) / self.every
+        bits, scale_bits = kv_bits(kv_dtype)
+        heads = -(-self.num_heads // num_devices)
+        bits = heads * (self.head_numbers * bits + self.num_vectors * scale_bits)
+        return (bits + 8 * self.fixed_bytes) / self.every
 
     @property
     def keeps_tokens(self) -> bool:
@@ -76,14 +98,10 @@ class KvGroup(msgspec.Struct, frozen=True):
     layer: KvLayer
     num_layers: int
 
-    def token_bits(self, number_bits: Fraction, num_devices: int = 1) -> Fraction:
+    def token_bits(self, kv_dtype: str, num_devices: int = 1) -> Fraction:
         """Return the bits per token in all layers of the group, on one of the devices that divide the heads."""
-        if not self.layer.keeps_tokens:
-            from fractions import Fraction  # takes longer to import than a short replay to run
-
-            return Fraction(0)
-        heads = -(-self.layer.num_heads // num_devices)
-        return self.num_layers * heads * self.layer.head_numbers * number_bits
+        bits = self.num_layers * self.layer.read_bits(kv_dtype, num_devices)
+        return bits if self.layer.keeps_tokens else 0 * bits
 
 
 def grouped(layers: Sequence[KvLayer]) -> tuple[KvGroup, ...]:

@@ -126,12 +126,28 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     memory_fraction: Annotated[float, setting("For auto: the share of the device's memory to use.", metavar="X")] = 0.9
 
     def __post_init__(self) -> None:
+        self._take_count()
         for ways in WAYS:
             check_whole(getattr(self, ways), ways, most=MOST_REPLICAS)
         if not 0.0 < self.memory_fraction <= 1.0:
             raise SettingError(f"must be above 0 and at most 1, got {self.memory_fraction}", "memory_fraction")
         if isinstance(self.kv_memory, int):
             check_whole(self.kv_memory, "kv_memory", most=MOST_BYTES)
+
+    def _take_count(self) -> None:
+        """Read `8xh200` as eight devices that the model is split over."""
+        count, times, name = (self.device or "").lower().partition("x")
+        if not times or not count.isdecimal() or not name or len(count) > 4:
+            return
+        if self.tensor_parallel not in (1, int(count)):
+            raise SettingError(
+                f"{brief(self.device)} is {count} devices, and the model is split over {self.tensor_parallel}",
+                "device",
+                "tensor_parallel",
+                hint="Give one of the two.",
+            )
+        msgspec.structs.force_setattr(self, "device", name)
+        msgspec.structs.force_setattr(self, "tensor_parallel", max(1, int(count)))
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,7 +206,8 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
     ConfigError for anything unknown or missing.
     """
     from kvarts.executor.roofline import RooflineCost
-    from kvarts.hardware.fit import local_kv_bytes_per_token
+    from kvarts.hardware.device import load_device
+    from kvarts.hardware.fit import draft_bytes_per_token, local_kv_bytes_per_token
     from kvarts.hardware.model_config import load_geometry  # imported only for a replay that names a model
 
     if model.model is None:
@@ -204,7 +221,7 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
         raise SettingError(
             "says nothing without a device", *fields, hint="Model and device go together: {device} NAME.", of=model
         )
-    geometry = load_geometry(model.model).stored_as(model.weight_dtype)
+    geometry = load_geometry(model.model, model.weight_dtype).on(load_device(on.device))
     facts: dict[str, Any] = {
         "llm": model.model,
         "device": on.device,
@@ -225,7 +242,7 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
     token_bytes = local_kv_bytes_per_token(geometry, on.tensor_parallel, model.kv_dtype, on.pipeline_parallel)
     drafts = isinstance(cost, RooflineCost) and cost.speculative_tokens > 0
     if drafts:
-        token_bytes += -(-token_bytes // geometry.num_layers)  # the layer that drafts keeps KV as well
+        token_bytes += draft_bytes_per_token(geometry, on.tensor_parallel, model.kv_dtype)
     return Placed(cost=cost, kv_bytes_per_token=token_bytes, geometry=geometry, num_draft_layers=int(drafts))
 
 

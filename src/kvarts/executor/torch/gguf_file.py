@@ -135,6 +135,12 @@ class GgufFile:
         """Return the names of all tensors."""
         return [name for name, *_ in self._tensors]
 
+    def layout(self) -> tuple[dict[str, tuple[int, ...]], set[int], int]:
+        """Return the shapes of all tensors, the numbers of their types, and where the first begins."""
+        shapes = {name: shape for name, shape, *_ in self._tensors}
+        starts = [start for *_, start in self._tensors]
+        return shapes, {kind for _, _, kind, _ in self._tensors}, min(starts, default=len(self._bytes))
+
     def tensors(self) -> Iterator[StoredTensor]:
         """Yield all tensors; their data are read on first use. Raise InputError if one is truncated."""
         whole = np.frombuffer(self._bytes, np.uint8)

@@ -20,6 +20,7 @@ from kvarts.executor.torch.packing import pack_linears
 from kvarts.executor.torch.probe import examine
 from kvarts.executor.torch.quantized import check_scheme, quantize
 from kvarts.executor.torch.standard_directory import read_standard, read_standard_tokenizer
+from kvarts.hardware.model_config import check_config
 
 __all__ = ["fingerprint", "kv_fingerprint", "load_model", "load_tokenizer"]
 
@@ -87,6 +88,8 @@ def load_model(
     target = check_device(device)
     gguf = find_gguf(path)
     if gguf is None:
+        if (config := Path(path) / "config.json").is_file():
+            check_config(config)
         model = read_standard(Path(path), dtype) if model_impl == "auto" and target.type == "cpu" else None
         if model is None:
             model = _read_directory(path, dtype, trust_remote_code=trust_remote_code)
@@ -176,6 +179,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
         return FileTokenizer(backend, of_transformers, chat_template=chat_template)
     try:
         return of_transformers()
+    except RecursionError:
+        raise InputError("is nested too deeply", path=Path(path) / "tokenizer.json") from None
     except (OSError, ValueError):
         return None
 
