@@ -253,7 +253,7 @@ def build_engine(
         pins = Pins(cache, tell)
         pages = OnePool(cache, token_budget=config.max_num_batched_tokens, pins=pins)
     page_size = config.page_size
-    blocks_of = (lambda num_known: cache.num_to_compute(num_known, page_size)) if is_shared else None
+    blocks_of = (lambda num_known: cache.needs.to_compute(num_known, page_size)) if is_shared else None
     waiting = WaitingQueue(PriorityPolicy() if policy is None else policy, blocks_of)
     loads: Loads | None = None
     if below is not None:

@@ -9,7 +9,7 @@ import pytest
 from kvarts.executor.cost import LinearCost
 from kvarts.fleet.config import FleetConfig, PoolConfig
 from kvarts.fleet.replay import replay_fleet
-from kvarts.kv.page_cache import PageCache
+from kvarts.kv.page_cache import IncomingPages
 from kvarts.sched.handoffs import Handoffs
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.logs import RecordedRow, recorded_trace
@@ -43,8 +43,8 @@ def test_handoffs_agree_with_the_ledger() -> None:
 
 
 def test_a_prompt_that_is_not_published_on_arrival_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    receive = PageCache.receive
-    monkeypatch.setattr(PageCache, "receive", lambda self, holding, num: receive(self, holding, num - 4))
+    receive = IncomingPages.receive
+    monkeypatch.setattr(IncomingPages, "receive", lambda self, holding, num: receive(self, holding, num - 4))
     with pytest.raises(AssertionError, match="was stored and no event says so"):
         run()
 

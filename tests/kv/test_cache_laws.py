@@ -116,10 +116,10 @@ def test_a_head_needs_no_less_until_pages_are_findable_that_can_follow_what_it_f
             step()
     head = Content.from_tokens(data.draw(tokens), page_size=1, owner=9)
     found = cache.match(head, 6)
-    needed = cache.num_to_admit(found, 8, 8)
-    cache.watch()
-    while running and not cache.may_need_less(found.num_pages):
-        assert cache.num_to_admit(cache.match(head, 6), 8, 8) >= needed
+    needed = cache.needs.to_admit(found, 8, 8)
+    cache.needs.watch()
+    while running and not cache.needs.may_shrink(found.num_pages):
+        assert cache.needs.to_admit(cache.match(head, 6), 8, 8) >= needed
         step()
 
 
@@ -132,9 +132,9 @@ def test_a_head_needs_less_when_the_first_of_two_copies_is_evicted_and_the_other
         cache.extend(holding, 2, is_end=True)
     cache.close(first, 2, 2)
     head = Content.from_tokens([1, 1, 2], page_size=1, owner=2)
-    assert cache.num_to_admit(cache.match(head, 2), 3, 3) == 3
-    cache.watch()
-    assert not cache.may_need_less(2)
+    assert cache.needs.to_admit(cache.match(head, 2), 3, 3) == 3
+    cache.needs.watch()
+    assert not cache.needs.may_shrink(2)
     cache.take(14)
-    assert cache.num_to_admit(cache.match(head, 2), 3, 3) == 1
-    assert cache.may_need_less(2)
+    assert cache.needs.to_admit(cache.match(head, 2), 3, 3) == 1
+    assert cache.needs.may_shrink(2)

@@ -27,11 +27,11 @@ def test_the_copy_that_is_found_may_be_one_that_others_hold() -> None:
         cache.extend(holding, 4, is_end=True)
     cache.close(holdings[0], 2, 2)
     match = cache.match(contents[2], 5)
-    wanted, least = cache.num_to_admit(match, 12, 8), cache.least_to_admit(match, 12, 8)
+    wanted, least = cache.needs.to_admit(match, 12, 8), cache.needs.least_to_admit(match, 12, 8)
     cache.shed(4)
     match = cache.match(contents[2], 5)
     assert match.num_pages == 2
-    assert least == cache.num_to_admit(match, 12, 8) < wanted
+    assert least == cache.needs.to_admit(match, 12, 8) < wanted
 
 
 def test_a_request_that_finds_less_may_need_less() -> None:
@@ -46,8 +46,8 @@ def test_a_request_that_finds_less_may_need_less() -> None:
     cache.close(holding, 7, 7)
     found = cache.match(other, 7), cache.match(other, 4)
     assert [match.num_pages for match in found] == [7, 4]
-    needs = [cache.num_to_admit(match, 16, 2) for match in found]
-    assert cache.least_to_admit(found[0], 16, 2) <= needs[1] < needs[0]
+    needs = [cache.needs.to_admit(match, 16, 2) for match in found]
+    assert cache.needs.least_to_admit(found[0], 16, 2) <= needs[1] < needs[0]
 
 
 def test_states_at_the_ends_of_chunks_need_one_part_for_all_the_pages_of_a_chunk() -> None:
@@ -59,11 +59,11 @@ def test_states_at_the_ends_of_chunks_need_one_part_for_all_the_pages_of_a_chunk
     content, other = (Content.from_tokens(tokens, page_size=2, owner=owner) for owner in range(2))
     holding = cache.open(cache.match(content, 0))
     cache.extend(holding, 12, is_end=True)
-    assert cache.num_to_go_on(holding, 40, 0) == cache.num_to_go_on(holding, 40, 8) == 14 + 1
+    assert cache.incoming.to_go_on(holding, 40, 0) == cache.incoming.to_go_on(holding, 40, 8) == 14 + 1
     cache.close(holding, 6, 6)
     match = cache.match(other, 19)
     assert match.num_pages == 6
     # What is found and not held: six pages, and their state, which vLLM counts though the load brings another one.
-    assert cache.num_to_admit_loaded(match, match, 40, 0) >= 14 + 1 + 6
-    assert cache.needs.passed_states(12, cache.held_by_others(match)) == 1
-    assert cache.needs.passed_states(0, cache.held_by_others(match)) == 0
+    assert cache.incoming.to_admit(match, match, 40, 0) >= 14 + 1 + 6
+    assert cache.group_needs.passed_states(12, cache.held_by_others(match)) == 1
+    assert cache.group_needs.passed_states(0, cache.held_by_others(match)) == 0

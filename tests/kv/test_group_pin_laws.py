@@ -72,7 +72,7 @@ class PinMachine(RuleBasedStateMachine):
         assert match.num_pages == length
         found = self.model.found(tokens, None, length)
         idle = [part for parts in found.parts for part in parts.values()]
-        assert self.cache.num_pages_of(match) * self.block_bytes == sum(map(self.model.bytes_of, idle))
+        assert self.cache.needs.to_hold(match) * self.block_bytes == sum(map(self.model.bytes_of, idle))
         num_new = len(tokens) - length * self.cache.page_size
         sequence = self.model.open(tokens, None, length, num_new, is_end=is_end)
         if sequence is not None:

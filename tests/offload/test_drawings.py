@@ -104,7 +104,8 @@ def test_the_offloader() -> None:
     offer = offloader.lookup(1, prompt, 0, 3)
     assert offer is not None
     assert (offer.num_pages, offloader.num_pages()) == (3, (3, 0))
-    loading = cache.open_to_load(cache.match(prompt, 3), 3)
+    found = cache.match(prompt, 3)
+    loading = cache.incoming.open_to_load(found, 3, found)
     assert offloader.start_load(1, prompt, 0, 3, loading) == 11_500_000
     offloader.advance_to(11_500_000)
     (loaded,) = offloader.take_loaded()

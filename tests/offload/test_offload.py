@@ -387,15 +387,15 @@ def test_a_store_gives_its_idle_pages_back_and_its_channel_is_free() -> None:
     offloader, cache = lazy_offloader(num_pages=8, target_free=8)
     content = leave(cache, range(8), 0)
     offloader.plan_stores(0)
-    assert (cache.num_free, cache.num_lent()) == (0, 8)
-    cache.give_back(1)
-    assert (cache.num_free, cache.num_lent()) == (8, 0)
+    assert (cache.num_free, cache.lender.num_lent()) == (0, 8)
+    cache.lender.give_back(1)
+    assert (cache.num_free, cache.lender.num_lent()) == (8, 0)
     assert (offloader.counts.num_given_up, offloader.counts.num_failed) == (1, 1)
     assert offloader.channels[0].wait_ns(0) == 0
     assert offloader.next_ns == NEVER_NS
     assert cache.match(content, 8).num_pages == 8, "they are cached, as before"
     offloader.plan_stores(0)
-    assert cache.num_lent() == 8, "it is not given up for ever"
+    assert cache.lender.num_lent() == 8, "it is not given up for ever"
     offloader.advance_to(1 << 60)
     assert offloader.layout.tiers[0].find(content, 0, 8) == 8
 
@@ -410,10 +410,10 @@ def test_a_store_that_was_given_up_may_be_reported_later() -> None:
     cache.publish(holding, 4)
     offloader.confirm(content, 4, holding)
     offloader.plan_stores(0)
-    assert cache.num_lent() == 0, "a request holds them as well"
+    assert cache.lender.num_lent() == 0, "a request holds them as well"
     cache.close(holding, 4, 4)
-    assert cache.num_lent() == 4
-    cache.give_back(4)
+    assert cache.lender.num_lent() == 4
+    cache.lender.give_back(4)
     offloader.report([TransferReport(0, 0), TransferReport(0, 1)], 5)
     assert offloader.counts.num_stray_reports == 0
     assert offloader.layout.tiers[0].find(content, 0, 4) == 0

@@ -114,7 +114,9 @@ def test_the_longest_sequence_that_can_run_is_found(num_pages: int, span: int, p
     scheduler: Any = run.engine.scheduler
     length = scheduler.most_tokens(most)
     assert (
-        scheduler.cache.needs.at_most(length) <= scheduler.cache.pool.total < scheduler.cache.needs.at_most(length + 1)
+        scheduler.cache.group_needs.at_most(length)
+        <= scheduler.cache.pool.total
+        < scheduler.cache.group_needs.at_most(length + 1)
     )
     assert length >= num_pages * page_size, "never fewer than whole pages hold"
 

@@ -237,7 +237,7 @@ def test_an_engine_at_rest_is_examined_whole_also_with_windows() -> None:
     replica = make_replica(EngineConfig(num_pages=20, page_size=4), memory=memory)
     run_engine(replica, request_of(0, range(40), max_tokens=10))
     scheduler = replica.scheduler
-    assert scheduler.cache.follows_decodes and not scheduler.has_work
+    assert scheduler.cache.decodes is not None and not scheduler.has_work
     scheduler.check()
     cast(GroupPages, scheduler.cache).num_promised += 1
     with pytest.raises(AssertionError, match="L1"):

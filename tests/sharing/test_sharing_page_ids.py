@@ -44,7 +44,7 @@ def serve_both(
         part.token_budget = config.max_num_batched_tokens
         executor = ToyExecutor(part.pool.total, config.page_size, config.max_num_seqs)
         engine = build_engine(config, executor, cache=part.cache, pages=part)
-        assert engine.scheduler.cache.has_page_ids
+        assert engine.scheduler.cache.pool.has_ids
         device.attach(name, engine.scheduler, engine.cancel)
         requests = [make_request(index, arrival, config.page_size) for index, arrival in enumerate(arrivals)]
         found[name] = Served(engine, arrivals, requests, set())

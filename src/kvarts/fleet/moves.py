@@ -671,10 +671,10 @@ class Moves:
         """Return the bytes of KV with which `worker`, with `start` tokens of a prompt, can continue it."""
         cache, page_size = worker.scheduler.cache, self._page_size
         if cache.settles:
-            num_blocks = cache.num_sent(start, num_tokens, page_size)
+            num_blocks = cache.incoming.num_sent(start, num_tokens, page_size)
             return num_blocks * page_size * token_bytes // cache.page_blocks
         if self._only_missing:
-            num_tokens = cache.num_sent(start, num_tokens, page_size) * page_size
+            num_tokens = cache.incoming.num_sent(start, num_tokens, page_size) * page_size
         return num_tokens * token_bytes
 
     def _activate(self, handoff: Handoff, now_ns: int) -> None:

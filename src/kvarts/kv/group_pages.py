@@ -17,7 +17,17 @@ from kvarts.content import NOTHING, Content
 from kvarts.event_log import Tell
 from kvarts.events import PartsMoved
 from kvarts.kv.account import MOST_UNCHECKED, RunEvents, Unchecked
-from kvarts.kv.cache import Cache, Holding, Leap, Mark, Match
+from kvarts.kv.cache import (
+    Cache,
+    FollowedDecodes,
+    Holding,
+    Incoming,
+    Leap,
+    Mark,
+    Match,
+    Needs,
+    States,
+)
 from kvarts.kv.eviction import EvictionOrder, HeldPages
 from kvarts.kv.group_needs import GroupNeeds, Held
 from kvarts.kv.groups import GroupMemory
@@ -44,6 +54,11 @@ class PartHolding(Holding):
         self.parts = parts
         self.tail: RunHolding | None = None
         self.num_promised = self.num_reserved = 0
+
+    @property
+    def num_named(self) -> int:
+        """How many pages, from the first on, were made findable."""
+        return self.parts.num_named
 
     @property
     def loading(self) -> RunHolding:
@@ -104,8 +119,8 @@ class GroupPages(Cache):
         "_part_tables",
         "_unchecked",
         "block_bytes",
+        "group_needs",
         "memory",
-        "needs",
         "page_size",
         "parts",
     )
@@ -129,14 +144,12 @@ class GroupPages(Cache):
         ids = IdPool(num_blocks) if with_ids else None
         pool = CountPool(num_blocks) if ids is None else ids
         most_kept = 2 * most_new_tokens if plans_ahead else most_new_tokens
-        self.needs = GroupNeeds(memory, page_size=page_size, most_new=most_new_tokens, most_kept=most_kept)
-        super().__init__(pool, page_blocks=self.needs.page_blocks)
+        self.group_needs = GroupNeeds(memory, page_size=page_size, most_new=most_new_tokens, most_kept=most_kept)
+        super().__init__(pool, page_blocks=self.group_needs.page_blocks)
         self.memory = memory
         self.block_bytes = memory.block_bytes
         self.page_size = page_size
         self.settles = True
-        self.aligns = memory.aligns
-        self.defers = memory.has_states_by_page
         self.releases = any(group.is_bounded or group.is_state for group in memory.groups)
         self._part_tables = memory.part_tables
         self._unchecked = Unchecked()
@@ -151,6 +164,9 @@ class GroupPages(Cache):
             at_branches=at_branches,
         )
         self.match = self.parts.match
+        self.needs = PartNeeds(self)
+        self.incoming = IncomingParts(self)
+        self.states = StatesByPage(self.parts, aligns=memory.aligns, defers=memory.has_states_by_page)
         self._num_given = 0
         """Total of blocks returned by `give` since the beginning."""
         self.keeps_time = self.parts.note_request is not None
@@ -159,7 +175,7 @@ class GroupPages(Cache):
         self.names_decodes = with_ids or is_named or is_watched or plans_ahead
         self.publishes_all = self.names_decodes or tell is not None
         if not self.names_decodes:
-            self.follows_decodes = True
+            self.decodes = DecodesInGroups(self)
             self.take_pages = self._take_pages
             self.most_certain_steps = 1  # the releases of decodes may make room for another request
 
@@ -177,26 +193,6 @@ class GroupPages(Cache):
     def set_time(self, now_ns: int) -> None:
         """Set the time of what is opened and closed from now on."""
         self.parts.now_ns = now_ns
-
-    def begin_step(self) -> None:
-        """Begin a step: no state is computed in it yet."""
-        self.parts.computed.clear()
-
-    def note_state(self, content: Content, page: int) -> None:
-        """Treat the state after the first `page` pages of `content` as one that the current step computes."""
-        self.parts.computed.append((content, page - 1, page))
-
-    def is_of_step(self, match: Match) -> bool:
-        """Return whether the current step computes the state after `match`, or a copy of it."""
-        return self.parts.is_of_step(cast(RunMatch, match))
-
-    def branch_of(self, match: Match) -> int:
-        """Return the tokens up to which groups that keep all tokens have its content, if that is more than `match`."""
-        return cast(RunMatch, match).branch * self.page_size
-
-    def branch(self, holding: Holding) -> int:
-        """Return the same for a sequence, as of when it began."""
-        return cast(PartHolding, holding).parts.branch
 
     def counts(self) -> tuple[int, ...]:
         """Return the parts used and cached in each group, as one pair per group."""
@@ -225,66 +221,6 @@ class GroupPages(Cache):
         """Return, per group, the longest prefix of at most `limit` full pages that it alone could resume from."""
         return self.parts.tree.reach(content, limit)
 
-    def num_pages_of(self, match: Match) -> int:
-        """Return how many blocks a sequence that begins with `match` holds."""
-        return self.parts.held_after(cast(RunMatch, match))
-
-    def num_lent_of(self, match: Match) -> int:
-        """Return how many blocks of `match` stores hold and no request does."""
-        return self.parts.held_after(cast(RunMatch, match), only_lent=True)
-
-    # Needs of requests ----------------------------------------------------------------------------------------
-
-    def num_to_admit(self, match: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
-        """Return the blocks that must be free for a request that begins with `match`, by GroupNeeds.to_admit."""
-        # Blocks that the request may take whatever it needs; none are certain if other models take part.
-        num_certain = -1 if self.parts.shared is not None else self.num_free - num_kept
-        num_wanted = self.needs.at_most_whole(num_known)
-        if num_wanted <= num_certain:  # as `to_admit` does: this runs for every request
-            return num_kept + num_wanted
-        start = match.num_pages * self.page_size
-        end = min(num_known, start + budget)
-        return num_kept + self.needs.to_admit(start, num_known, end, self.held_by_others(match), num_certain)
-
-    def least_to_admit(self, match: Match, num_known: int, budget: int) -> int:
-        """Return a lower bound of `num_to_admit` that stays valid if parts of `match` are evicted."""
-        start = match.num_pages * self.page_size
-        end = min(num_known, start + budget)
-        return self.needs.least_to_admit(start, num_known, end, self.held_by_others(match))
-
-    def num_to_finish(self, holding: Holding, num_tokens: int) -> int:
-        """Return the most blocks that `holding` takes at one time, beyond its own, until it has `num_tokens`."""
-        return max(0, self.needs.to_compute(num_tokens) - self.num_held(holding))
-
-    def num_to_compute(self, num_known: int, page_size: int) -> int:
-        """Return the most blocks that `num_known` tokens need at one time, wherever their chunks begin and end."""
-        return self.needs.to_compute(num_known)
-
-    def num_at_most(self, num_tokens: int, page_size: int) -> int:
-        """Return the same for a request that runs alone, and may begin from snapshots."""
-        return self.needs.at_most(num_tokens)
-
-    def num_beyond(self, num_tokens: int, page_size: int, num_most: int) -> int:
-        """Return the same if it is more than `num_most`, else 0."""
-        if self.needs.at_most_whole(num_tokens) <= num_most:
-            return 0
-        num_blocks = self.needs.at_most(num_tokens)
-        return num_blocks if num_blocks > num_most else 0
-
-    def most_tokens(self, limit: int, page_size: int) -> int:
-        """Return the longest sequence, of up to `limit` tokens, that can run in this memory; 0 if none can."""
-        return self.needs.most_tokens(limit, self.pool.total)
-
-    def need_words(self, num_blocks: int, page_size: int, asked: str) -> str:
-        """Return the clause that a request with the tokens `asked` needs `num_blocks`."""
-        most_new = self.needs.most_new
-        return f"needs {num_blocks} blocks of {self.block_bytes:,} bytes for {asked}, with {most_new} tokens a step"
-
-    @property
-    def room_words(self) -> str:
-        """The memory, as the subject of a sentence on the number of its blocks."""
-        return "the memory has"
-
     # Sequences ------------------------------------------------------------------------------------------
 
     def open(self, match: Match) -> PartHolding:
@@ -301,11 +237,6 @@ class GroupPages(Cache):
         if of_parts.tail is not None:
             num_blocks += self.parts.held_bytes(of_parts.tail)
         return num_blocks
-
-    def num_to_run(self, holding: Holding, start: int, end: int) -> int:
-        """Return the blocks that tokens [start, end) need and `holding` does not have."""
-        parts = cast(PartHolding, holding).parts
-        return self.parts.missing_bytes(parts, end - parts.num_tokens)
 
     def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
         """Take the blocks of tokens up to `num_tokens`, and make the pages that they fill findable."""
@@ -340,10 +271,6 @@ class GroupPages(Cache):
             self.parts.take_next(cast(PartHolding, holding).parts, 1)
         self.count()
 
-    def num_named(self, holding: Holding) -> int:
-        """Return how many pages of `holding`, from its first on, were made findable."""
-        return cast(PartHolding, holding).parts.num_named
-
     def publish(self, holding: Holding, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable."""
         self.parts.fill_page(cast(PartHolding, holding).parts, num_tokens)
@@ -364,10 +291,6 @@ class GroupPages(Cache):
                 parts.take_pages(1)
         self.count()
 
-    def start_decoding(self, holding: Holding, admission: int, *, is_settled: bool = True) -> None:
-        """Let a sequence compute one token per step from the next on."""
-        self.parts.decodes.start(cast(PartHolding, holding).parts, admission, is_settled=is_settled)
-
     def stop_decoding(self, holding: Holding, num_pages: int) -> None:
         """Stop following a decode, if the cache does."""
         parts = cast(PartHolding, holding).parts
@@ -375,30 +298,6 @@ class GroupPages(Cache):
         if parts.is_decoding:
             self.parts.decodes.leave(parts, keeps_parts=True)
             parts.num_taken = num_pages
-
-    def publish_due(self, first: int, end: int) -> None:
-        """Make the pages findable that decodes fill in this step, by Decodes.fill_pages."""
-        self.parts.decodes.fill_pages(first, end)
-        self.num_published = self.parts.num_published
-
-    def fills_known_page(self) -> bool:
-        """Return whether there are such pages in this step."""
-        decodes = self.parts.decodes
-        return bool(decodes.filling[decodes.step % self.page_size])
-
-    def end_step(self) -> None:
-        """Let decodes release the parts that none of their later tokens attends to. `count` must follow."""
-        self.parts.decodes.end_step()
-
-    def put_off(self, holdings: Sequence[Holding]) -> None:
-        """End the step, but postpone the releases of `holdings` until `settle` is called for each."""
-        self.parts.decodes.put_off([cast(PartHolding, holding).parts for holding in holdings])
-
-    def leap(self, most_steps: int, num_wanted: int, first_step: int, starts_ns: Sequence[int]) -> Leap:
-        """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, by Decodes.leap."""
-        done = self.parts.decodes.leap(most_steps, num_wanted, first_step, starts_ns)
-        self.count()
-        return Leap(done.taken, PartsMoved(done.listed, done.emptied, done.evicted))
 
     def count(self) -> None:
         """Update the counts from those of the parts."""
@@ -471,69 +370,11 @@ class GroupPages(Cache):
         self._promise(holding, max(0, num_wanted - (num_free - self.num_free)))
         return holding
 
-    def open_to_load(self, match: Match, num_known: int, branch: int = 0) -> PartHolding:
-        """Hold the device's parts of `match`, of device and tiers together, and take those that a load fills."""
-        found = cast(RunMatch, match)
-        holding = PartHolding(self.parts.begin_load(found.content, found), found.num_pages)
-        holding.parts.branch = branch
-        self.count()
-        return holding
-
-    def publish_loaded(self, holding: Holding, num_pages: int) -> None:
-        """Make the parts of the first `num_pages` pages findable."""
-        self.parts.arrive(cast(PartHolding, holding).parts, [num_pages] * len(self.memory.groups))
-        self.count()
-
-    def num_loading(self, found: Match, end: int) -> int:
-        """Return the blocks of all parts that are found or loaded."""
-        return self.parts.held_after(cast(RunMatch, found))
-
-    def num_to_load(self, match: Match, found: Match, end: int) -> int:
-        """Return the blocks of parts to load, and of resident ones without a holder."""
-        missing, idle, _ = self._counts_of(found, 0)
-        num_blocks = self.needs.to_load(missing, idle)
-        if self.aligns:
-            num_blocks += self.needs.passed_states(match.num_pages * self.page_size, self.held_by_others(match))
-        return num_blocks
-
-    def num_to_admit_loaded(self, match: Match, found: Match, num_known: int, budget: int) -> int:
-        """Return the blocks by GroupNeeds.to_admit_loaded."""
-        start, loaded = match.num_pages * self.page_size, found.num_pages * self.page_size
-        end = min(num_known, loaded + budget)
-        counts = self._counts_of(found, match.num_pages)
-        return self.needs.to_admit_loaded(start, loaded, num_known, end, counts, self.held_by_others(match))
-
-    def num_to_go_on(self, holding: Holding, num_known: int, budget: int) -> int:
-        """Return the blocks by GroupNeeds.to_go_on."""
-        parts = cast(PartHolding, holding).parts
-        end = min(num_known, parts.num_tokens + budget)
-        return self.needs.to_go_on(parts.num_taken, num_known, end, self.parts.missing_state_bytes(parts))
-
-    def _counts_of(self, found: Match, num_hit: int) -> tuple[list[int], list[int], list[int]]:
-        """Return, by group, the numbers of parts of `found`: to load, without a holder, and resident after a hit."""
-        missing: list[int] = []
-        idle: list[int] = []
-        beyond: list[int] = []
-        for index, pieces in enumerate(self.parts.tree.pieces(cast(RunMatch, found))):
-            num_missing = num_idle = num_beyond = 0
-            for run, start, end in pieces:
-                if run.list_index != index:
-                    num_missing += end - start
-                    continue
-                if not run.holders:
-                    num_idle += end - start
-                if end > num_hit:
-                    num_beyond += end - max(start, num_hit)
-            missing.append(num_missing)
-            idle.append(num_idle)
-            beyond.append(num_beyond)
-        return missing, idle, beyond
-
     def num_front(self, match: Match, num_pages: int) -> int:
         """Return the most blocks of windows that are held while `num_pages` pages after `match` are computed."""
         pieces = self.parts.tree.pieces(cast(RunMatch, match))
         held = [sum(end - start for _, start, end in of_group) for of_group in pieces]
-        return self.needs.front(held, num_pages)
+        return self.group_needs.front(held, num_pages)
 
     def open_with_front(self, match: Match, found: RunMatch, front_end: int, num_reserved: int) -> PartHolding:
         """Hold `match`, after which pages are computed up to `front_end`, and take parts for the rest of `found`.
@@ -574,27 +415,6 @@ class GroupPages(Cache):
         self.num_promised += num_blocks - holding.num_promised
         holding.num_promised = num_blocks
         self.parts.promised_bytes = self.num_promised
-        self.count()
-
-    # Prompts that other engines compute ---------------------------------------------------------------------
-
-    def num_sent(self, start: int, num_tokens: int, page_size: int) -> int:
-        """Return the blocks of the parts with which the last of `num_tokens` tokens is computed again."""
-        return self.needs.sent(start, num_tokens)
-
-    def num_to_receive(self, match: Match, num_tokens: int) -> int:
-        """Return the blocks that must be free to `open_to_receive` a prompt of `num_tokens` tokens after `match`."""
-        return self.needs.to_receive(match.num_pages * self.page_size, num_tokens, self.held_by_others(match))
-
-    def open_to_receive(self, match: Match, num_tokens: int) -> PartHolding:
-        """Hold `match`, and take the further parts with which the last of `num_tokens` tokens is computed again."""
-        parts = self.parts.begin_to_receive(match.content, cast(RunMatch, match), num_tokens)
-        self.count()
-        return PartHolding(parts, parts.num_taken)
-
-    def receive(self, holding: Holding, num_tokens: int) -> None:
-        """Make the full pages of the first `num_tokens` tokens findable."""
-        self.parts.receive(cast(PartHolding, holding).parts)
         self.count()
 
     # Blocks for a plan ---------------------------------------------------------------------------------------
@@ -642,7 +462,7 @@ class GroupPages(Cache):
             blocks += ids.part(at, at + num_tables)
         return tuple(blocks)
 
-    def states(self, holding: Holding, start: int) -> tuple[tuple[PageId, ...], tuple[PageId, ...]]:
+    def state_blocks(self, holding: Holding, start: int) -> tuple[tuple[PageId, ...], tuple[PageId, ...]]:
         """Return the blocks of a request's state before its next token `start`, and the blocks where the state is kept.
 
         The former are those of the snapshot from which the request begins, if `start` is the first token it computes;
@@ -667,10 +487,6 @@ class GroupPages(Cache):
         """Evict parts until `count` more blocks are empty."""
         self.parts.evict(self.parts.empty_bytes + count)
         self.count()
-
-    def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
-        """Yield the number of blocks that go out of use as each of `holdings` is closed in turn."""
-        yield from self.parts.freed_by(cast(PartHolding, holding).parts for holding, _ in holdings)
 
     def close(self, holding: Holding, num_full_pages: int, num_pages: int) -> None:
         """Release everything that a request holds: parts of its full pages that can be found become cached."""
@@ -698,5 +514,243 @@ class GroupPages(Cache):
         if not self.parts.is_shared:
             assert self.num_used + self.num_promised + self.num_free == self.pool.total, "L1: blocks are lost"
             assert self.num_free >= 0, "L1: blocks that were promised are gone"
-        if self.has_page_ids:
+        if self.pool.has_ids:
             assert self.pool.num_taken == self.num_used + self.num_cached, "L1: blocks are taken and not counted"
+
+
+class PartNeeds(Needs):
+    """Needs in blocks of parts, by the GroupNeeds of `cache`."""
+
+    __slots__ = ("_cache", "_page_size", "_parts", "_rules")
+
+    def __init__(self, cache: GroupPages) -> None:
+        super().__init__("the memory has")
+        self._cache = cache
+        self._rules = cache.group_needs
+        self._parts = cache.parts
+        self._page_size = cache.page_size
+
+    def to_admit(self, match: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
+        """Return the blocks that must be free for a request that begins with `match`, by GroupNeeds.to_admit."""
+        # Blocks that the request may take whatever it needs; none are certain if other models take part.
+        num_certain = -1 if self._parts.shared is not None else self._cache.num_free - num_kept
+        num_wanted = self._rules.at_most_whole(num_known)
+        if num_wanted <= num_certain:  # as `to_admit` does: this runs for every request
+            return num_kept + num_wanted
+        start = match.num_pages * self._page_size
+        end = min(num_known, start + budget)
+        return num_kept + self._rules.to_admit(start, num_known, end, self._cache.held_by_others(match), num_certain)
+
+    def least_to_admit(self, match: Match, num_known: int, budget: int) -> int:
+        """Return a lower bound of `to_admit` that stays valid if parts of `match` are evicted."""
+        start = match.num_pages * self._page_size
+        end = min(num_known, start + budget)
+        return self._rules.least_to_admit(start, num_known, end, self._cache.held_by_others(match))
+
+    def watch(self) -> None:
+        """Observe nothing."""
+
+    def may_shrink(self, num_pages: int) -> bool:
+        """Return True: what becomes findable of a window may follow any page."""
+        return True
+
+    def to_run(self, holding: Holding, start: int, end: int) -> int:
+        """Return the blocks that tokens [start, end) need and `holding` does not have."""
+        parts = cast(PartHolding, holding).parts
+        return self._parts.missing_bytes(parts, end - parts.num_tokens)
+
+    def to_finish(self, holding: Holding, num_tokens: int) -> int:
+        """Return the most blocks that `holding` takes at one time, beyond its own, until it has `num_tokens`."""
+        return max(0, self._rules.to_compute(num_tokens) - self._cache.num_held(holding))
+
+    def to_compute(self, num_known: int, page_size: int) -> int:
+        """Return the most blocks that `num_known` tokens need at one time, wherever their chunks begin and end."""
+        return self._rules.to_compute(num_known)
+
+    def alone(self, num_tokens: int, page_size: int, enough: int = 0) -> int:
+        """Return the most blocks of a request that may begin from snapshots, if they are more than `enough`, else 0."""
+        if self._rules.at_most_whole(num_tokens) <= enough:
+            return 0
+        num_blocks = self._rules.at_most(num_tokens)
+        return num_blocks if num_blocks > enough else 0
+
+    def most_tokens(self, limit: int, page_size: int) -> int:
+        """Return the longest sequence, of up to `limit` tokens, that can run in this memory; 0 if none can."""
+        return self._rules.most_tokens(limit, self._cache.pool.total)
+
+    def words(self, num_blocks: int, page_size: int, asked: str) -> str:
+        """Return the clause that a request with the tokens `asked` needs `num_blocks`."""
+        size, most_new = self._cache.block_bytes, self._rules.most_new
+        return f"needs {num_blocks} blocks of {size:,} bytes for {asked}, with {most_new} tokens a step"
+
+    def to_hold(self, match: Match) -> int:
+        """Return how many blocks a sequence that begins with `match` holds."""
+        return self._parts.held_after(cast(RunMatch, match))
+
+    def lent_of(self, match: Match) -> int:
+        """Return how many blocks of `match` stores hold and no request does."""
+        return self._parts.held_after(cast(RunMatch, match), only_lent=True)
+
+    def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
+        """Yield the number of blocks that go out of use as each of `holdings` is closed in turn."""
+        yield from self._parts.freed_by(cast(PartHolding, holding).parts for holding, _ in holdings)
+
+
+class DecodesInGroups(FollowedDecodes):
+    """Decodes of `cache` that are counted and not identified: Decodes describes them."""
+
+    __slots__ = ("_cache", "_parts")
+
+    def __init__(self, cache: GroupPages) -> None:
+        self._cache = cache
+        self._parts = cache.parts
+
+    def start(self, holding: Holding, admission: int, *, is_settled: bool = True) -> None:
+        """Let a sequence compute one token per step from the next on."""
+        self._parts.decodes.start(cast(PartHolding, holding).parts, admission, is_settled=is_settled)
+
+    def publish_due(self, first: int, end: int) -> None:
+        """Make the pages findable that decodes fill in this step, by Decodes.fill_pages."""
+        self._parts.decodes.fill_pages(first, end)
+        self._cache.num_published = self._parts.num_published
+
+    def end_step(self) -> None:
+        """Let decodes release the parts that none of their later tokens attends to. `count` must follow."""
+        self._parts.decodes.end_step()
+
+    def put_off(self, holdings: Sequence[Holding]) -> None:
+        """End the step, but postpone the releases of `holdings` until `settle` is called for each."""
+        self._parts.decodes.put_off([cast(PartHolding, holding).parts for holding in holdings])
+
+    def fills_known_page(self) -> bool:
+        """Return whether a decode fills a page in this step that other requests may find."""
+        decodes = self._parts.decodes
+        return bool(decodes.filling[decodes.step % self._cache.page_size])
+
+    def leap(self, most_steps: int, num_wanted: int, first_step: int, starts_ns: Sequence[int]) -> Leap:
+        """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, by Decodes.leap."""
+        done = self._parts.decodes.leap(most_steps, num_wanted, first_step, starts_ns)
+        self._cache.count()
+        return Leap(done.taken, PartsMoved(done.listed, done.emptied, done.evicted))
+
+
+class IncomingParts(Incoming):
+    """Parts of `cache` that a load fills, or another engine."""
+
+    __slots__ = ("_cache", "_page_size", "_parts", "_rules")
+
+    def __init__(self, cache: GroupPages) -> None:
+        self._cache = cache
+        self._parts = cache.parts
+        self._rules = cache.group_needs
+        self._page_size = cache.page_size
+
+    def open_to_load(self, match: Match, num_known: int, on_device: Match) -> PartHolding:
+        """Hold the device's parts of `match`, of device and tiers together, and take those that a load fills."""
+        found = cast(RunMatch, match)
+        holding = PartHolding(self._parts.begin_load(found.content, found), found.num_pages)
+        holding.parts.branch = cast(RunMatch, on_device).branch * self._page_size
+        self._cache.count()
+        return holding
+
+    def publish_loaded(self, holding: Holding, num_pages: int) -> None:
+        """Make the parts of the first `num_pages` pages findable."""
+        self._parts.arrive(cast(PartHolding, holding).parts, [num_pages] * len(self._cache.memory.groups))
+        self._cache.count()
+
+    def held(self, found: Match, end: int) -> int:
+        """Return the blocks of all parts that are found or loaded."""
+        return self._parts.held_after(cast(RunMatch, found))
+
+    def to_load(self, match: Match, found: Match, end: int) -> int:
+        """Return the blocks of parts to load, and of resident ones without a holder."""
+        missing, idle, _ = self._counts_of(found, 0)
+        num_blocks = self._rules.to_load(missing, idle)
+        if self._cache.memory.aligns:
+            start = match.num_pages * self._page_size
+            num_blocks += self._rules.passed_states(start, self._cache.held_by_others(match))
+        return num_blocks
+
+    def to_admit(self, match: Match, found: Match, num_known: int, budget: int) -> int:
+        """Return the blocks by GroupNeeds.to_admit_loaded."""
+        start, loaded = match.num_pages * self._page_size, found.num_pages * self._page_size
+        end = min(num_known, loaded + budget)
+        counts = self._counts_of(found, match.num_pages)
+        held = self._cache.held_by_others(match)
+        return self._rules.to_admit_loaded(start, loaded, num_known, end, counts, held)
+
+    def to_go_on(self, holding: Holding, num_known: int, budget: int) -> int:
+        """Return the blocks by GroupNeeds.to_go_on."""
+        parts = cast(PartHolding, holding).parts
+        end = min(num_known, parts.num_tokens + budget)
+        return self._rules.to_go_on(parts.num_taken, num_known, end, self._parts.missing_state_bytes(parts))
+
+    def _counts_of(self, found: Match, num_hit: int) -> tuple[list[int], list[int], list[int]]:
+        """Return, by group, the numbers of parts of `found`: to load, without a holder, and resident after a hit."""
+        missing: list[int] = []
+        idle: list[int] = []
+        beyond: list[int] = []
+        for index, pieces in enumerate(self._parts.tree.pieces(cast(RunMatch, found))):
+            num_missing = num_idle = num_beyond = 0
+            for run, start, end in pieces:
+                if run.list_index != index:
+                    num_missing += end - start
+                    continue
+                if not run.holders:
+                    num_idle += end - start
+                if end > num_hit:
+                    num_beyond += end - max(start, num_hit)
+            missing.append(num_missing)
+            idle.append(num_idle)
+            beyond.append(num_beyond)
+        return missing, idle, beyond
+
+    def num_sent(self, start: int, num_tokens: int, page_size: int) -> int:
+        """Return the blocks of the parts with which the last of `num_tokens` tokens is computed again."""
+        return self._rules.sent(start, num_tokens)
+
+    def to_receive(self, match: Match, num_tokens: int) -> int:
+        """Return the blocks that must be free to `open_to_receive` a prompt of `num_tokens` tokens after `match`."""
+        start = match.num_pages * self._page_size
+        return self._rules.to_receive(start, num_tokens, self._cache.held_by_others(match))
+
+    def open_to_receive(self, match: Match, num_tokens: int) -> PartHolding:
+        """Hold `match`, and take the further parts with which the last of `num_tokens` tokens is computed again."""
+        parts = self._parts.begin_to_receive(match.content, cast(RunMatch, match), num_tokens)
+        self._cache.count()
+        return PartHolding(parts, parts.num_taken)
+
+    def receive(self, holding: Holding, num_tokens: int) -> None:
+        """Make the full pages of the first `num_tokens` tokens findable."""
+        self._parts.receive(cast(PartHolding, holding).parts)
+        self._cache.count()
+
+
+class StatesByPage(States):
+    """States in `parts`: one for each page at whose end a state was kept."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: RunCache, *, aligns: bool, defers: bool) -> None:
+        super().__init__(aligns=aligns, defers=defers)
+        self._parts = parts
+
+    def begin_step(self) -> None:
+        """Begin a step: no state is computed in it yet."""
+        self._parts.computed.clear()
+
+    def note(self, content: Content, page: int) -> None:
+        """Treat the state after the first `page` pages of `content` as one that the current step computes."""
+        self._parts.computed.append((content, page - 1, page))
+
+    def is_of_step(self, match: Match) -> bool:
+        """Return whether the current step computes the state after `match`, or a copy of it."""
+        return self._parts.is_of_step(cast(RunMatch, match))
+
+    def branch_of(self, match: Match) -> int:
+        """Return the tokens up to which groups that keep all tokens have its content, if that is more than `match`."""
+        return cast(RunMatch, match).branch * self._parts.page_size
+
+    def branch(self, holding: Holding) -> int:
+        """Return the same for a sequence, as of when it began."""
+        return cast(PartHolding, holding).parts.branch

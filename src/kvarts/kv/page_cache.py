@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvarts.content import NOTHING, Content
 from kvarts.hints import Hints
-from kvarts.kv.cache import Cache, Holding, Mark, Match
+from kvarts.kv.cache import Cache, Holding, Incoming, LatePages, Mark, Match, Needs
 from kvarts.kv.eviction import HeldPages, noter_of, ranges_read_by, walk
 from kvarts.kv.pool import PageError, PageId, Pool
 from kvarts.kv.tree import Node, Path, PrefixTree
@@ -30,6 +30,7 @@ class PageCache(Cache):
     """
 
     __slots__ = (
+        "_has_ids",
         "_make_room",
         "_note_request",
         "_now_ns",
@@ -49,6 +50,7 @@ class PageCache(Cache):
         """Called when pages were evicted, before anything else is done."""
         self.on_close: Callable[[Holding], object] | None = None
         """Called with a holding that is about to be closed; it may hold some of its pages."""
+        self._has_ids = pool.has_ids
         self._now_ns = 0
         # Counts of a pool from which no others take follow from `num_free` (L1); reading them costs a look-up each.
         self._num_own = pool.num_empty
@@ -57,6 +59,9 @@ class PageCache(Cache):
         """Evicts until a number of pages is empty, where others take from the pool; else None."""
         self._note_request = noter_of(tree.order)
         self.keeps_time = self._note_request is not None
+        self.needs = PageNeeds(self)
+        self.incoming = IncomingPages(self)
+        self.late = LatePagesOfTree(tree)
         self._reads_ranges = self.keeps_time and ranges_read_by(tree.order)
 
     @property
@@ -79,77 +84,27 @@ class PageCache(Cache):
         if num_used > mark.used:
             mark.used, mark.cached, mark.released = num_used, self.tree.num_cached, self.num_released
 
-    def is_distinct(self, holding: Holding) -> bool:
-        """Return whether no other holding has the last findable page of `holding`, or a copy."""
-        if not holding.path:
-            return False
-        last = holding.path[-1]
-        return last.refs == 1 and last.twins is None
+    def counts(self) -> tuple[int, ...]:
+        """Return nothing: no groups are told apart."""
+        return ()
 
-    def repeats(self, holding: Holding) -> bool:
-        """Return whether the next page of `holding` that becomes findable will be a copy of a resident one."""
-        return self.tree.has_after(holding.path, holding.content)
+    def num_evicted_parts(self) -> tuple[int, ...]:
+        """Return nothing."""
+        return ()
 
-    def call_before_reads(self, publish: Callable[[], object]) -> None:
-        """Call `publish` before pages are looked for."""
-        self.tree.on_read = publish
-
-    # Needs of requests ----------------------------------------------------------------------------------------
-
-    def num_to_admit(self, match: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
-        """Return the pages of `num_known` tokens, without those of `match` that are in use, and `num_kept`."""
-        return -(-num_known // match.content.page_size) - match.num_shared + num_kept
-
-    def watch(self) -> None:
-        """Let `may_need_less` know only what becomes findable from now on."""
-        self.tree.found_from = MOST_COUNT
-
-    def may_need_less(self, num_pages: int) -> bool:
-        """Return whether pages became findable that can follow `num_pages` pages, or a page before these.
-
-        A run that begins behind them follows pages that are not all among them.
-        """
-        return self.tree.found_from <= num_pages
-
-    def num_to_run(self, holding: Holding, start: int, end: int) -> int:
-        """Return the pages that the first `end` tokens of `holding` lack."""
-        return -(-end // holding.content.page_size) - holding.num_pages
-
-    def num_to_finish(self, holding: Holding, num_tokens: int) -> int:
-        """Return the pages that `num_tokens` tokens lack: pages are not released while their request runs."""
-        return -(-num_tokens // holding.content.page_size) - holding.num_pages
-
-    def num_to_compute(self, num_known: int, page_size: int) -> int:
-        """Return the pages of `num_known` tokens."""
-        return -(-num_known // page_size)
-
-    def num_at_most(self, num_tokens: int, page_size: int) -> int:
-        """Return the pages of `num_tokens` tokens."""
-        return -(-num_tokens // page_size)
-
-    def num_beyond(self, num_tokens: int, page_size: int, num_most: int) -> int:
-        """Return the pages of `num_tokens` tokens if they are more than `num_most`, else 0."""
-        num_pages = -(-num_tokens // page_size)
-        return num_pages if num_pages > num_most else 0
-
-    def most_tokens(self, limit: int, page_size: int) -> int:
-        """Return the tokens of all pages, at most `limit`."""
-        return min(limit, self.pool.total * page_size)
-
-    def need_words(self, num_blocks: int, page_size: int, asked: str) -> str:
-        """Return the clause that a request with the tokens `asked` needs `num_blocks` pages."""
-        return f"needs {num_blocks} pages of {page_size} tokens for {asked}"
-
-    @property
-    def room_words(self) -> str:
-        """The pool, as the subject of a sentence on the number of its pages."""
-        return "the pool has"
+    def reach(self, content: Content, limit: int) -> tuple[int, ...]:
+        """Return nothing."""
+        return ()
 
     # Memory ---------------------------------------------------------------------------------------------------
 
     def set_time(self, now_ns: int) -> None:
         """Set the time of what is opened and closed from now on."""
         self._now_ns = now_ns
+
+    def has_empty(self, count: int) -> bool:
+        """Return whether `count` pages can be taken without eviction."""
+        return self.pool.has_empty(count)
 
     def take(self, count: int) -> list[PageId] | None:
         """Take `count` pages, at most `num_free`: empty ones, then cached ones in the order of eviction.
@@ -175,7 +130,7 @@ class PageCache(Cache):
         self.num_evicted += count
         if self.on_evicted is not None:
             self.on_evicted()
-        if not self.has_page_ids:
+        if not self._has_ids:
             return None
         return taken_ids + evicted_ids if taken_ids else evicted_ids
 
@@ -183,7 +138,7 @@ class PageCache(Cache):
         """Evict `count` cached pages, which are then empty."""
         page_ids = self.tree.evict(count)
         self.num_evicted += count
-        self.pool.give(count, page_ids if self.has_page_ids else None)
+        self.pool.give(count, page_ids if self._has_ids else None)
         if self.on_evicted is not None:
             self.on_evicted()
 
@@ -202,16 +157,12 @@ class PageCache(Cache):
         path = tree.pin(match)
         self.num_free -= num_cached - tree.num_cached
         page_ids: list[PageId] | None = None
-        if self.has_page_ids:
+        if self._has_ids:
             page_ids = []
             for node in path:
                 assert node.page_ids is not None
                 page_ids += node.page_ids
         return Holding(match.content, path, match.num_pages, page_ids)
-
-    def num_pages_of(self, match: Match) -> int:
-        """Return how many pages a request that begins with `match` holds."""
-        return match.num_pages
 
     def reserved(self, num_pages: int, page_ids: list[PageId] | None) -> Holding:
         """Return a holding of pages that were taken by `take`."""
@@ -246,11 +197,6 @@ class PageCache(Cache):
             assert node.page_ids is not None
             page_ids += node.page_ids
         return page_ids
-
-    def num_lent_of(self, match: Match) -> int:
-        """Return how many pages of `match` transfers hold and no request does."""
-        end = match.num_pages
-        return sum(min(node.end, end) - node.start for node in match.nodes if node.holds and not node.refs)
 
     def num_idle(self, pages: HeldPages) -> int:
         """Return how many pages nothing but transfers holds of what `hold` returned, copies included."""
@@ -329,7 +275,7 @@ class PageCache(Cache):
 
     def stop_decoding(self, holding: Holding, num_pages: int) -> None:
         """Record the pages of a decode, which its holding does not have where they are only counted."""
-        if not self.has_page_ids:
+        if not self._has_ids:
             holding.num_pages = num_pages
 
     def publish_pages(self, holding: Holding, num_full_pages: int) -> None:
@@ -341,52 +287,6 @@ class PageCache(Cache):
             raise PageError("the holding is closed")
         self.num_published += 1
         self.tree.extend(holding.path, holding.content, num_full_pages, holding.page_ids)
-
-    def open_to_load(self, match: Match, num_known: int, branch: int = 0) -> Holding:
-        """Hold `match` and take the rest of the pages of `num_known` tokens."""
-        holding = self.open(match)
-        self.grow(holding, -(-num_known // match.content.page_size))
-        return holding
-
-    def publish_loaded(self, holding: Holding, num_pages: int) -> None:
-        """Make the first `num_pages` pages findable."""
-        self.publish_pages(holding, num_pages)
-
-    def num_loading(self, found: Match, end: int) -> int:
-        """Return the pages that were found or are loaded."""
-        return end
-
-    def num_to_load(self, match: Match, found: Match, end: int) -> int:
-        """Return the pages up to `end` that are not in use."""
-        return end - found.num_shared
-
-    def num_to_admit_loaded(self, match: Match, found: Match, num_known: int, budget: int) -> int:
-        """Return the pages of `num_known` tokens that are not in use: a load needs no more than computing."""
-        return self.num_to_admit(match, num_known, budget)
-
-    def num_to_go_on(self, holding: Holding, num_known: int, budget: int) -> int:
-        """Return the pages that `num_known` tokens lack."""
-        return max(0, self.num_to_finish(holding, num_known))
-
-    def num_sent(self, start: int, num_tokens: int, page_size: int) -> int:
-        """Return the pages of `num_tokens` tokens from token `start` on."""
-        return -(-num_tokens // page_size) - start // page_size
-
-    def num_to_receive(self, match: Match, num_tokens: int) -> int:
-        """Return the pages that must be free to receive a prompt after `match`."""
-        return self.num_to_admit(match, num_tokens, num_tokens)
-
-    def open_to_receive(self, match: Match, num_tokens: int) -> Holding:
-        """Hold `match` and take the rest of the pages of `num_tokens` tokens."""
-        return self.open_to_load(match, num_tokens)
-
-    def receive(self, holding: Holding, num_tokens: int) -> None:
-        """Make the full pages of the first `num_tokens` tokens findable."""
-        self.publish(holding, num_tokens)
-
-    def num_named(self, holding: Holding) -> int:
-        """Return how many pages of `holding`, from its first on, can be found."""
-        return holding.path[-1].end if holding.path else 0
 
     def publish(self, holding: Holding, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable, as far as their tokens are known.
@@ -422,6 +322,12 @@ class PageCache(Cache):
             num_full = content.num_known_pages
         self.num_published += 1
         self.tree.extend(holding.path, content, num_full, holding.page_ids)
+
+    def settle(self, holding: Holding, num_tokens: int, num_in_flight: int = 0) -> None:
+        """Release nothing: later tokens attend to every page."""
+
+    def count(self) -> None:
+        """Do nothing: the counts are always those of now."""
 
     def close(self, holding: Holding, num_full_pages: int, num_pages: int) -> None:
         """Release everything: full pages become cached, deepest first, the rest empty.
@@ -471,26 +377,15 @@ class PageCache(Cache):
         assert note is not None
         self.tree.release_parts(path, [first for first, _ in parts], lambda part: note(parts[part][1], now_ns))
 
-    def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
-        """Yield the number of pages that go out of use as each of `holdings`, with its pages, is closed in turn.
-
-        Pages that transfers hold stay in use.
-        """
-        held: Counter[int] = Counter()
-        for holding, num_pages in holdings:
-            assert holding is not None
-            num_freed = num_pages - (holding.path[-1].end if holding.path else 0)
-            for node in walk(holding.path):
-                held[id(node)] += 1
-                if held[id(node)] == node.refs and not node.holds:
-                    num_freed += node.end - node.start
-            yield num_freed
-
     def runs(self) -> Iterator[tuple[int, Content, int, int, int]]:
         """Yield findable pages and their copies: group 0, content, first page, page after the last, references."""
         return ((0, node.content, node.start, node.end, node.refs) for node in self.tree.nodes())
 
     # Laws -------------------------------------------------------------------------------------------------
+
+    def is_check_due(self, *, at_rest: bool) -> bool:
+        """Return True: a check looks at the runs of the tree, not at its pages."""
+        return True
 
     def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
         """Assert laws L1, L2 and L3, given all holdings with their numbers of pages, and the pages of transfers."""
@@ -541,12 +436,166 @@ class PageCache(Cache):
         assert self.num_used == num_referenced + num_private, (
             f"L1: {self.num_used} pages used, {num_referenced} referenced and {num_private} private"
         )
-        if self.has_page_ids:
+        if self._has_ids:
             for holding, num_pages in holdings:
                 assert holding.page_ids is not None and len(holding.page_ids) == num_pages
                 resident_ids += holding.page_ids[holding.path[-1].end if holding.path else 0 :]
             resident_ids += self.pool.empty_ids
             assert sorted(resident_ids) == list(range(self.pool.total)), "L1: a page is lost or has two owners"
+
+
+class PageNeeds(Needs):
+    """Needs in pages of every token: `cache` releases none while their request runs."""
+
+    __slots__ = ("_cache", "_tree")
+
+    def __init__(self, cache: PageCache) -> None:
+        super().__init__("the pool has")
+        self._cache = cache
+        self._tree = cache.tree
+
+    def to_admit(self, match: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
+        """Return the pages of `num_known` tokens, without those of `match` that are in use, and `num_kept`."""
+        return -(-num_known // match.content.page_size) - match.num_shared + num_kept
+
+    def least_to_admit(self, match: Match, num_known: int, budget: int) -> int:
+        """Return `to_admit`."""
+        return -(-num_known // match.content.page_size) - match.num_shared
+
+    def watch(self) -> None:
+        """Let `may_shrink` know only what becomes findable from now on."""
+        self._tree.found_from = MOST_COUNT
+
+    def may_shrink(self, num_pages: int) -> bool:
+        """Return whether pages became findable that can follow `num_pages` pages, or a page before these.
+
+        A run that begins behind them follows pages that are not all among them.
+        """
+        return self._tree.found_from <= num_pages
+
+    def to_run(self, holding: Holding, start: int, end: int) -> int:
+        """Return the pages that the first `end` tokens of `holding` lack."""
+        return -(-end // holding.content.page_size) - holding.num_pages
+
+    def to_finish(self, holding: Holding, num_tokens: int) -> int:
+        """Return the pages that `num_tokens` tokens lack."""
+        return -(-num_tokens // holding.content.page_size) - holding.num_pages
+
+    def to_compute(self, num_known: int, page_size: int) -> int:
+        """Return the pages of `num_known` tokens."""
+        return -(-num_known // page_size)
+
+    def alone(self, num_tokens: int, page_size: int, enough: int = 0) -> int:
+        """Return the pages of `num_tokens` tokens if they are more than `enough`, else 0."""
+        num_pages = -(-num_tokens // page_size)
+        return num_pages if num_pages > enough else 0
+
+    def most_tokens(self, limit: int, page_size: int) -> int:
+        """Return the tokens of all pages, at most `limit`."""
+        return min(limit, self._cache.pool.total * page_size)
+
+    def words(self, num_blocks: int, page_size: int, asked: str) -> str:
+        """Return the clause that a request with the tokens `asked` needs `num_blocks` pages."""
+        return f"needs {num_blocks} pages of {page_size} tokens for {asked}"
+
+    def to_hold(self, match: Match) -> int:
+        """Return the pages of `match`."""
+        return match.num_pages
+
+    def lent_of(self, match: Match) -> int:
+        """Return how many pages of `match` transfers hold and no request does."""
+        end = match.num_pages
+        return sum(min(node.end, end) - node.start for node in match.nodes if node.holds and not node.refs)
+
+    def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
+        """Yield the number of pages that go out of use as each of `holdings`, with its pages, is closed in turn.
+
+        Pages that transfers hold stay in use.
+        """
+        held: Counter[int] = Counter()
+        for holding, num_pages in holdings:
+            assert holding is not None
+            num_freed = num_pages - (holding.path[-1].end if holding.path else 0)
+            for node in walk(holding.path):
+                held[id(node)] += 1
+                if held[id(node)] == node.refs and not node.holds:
+                    num_freed += node.end - node.start
+            yield num_freed
+
+
+class IncomingPages(Incoming):
+    """Whole pages of `cache` that loads or other engines fill: they need no more than pages that are computed."""
+
+    __slots__ = ("_cache",)
+
+    def __init__(self, cache: PageCache) -> None:
+        self._cache = cache
+
+    def open_to_load(self, match: Match, num_known: int, on_device: Match) -> Holding:
+        """Hold `match` and take the rest of the pages of `num_known` tokens."""
+        holding = self._cache.open(match)
+        self._cache.grow(holding, -(-num_known // match.content.page_size))
+        return holding
+
+    def publish_loaded(self, holding: Holding, num_pages: int) -> None:
+        """Make the first `num_pages` pages findable."""
+        self._cache.publish_pages(holding, num_pages)
+
+    def held(self, found: Match, end: int) -> int:
+        """Return the pages that were found or are loaded."""
+        return end
+
+    def to_load(self, match: Match, found: Match, end: int) -> int:
+        """Return the pages up to `end` that are not in use."""
+        return end - found.num_shared
+
+    def to_admit(self, match: Match, found: Match, num_known: int, budget: int) -> int:
+        """Return the pages of `num_known` tokens that are not in use."""
+        return self._cache.needs.to_admit(match, num_known, budget)
+
+    def to_go_on(self, holding: Holding, num_known: int, budget: int) -> int:
+        """Return the pages that `num_known` tokens lack."""
+        return max(0, self._cache.needs.to_finish(holding, num_known))
+
+    def num_sent(self, start: int, num_tokens: int, page_size: int) -> int:
+        """Return the pages of `num_tokens` tokens from token `start` on."""
+        return -(-num_tokens // page_size) - start // page_size
+
+    def to_receive(self, match: Match, num_tokens: int) -> int:
+        """Return the pages that must be free to receive a prompt after `match`."""
+        return self._cache.needs.to_admit(match, num_tokens, num_tokens)
+
+    def open_to_receive(self, match: Match, num_tokens: int) -> Holding:
+        """Hold `match` and take the rest of the pages of `num_tokens` tokens."""
+        return self.open_to_load(match, num_tokens, match)
+
+    def receive(self, holding: Holding, num_tokens: int) -> None:
+        """Make the full pages of the first `num_tokens` tokens findable."""
+        self._cache.publish(holding, num_tokens)
+
+
+class LatePagesOfTree(LatePages):
+    """Full pages of decodes that `tree` gets when somebody looks for pages."""
+
+    __slots__ = ("_tree",)
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
+
+    def call_before_reads(self, publish: Callable[[], object]) -> None:
+        """Call `publish` before pages are looked for."""
+        self._tree.on_read = publish
+
+    def is_distinct(self, holding: Holding) -> bool:
+        """Return whether no other holding has the last findable page of `holding`, or a copy."""
+        if not holding.path:
+            return False
+        last = holding.path[-1]
+        return last.refs == 1 and last.twins is None
+
+    def repeats(self, holding: Holding) -> bool:
+        """Return whether the next page of `holding` that becomes findable will be a copy of a resident one."""
+        return self._tree.has_after(holding.path, holding.content)
 
 
 class OneGroupCache(PageCache):
@@ -555,12 +604,11 @@ class OneGroupCache(PageCache):
     `page_bytes`: the bytes of a page; `most_new_tokens`: the most tokens of a request that a step may compute.
     """
 
-    __slots__ = ("_most_new_tokens", "_page_bytes")
+    __slots__ = ()
 
     def __init__(self, pool: Pool, tree: PrefixTree, *, page_bytes: int, most_new_tokens: int) -> None:
         super().__init__(pool, tree)
-        self._page_bytes = page_bytes
-        self._most_new_tokens = most_new_tokens
+        self.needs = OneGroupNeeds(self, page_bytes, most_new_tokens)
 
     def look(self, mark: Mark) -> None:
         """Set `mark` to the current counts if more pages are in use than at the mark so far."""
@@ -582,12 +630,19 @@ class OneGroupCache(PageCache):
         """Return the number of the first `limit` full pages that are resident."""
         return (self.tree.match(content, limit).num_pages,)
 
-    def need_words(self, num_blocks: int, page_size: int, asked: str) -> str:
+
+class OneGroupNeeds(PageNeeds):
+    """Needs in whole pages, in the words of KV groups."""
+
+    __slots__ = ("_most_new_tokens", "_page_bytes")
+
+    def __init__(self, cache: OneGroupCache, page_bytes: int, most_new_tokens: int) -> None:
+        super().__init__(cache)
+        self.room_words = "the memory has"
+        self._page_bytes = page_bytes
+        self._most_new_tokens = most_new_tokens
+
+    def words(self, num_blocks: int, page_size: int, asked: str) -> str:
         """Return the clause that a request with the tokens `asked` needs `num_blocks`."""
         most_new = self._most_new_tokens
         return f"needs {num_blocks} blocks of {self._page_bytes:,} bytes for {asked}, with {most_new} tokens a step"
-
-    @property
-    def room_words(self) -> str:
-        """The memory, as the subject of a sentence on the number of its blocks."""
-        return "the memory has"

@@ -155,7 +155,7 @@ class PartLayout(Layout[PartTier]):
 
     def pages_to_spare(self) -> int | None:
         """Return None if a store is due, or the device must be checked in every step; else any number."""
-        return None if self.has_work or not self._cache.follows_decodes else ALL
+        return None if self.has_work or self._cache.decodes is None else ALL
 
     def begin_step(self) -> None:
         """Take note that what became complete in the last step is computed."""

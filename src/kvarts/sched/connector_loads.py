@@ -79,7 +79,7 @@ class _ConnectorLoads(Loads):
 
     def _wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
         """Return the blocks that must be free to begin the load of the pages up to `end`."""
-        return self._cache.num_to_admit_loaded(match, self._found(request, match), num_known, budget)
+        return self._cache.incoming.to_admit(match, self._found(request, match), num_known, budget)
 
     def _fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int, budget: int) -> bool:
         """Return whether the blocks of the load, and those that its request will need, are free."""
@@ -104,19 +104,18 @@ class _ConnectorLoads(Loads):
 
     def _num_held(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> int:
         """Return the number of pages that were found or are loaded, in blocks."""
-        return self._cache.num_loading(self._found(request, match), end)
+        return self._cache.incoming.held(self._found(request, match), end)
 
     def _open(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> Holding:
         """Hold `match`, and take the pages up to `end`."""
-        branch = self._cache.branch_of(match)
-        return self._cache.open_to_load(self._found(request, match), end * self._page_size, branch)
+        return self._cache.incoming.open_to_load(self._found(request, match), end * self._page_size, match)
 
     def _publish(self, request: Request, num_pages: int) -> None:
         """Make the loaded pages of `request` findable; the state after them counts as one of this step, as in vLLM."""
         assert request.holding is not None
-        self._cache.publish_loaded(request.holding, num_pages)
-        if self._cache.defers:
-            self._cache.note_state(request.content, num_pages)
+        self._cache.incoming.publish_loaded(request.holding, num_pages)
+        if self._cache.states.defers:
+            self._cache.states.note(request.content, num_pages)
 
     def _release(self, request: Request) -> None:
         """Release everything that `request` holds; it never ran."""
@@ -146,8 +145,8 @@ class AsyncLoads(_ConnectorLoads):
     def _wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
         """Return the same: those that its request will need, or those of the load and those promised to others."""
         found = self._found(request, match)
-        num_blocks = self._cache.num_to_load(match, found, end) + self._num_promised()
-        return max(num_blocks, self._cache.num_to_admit_loaded(match, found, num_known, 0))
+        num_blocks = self._cache.incoming.to_load(match, found, end) + self._num_promised()
+        return max(num_blocks, self._cache.incoming.to_admit(match, found, num_known, 0))
 
     @property
     def is_stuck(self) -> bool:
@@ -165,7 +164,7 @@ class AsyncLoads(_ConnectorLoads):
     def num_to_run(self, request: Request, budget: int) -> int:
         """Return the pages that `request` lacks to compute its known tokens."""
         assert request.holding is not None
-        return self._cache.num_to_go_on(request.holding, request.num_known, budget)
+        return self._cache.incoming.to_go_on(request.holding, request.num_known, budget)
 
     def take_ended(self) -> None:
         """Let the requests whose loads have ended have their turns in the steps from now on."""
@@ -261,7 +260,7 @@ class SyncLoads(_ConnectorLoads):
         if self._aligned_tokens is None:
             return budget
         start = end * self._page_size
-        return self._aligned_tokens(request, start, min(budget, num_known - start), self._cache.branch_of(match))
+        return self._aligned_tokens(request, start, min(budget, num_known - start), self._cache.states.branch_of(match))
 
     def _fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int, budget: int) -> bool:
         """Return whether there are blocks, and tokens for the chunk that follows the load."""

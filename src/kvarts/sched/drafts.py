@@ -176,7 +176,7 @@ class Drafts:
                 count = len(tokens)
             if cache.releases:
                 running.settle(request, start)
-            num_blocks = cache.num_to_run(holding, start, end + count)
+            num_blocks = cache.needs.to_run(holding, start, end + count)
             if num_blocks > 0 and not preemptor.take_turn(request, num_blocks, now_ns, served):
                 return False
             served.add(request.index)
@@ -196,7 +196,7 @@ class Drafts:
     def _publish(self, request: Request, holding: Holding, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable, if any are not; all tokens are known."""
         num_full = num_tokens // self._page_size
-        if num_full > self._cache.num_named(holding):
+        if num_full > holding.num_named:
             self._cache.publish(holding, num_tokens)
             if self._loads is not None:
                 self._loads.add_computed(request.content, num_full, holding)

@@ -38,7 +38,7 @@ class GroupBatch(InputBatch):
             return chunk.replaced(state=own_state, begins_from=own_state if start else ())
         holding = request.holding
         assert holding is not None
-        begins_from, state = self._cache.states(holding, start)
+        begins_from, state = self._cache.state_blocks(holding, start)
         for count, part in self._cache.take_snapshots(holding):
             self._snapshots.append((request.row, count, part))
         return chunk.replaced(state=state, begins_from=begins_from)

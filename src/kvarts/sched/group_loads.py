@@ -43,7 +43,7 @@ class GroupLoads(Loads):
         self._offers = cast("GroupOffers", tiers.layout)
         self._parts = cache
         self._pages = pages
-        self._needs = cache.needs
+        self._needs = cache.group_needs
 
     def note_arrived(self, request: Request) -> None:
         """Make the parts of its content that an earlier process stored findable."""

@@ -109,12 +109,12 @@ class Handoffs:
         # The last token is computed again, from windows and states before it.
         most_tokens = num_tokens - 1 if cache.settles else num_tokens
         match = self.match(request.content, most_tokens)
-        if cache.num_to_receive(match, num_tokens) > cache.num_free:
+        if cache.incoming.to_receive(match, num_tokens) > cache.num_free:
             return False
         request.hit_tokens = match.num_pages * request.content.page_size
         if self._tell is not None:
             self._tell_begun(self._tell, request, match.num_pages, now_ns)
-        request.holding = cache.open_to_receive(match, num_tokens)
+        request.holding = cache.incoming.open_to_receive(match, num_tokens)
         request.become(RequestState.LOADING)
         self.reserved[request.index] = request
         return True
@@ -132,7 +132,7 @@ class Handoffs:
         self._num_copies += 1
         self._copies[request.index] = number, num_tokens // page_size - num_hit_pages
         coming = (WORKER, -(-num_tokens // page_size) - num_hit_pages)
-        num_held = self._cache.num_sent(0, num_tokens, page_size)
+        num_held = self._cache.incoming.num_sent(0, num_tokens, page_size)
         tell(LoadStarted(number, request.index, content, num_hit_pages, num_held, (coming,), now_ns))
 
     def activate(self, request: Request, now_ns: int) -> None:
@@ -144,7 +144,7 @@ class Handoffs:
         if self._tell is not None:
             number, num_pages = self._copies[request.index]
             self._tell(TransferEnded(number, request.index, num_pages, now_ns))
-        self._cache.receive(holding, request.num_computed)
+        self._cache.incoming.receive(holding, request.num_computed)
         if self._loads is not None:
             num_full = min(request.num_computed // holding.content.page_size, holding.content.num_known_pages)
             self._loads.tiers.confirm(holding.content, num_full, holding)

@@ -76,8 +76,8 @@ class Horizon:
         self._loads = loads
         self._orders_matter = orders_matter or loads is not None
         self._page_size = running.wheel.page_size
-        self._follows = cache.follows_decodes
-        self._is_stepwise = cache.settles and not cache.follows_decodes
+        self._follows = cache.decodes is not None
+        self._is_stepwise = cache.settles and cache.decodes is None
         """Whether the releases of decodes can only be determined step by step."""
 
     def num_steps(self, now_ns: int, blocked: Blocked, blocked_head: Request | None, num_wanted: int) -> int:
@@ -132,7 +132,9 @@ class Horizon:
             return False
         if not self._waiting.num_waiting or blocked is not FOR_PAGES:
             return True
-        return num_wanted > num_left + self._pages.num_lent() and not (running.num_sharing and cache.fills_known_page())
+        if num_wanted <= num_left + self._pages.num_lent():
+            return False
+        return not running.num_sharing or cache.decodes is None or not cache.decodes.fills_known_page()
 
     def _steps_within(self, num_free: int, num_steps: int) -> int:
         """Return how many of the next `num_steps` steps `num_free` pages suffice for."""

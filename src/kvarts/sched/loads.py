@@ -381,7 +381,7 @@ class Loads:
             # Where running requests leave no memory for another one, those behind gain nothing by a load, which keeps
             # its memory meanwhile.
             num_left = self._cache.num_free + sum(num_pages for _, num_pages in self.holdings())
-            if num_left < 2 * self._cache.num_to_compute(num_known, self._page_size):
+            if num_left < 2 * self._cache.needs.to_compute(num_known, self._page_size):
                 num_behind = 0
         leader, awaited = self._leader(request, start, limit) if self._loading else (None, None)
         if awaited is None and coming is not None:
@@ -472,7 +472,7 @@ class Loads:
 
     def _open(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> Holding:
         """Take the pages that `request` needs for its known tokens, in addition to `match`, which is on the device."""
-        return self._cache.open_to_load(match, num_known)
+        return self._cache.incoming.open_to_load(match, num_known, match)
 
     def begin_front(self, holding: Holding, start: int, num_in_flight: int) -> None:
         """Release parts of a front to which neither tokens from `start` on nor the `num_in_flight` before attend."""
@@ -498,7 +498,7 @@ class Loads:
     def _can_go_on(self, load: LoadUnderWay, loaded: Loaded) -> bool:
         """Make the loaded pages findable; return whether the request can compute from there on."""
         assert load.request.holding is not None
-        self._cache.publish_loaded(load.request.holding, loaded.num_pages)
+        self._cache.incoming.publish_loaded(load.request.holding, loaded.num_pages)
         return True
 
     def _leader(self, request: Request, start: int, limit: int) -> tuple[LoadUnderWay | None, Awaited | None]:

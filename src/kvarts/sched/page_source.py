@@ -86,13 +86,13 @@ class OnePool:
 
     def num_lent(self) -> int:
         """Return the idle pages that stores hold."""
-        return self._cache.num_lent()
+        return self._cache.lender.num_lent()
 
     def reclaim(self, num_pages: int, num_matched: int = 0) -> bool:
         """Give up stores for `num_pages` pages, if that is enough."""
-        if num_pages + num_matched > self._cache.num_lent():
+        if num_pages + num_matched > self._cache.lender.num_lent():
             return False
-        self._cache.give_back(num_pages)
+        self._cache.lender.give_back(num_pages)
         return True
 
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:

@@ -106,7 +106,7 @@ class AlignedChunks:
         """
         page = (request.num_prompt_tokens - 1) // self._page_size
         if page and end // self._page_size == page and start - num_in_flight <= page * self._page_size <= start:
-            cache.note_state(request.content, page)
+            cache.states.note(request.content, page)
 
 
 class Prefill:
@@ -209,7 +209,7 @@ class Prefill:
             return num_tokens
         num_allowed = num_tokens
         if self._aligned is not None and request.holding is not None:
-            branch = self._cache.branch(request.holding)
+            branch = self._cache.states.branch(request.holding)
             num_allowed = num_tokens = self._aligned.num_tokens(request, hit_tokens, num_tokens, branch)
             if not num_tokens:
                 # After its load, the budget reaches no page end: it computes in a later step.
@@ -233,7 +233,7 @@ class Prefill:
         start, front_end = request.num_computed, load.front_end * self._page_size
         num_allowed = num_tokens = min(front_end - start, budget, self.most_tokens)
         if self._aligned is not None:
-            branch = self._cache.branch(holding)
+            branch = self._cache.states.branch(holding)
             num_allowed = num_tokens = self._aligned.num_tokens(request, start, num_tokens, branch)
             if not num_tokens:
                 return 0  # the budget reaches no page end
@@ -284,7 +284,7 @@ class Prefill:
             if num_tokens <= 0:
                 break
             if self._aligned is not None and request.holding is not None:
-                branch = cache.branch(request.holding)
+                branch = cache.states.branch(request.holding)
                 num_allowed = num_tokens = self._aligned.num_tokens(request, start, num_tokens, branch)
                 if not num_tokens:
                     continue  # the budget reaches no page end
@@ -308,7 +308,7 @@ class Prefill:
                 if cache.releases:
                     running.settle(request, start)
                 if num_most > cache.num_free:
-                    num_blocks = max(0, cache.num_to_run(request.holding, start, start + num_tokens))
+                    num_blocks = max(0, cache.needs.to_run(request.holding, start, start + num_tokens))
                     num_decoding = running.wheel.num_decoding
                     if not self._preemptor.make_room(request, num_blocks, now_ns, planned):
                         break
@@ -335,7 +335,7 @@ class Prefill:
             running.settle(request, start)
         if (num_tokens // self._page_size + 2) * cache.page_blocks > cache.num_free:
             assert request.holding is not None
-            num_blocks = max(0, cache.num_to_run(request.holding, start, start + num_tokens))
+            num_blocks = max(0, cache.needs.to_run(request.holding, start, start + num_tokens))
             num_decoding = running.wheel.num_decoding
             if not self._preemptor.make_room(request, num_blocks, now_ns, {}):
                 num_tokens = 0
@@ -417,9 +417,9 @@ class Prefill:
         from `first` up to `end` are considered.
         """
         wheel, cache, batch, lag = self._running.wheel, self._cache, self._batch, self._running.lag
-        if cache.follows_decodes:
+        if cache.decodes is not None:
             assert num_steps == 1, "the cache does what a leap fills"
-            cache.publish_due(first, end)
+            cache.decodes.publish_due(first, end)
             return
         filling = wheel.completing_page(num_steps, lag)
         if first >= 0 or end < MOST_COUNT:

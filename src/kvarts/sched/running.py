@@ -161,7 +161,8 @@ class Running(RunningOrder):
         self._first_late = 0
         """The first of them."""
         if self.most_late:
-            cache.call_before_reads(self.publish_late)
+            assert cache.late is not None, "rows of whole pages"
+            cache.late.call_before_reads(self.publish_late)
 
     def publish_later(self) -> None:
         """Leave the pages that decodes fill in the step being planned unpublished until pages are looked for."""
@@ -190,7 +191,7 @@ class Running(RunningOrder):
         for request in filled:
             if request.own is None:
                 assert request.holding is not None
-                if not cache.is_distinct(request.holding):
+                if cache.late is None or not cache.late.is_distinct(request.holding):
                     is_merged = False
                     break
         size = end - first if is_merged else self._page_size
@@ -270,10 +271,12 @@ class Running(RunningOrder):
 
     def may_repeat(self) -> bool:
         """Return whether a running request may fill a page that others can find already, until it is evicted."""
-        cache = self._cache
+        late = self._cache.late
+        if late is None:
+            return False  # where windows release parts, each request has its turn anyway
         for request in self if self.num_sharing else self.chunked:
             holding = request.holding
-            if holding is not None and cache.repeats(holding):
+            if holding is not None and late.repeats(holding):
                 return True
         return False
 
@@ -387,7 +390,7 @@ class Running(RunningOrder):
                 num_pages = holding.num_pages
         num_full = num_computed // page_size - num_unnamed
         if self.names_at_turns:
-            num_full = self._cache.num_named(holding)
+            num_full = holding.num_named
         self._cache.close(holding, num_full, num_pages)
         self.num_left += 1
         request.holding = None

@@ -113,7 +113,7 @@ class Scheduler:
         """Whether the last step, after it was planned, released requests that had ended before it."""
         self.loads = loads
         self._aligned: AlignedChunks | None = None
-        if cache.aligns:
+        if cache.states.aligns:
             most_tokens = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or MOST_COUNT)
             self._aligned = AlignedChunks(config.page_size, most_tokens)
         if loads is not None:
@@ -191,9 +191,9 @@ class Scheduler:
         self._ignores_priorities = config.profile == "mocker"
         self._max_num_seqs = config.max_num_seqs
         self._long_prefill = long_prefill
-        self._takes_turns = bool(long_prefill) or cache.aligns
+        self._takes_turns = bool(long_prefill) or cache.states.aligns
         """Whether requests may be admitted after a chunked one, so that some decodes take their turn after it."""
-        self._defers = cache.defers
+        self._defers = cache.states.defers
         # As in vLLM, the block that stands for missing ones counts as memory here.
         self._watermark = int(config.watermark * (cache.pool.total + 1))
         self._pool_tokens = config.pool_tokens
@@ -270,17 +270,17 @@ class Scheduler:
         num_tokens = request.num_prompt_tokens + request.max_tokens - 1 or 1  # 0 for one token that is only computed
         num_reserved = self.own_pages.reserve.num_pages
         num_most = (self._num_most if self._is_alone else self.pages.num_most) - num_reserved
-        num_blocks = cache.num_beyond(num_tokens, self._page_size, num_most)
+        num_blocks = cache.needs.alone(num_tokens, self._page_size, num_most)
         if not num_blocks or request.own is not None:
             return None
         blocks = "blocks" if cache.counts() else "pages"
-        room = cache.room_words
+        room = cache.needs.room_words
         if self.pages.num_most != cache.pool.total:
             room = "beside what is guaranteed to other models there are"
         if num_reserved:
             room = f"beside the {blocks} that are reserved there are"
         asked = f"{request.num_prompt_tokens} prompt and {request.max_tokens} output tokens"
-        return f"{cache.need_words(num_blocks, self._page_size, asked)}; {room} {num_most}"
+        return f"{cache.needs.words(num_blocks, self._page_size, asked)}; {room} {num_most}"
 
     def settle_given_up(self, request: Request) -> None:
         """Release, as of a request that finishes, what `request` no longer needs; `cancel` follows, between steps."""
@@ -335,7 +335,7 @@ class Scheduler:
     def _most_pages(self, request: Request) -> int:
         """Return how many pages a request holds when it has generated all but its last token."""
         num_tokens = max(1, request.num_prompt_tokens + request.max_tokens - 1)
-        return self.cache.num_at_most(num_tokens, self._page_size)
+        return self.cache.needs.alone(num_tokens, self._page_size)
 
     @property
     def has_work(self) -> bool:
@@ -381,7 +381,7 @@ class Scheduler:
 
     def most_tokens(self, limit: int) -> int:
         """Return the longest sequence, of up to `limit` tokens, that can run in this memory; 0 if none can."""
-        return self.cache.most_tokens(limit, self._page_size)
+        return self.cache.needs.most_tokens(limit, self._page_size)
 
     def num_pages_of_chunked(self) -> int:
         """Return the most blocks that the rest of the chunked requests takes at one time."""
@@ -389,7 +389,7 @@ class Scheduler:
         for request in self.running.chunked:
             if request.holding is not None:
                 num_known = request.num_prompt_tokens + request.num_output_tokens
-                num_blocks += self.cache.num_to_finish(request.holding, num_known)
+                num_blocks += self.cache.needs.to_finish(request.holding, num_known)
         return num_blocks
 
     def num_pages_to_admit(self) -> int:
@@ -503,7 +503,7 @@ class Scheduler:
         """Begin the plan of a step: what orders, releases, loads, or the lengths of chunks require before its turns."""
         loads = self.loads
         if self._defers:
-            self.cache.begin_step()
+            self.cache.states.begin_step()
         if self.to_settle is not None:
             self.settle()
         if self._keeps_time:
@@ -623,13 +623,13 @@ class Scheduler:
         events of pages.
         """
         cache = self.cache
-        if cache.follows_decodes:
+        if cache.decodes is not None:
             is_lacking = self.waiting.num_waiting and self.blocked is FOR_PAGES
             num_wanted = self._least_wanted - self.pages.num_lent() if is_lacking else 0
-            return cache.leap(num_steps, num_wanted, self.wheel.step, starts_ns)
+            return cache.decodes.leap(num_steps, num_wanted, self.wheel.step, starts_ns)
         due = self.wheel.pages_due_in(num_steps)
         if due.total:
-            assert not cache.has_page_ids, "page ids are handed out one step at a time"
+            assert not cache.pool.has_ids, "page ids are handed out one step at a time"
             cache.take_pages(due.total)
         self.publish_taken(num_steps)
         return Leap(due)
@@ -773,7 +773,7 @@ class Scheduler:
             num_most = num_new
             if admits_rest:
                 watermark = self._watermark if running.num_running else 0
-                if self._defers and match.num_pages and cache.is_of_step(match):
+                if self._defers and match.num_pages and cache.states.is_of_step(match):
                     self.blocked = FOR_BUDGET  # the next step may begin after it
                     break
                 if request.content.swapped_tokens:
@@ -782,11 +782,11 @@ class Scheduler:
                 num_most = num_new
                 if self._aligned is not None:
                     num_new = min(num_new, num_known - hit_tokens)
-                    num_new = self._aligned.num_tokens(request, hit_tokens, num_new, cache.branch_of(match))
+                    num_new = self._aligned.num_tokens(request, hit_tokens, num_new, cache.states.branch_of(match))
                     if not num_new and (loads is None or not loads.begins_anywhere):
                         self.blocked = FOR_BUDGET
                         break
-            num_wanted = cache.num_to_admit(match, num_known, num_new, watermark)
+            num_wanted = cache.needs.to_admit(match, num_known, num_new, watermark)
             if drafts is not None:
                 # As in vLLM, a request with one token to compute takes the room of a whole draft, unless prompts are
                 # computed in this step.
@@ -795,20 +795,20 @@ class Scheduler:
                 if 1 + num_padded > budget:
                     self.blocked = FOR_BUDGET
                     break
-                num_with_draft = cache.num_to_admit(match, num_known + num_padded, num_new, watermark)
+                num_with_draft = cache.needs.to_admit(match, num_known + num_padded, num_new, watermark)
                 if num_with_draft > cache.num_free and not running.num_running:
                     num_padded = 0  # nothing that runs will release memory, so it would wait for ever
                 else:
                     num_wanted = max(num_wanted, num_with_draft)
             num_short = num_wanted - (cache.num_free if self._is_alone else pages.num_free_to_admit(num_wanted))
             if num_short > 0:
-                num_matched = 0 if cache.lender is None else cache.num_lent_of(match)
+                num_matched = 0 if self.tiers is None else cache.needs.lent_of(match)
                 if pages.reclaim(num_short, num_matched):
                     continue  # it may now have to take pages that it shared with stores
                 if self.pins is not None and self.pins.num_pins and self.pins.give_up_oldest():
                     continue  # it may now have to take pages that it shared with the pin
                 if not pages.make_way(request, num_wanted, to_admit=True):
-                    least = cache.least_to_admit(match, num_known, num_new) + watermark + num_matched
+                    least = cache.needs.least_to_admit(match, num_known, num_new) + watermark + num_matched
                     if loads is not None:
                         # Where groups keep less than all tokens, loading takes fewer blocks than computing.
                         num_to_load = watermark + loads.num_to_load(request, match, num_known, num_most)
@@ -824,7 +824,7 @@ class Scheduler:
                     self.num_pages_wanted, self._least_wanted = num_wanted, least
                     self._lacking = request, num_wanted, self._least_wanted, budget, match.num_pages
                     self._num_published = cache.num_published if self._is_alone and loads is None else -1
-                    cache.watch()
+                    cache.needs.watch()
                     break
             if admits_rest and not prefill.has_room(request, hit_tokens, chunks):
                 self.blocked = FOR_BUDGET
@@ -939,7 +939,7 @@ class Scheduler:
             return num_tokens
         assert request.holding is not None
         start = loaded.num_pages * self._page_size
-        branch = self.cache.branch(request.holding)
+        branch = self.cache.states.branch(request.holding)
         return self._aligned.num_tokens(request, start, min(num_tokens, request.num_known - start), branch)
 
     def _most_to_run(self, request: Request, loads: Loads, num_tokens: int) -> int:
@@ -1054,7 +1054,7 @@ class Scheduler:
         """
         assert self._lacking is not None
         request, num_wanted, least_wanted, least_budget, num_found = self._lacking
-        if self._num_published != self.cache.num_published and self.cache.may_need_less(num_found):
+        if self._num_published != self.cache.num_published and self.cache.needs.may_shrink(num_found):
             return False
         if self.handoffs is not None and self.handoffs.reserved:
             return False
@@ -1092,10 +1092,10 @@ class Scheduler:
         if completed:
             joined = [request for request in completed if request.state is DECODING or wheel.has(request)]
         if not cache.releases:
-            if cache.follows_decodes:
-                cache.end_step()
+            if cache.decodes is not None:
+                cache.decodes.end_step()
                 for request in joined:
-                    cache.start_decoding(holding_of(request), request.admission)
+                    cache.decodes.start(holding_of(request), request.admission)
             return
         if not self._is_alone:
             cache.count()  # others may have taken free pages
@@ -1106,15 +1106,15 @@ class Scheduler:
         num_due = wheel.pages_due() * cache.page_blocks
         if takes_turns or (num_due > cache.num_free and num_due > cache.num_free + self.pages.num_lent()):
             self._unsettled = self._settling(joined)
-        if cache.follows_decodes:
+        if cache.decodes is not None:
             if self._unsettled:
-                cache.put_off([holding_of(request) for request in self._unsettled if request not in joined])
+                cache.decodes.put_off([holding_of(request) for request in self._unsettled if request not in joined])
             else:
-                cache.end_step()
+                cache.decodes.end_step()
             for request in joined:
                 if not self._unsettled:
                     cache.settle(holding_of(request), request.num_computed)
-                cache.start_decoding(holding_of(request), request.admission, is_settled=not self._unsettled)
+                cache.decodes.start(holding_of(request), request.admission, is_settled=not self._unsettled)
         elif not self._unsettled:
             for request in self._settling(joined):
                 num_in_flight = self.running.num_in_flight(request)
@@ -1258,7 +1258,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert laws L1, L2 and L3, between steps, and that each request is in the queue that its state requires."""
-        if self.to_settle is not None and self.cache.follows_decodes:
+        if self.to_settle is not None and self.cache.decodes is not None:
             if self.has_work:
                 return  # the cache has not ended the last step
             self.settle()  # nothing decodes, so that releases nothing

@@ -443,7 +443,7 @@ class SessionTable:
             cache = host.core.scheduler.cache
             match = cache.match(session.content, session.num_computed // self._page_size)
             num_retained = match.num_pages * self._page_size
-            num_pages = num_peak = cache.num_pages_of(match)
+            num_pages = num_peak = cache.needs.to_hold(match)
             num_live = num_pages * self._page_size
             bound = None
         else:

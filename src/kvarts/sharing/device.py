@@ -120,7 +120,7 @@ def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, en
 def _freed_by(scheduler: Scheduler, requests: Sequence[Request]) -> Iterator[int]:
     """Return the pages that each of `requests` frees if the earlier ones have ended."""
     running = scheduler.running
-    return scheduler.cache.freed_by((request.holding, running.num_pages_of(request)) for request in requests)
+    return scheduler.cache.needs.freed_by((request.holding, running.num_pages_of(request)) for request in requests)
 
 
 def _in_order(scheduler: Scheduler, below_priority: int) -> list[Request]:

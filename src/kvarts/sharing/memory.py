@@ -535,7 +535,7 @@ class DevicePart:
         return self._lent_bytes() // self.page_bytes
 
     def _lent_bytes(self) -> int:
-        return sum(part.cache.num_lent() * part.page_bytes for part in self.memory.parts.values())
+        return sum(part.cache.lender.num_lent() * part.page_bytes for part in self.memory.parts.values())
 
     def reclaim(self, num_pages: int, num_matched: int = 0) -> bool:
         """Give up stores for `num_pages` pages, if that is enough: its own first."""
@@ -550,10 +550,10 @@ class DevicePart:
         """Give up stores of this model, then of others, for `num_bytes` bytes; return whether there were any."""
         short_bytes = num_bytes
         for part in (self, *(other for other in self.memory.parts.values() if other is not self)):
-            num_lent = part.cache.num_lent()
-            part.cache.give_back(min(num_lent, -(-short_bytes // part.page_bytes)))
-            short_bytes -= (num_lent - part.cache.num_lent()) * part.page_bytes
-            part.has_given_back |= part is not self and part.cache.num_lent() < num_lent
+            num_lent = part.cache.lender.num_lent()
+            part.cache.lender.give_back(min(num_lent, -(-short_bytes // part.page_bytes)))
+            short_bytes -= (num_lent - part.cache.lender.num_lent()) * part.page_bytes
+            part.has_given_back |= part is not self and part.cache.lender.num_lent() < num_lent
             if short_bytes <= 0:
                 break
         return short_bytes < num_bytes

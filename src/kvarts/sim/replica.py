@@ -437,7 +437,7 @@ class Replica:
         mark, starts_ns = 0, NO_TIMES
         if log.tell_details is not None:
             mark = log.mark
-            if cache.follows_decodes:
+            if cache.decodes is not None:
                 starts_ns = list(accumulate(times.for_event, initial=now_ns))
         done = scheduler.advance(times.num_steps, starts_ns=starts_ns)
         pages_taken = done.taken
@@ -448,7 +448,7 @@ class Replica:
             raise TooLateError
         self._last_decode_ns = times.last_ns or 1
         durations_ns = times.for_event
-        if log.tell_details is not None and not cache.follows_decodes:
+        if log.tell_details is not None and cache.decodes is None:
             last_ns = end_ns - times.last_ns
             happened = log.take_from(mark)
             for event in tell_by_step(happened, wheel.step, now_ns, last_ns, durations_ns, pages_taken, num_empty):
