@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import gcd
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeAlias, cast
 
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
@@ -32,7 +32,15 @@ if TYPE_CHECKING:  # only an engine with KV groups, tiers, handoffs or page ids 
     from kvarts.sched.input_batch import InputBatch
     from kvarts.sched.loads import GroupOffers, Loads, LowerTiers
 
-__all__ = ["PrepareTiers", "PreparedTiers", "TierSettings", "build_engine", "open_group_cache", "preparation_of"]
+__all__ = [
+    "Audit",
+    "PrepareTiers",
+    "PreparedTiers",
+    "TierSettings",
+    "build_engine",
+    "open_group_cache",
+    "preparation_of",
+]
 
 
 class PreparedTiers(Protocol):
@@ -122,6 +130,9 @@ class TierSettings(Protocol):
         """Return the same settings for a model with `kv_bytes_per_token`, and with `num_layers` layers if known."""
 
 
+Audit: TypeAlias = bool | Literal["laws"]
+"""Whether an engine is audited: by its laws and by an independent ledger, by its laws alone, or not."""
+
 PrepareTiers = Callable[[EngineConfig, Callable[[], EvictionOrder], "GroupMemory | None"], PreparedTiers | None]
 """Prepares tiers below an engine with a config, an eviction order and KV groups, if any; returns None without tiers.
 
@@ -154,7 +165,7 @@ def build_engine(
     below: PreparedTiers | None = None,
     moves_pages: bool | None = None,
     prefill: PrefillNs | None = None,
-    audit: bool = False,
+    audit: Audit = False,
     drafter: Drafter | None = None,
     num_draft_slots: int = 0,
     holds_pages: bool = False,
@@ -174,47 +185,45 @@ def build_engine(
     the device; `below`: instead, tiers that were prepared for the tree of `cache`. `prefill`: compute times of prompts,
     for the choice between computing and loading; default: measured. `moves_pages`: the executor performs transfers;
     default: if it needs page ids; otherwise transfers take the time of their channels. `audit`: assert the laws of
-    page accounting after every step and, unless the device is shared, check every event against an independent
-    ledger. `drafter`: proposes draft tokens, for an executor that verifies them; executors in virtual time compute no
-    tokens and do not support one. `num_draft_slots`: drafts come first, see Scheduler; this excludes the independent
-    ledger. `holds_pages`: pages are kept in use between requests. `hands_over`: other engines compute the prompts of
-    requests or continue them; this excludes the independent ledger. `plans_ahead`: a step is planned while the one
-    before it runs, as in Scheduler; not for executors that compute tokens. `finds_prefixes`: False for an engine
-    without a prefix cache, whose requests find nothing. `step_ns`: the expected duration of a step, for `max_itl_ms`.
-    `leaps_told`: an engine with KV groups and readers of details may leap, see GroupPages.
+    page accounting after every step, and check every event against an independent ledger; `"laws"`: without the ledger.
+    `drafter`: proposes draft tokens, for an executor that verifies them; executors in virtual time compute no tokens
+    and do not support one. `num_draft_slots`: drafts come first, see Scheduler. `holds_pages`: pages are kept in use
+    between requests. `hands_over`: other engines compute the prompts of requests or continue them. `plans_ahead`: a
+    step is planned while the one before it runs, as in Scheduler; not for executors that compute tokens.
+    `finds_prefixes`: False for an engine without a prefix cache, whose requests find nothing. `step_ns`: the expected
+    duration of a step, for `max_itl_ms`. `leaps_told`: an engine with KV groups and readers of details may leap, see
+    GroupPages.
 
-    Raise ConfigError for an audit if the room `audit` is not installed, and for `max_itl_ms` without `step_ns`.
+    Raise ConfigError for an audit if the room `audit` is not installed or its ledger does not follow some part, and for
+    `max_itl_ms` without `step_ns`.
     """
     if config.max_itl_ms is not None and step_ns is None:
         raise ConfigError("needs an engine of its own, with a cost of steps", field="max_itl_ms", hint="Leave it out.")
-    # The ledger follows handoffs of whole pages without tiers, of engines that plan one step after the other.
-    knows_handoffs = memory is None and tiers is None and config.profile == "default" and not plans_ahead
-    is_audited = audit and cache is None and not num_draft_slots and (knows_handoffs or not hands_over)
-    watch: Any = None
-    is_lru = make_order is LruOrder
-    if is_audited and not is_lru:
-        watch = from_room("audit.tiers", "OrderWatch", field="audit")(make_order)
-        make_order = watch.make
+    opening: Any = None
+    if audit is True:
+        unknown = from_room("audit.opening", "not_followed", field="audit")(
+            config,
+            has_groups=memory is not None,
+            has_tiers=tiers is not None,
+            plans_ahead=plans_ahead,
+            hands_over=hands_over,
+            shares_device=cache is not None,
+            drafts_first=num_draft_slots > 0,
+        )
+        opening = from_room("audit.opening", "AuditOpening", field="audit")(unknown, make_order)
+        make_order = opening.make_order
     if tiers is not None:
         assert cache is None, "the tree of a given cache was made without these tiers"
         below = tiers(config, make_order, memory)
     if memory is not None and num_blocks is None:
         num_blocks = memory.num_blocks(config.num_pages)
     is_lazy = memory is not None and below is not None and below.is_lazy
-    if is_audited:
-        auditor = from_room("audit.auditor", "Auditor", field="audit")(
-            config.num_pages if memory is None else num_blocks,
-            config.page_size,
-            groups=() if memory is None else _audited_groups(memory),
-            keeps_all=memory is None or memory.keeps == "all",
-            safe_first=below is not None and below.evicts_safe_first,
-            stores_go_first=is_lazy,
-            is_lru=is_lru,
-            watch=watch,
-            tiers=() if below is None else below.tier_names,
-            full_prompt_hits=below is not None and below.full_prompt_hits,
-            loads_have_turns=below is not None and below.load_kv == "async",
-            at_branches=config.snapshots == "branches",
+    if opening is not None:
+        auditor = opening.open(
+            config,
+            memory,
+            num_blocks,
+            below,
             plans_ahead=plans_ahead,
             finds_prefixes=finds_prefixes,
             account=lambda: cache,
@@ -315,7 +324,7 @@ def build_engine(
         step_ns=step_ns,
         settle_places=_settle_places(cast("GroupPages", cache).memory, page_size) if cache.settles else (),
     )
-    return Engine(config, scheduler, executor, log, audit=audit, moves_pages=moves_pages)
+    return Engine(config, scheduler, executor, log, audit=bool(audit), moves_pages=moves_pages)
 
 
 def open_group_cache(
@@ -380,20 +389,6 @@ def _page_cache(
     if memory is None:
         return PageCache(pool, tree)
     return OneGroupCache(pool, tree, page_bytes=memory.page_bytes, most_new_tokens=config.max_num_batched_tokens)
-
-
-def _audited_groups(memory: GroupMemory) -> tuple[object, ...]:
-    make_group = from_room("audit.ledger", "LedgerGroup", field="audit")
-    return tuple(
-        make_group(
-            group.layer.kind,
-            group.part_bytes // memory.block_bytes,
-            group.layer.span,
-            group.layer.sink,
-            memory.aligns and group.has_states_by_page,
-        )
-        for group in memory.groups
-    )
 
 
 def _settle_places(memory: GroupMemory, page_size: int) -> tuple[int, ...]:

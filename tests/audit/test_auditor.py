@@ -10,17 +10,22 @@ import pytest
 from kvarts.audit.auditor import AuditError, Auditor, Finding
 from kvarts.config import EngineConfig
 from kvarts.content import Content
+from kvarts.errors import ConfigError
 from kvarts.events import Event, PagesRemoved, PagesStored
 from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import walk
+from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.kv.page_cache import PageCache
 from kvarts.sim.replica import Replica
 
 from builders.case import Case, Row
 from builders.engines import make_replica, whole_pages
+from builders.grouped import FULL
 from builders.laws import assert_as_in_naive
 from builders.outcome import run_kvarts
 from builders.tampering import PAGE_SIZE, SHARED, Plant, findings_of, request, tamper, wrap
+
+FULL_GROUP = PartGroup(FULL, 2)
 
 
 def run(plant: Plant | None, *, num_pages: int = 40) -> list[Finding]:
@@ -223,4 +228,29 @@ def test_an_auditor_that_knows_what_counts_pages_compares_by_itself() -> None:
     counts.num_too_many = 1
     engine.start(engine.now_ns)
     with pytest.raises(AuditError, match="the engine counts 1 pages used and 6 cached, the ledger 0 and 6"):
+        engine.finish()
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"num_draft_slots": 2}, "drafts before prompts"),
+        ({"hands_over": True, "plans_ahead": True}, "engines hand over, with steps that are planned ahead"),
+        ({"hands_over": True, "memory": GroupMemory((FULL_GROUP,))}, "engines hand over, with KV groups"),
+    ],
+)
+def test_an_audit_refuses_what_its_ledger_does_not_follow(parts: dict[str, Any], words: str) -> None:
+    config = EngineConfig(num_pages=40, page_size=PAGE_SIZE)
+    with pytest.raises(ConfigError, match=f'audit: has a ledger that does not follow .*{words}.*"laws"'):
+        make_replica(config, audit=True, **parts)
+
+
+def test_the_laws_alone_are_asserted_where_that_was_asked_for() -> None:
+    config = EngineConfig(num_pages=40, page_size=PAGE_SIZE)
+    engine = make_replica(config, audit="laws", hands_over=True, plans_ahead=True)
+    engine.submit(request(0, [*SHARED, 1, 2], 14), 0)
+    engine.start(0)
+    cache = whole_pages(engine.scheduler.cache)
+    cache.num_free += 1
+    with pytest.raises(AssertionError, match="L1"):
         engine.finish()

@@ -325,7 +325,7 @@ class LiveRun:
             memory=memory,
             num_blocks=num_blocks,
             readers=[self.steps, *readers],
-            audit=HAS_AUDIT,
+            audit="laws" if num_draft_slots else HAS_AUDIT,
             tiers=tiers,
             drafter=drafter,
             num_draft_slots=num_draft_slots,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from kvarts.build import Audit
 from kvarts.config import EngineConfig
 from kvarts.executor.page_bytes import PageCopier
 from kvarts.executor.torch.tiny import FAMILIES
@@ -57,6 +58,12 @@ def _generated(reference: Any, prompt: Ids, num_tokens: int) -> Ids:
     return tokens
 
 
+def audit_beside(speculative_config: Any) -> Audit:
+    """The audit of an engine with these drafts: its ledger does not follow drafts before prompts."""
+    is_first = isinstance(speculative_config, dict) and speculative_config.get("draft_order") == "first"
+    return "laws" if is_first else HAS_AUDIT
+
+
 def engine_of(
     model: Any, *, num_pages: int = 256, budget: int = 2048, seqs: int = 4, snapshots: Any = "ends", **kwargs: Any
 ) -> LLM:
@@ -67,7 +74,7 @@ def engine_of(
         max_num_seqs=min(seqs, budget),
         snapshots=snapshots,
     )
-    return LLM(model, None, config, audit=HAS_AUDIT, **kwargs)
+    return LLM(model, None, config, audit=audit_beside(kwargs.get("speculative_config")), **kwargs)
 
 
 def prompts_with_prefixes(seed: int = 1) -> list[Ids]:

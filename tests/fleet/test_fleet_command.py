@@ -219,6 +219,17 @@ def test_workers_read_from_each_other(
     assert b"from peers" in capsysbinary.readouterr().out
 
 
+def test_an_audit_says_what_its_ledger_does_not_follow(
+    run_command: Callable[..., int], trace: Path, capsysbinary: Any
+) -> None:
+    said = (
+        b"kvarts: the ledger of the audit does not follow requests that engines hand over, with tiers below the device"
+    )
+    for below, is_said in (((), False), (("--host-memory", "10GB"), True)):
+        assert run_command("replay", trace, *APART, *SMALL, *below, "--audit", "--json") == 0
+        assert (said in capsysbinary.readouterr().err) is is_said
+
+
 @pytest.mark.slow
 def test_replicas_share_a_store_of_parts(
     run_command: Callable[..., int], asked: Callable[..., Any], tmp_path: Path, capsysbinary: Any

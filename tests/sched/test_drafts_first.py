@@ -122,7 +122,9 @@ class Kept:
 @given(drafted())
 def test_every_step_is_as_in_the_naive_engine(case: Drafted) -> None:
     config, sampler, kept = case.config, Sampler(case), Kept()
-    engine = build_engine(config, sampler, audit=True, readers=[kept], drafter=sampler, num_draft_slots=case.num_slots)
+    engine = build_engine(
+        config, sampler, audit="laws", readers=[kept], drafter=sampler, num_draft_slots=case.num_slots
+    )
     naive = NaiveDraftEngine(
         num_slots=case.num_slots,
         drafts=lambda seq, made: case.drafts[seq][made - 1],

@@ -23,6 +23,7 @@ from kvarts.session.sessions import Sessions
 from kvarts.session.values import SessionInfo, SessionsConfig, SessionSettings, Token
 
 from builders.guessing import untimed
+from builders.real_models import audit_beside
 from builders.real_sessions import VOCABULARY, Models, assert_says_as_whole_passes, ids
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 from builders.sessions import OWNER, greedy, say, sessions_on
@@ -37,7 +38,8 @@ def open_on(
         num_pages=2400 // page_size, page_size=page_size, max_num_batched_tokens=budget, max_num_seqs=8
     )
     # In whole pages, whose bounds are told below; for KV groups see test_real_group_sessions.
-    llm = LLM(model, None, config, audit=HAS_AUDIT, attention=attention, **{"kv_groups": "off", **settings})
+    audit = audit_beside(settings.get("speculative_config"))
+    llm = LLM(model, None, config, audit=audit, attention=attention, **{"kv_groups": "off", **settings})
     return llm, sessions_on(llm.host(), SessionsConfig(chunk_tokens=chunk))
 
 

@@ -17,7 +17,7 @@ import msgspec
 from kvarts.audit.ledger import Findings, Ledger, LedgerPart
 from kvarts.audit.request_parts import KnownRequest, PageDigests, RequestParts
 from kvarts.content import Content
-from kvarts.events import LoadStarted, PagesRemoved, PagesStored, StoreStarted, TransferEnded
+from kvarts.events import LoadStarted, LoadUsed, PagesRemoved, PagesStored, StoreStarted, TransferEnded
 from kvarts.kv.eviction import EvictionOrder, noter_of, pages_seen_by, ranges_read_by
 
 __all__ = ["EvictionsTold", "OrderWatch", "PartsBelow", "TierBooks", "Told", "WatchedOrder"]
@@ -300,12 +300,19 @@ class PartsBelow:
         """Loads by request: those in progress, and those that ended before their request runs."""
         self._ended: list[int] = []
         """Requests that do not resume from their ended load; they release their parts when a step begins."""
+        self._used: dict[int, int] = {}
+        """Transfers under way that the last step used, and their blocks: they must end before the next one begins."""
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of parts held by stores."""
+    def num_left(self, num_used: int) -> int:
+        """Return how many of `num_used` blocks, in use at rest, are not those of stores."""
         parts = {part for runs in self._stores.values() for run in runs for part in run}
-        return sum(self._ledger.groups[part.group].part_blocks for part in parts)
+        return num_used - sum(self._ledger.groups[part.group].part_blocks for part in parts)
+
+    def begin_step(self) -> None:
+        """Check, at the beginning of a step, that the transfers that the last one used have ended."""
+        for transfer in self._used:
+            self._found.add(f"uses transfer {transfer}, which ends after it")
+        self._used.clear()
 
     def hear(self, event: PagesStored | PagesRemoved) -> None:
         """Record parts that a tier has stored or removed."""
@@ -419,16 +426,27 @@ class PartsBelow:
         """Promise it the rest again."""
         self._promise(self._loads[request])
 
-    def use(self, request: int) -> int:
-        """Publish the parts of a load in progress, which ends before the step does; return their blocks."""
-        load = self._loads[request]
+    def use(self, event: LoadUsed) -> None:
+        """Publish the parts of a load in progress, which ends before the step does, or has ended and has its turn."""
+        load = self._loads[event.request]
+        if self._has_turns:
+            self._turn(event.request, load)
+            return
+        self._publish(load)
+        self._used[event.transfer] = sum(self._ledger.groups[part.group].part_blocks for _, _, part in load.incoming)
+
+    def _publish(self, load: _Load) -> None:
         for _, page, part in sorted(load.incoming, key=_place_of):
             part.stays = True
             self._held.publish(load.known, part.group, page, part)
-        return sum(self._ledger.groups[part.group].part_blocks for _, _, part in load.incoming)
 
     def end(self, event: TransferEnded) -> None:
         """End a transfer: release the parts of a store, or publish the parts that a load has filled."""
+        if event.transfer in self._used:
+            if event.num_good_blocks < (num_blocks := self._used.pop(event.transfer)):
+                what = f"used {num_blocks} loaded blocks, and {event.num_good_blocks} arrived"
+                self._found.add(what, event.request)
+            return
         if event.request < 0:
             goes_first = self._goes_first and event.num_good_pages > 0
             for run in reversed(self._stores.pop(event.transfer)):
@@ -471,17 +489,14 @@ class PartsBelow:
             else:
                 self._drop(request)
 
-    def turn(self, request: int) -> None:
+    def _turn(self, request: int, load: _Load) -> None:
         """Publish the parts of a load that has ended; release them if it is incomplete."""
-        load = self._loads[request]
         if not load.has_arrived:
             self._found.add("has its turn before its load has ended", request)
         if load.is_dropped:
             self._drop(request)
-            return
-        for _, page, part in sorted(load.incoming, key=_place_of):
-            part.stays = True
-            self._held.publish(load.known, part.group, page, part)
+        else:
+            self._publish(load)
 
     def give_up(self, request: int) -> None:
         """Release the parts of a load that has ended and had its turn."""

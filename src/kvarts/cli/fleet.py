@@ -15,7 +15,7 @@ from kvarts.cli import (
 )
 from kvarts.cli.outputs import as_bytes, render_table
 from kvarts.cli.parts import CommandPart, ReplayRun
-from kvarts.cli.process import print_bytes, tell_whole_pages
+from kvarts.cli.process import print_bytes, say, tell_whole_pages
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.fleet.config import SECTIONS, FleetConfig, FleetWorker, key_of_fleet, resolve_fleet
 from kvarts.report.run_directory import EVENTS, REPORT, REQUESTS, TIMELINE, of_replica
@@ -160,7 +160,10 @@ class FleetRun:
         self._trace = trace
         self.config = resolve_fleet(given, sections)
         for pool in self.config.pools:
-            tell_whole_pages(pool.each, f"the workers in pool {pool.name or pool.role}")
+            workers = f"the workers in pool {pool.name or pool.role}"
+            tell_whole_pages(pool.each, workers)
+            if left_out := pool.left_out_by_audit(shares_memory=self.config.shares_memory):
+                say(f"kvarts: the ledger of the audit does not follow {left_out}: of {workers}, laws are asserted")
 
     @property
     def inputs(self) -> list[Path]:

@@ -742,6 +742,22 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str | None = None
     token_bytes: int | None = None
 
+    def left_out_by_audit(self, *, shares_memory: bool) -> str:
+        """Return what the ledger of an audit does not follow in its workers: laws are asserted. Empty if nothing.
+
+        `shares_memory`: tiers below a worker share memory with others.
+        """
+        if not self.each.audit:
+            return ""
+        words: str = from_room("audit.opening", "not_followed", field="audit")(
+            self.each,
+            has_groups=self.each.kv_groups != "off",
+            has_tiers=shares_memory or self.each.offload is not None,
+            plans_ahead=self.each.async_scheduling and self.each.profile == "default",
+            hands_over=True,
+        )
+        return words
+
     def __post_init__(self) -> None:
         if self.role not in get_args(Role):
             raise SettingError(f"must be 'mixed', 'prefill' or 'decode', got {self.role!r}", "role")
@@ -964,14 +980,18 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         return names if self.store is None else [*names, STORE]
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether workers read pages from a store, or from the memory of others."""
+        return self.pulls or self.store is not None
+
+    @property
     def asks_for_models(self) -> bool:
         """Whether every request must name its model: its router is known by that, or the workers that it is KV for."""
         if len(self.of_models) == 1:
             return False
-        shares = self.pulls or self.store is not None
         kinds = {(_model_of(pool.each), _stored_token_bytes(pool.each), _parts_of(pool.each)) for pool in self.pools}
         is_apart = any(pool.role != "mixed" for pool in self.pools)
-        return is_apart or _have_unlike_routers(self.pools) or (shares and len(kinds) > 1)
+        return is_apart or _have_unlike_routers(self.pools) or (self.shares_memory and len(kinds) > 1)
 
     def behind_routers(self, *, by_model: bool) -> list[ModelPools]:
         """Return the pools behind each pair of routers: one for all requests, or one for each model."""

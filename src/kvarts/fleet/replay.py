@@ -368,7 +368,7 @@ def open_worker(
         make_order=config.eviction,
         tiers=tiers,
         prefill=prefill_cost(config),
-        audit=config.audit,
+        audit="laws" if pool.left_out_by_audit(shares_memory=below is not None) else config.audit,
         hands_over=True,
         plans_ahead=config.async_scheduling and config.profile == "default",
         finds_prefixes=not config.no_prefix_caching,

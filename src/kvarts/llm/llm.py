@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
-from kvarts.build import TierSettings, build_engine, preparation_of
+from kvarts.build import Audit, TierSettings, build_engine, preparation_of
 from kvarts.clock import Clock, WallClock
 from kvarts.combines import check_combination
 from kvarts.config import EngineConfig, EngineOptions
@@ -108,7 +108,7 @@ class LLM:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         clock: Clock | None = None,
         readers: Sequence[EventReader] = (),
-        audit: bool = False,
+        audit: Audit = False,
         wrap: Callable[[Executor], Executor] | None = None,
         **given: Any,
     ) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvarts.build import TierSettings, build_engine, preparation_of
+from kvarts.build import Audit, TierSettings, build_engine, preparation_of
 from kvarts.clock import Clock, PacedClock, PutOffClock
 from kvarts.config import EngineConfig, EngineOptions
 from kvarts.engine import Engine
@@ -164,7 +164,7 @@ def mock_model(
     token_bytes: int = 0,
     max_positions: int | None = None,
     readers: Sequence[EventReader] = (),
-    audit: bool = False,
+    audit: Audit = False,
     clock: Clock | None = None,
     groups: GroupMemory | None = None,
     make_order: Callable[[], EvictionOrder] = LruOrder,
