@@ -274,20 +274,18 @@ def build_engine(
             fingerprint=fingerprint,
             splits=not executor.needs_page_ids,  # rows of a batch are of requests that run
         )
-        if below.load_kv != "placed":
-            from kvarts.sched.connector_loads import AsyncLoads, SyncLoads
+        from kvarts.sched.load_waits import Asynchronous, Reserve, Synchronous
+        from kvarts.sched.loads import Loads, Waits
 
-            make_loads = AsyncLoads if below.load_kv == "async" else SyncLoads
-            offers = None if memory is None else cast("GroupOffers", lower.layout)
-            loads = make_loads(lower, cache, waiting, page_size, tell, offers)
-        elif memory is None:
-            from kvarts.sched.loads import Loads
-
-            loads = Loads(lower, cache, waiting, page_size, tell)
+        waits: Waits
+        if below.load_kv == "placed":
+            waits = Reserve(cache, pages)
+        elif below.load_kv == "async":
+            waits = Asynchronous(cache, page_size, tell)
         else:
-            from kvarts.sched.group_loads import GroupLoads
-
-            loads = GroupLoads(lower, cast("GroupPages", cache), pages, waiting, page_size, tell)
+            waits = Synchronous(cache, page_size, tell)
+        offers = None if memory is None else cast("GroupOffers", lower.layout)
+        loads = Loads(lower, cache, waiting, page_size, tell, waits, offers)
     batch: InputBatch | None = None
     if executor.needs_page_ids:
         if cache.settles:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvKind
-from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
+from kvarts.kv.group_pages import GroupPages, HeldParts, IncomingParts, PartHolding
 from kvarts.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.kv.runs import Listed, PartRun, RunHolding, Spot
 from kvarts.kv.transfer import Direction, TransferReport
@@ -143,6 +143,7 @@ class TieredMachine(RuleBasedStateMachine):
             num_below=len(sizes),
         )
         self.parts = self.cache.parts
+        self.incoming = cast(IncomingParts, self.cache.incoming)
         self.join_device()
         self.tiers = [
             PartTier(name, num_blocks, memory, self.parts.tree, place=place, with_slots=has_ids)
@@ -382,7 +383,7 @@ class TieredMachine(RuleBasedStateMachine):
                 self.model.unpin(parts)
             else:
                 number = self.offloader.num_transfers
-                holding = self.cache.open_offered(content, self.offloader.layout.offered(self.num_owners), 0)
+                holding = self.incoming.open_offered(content, self.offloader.layout.offered(self.num_owners), 0)
                 self.offloader.start_load(self.num_owners, content, on_device, offer.num_pages, holding)
                 load = Load(number, self.num_owners, content, holding, sequence, parts, offer.by_tier)
                 load.num_known = holder.num_known
@@ -600,7 +601,7 @@ class TieredMachine(RuleBasedStateMachine):
             self.model.unpin(parts)
             return
         number = self.offloader.num_transfers
-        holding = self.cache.open_offered(content, self.offloader.layout.offered(self.num_owners), 0)
+        holding = self.incoming.open_offered(content, self.offloader.layout.offered(self.num_owners), 0)
         self.offloader.start_load(self.num_owners, content, on_device, length - on_device, holding)
         by_tier = self.after(0, lengths[:depth])
         self.loads.append(Load(number, self.num_owners, content, holding, sequence, parts, by_tier))
@@ -641,7 +642,7 @@ class TieredMachine(RuleBasedStateMachine):
         number = self.offloader.num_transfers
         match = self.cache.match(content, (len(tokens) - 1) // page_size)
         assert match.num_pages == on_device
-        holding = self.cache.open_with_front(match, found, front_end, 0)
+        holding = self.incoming.open_with_front(match, found, front_end, 0)
         self.offloader.start_load(request, content, front_end, length - front_end, holding, num_front)
         self.loads.append(Load(number, request, content, holding, begun[1], parts, by_tier, begun[0], front_end))
         return True
@@ -655,10 +656,10 @@ class TieredMachine(RuleBasedStateMachine):
         assert front is not None
         start = front.num_tokens
         end = min(load.front_end * page_size, start + self.within_page(front, num_new))
-        self.cache.begin_front(load.holding, start, 0)
+        self.incoming.begin_front(load.holding, start, 0)
         fits = self.model.advance(front, end - start)
         if fits:
-            self.cache.extend_front(load.holding, end)
+            self.incoming.extend_front(load.holding, end)
             self.model.note(front, is_end=False)
         self.cache.count()
         if not load.has_front(page_size) and load.num_good >= 0:
@@ -673,7 +674,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.end_front(load, goes_on=False)
 
     def end_front(self, load: Load, *, goes_on: bool = True) -> None:
-        self.cache.join_front(load.holding)
+        self.incoming.join_front(load.holding)
         assert load.front is not None
         self.model.join(load.front, load.sequence)
         holder = Holder(load.content, load.holding.parts, load.sequence)
@@ -810,7 +811,7 @@ class TieredMachine(RuleBasedStateMachine):
             load = self.loads.pop()
             if load.num_good < 0:
                 self.end_transfer(load.transfer, 0)
-            self.cache.join_front(load.holding)
+            self.incoming.join_front(load.holding)
             self.close_parts(load.holding.parts, load.holding.parts.num_tokens)
         for holder in self.holders:
             self.close_parts(holder.holding, holder.sequence.num_tokens)

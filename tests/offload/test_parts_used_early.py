@@ -6,7 +6,7 @@ import pytest
 
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_pages import GroupPages
+from kvarts.kv.group_pages import GroupPages, IncomingParts
 from kvarts.kv.groups import GroupMemory, PartGroup
 from kvarts.offload import store_policy
 from kvarts.offload.channel import Channel
@@ -81,7 +81,9 @@ def test_what_a_step_loads_is_copied_to_a_faster_tier_when_that_has_ended() -> N
     device.begin_step()
     offer = device.offloader.lookup(1, content, 0, NUM_PAGES)
     assert offer is not None and offer.by_tier == (0, NUM_PAGES)
-    holding = device.cache.open_offered(content, device.offloader.layout.offered(1), 0)
+    incoming = device.cache.incoming
+    assert isinstance(incoming, IncomingParts)
+    holding = incoming.open_offered(content, device.offloader.layout.offered(1), 0)
     load = device.offloader.num_transfers
     device.offloader.start_load(1, content, 0, NUM_PAGES, holding)
     device.offloader.use_early(load)

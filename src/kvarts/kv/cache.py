@@ -509,6 +509,52 @@ class Incoming(ABC):
     def publish_loaded(self, holding: Holding, num_pages: int) -> None:
         """Make the first `num_pages` pages of `holding` findable; a load has filled the last of them."""
 
+    # Loads of a request that reserves what it needs until its known tokens are computed. `found`: what the device and a
+    # load have together; for whole pages, that of the device alone. The pages of a *front* are computed meanwhile.
+
+    @abstractmethod
+    def to_reserve(self, found: Match, num_known: int) -> int:
+        """Return the blocks that must be free for that; 0 if they are no more than the request needs without a load."""
+
+    @abstractmethod
+    def to_front(self, match: Match, num_front: int) -> int:
+        """Return the blocks that a front of `num_front` pages after `match` needs as well."""
+
+    @abstractmethod
+    def held_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> int:
+        """Return the blocks that the request has from the beginning of its load, reserved ones included."""
+
+    @abstractmethod
+    def open_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> Holding:
+        """Hold what the device has, take what the load fills, and reserve the rest."""
+
+    @abstractmethod
+    def begin_front(self, holding: Holding, num_tokens: int, num_in_flight: int) -> None:
+        """Do as `Cache.settle` for a front; what it releases is for its own next tokens. `extend_front` must follow."""
+
+    @abstractmethod
+    def extend_front(self, holding: Holding, num_tokens: int) -> None:
+        """Take the blocks of tokens up to `num_tokens`, which are computed while others are loaded."""
+
+    @abstractmethod
+    def arrive(self, holding: Holding, num_pages: int, end: int) -> bool:
+        """End a load of pages up to `end`, of which `num_pages` are there; return whether its request goes on after it.
+
+        Its front is computed, or given up.
+        """
+
+    @abstractmethod
+    def end_promise(self, holding: Holding) -> None:
+        """Make the blocks reserved for a holding free for all: its request is about to take them."""
+
+    @abstractmethod
+    def begin_run(self, holding: Holding) -> None:
+        """Release what only the front attended to: its request goes on after the loaded pages."""
+
+    @abstractmethod
+    def drop(self, holding: Holding) -> None:
+        """Release everything that a request holds which never ran; pages that were found or loaded stay cached."""
+
     # Loads into no more than they fill, as by a KV connector of vLLM. `found`: what the device and a load have
     # together; for whole pages, that of the device alone, and the load ends with page `end`.
 

@@ -36,7 +36,7 @@ from kvarts.kv.run_cache import RunCache
 from kvarts.kv.runs import PartRun, RunHolding, RunMatch, Span
 from kvarts.kv.span_tree import SpanTree
 
-__all__ = ["GroupPages", "Held", "HeldByOthers", "HeldParts", "PartHolding"]
+__all__ = ["GroupPages", "Held", "HeldByOthers", "HeldParts", "IncomingParts", "PartHolding"]
 
 
 class PartHolding(Holding):
@@ -342,81 +342,6 @@ class GroupPages(Cache):
         """Undo a `keep`; return how many blocks are not kept any more."""
         return self.parts.keep(cast(PartHolding, holding).parts, -1)
 
-    # Loads -------------------------------------------------------------------------------------------------
-
-    def held_of(self, found: RunMatch) -> Held:
-        """Return the parts that others hold of a match in device and tier together."""
-        return HeldByOthers(self.parts.tree, found)
-
-    def num_held_while_loading(self, found: RunMatch, num_wanted: int) -> int:
-        """Return the blocks that `open_offered` holds and promises."""
-        held = taken = 0
-        for index, pieces in enumerate(self.parts.tree.pieces(found)):
-            for run, start, end in pieces:
-                num_blocks = (end - start) * self.parts.part_blocks[index]
-                held += num_blocks
-                if not run.holders or run.list_index != index:
-                    taken += num_blocks
-        return held + max(0, num_wanted - taken)
-
-    def open_offered(self, content: Content, found: RunMatch, num_wanted: int) -> PartHolding:
-        """Hold the device's parts of `found`, take parts for the rest, and promise the others of `num_wanted` blocks.
-
-        That many blocks must be free.
-        """
-        num_free = self.num_free
-        holding = PartHolding(self.parts.begin_load(content, found), found.num_pages)
-        self.count()
-        self._promise(holding, max(0, num_wanted - (num_free - self.num_free)))
-        return holding
-
-    def num_front(self, match: Match, num_pages: int) -> int:
-        """Return the most blocks of windows that are held while `num_pages` pages after `match` are computed."""
-        pieces = self.parts.tree.pieces(cast(RunMatch, match))
-        held = [sum(end - start for _, start, end in of_group) for of_group in pieces]
-        return self.group_needs.front(held, num_pages)
-
-    def open_with_front(self, match: Match, found: RunMatch, front_end: int, num_reserved: int) -> PartHolding:
-        """Hold `match`, after which pages are computed up to `front_end`, and take parts for the rest of `found`.
-
-        It has `num_reserved` blocks until `join_front`: those that it does not hold are promised to it.
-        """
-        holding = PartHolding(self.parts.begin(match.content, cast(RunMatch, match)), found.num_pages)
-        holding.tail = self.parts.begin_load(match.content, found, front_end)
-        holding.num_reserved = num_reserved
-        self._promise(holding, max(0, num_reserved - self.num_held(holding)))
-        return holding
-
-    def begin_front(self, holding: Holding, num_tokens: int, num_in_flight: int) -> None:
-        """Do as `settle` for a front; the released parts are for its own next tokens. `extend_front` must follow."""
-        of_parts = cast(PartHolding, holding)
-        self._promise(of_parts, 0)
-        self.parts.settle(of_parts.parts, num_tokens, num_in_flight)
-
-    def extend_front(self, holding: Holding, num_tokens: int) -> None:
-        """Take the parts of tokens up to `num_tokens`, which are computed while others are loaded."""
-        of_parts = cast(PartHolding, holding)
-        self.parts.extend(of_parts.parts, num_tokens)
-        self._promise(of_parts, max(0, of_parts.num_reserved - self.num_held(of_parts)))
-
-    def join_front(self, holding: Holding) -> None:
-        """Go on after the loaded pages: those before are computed, or given up."""
-        of_parts = cast(PartHolding, holding)
-        if of_parts.tail is not None:
-            self.parts.join_front(of_parts.parts, of_parts.tail)
-            of_parts.parts, of_parts.tail = of_parts.tail, None
-            self.count()
-
-    def end_promise(self, holding: Holding) -> None:
-        """Make the blocks promised to a holding free for all: its request is about to take them."""
-        self._promise(cast(PartHolding, holding), 0)
-
-    def _promise(self, holding: PartHolding, num_blocks: int) -> None:
-        self.num_promised += num_blocks - holding.num_promised
-        holding.num_promised = num_blocks
-        self.parts.promised_bytes = self.num_promised
-        self.count()
-
     # Blocks for a plan ---------------------------------------------------------------------------------------
 
     def tables(self, holding: Holding, num_tokens: int) -> tuple[tuple[PageId, ...], ...]:
@@ -657,6 +582,111 @@ class IncomingParts(Incoming):
         """Make the parts of the first `num_pages` pages findable."""
         self._parts.arrive(cast(PartHolding, holding).parts, [num_pages] * len(self._cache.memory.groups))
         self._cache.count()
+
+    def to_reserve(self, found: Match, num_known: int) -> int:
+        """Return the blocks by GroupNeeds.to_admit, of device and tier together."""
+        start = found.num_pages * self._page_size
+        end = min(num_known, start + self._rules.most_new)
+        return self._rules.to_admit(start, num_known, end, self._cache.held_by_others(found))
+
+    def to_front(self, match: Match, num_front: int) -> int:
+        """Return the most blocks of windows that are held while `num_front` pages after `match` are computed."""
+        pieces = self._parts.tree.pieces(cast(RunMatch, match))
+        return self._rules.front([sum(end - start for _, start, end in of_group) for of_group in pieces], num_front)
+
+    def held_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> int:
+        """Return the blocks that `open_reserved` holds and promises."""
+        num_wanted = self._wanted(match, found, num_known, num_front)
+        held = taken = 0
+        for index, pieces in enumerate(self._parts.tree.pieces(cast(RunMatch, found))):
+            for run, start, end in pieces:
+                num_blocks = (end - start) * self._parts.part_blocks[index]
+                held += num_blocks
+                if not run.holders or run.list_index != index:
+                    taken += num_blocks
+        return held + max(0, num_wanted - taken)
+
+    def _wanted(self, match: Match, found: Match, num_known: int, num_front: int) -> int:
+        num_wanted = self.to_reserve(found, num_known)
+        return num_wanted + self.to_front(match, num_front) if num_front else num_wanted
+
+    def open_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> PartHolding:
+        """Hold the device's parts of `found`, take parts for the rest, and promise the others that are wanted."""
+        of_load = cast(RunMatch, found)
+        if not num_front:
+            return self.open_offered(match.content, of_load, self.to_reserve(found, num_known))
+        num_reserved = self.held_reserved(match, found, num_known, num_front)
+        return self.open_with_front(match, of_load, match.num_pages + num_front, num_reserved)
+
+    def open_offered(self, content: Content, found: RunMatch, num_wanted: int) -> PartHolding:
+        """Hold the device's parts of `found`, take parts for the rest, and promise the others of `num_wanted` blocks.
+
+        That many blocks must be free.
+        """
+        num_free = self._cache.num_free
+        holding = PartHolding(self._parts.begin_load(content, found), found.num_pages)
+        self._cache.count()
+        self._promise(holding, max(0, num_wanted - (num_free - self._cache.num_free)))
+        return holding
+
+    def open_with_front(self, match: Match, found: RunMatch, front_end: int, num_reserved: int) -> PartHolding:
+        """Hold `match`, after which pages are computed up to `front_end`, and take parts for the rest of `found`.
+
+        It has `num_reserved` blocks until `arrive`: those that it does not hold are promised to it.
+        """
+        holding = PartHolding(self._parts.begin(match.content, cast(RunMatch, match)), found.num_pages)
+        holding.tail = self._parts.begin_load(match.content, found, front_end)
+        holding.num_reserved = num_reserved
+        self._promise(holding, max(0, num_reserved - self._cache.num_held(holding)))
+        return holding
+
+    def begin_front(self, holding: Holding, num_tokens: int, num_in_flight: int) -> None:
+        """Release the windows of a front that no token from `num_tokens` on attends to, for its next tokens."""
+        of_parts = cast(PartHolding, holding)
+        self._promise(of_parts, 0)
+        self._parts.settle(of_parts.parts, num_tokens, num_in_flight)
+
+    def extend_front(self, holding: Holding, num_tokens: int) -> None:
+        """Take blocks that are promised to the request for the tokens of its front up to `num_tokens`."""
+        of_parts = cast(PartHolding, holding)
+        self._parts.extend(of_parts.parts, num_tokens)
+        self._promise(of_parts, max(0, of_parts.num_reserved - self._cache.num_held(of_parts)))
+
+    def arrive(self, holding: Holding, num_pages: int, end: int) -> bool:
+        """Go on after the loaded pages, if all have arrived."""
+        self.join_front(holding)
+        return num_pages == end
+
+    def join_front(self, holding: Holding) -> None:
+        """Go on after the loaded pages: those before are computed, or given up."""
+        of_parts = cast(PartHolding, holding)
+        if of_parts.tail is not None:
+            self._parts.join_front(of_parts.parts, of_parts.tail)
+            of_parts.parts, of_parts.tail = of_parts.tail, None
+            self._cache.count()
+
+    def end_promise(self, holding: Holding) -> None:
+        """Make the blocks promised to a holding free for all."""
+        self._promise(cast(PartHolding, holding), 0)
+
+    def _promise(self, holding: PartHolding, num_blocks: int) -> None:
+        cache = self._cache
+        cache.num_promised += num_blocks - holding.num_promised
+        holding.num_promised = num_blocks
+        self._parts.promised_bytes = cache.num_promised
+        cache.count()
+
+    def begin_run(self, holding: Holding) -> None:
+        """Release the windows with which the front was computed."""
+        self._cache.settle(holding, holding.num_pages * self._page_size)
+        self._cache.count()
+
+    def drop(self, holding: Holding) -> None:
+        """Release all parts, and what is promised."""
+        of_parts = cast(PartHolding, holding)
+        self.join_front(holding)
+        self._promise(of_parts, 0)
+        self._cache.close(holding, holding.num_pages, holding.num_pages)
 
     def held(self, found: Match, end: int) -> int:
         """Return the blocks of all parts that are found or loaded."""

@@ -541,6 +541,44 @@ class IncomingPages(Incoming):
         """Make the first `num_pages` pages findable."""
         self._cache.publish_pages(holding, num_pages)
 
+    def to_reserve(self, found: Match, num_known: int) -> int:
+        """Return 0: a request has all pages of its known tokens, loaded or not."""
+        return 0
+
+    def to_front(self, match: Match, num_front: int) -> int:
+        """Return 0: they are pages of its known tokens."""
+        return 0
+
+    def held_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> int:
+        """Return the pages of `num_known` tokens."""
+        return -(-num_known // match.content.page_size)
+
+    def open_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> Holding:
+        """Hold `match` and take the rest of the pages of `num_known` tokens."""
+        return self.open_to_load(match, num_known, match)
+
+    def begin_front(self, holding: Holding, num_tokens: int, num_in_flight: int) -> None:
+        """Release nothing: later tokens attend to every page."""
+
+    def extend_front(self, holding: Holding, num_tokens: int) -> None:
+        """Make the full pages of the first `num_tokens` tokens findable."""
+        self._cache.extend(holding, num_tokens, is_end=False)
+
+    def arrive(self, holding: Holding, num_pages: int, end: int) -> bool:
+        """Make the first `num_pages` pages findable. The request goes on after them, however many they are."""
+        self._cache.publish_pages(holding, num_pages)
+        return True
+
+    def end_promise(self, holding: Holding) -> None:
+        """Do nothing: the request has its pages."""
+
+    def begin_run(self, holding: Holding) -> None:
+        """Release nothing."""
+
+    def drop(self, holding: Holding) -> None:
+        """Release all pages; those that can be found stay cached."""
+        self._cache.close(holding, holding.num_named, holding.num_pages)
+
     def held(self, found: Match, end: int) -> int:
         """Return the pages that were found or are loaded."""
         return end
