@@ -30,7 +30,8 @@ if TYPE_CHECKING:  # only an engine with KV groups, tiers, handoffs or page ids 
     from kvarts.sched.drafts import Drafter
     from kvarts.sched.handoffs import Handoffs
     from kvarts.sched.input_batch import InputBatch
-    from kvarts.sched.loads import GroupOffers, Loads, LowerTiers
+    from kvarts.sched.loads import Loads
+    from kvarts.sched.lower_tiers import GroupOffers, LowerTiers
 
 __all__ = [
     "Audit",

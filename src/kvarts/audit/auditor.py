@@ -22,11 +22,11 @@ from typing import Any
 from kvarts.audit.beside import Beside
 from kvarts.audit.comparing import compare_account, expect_same, find_different_pages, find_different_private
 from kvarts.audit.facts import Facts
-from kvarts.audit.ledger import AuditError, Finding, LedgerError, LedgerGroup
+from kvarts.audit.ledger import AuditError, Finding, Findings, Ledger, LedgerError, LedgerGroup
 from kvarts.audit.lives import Lives
 from kvarts.audit.page_loads import PageLoads
-from kvarts.audit.request_parts import KnownRequest
-from kvarts.audit.tiers import OrderWatch, PartsBelow, TierBooks
+from kvarts.audit.request_parts import KnownRequest, PageDigests
+from kvarts.audit.tiers import EvictionsTold, OrderWatch, PartsBelow, TierBooks
 from kvarts.audit.told_pages import ToldPages
 from kvarts.audit.turns import Turns
 from kvarts.events import (
@@ -96,6 +96,8 @@ OF_A_REQUEST = (
 WORKER = "worker"
 """The medium of prompts that another engine sends."""
 
+WHOLE_PAGES = (LedgerGroup("full", 1),)
+
 Follow = Callable[[Any], object]
 
 
@@ -139,21 +141,34 @@ class Auditor:
         self._account = account
         self._watch = watch
         stored = TierBooks(tiers, full_prompt_hits=full_prompt_hits)
-        facts = self._facts = Facts(
+        digests, found = PageDigests(), Findings()
+        evictions: EvictionsTold | None = None
+        if safe_first or not is_lru:
+            # An engine in which stores go first evicts the parts that tiers hold, whichever run the order names.
+            named = None if stores_go_first else watch
+            evictions = EvictionsTold(stored if safe_first else None, self._find_page, digests, named)
+        # Of parts in groups one may outlive that before it: a window goes on from what a full group has lost.
+        self.ledger = Ledger(
+            groups or WHOLE_PAGES,
             num_blocks,
-            page_size,
-            groups=groups,
             keeps_all=keeps_all,
-            safe_first=safe_first,
-            stores_go_first=stores_go_first,
-            is_lru=is_lru,
-            watch=watch,
-            stored=stored,
+            keeps_prefixes=not groups,
+            choose=None if evictions is None else evictions.choose,
+        )
+        self._evictions = evictions
+        """The evictions that the engine names, where the ledger does not know its order."""
+        if evictions is not None:
+            evictions.ledger = self.ledger
+        facts = self._facts = Facts(
+            self.ledger,
+            digests,
+            found,
+            page_size,
+            has_groups=bool(groups),
             at_branches=at_branches,
             plans_ahead=plans_ahead,
             finds_prefixes=finds_prefixes,
         )
-        self.ledger = facts.ledger
         pages = PageLoads(facts, stored, tiers, loads_have_turns=loads_have_turns)
         parts = PartsBelow(
             facts.held,
@@ -259,6 +274,9 @@ class Auditor:
 
         return begun
 
+    def _find_page(self, what: str, group: int, digest: bytes) -> None:
+        self._facts.find_page(what, group, digest)
+
     @property
     def findings(self) -> list[Finding]:
         """All findings so far."""
@@ -268,8 +286,8 @@ class Auditor:
 
     def observe(self, events: Sequence[Event]) -> None:
         """Check `events` against the ledger. With an account, raise AuditError if there are findings."""
-        if self._facts.evictions is not None:
-            self._told.look_ahead(self._facts.evictions, events)
+        if self._evictions is not None:
+            self._told.look_ahead(self._evictions, events)
         for event in events:
             try:
                 self._follow(event)

@@ -2,58 +2,38 @@
 
 from __future__ import annotations
 
-from kvarts.audit.ledger import Findings, Ledger, LedgerGroup
+from kvarts.audit.ledger import Findings, Ledger
 from kvarts.audit.request_parts import KnownRequest, PageDigests, RequestParts
-from kvarts.audit.tiers import EvictionsTold, OrderWatch, TierBooks
 from kvarts.content import Content
 
 __all__ = ["Facts"]
 
-WHOLE_PAGES = (LedgerGroup("full", 1),)
-
 
 class Facts:
-    """Owner of the ledger of one engine and of the requests in it. The arguments are those of Auditor."""
+    """Owner of the requests in the `ledger` of one engine. The other arguments are those of Auditor."""
 
     def __init__(
         self,
-        num_blocks: int,
+        ledger: Ledger,
+        digests: PageDigests,
+        found: Findings,
         page_size: int,
         *,
-        groups: tuple[LedgerGroup, ...],
-        keeps_all: bool,
-        safe_first: bool,
-        stores_go_first: bool,
-        is_lru: bool,
-        watch: OrderWatch | None,
-        stored: TierBooks,
+        has_groups: bool,
         at_branches: bool,
         plans_ahead: bool,
         finds_prefixes: bool,
     ) -> None:
+        self.ledger = ledger
+        self.digests = digests
+        self.found = found
         self.page_size = page_size
-        self.has_groups = bool(groups)
-        self.unit = "blocks" if groups else "pages"
-        self.digests = PageDigests()
-        self.found = Findings()
-        self.evictions: EvictionsTold | None = None
-        """The evictions that the engine names, where the ledger does not know its order."""
-        if safe_first or not is_lru:
-            books = stored if safe_first else None
-            # An engine in which stores go first evicts the parts that tiers hold, whichever run the order names.
-            named = None if stores_go_first else watch
-            self.evictions = EvictionsTold(books, self.find_page, self.digests, named)
-        choose = None if self.evictions is None else self.evictions.choose
-        # Of parts in groups one may outlive that before it: a window goes on from what a full group has lost.
-        self.ledger = Ledger(
-            groups or WHOLE_PAGES, num_blocks, keeps_all=keeps_all, keeps_prefixes=not groups, choose=choose
-        )
-        if self.evictions is not None:
-            self.evictions.ledger = self.ledger
-        self.has_states = any(group.is_state for group in groups)
+        self.has_groups = has_groups
+        self.unit = "blocks" if has_groups else "pages"
+        self.has_states = has_groups and any(group.is_state for group in ledger.groups)
         self.finds_branches = at_branches and self.has_states
-        self.page_blocks = sum(group.part_blocks for group in self.ledger.groups if not group.is_state)
-        self.held = RequestParts(self.ledger, self.digests, self.found, page_size, names_private=self.has_groups)
+        self.page_blocks = sum(group.part_blocks for group in ledger.groups if not group.is_state)
+        self.held = RequestParts(ledger, digests, found, page_size, names_private=has_groups)
         self.requests: dict[int, KnownRequest] = {}
         self.holders: dict[int, KnownRequest] = {}
         """The same requests by the owner of their content. The turns of a session share one, and run one at a time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvarts.audit.auditor import Auditor
 from kvarts.audit.ledger import LedgerGroup
@@ -14,8 +14,8 @@ from kvarts.kv.cache import Memory
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 
 if TYPE_CHECKING:
-    from kvarts.build import PreparedTiers
     from kvarts.kv.groups import GroupMemory
+    from kvarts.kv.transfer import LoadKv
 
 __all__ = ["AuditOpening", "not_followed"]
 
@@ -47,6 +47,16 @@ def not_followed(
     return next((f"requests that engines hand over, with {words}" for words, is_used in parts.items() if is_used), "")
 
 
+class AuditedTiers(Protocol):
+    """What an audit must know of the tiers below an engine: fields of PreparedTiers in `build.py`."""
+
+    evicts_safe_first: bool
+    full_prompt_hits: bool
+    is_lazy: bool
+    load_kv: LoadKv
+    tier_names: Sequence[str]
+
+
 class AuditOpening:
     """The audit of an engine that is about to be built. `make_order`: makes its eviction order, watched where needed.
 
@@ -69,7 +79,7 @@ class AuditOpening:
         config: EngineConfig,
         memory: GroupMemory | None,
         num_blocks: int | None,
-        below: PreparedTiers | None,
+        below: AuditedTiers | None,
         *,
         plans_ahead: bool,
         finds_prefixes: bool,
@@ -95,7 +105,7 @@ class AuditOpening:
         )
 
 
-def _names(below: PreparedTiers | None) -> Sequence[str]:
+def _names(below: AuditedTiers | None) -> Sequence[str]:
     return () if below is None else below.tier_names
 
 

@@ -1,4 +1,4 @@
-"""The steps of an engine, as an audit follows them: who decodes, and the pages that this takes and fills, in order."""
+"""The steps of an engine, as an audit follows them: its decodes, and the pages that these take and fill, in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Turns"]
 class Turns:
     """Owner of the decodes of the present step. `below`: what loads have brought before it.
 
-    Laws: a decode has a page for its token, or somebody gives way (L8); each step counts what is used (L1); no part is
+    Laws: a decode has a page for its token, or a request gives way (L8); each step counts what is used (L1); no part is
     held that no later token sees (L2).
     """
 

@@ -139,7 +139,7 @@ class NoLender:
 
 
 class Memory(ABC):
-    """The blocks that one cache took from `pool`, whoever has them: requests, pins, reserves, or nobody.
+    """The blocks that one cache took from `pool`: of requests, of pins, in reserve, or cached.
 
     If others take from the same memory, `num_free` is correct from a `refresh` until one of them takes or releases
     blocks. An invalid call raises PageError and changes nothing: more blocks than are free, fewer than a holding has.
@@ -638,7 +638,7 @@ class States:
 
 
 class LatePages(ABC):
-    """What the owner of decodes must know to publish their full pages some steps late, and nobody notices."""
+    """What the owner of decodes must know to publish their full pages some steps late without an effect."""
 
     __slots__ = ()
 

@@ -613,7 +613,7 @@ class IncomingPages(Incoming):
 
 
 class LatePagesOfTree(LatePages):
-    """Full pages of decodes that `tree` gets when somebody looks for pages."""
+    """Full pages of decodes that `tree` gets when pages are looked for."""
 
     __slots__ = ("_tree",)
 

@@ -16,7 +16,7 @@ from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
 
 if TYPE_CHECKING:
-    from kvarts.sched.loads import LowerTiers
+    from kvarts.sched.lower_tiers import Stores
 
 __all__ = ["Planned", "Preemptor", "holding_of"]
 
@@ -66,7 +66,7 @@ class Preemptor:
         pages: PageSource,
         mark: Mark,
         tell: Tell | None,
-        tiers: LowerTiers | None = None,
+        tiers: Stores | None = None,
     ) -> None:
         self._running = running
         self._waiting = waiting

@@ -36,7 +36,7 @@ from kvarts.events import Blocked, Turns
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.report.requests import FAILED
 from kvarts.request import Request
-from kvarts.sched.loads import LowerTiers
+from kvarts.sched.lower_tiers import Transfers
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing.config import HealthChange
 from kvarts.sharing.device import SharedDevice
@@ -571,7 +571,7 @@ class TurnLoop:
         if tiers.is_due and tenant.is_stalled:
             tenant.store(self.now_ns)
 
-    def _look_below(self, tenant: Tenant, tiers: LowerTiers) -> None:
+    def _look_below(self, tenant: Tenant, tiers: Transfers) -> None:
         """End transfers of `tenant` that are due; if it cannot step, begin its stores in place of its next step."""
         engine = tenant.engine
         self._end_transfers(tenant, tiers)
@@ -582,7 +582,7 @@ class TurnLoop:
             engine.now_ns = self.now_ns
             engine.emit()
 
-    def _end_transfers(self, tenant: Tenant, tiers: LowerTiers) -> None:
+    def _end_transfers(self, tenant: Tenant, tiers: Transfers) -> None:
         num_released = tenant.cache.num_released
         if not tiers.advance_to(self.now_ns):
             return
