@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
-from kvarts.audit.opening import AuditOpening, not_followed
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
-from kvarts.kv.cache import Cache, Pins
+from kvarts.kv.cache import Cache, Memory, Pins
 from kvarts.kv.eviction import EvictionOrder, LruOrder, TreeWatcher
 from kvarts.kv.page_cache import OneGroupCache, PageCache
 from kvarts.kv.pool import CountPool, IdPool
@@ -38,6 +37,8 @@ if TYPE_CHECKING:  # only an engine with KV groups, tiers, handoffs or page ids 
 
 __all__ = [
     "Audit",
+    "OpenAudit",
+    "OpenedAudit",
     "PrepareTiers",
     "PreparedTiers",
     "build_engine",
@@ -83,8 +84,46 @@ class PreparedTiers(Protocol):
         """
 
 
-Audit: TypeAlias = bool | Literal["laws"]
-"""Whether an engine is audited: by its laws and by an independent ledger, by its laws alone, or not."""
+class OpenedAudit(Protocol):
+    """The audit of one engine, before that engine is built."""
+
+    make_order: Callable[[], EvictionOrder]
+    """Makes the engine's eviction order, watched where the audit needs it."""
+
+    def open(
+        self,
+        config: EngineConfig,
+        memory: GroupMemory | None,
+        num_blocks: int | None,
+        below: PreparedTiers | None,
+        *,
+        plans_ahead: bool,
+        finds_prefixes: bool,
+        account: Callable[[], Memory],
+    ) -> EventReader:
+        """Return the reader that checks the engine's events. `account`: returns the engine's cache, once it has one."""
+
+
+class OpenAudit(Protocol):
+    """Opens an independent ledger for an engine: `kvarts.audit.opening.open_audit`, which this module cannot import."""
+
+    def __call__(
+        self,
+        config: EngineConfig,
+        make_order: Callable[[], EvictionOrder],
+        *,
+        has_groups: bool,
+        has_tiers: bool,
+        plans_ahead: bool,
+        hands_over: bool,
+        shares_device: bool,
+        drafts_first: bool,
+    ) -> OpenedAudit:
+        """Raise ConfigError for a part of the engine that the ledger does not follow."""
+
+
+Audit: TypeAlias = OpenAudit | Literal["laws"] | None
+"""How an engine is audited: by its laws and by an independent ledger, by its laws alone, or not."""
 
 PrepareTiers = Callable[[EngineConfig, Callable[[], EvictionOrder], "GroupMemory | None"], PreparedTiers | None]
 """Prepares tiers below an engine with a config, an eviction order and KV groups, if any; returns None without tiers.
@@ -118,7 +157,7 @@ def build_engine(
     below: PreparedTiers | None = None,
     moves_pages: bool | None = None,
     prefill: PrefillNs | None = None,
-    audit: Audit = False,
+    audit: Audit = None,
     drafter: Drafter | None = None,
     num_draft_slots: int = 0,
     holds_pages: bool = False,
@@ -149,10 +188,11 @@ def build_engine(
 
     Raise ConfigError for an audit whose ledger does not follow some part, and for `max_itl_ms` without `step_ns`.
     """
-    opening: AuditOpening | None = None
-    if audit is True:
-        unknown = not_followed(
+    opening: OpenedAudit | None = None
+    if audit is not None and audit != "laws":
+        opening = audit(
             config,
+            make_order,
             has_groups=memory is not None,
             has_tiers=tiers is not None,
             plans_ahead=plans_ahead,
@@ -160,7 +200,6 @@ def build_engine(
             shares_device=cache is not None,
             drafts_first=num_draft_slots > 0,
         )
-        opening = AuditOpening(unknown, make_order)
         make_order = opening.make_order
     if tiers is not None:
         assert cache is None, "the tree of a given cache was made without these tiers"
@@ -276,7 +315,7 @@ def build_engine(
     )
     asked = Opening(scheduler, config, loads, handoffs, drafter, num_draft_slots, step_ns, num_kept)
     scheduler.hooks = compose(asked)
-    return Engine(config, scheduler, executor, log, audit=bool(audit), moves_pages=moves_pages)
+    return Engine(config, scheduler, executor, log, audit=audit is not None, moves_pages=moves_pages)
 
 
 def open_group_cache(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from kvarts.audit.opening import open_audit
 from kvarts.build import PrepareTiers, build_engine
 from kvarts.config import EngineConfig
 from kvarts.content import Content
@@ -324,7 +325,7 @@ class LiveRun:
             memory=memory,
             num_blocks=num_blocks,
             readers=[self.steps, *readers],
-            audit="laws" if num_draft_slots else True,
+            audit="laws" if num_draft_slots else open_audit,
             tiers=tiers,
             drafter=drafter,
             num_draft_slots=num_draft_slots,

@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from kvarts.audit.opening import open_audit
 from kvarts.build import Audit, build_engine
 from kvarts.config import EngineConfig
 from kvarts.content import Content
@@ -48,7 +49,7 @@ def serve(
 ) -> tuple[Engine, list[Request], set[int]]:
     """Runs all arrivals, one step at a time; the laws of page accounting are checked after each."""
     # The ledger of an audit does not follow drafts before prompts.
-    audit: Audit = "laws" if below.get("num_draft_slots") else True
+    audit: Audit = "laws" if below.get("num_draft_slots") else open_audit
     engine = build_engine(config, executor, audit=audit, readers=observers, **below)
     requests = [make_request(index, arrival, config.page_size) for index, arrival in enumerate(arrivals)]
     unfinished = set()

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("tokenizers", reason="real models need kvarts[torch]")
 
+from kvarts.audit.opening import open_audit
 from kvarts.build import build_engine
 from kvarts.clock import VirtualClock
 from kvarts.config import EngineConfig
@@ -84,7 +85,7 @@ class Served:
         self.toy = Toy(num_pages, config.page_size, seqs)
         executor = DetokenizingExecutor(self.toy, max_num_seqs=seqs, clock=clock)
         self.kept = Kept()
-        self.core = build_engine(config, executor, readers=[self.kept], audit=True)
+        self.core = build_engine(config, executor, readers=[self.kept], audit=open_audit)
         self.sampling = NoSampling()
         engine = LLMEngine(
             self.core, self.sampling, executor, clock, page_size=config.page_size, tokenizer=Digits()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from kvarts.audit.auditor import Auditor
 from kvarts.audit.ledger import LedgerGroup
 from kvarts.audit.tiers import OrderWatch
+from kvarts.build import Audit
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.kv.cache import Memory
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from kvarts.kv.groups import GroupMemory
     from kvarts.kv.transfer import LoadKv
 
-__all__ = ["AuditOpening", "not_followed"]
+__all__ = ["AuditOpening", "audit_of", "not_followed", "open_audit"]
 
 
 def not_followed(
@@ -47,6 +48,41 @@ def not_followed(
     return next((f"requests that engines hand over, with {words}" for words, is_used in parts.items() if is_used), "")
 
 
+def audit_of(asked: bool | Literal["laws"]) -> Audit:
+    """Return what `build_engine` takes for an audit that a user asked for."""
+    return open_audit if asked is True else asked or None
+
+
+def open_audit(
+    config: EngineConfig,
+    make_order: Callable[[], EvictionOrder],
+    *,
+    has_groups: bool,
+    has_tiers: bool,
+    plans_ahead: bool,
+    hands_over: bool,
+    shares_device: bool,
+    drafts_first: bool,
+) -> AuditOpening:
+    """Open the audit of an engine with these parts. Raise ConfigError for one that the ledger does not follow."""
+    unknown = not_followed(
+        config,
+        has_groups=has_groups,
+        has_tiers=has_tiers,
+        plans_ahead=plans_ahead,
+        hands_over=hands_over,
+        shares_device=shares_device,
+        drafts_first=drafts_first,
+    )
+    if unknown:
+        raise ConfigError(
+            f"has a ledger that does not follow {unknown}",
+            field="audit",
+            hint='Leave it out, or set audit="laws" to assert laws of the engine\'s own counts after each step.',
+        )
+    return AuditOpening(make_order)
+
+
 class AuditedTiers(Protocol):
     """What an audit must know of the tiers below an engine: fields of PreparedTiers in `build.py`."""
 
@@ -58,18 +94,9 @@ class AuditedTiers(Protocol):
 
 
 class AuditOpening:
-    """The audit of an engine that is about to be built. `make_order`: makes its eviction order, watched where needed.
+    """The audit of an engine that is about to be built. `make_order`: makes its eviction order, watched where needed."""
 
-    Raise ConfigError for a part that the ledger does not follow, in the words of `not_followed`.
-    """
-
-    def __init__(self, unknown: str, make_order: Callable[[], EvictionOrder]) -> None:
-        if unknown:
-            raise ConfigError(
-                f"has a ledger that does not follow {unknown}",
-                field="audit",
-                hint='Leave it out, or set audit="laws" to assert laws of the engine\'s own counts after each step.',
-            )
+    def __init__(self, make_order: Callable[[], EvictionOrder]) -> None:
         self._is_lru = make_order is LruOrder
         self._watch = None if self._is_lru else OrderWatch(make_order)
         self.make_order = make_order if self._watch is None else self._watch.make

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import structs
 
+from kvarts.audit.opening import audit_of
 from kvarts.build import build_engine, preparation_of
 from kvarts.errors import InputError
 from kvarts.event_log import EventReader
@@ -368,7 +369,7 @@ def open_worker(
         make_order=config.eviction,
         tiers=tiers,
         prefill=prefill_cost(config),
-        audit="laws" if pool.left_out_by_audit(shares_memory=below is not None) else config.audit,
+        audit=audit_of("laws" if pool.left_out_by_audit(shares_memory=below is not None) else config.audit),
         hands_over=True,
         plans_ahead=config.async_scheduling and config.profile == "default",
         finds_prefixes=not config.no_prefix_caching,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import structs
 
-from kvarts.build import Audit, build_engine, preparation_of
+from kvarts.audit.opening import audit_of
+from kvarts.build import build_engine, preparation_of
 from kvarts.clock import Clock, WallClock
 from kvarts.combines import check_combination
 from kvarts.config import EngineConfig, EngineOptions
@@ -109,7 +110,7 @@ class LLM:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         clock: Clock | None = None,
         readers: Sequence[EventReader] = (),
-        audit: Audit = False,
+        audit: bool | Literal["laws"] = False,
         wrap: Callable[[Executor], Executor] | None = None,
         **given: Any,
     ) -> None:
@@ -203,7 +204,7 @@ class LLM:
             memory=None if room.cut is None else room.cut.memory,
             num_blocks=room.num_blocks(config.num_pages),
             readers=readers,
-            audit=audit,
+            audit=audit_of(audit),
             tiers=preparation_of(self.offload, **of_files),
             make_order=eviction,
             drafter=drafter,

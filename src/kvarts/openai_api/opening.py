@@ -8,11 +8,12 @@ makes the same decisions at the same model time, event for event.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from kvarts.build import Audit, build_engine, preparation_of
+from kvarts.audit.opening import audit_of
+from kvarts.build import build_engine, preparation_of
 from kvarts.clock import Clock, PacedClock, PutOffClock
 from kvarts.config import EngineConfig, EngineOptions
 from kvarts.engine import Engine
@@ -163,7 +164,7 @@ def mock_model(
     token_bytes: int = 0,
     max_positions: int | None = None,
     readers: Sequence[EventReader] = (),
-    audit: Audit = False,
+    audit: bool | Literal["laws"] = False,
     clock: Clock | None = None,
     groups: GroupMemory | None = None,
     make_order: Callable[[], EvictionOrder] = LruOrder,
@@ -183,7 +184,7 @@ def mock_model(
         parts.waiting,
         memory=groups,
         readers=readers,
-        audit=audit,
+        audit=audit_of(audit),
         tiers=preparation_of(offload),
         make_order=make_order,
         prefill=PrefillCost(

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from kvarts.audit.opening import audit_of
 from kvarts.build import build_engine
 from kvarts.clock import Clock, VirtualClock, WallClock
 from kvarts.combines import check_combination
@@ -71,7 +72,7 @@ def mock_host(
         speedup=speedup,
     )
     detokenizing = DetokenizingExecutor(executor, max_num_seqs=config.max_num_seqs, clock=clock)
-    core = build_engine(config, detokenizing, readers=readers, audit=audit, step_ns=cost.step_ns)
+    core = build_engine(config, detokenizing, readers=readers, audit=audit_of(audit), step_ns=cost.step_ns)
     engine = LLMEngine(core, executor, detokenizing, clock, page_size=config.page_size)
     return ModelHost(
         loop=EngineLoop(engine),

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import structs
 
 from kvarts.audit.auditor import expect_same
+from kvarts.audit.opening import audit_of
 from kvarts.build import build_engine, preparation_of
 from kvarts.event_log import EventReader
 from kvarts.executor.cost import PrefillCost
@@ -387,7 +388,7 @@ def open_replica(config: ReplayConfig, readers: Sequence[EventReader]) -> Replic
         make_order=config.eviction,
         tiers=preparation_of(config.offload),
         prefill=prefill_cost(config),
-        audit=config.audit,
+        audit=audit_of(config.audit),
         holds_pages=config.sessions is not None and config.sessions.holds_pages,
         plans_ahead=config.async_scheduling and config.profile == "default",
         finds_prefixes=not config.no_prefix_caching,
