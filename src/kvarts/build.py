@@ -18,8 +18,7 @@ from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.rooms import from_room, function_named
 from kvarts.sched.page_source import OnePool, PageSource
-from kvarts.sched.parts.catalogue import compose
-from kvarts.sched.parts.part import Opening
+from kvarts.sched.parts.catalogue import Opening, compose
 from kvarts.sched.plan import Batch
 from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy, WaitingQueue
 from kvarts.sched.scheduler import Scheduler
