@@ -146,10 +146,7 @@ class SchedulerState:
         """Whether a request waits or loads, or is in the hands of another engine."""
         if self.waiting.num_waiting or self.own_pages.waiting:
             return True
-        for has_any in self.hooks.has_any:
-            if has_any():
-                return True
-        return False
+        return any([has_any() for has_any in self.hooks.has_any])
 
     @property
     def num_waiting(self) -> int:
