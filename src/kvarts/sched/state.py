@@ -146,7 +146,7 @@ class SchedulerState:
         """Whether a request waits or loads, or is in the hands of another engine."""
         if self.waiting.num_waiting or self.own_pages.waiting:
             return True
-        return any([has_any() for has_any in self.hooks.has_any])
+        return any(has_any() for has_any in self.hooks.has_any)
 
     @property
     def num_waiting(self) -> int:
