@@ -19,8 +19,7 @@ from kvarts.kv.tree import PrefixTree
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.opening import prepare_tiers
 from kvarts.sched.page_source import OnePool, PageSource
-from kvarts.sched.parts.catalogue import compose
-from kvarts.sched.parts.part import Opening
+from kvarts.sched.parts.catalogue import Opening, compose
 from kvarts.sched.plan import Batch
 from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy, WaitingQueue
 from kvarts.sched.scheduler import Scheduler

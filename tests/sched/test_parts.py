@@ -15,16 +15,16 @@ from kvarts.errors import ConfigError
 from kvarts.executor.cost import LinearCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.fleet.config import FleetConfig
-from kvarts.sched.hooks import Hooks
 from kvarts.sched.parts.catalogue import GATES, PARTS
 from kvarts.sched.scheduler import Scheduler
+from kvarts.sched.step import Hooks
 from kvarts.sim.replay import open_replica
 
 HOOKS = tuple(name for name in Hooks.__slots__ if name != "gates")
 
 
 def gates_of(scheduler: Scheduler) -> list[str]:
-    return [f"{type(gate.__self__).__name__}.{gate.__name__}" for gate in scheduler.hooks.gates]
+    return [gate.__qualname__ for gate in scheduler.hooks.gates]
 
 
 def hooks_of(scheduler: Scheduler) -> list[str]:

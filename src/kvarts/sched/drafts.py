@@ -28,11 +28,10 @@ from kvarts.errors import ConfigError
 from kvarts.events import DraftJudged, DraftTaken
 from kvarts.kv.cache import Holding
 from kvarts.request import Request, RequestState
-from kvarts.sched.hooks import Acts
 from kvarts.sched.input_batch import NewPage
 from kvarts.sched.plan import Batch, DecodeRows, DraftRows, StepResult
 from kvarts.sched.preemption import holding_of
-from kvarts.sched.step import FOR_BUDGET, PASS, Ask, Step, Verdict
+from kvarts.sched.step import FOR_BUDGET, PASS, Acts, Ask, Step, Verdict
 
 if TYPE_CHECKING:
     from kvarts.sched.state import SchedulerState

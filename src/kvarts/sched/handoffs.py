@@ -23,9 +23,8 @@ from kvarts.events import (
 )
 from kvarts.kv.cache import Cache, Holding, Match
 from kvarts.request import Request, RequestState
-from kvarts.sched.hooks import Acts
 from kvarts.sched.preemption import holding_of
-from kvarts.sched.step import AGAIN, PASS, TAKEN, Ask, Step, Verdict, Wait
+from kvarts.sched.step import AGAIN, PASS, TAKEN, Acts, Ask, Step, Verdict, Wait
 
 if TYPE_CHECKING:
     from kvarts.sched.state import SchedulerState

@@ -6,7 +6,7 @@ tokens are *chunked*: the one that took the last of the budget, so that none was
 preemption left without their token. So the order of a step is: the wheel, the chunked requests, requests that have
 their pages, then the head of the waiting queue, again and again, as long as every gate lets it pass.
 
-What only some engines do is in parts (`sched/parts`), which add gates and hooks: see kvarts.sched.hooks. A plain engine
+What only some engines do is in parts (`sched/parts`), which add gates and hooks: see kvarts.sched.step. A plain engine
 has the gates of its memory, and no hooks.
 
 The scheduler reads no clock and no random number: `schedule` and `commit` receive the time.

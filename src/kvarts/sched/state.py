@@ -10,7 +10,6 @@ from kvarts.event_log import Tell
 from kvarts.events import Blocked
 from kvarts.kv.cache import Cache, Mark, Pins
 from kvarts.request import Request, RequestState
-from kvarts.sched.hooks import Hooks
 from kvarts.sched.horizon import Horizon
 from kvarts.sched.memory import Memory, PartOfMemory
 from kvarts.sched.page_source import PageSource
@@ -19,6 +18,7 @@ from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.preemption import Preemptor
 from kvarts.sched.prefill import Prefill
 from kvarts.sched.running import Running
+from kvarts.sched.step import Hooks
 from kvarts.sched.wheel import DecodeWheel
 
 if TYPE_CHECKING:
@@ -150,9 +150,7 @@ class SchedulerState:
         """Whether a request waits or loads, or is in the hands of another engine."""
         if self.waiting.num_waiting or self.own_pages.waiting:
             return True
-        if self.handoffs is not None and self.handoffs.has_any:
-            return True
-        return self.loads is not None and self.loads.num_waiting > 0
+        return any(has_any() for has_any in self.hooks.has_any)
 
     @property
     def num_waiting(self) -> int:

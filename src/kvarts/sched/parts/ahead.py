@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvarts.events import Blocked, Cancelled, Finished
 from kvarts.request import NEXT_STATES, Request, RequestState
-from kvarts.sched.hooks import Acts
-from kvarts.sched.step import Step
+from kvarts.sched.step import Acts, Step
 
 if TYPE_CHECKING:
     from kvarts.sched.state import SchedulerState

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import gcd
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.kv.cache import Cache
 from kvarts.limits import MOST_COUNT
-from kvarts.sched.hooks import Acts, Hooks
-from kvarts.sched.parts.part import Opening, Part
-from kvarts.sched.step import Gate
+from kvarts.sched.plan import Batch
+from kvarts.sched.step import Acts, Gate, Hooks
 
 if TYPE_CHECKING:
+    from kvarts.combines import Refusal
     from kvarts.kv.group_pages import GroupPages
     from kvarts.kv.groups import GroupMemory
+    from kvarts.sched.drafts import Drafter
+    from kvarts.sched.handoffs import Handoffs
+    from kvarts.sched.loads import Loads
     from kvarts.sched.parts.chunk_ends import AlignedChunks
+    from kvarts.sched.scheduler import Scheduler
 
-__all__ = ["GATES", "PARTS", "compose"]
+__all__ = ["GATES", "PARTS", "Opening", "Part", "compose"]
 
 GATES: Final = (
     "seats",
@@ -35,6 +40,54 @@ GATES: Final = (
 )
 """The order in which gates judge the head of the queue. `find` and `memory` are those of every engine; the first waits
 for tokens and matches the head, and a part may put its own in the place of the second."""
+
+
+class Opening(NamedTuple):
+    """One scheduler, and what was made or asked for around it. None where the engine does not have it.
+
+    `num_kept`: blocks that an admission leaves free if a request runs. `step_ns`: the expected
+    duration of a step. `num_draft_slots`: the most tokens of a draft, if drafts come before prompts.
+    """
+
+    scheduler: Scheduler
+    config: EngineConfig
+    loads: Loads | None = None
+    handoffs: Handoffs | None = None
+    drafter: Drafter | None = None
+    num_draft_slots: int = 0
+    step_ns: Callable[[Batch], int] | None = None
+    num_kept: int = 0
+
+
+class Part(NamedTuple):
+    """What only some engines do. `summary`: a clause for people. `settings`: the names of settings that ask for it.
+
+    `features`: its rows in the table of combinations, where users can ask for it by name. `open`: returns where it acts
+    in the steps of a scheduler, or None if nothing asks for it.
+    """
+
+    name: str
+    summary: str
+    open: Callable[[Opening], Acts | None]
+    settings: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The places where it exists, as keys of PLACES; empty where no feature names it."""
+        from kvarts.combines import FEATURES
+
+        names: dict[str, None] = {}
+        for feature in self.features:
+            names.update(dict.fromkeys(FEATURES[feature].places))
+        return tuple(names)
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """What it does not combine with, and why."""
+        from kvarts.combines import REFUSED
+
+        return tuple(refusal for refusal in REFUSED if any(feature in refusal.together for feature in self.features))
 
 
 def compose(opening: Opening) -> Hooks:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from kvarts.kv.cache import Cache
 from kvarts.request import Request
-from kvarts.sched.hooks import Acts
 from kvarts.sched.running import Running
-from kvarts.sched.step import FOR_BUDGET, PASS, Ask, Step, Verdict
+from kvarts.sched.step import FOR_BUDGET, PASS, Acts, Ask, Step, Verdict
 
 __all__ = ["AlignedChunks", "ChunkEnds"]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvarts.request import Request
-from kvarts.sched.hooks import Acts
 from kvarts.sched.plan import Batch, Chunk, chunk_of
-from kvarts.sched.step import FOR_BUDGET, PASS, Ask, Step, Verdict
+from kvarts.sched.step import FOR_BUDGET, PASS, Acts, Ask, Step, Verdict
 from kvarts.sched.wheel import DecodeWheel
 
 __all__ = ["ItlBound"]

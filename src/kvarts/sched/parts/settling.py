@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvarts.request import Request, RequestState
-from kvarts.sched.hooks import Acts
 from kvarts.sched.preemption import holding_of
-from kvarts.sched.step import Step
+from kvarts.sched.step import Acts, Step
 
 if TYPE_CHECKING:
     from kvarts.kv.cache import FollowedDecodes

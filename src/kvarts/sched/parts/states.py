@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvarts.kv.cache import Cache
-from kvarts.sched.hooks import Acts
-from kvarts.sched.step import FOR_BUDGET, PASS, Ask, Step, Verdict
+from kvarts.sched.step import FOR_BUDGET, PASS, Acts, Ask, Step, Verdict
 
 __all__ = ["StatesOfSteps", "TimedCache"]
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from kvarts.events import Admitted, Blocked
 from kvarts.request import Request, RequestState
-from kvarts.sched.hooks import Acts
 from kvarts.sched.parts.chunk_ends import AlignedChunks
 from kvarts.sched.preemption import holding_of
-from kvarts.sched.step import AGAIN, FOR_BUDGET, FOR_SEQS, PASS, TAKEN, Ask, Step, Verdict, Wait
+from kvarts.sched.step import AGAIN, FOR_BUDGET, FOR_SEQS, PASS, TAKEN, Acts, Ask, Step, Verdict, Wait
 
 if TYPE_CHECKING:
     from kvarts.kv.transfer import Loaded

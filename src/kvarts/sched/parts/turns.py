@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvarts.events import DecodesStalled
 from kvarts.limits import MOST_COUNT
-from kvarts.sched.hooks import Acts
-from kvarts.sched.step import Step
+from kvarts.sched.step import Acts, Step
 
 if TYPE_CHECKING:
     from kvarts.sched.state import SchedulerState
