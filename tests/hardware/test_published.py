@@ -18,6 +18,7 @@ from kvarts.hardware.checkpoint_formats import kv_format_of
 from kvarts.hardware.device import load_device
 from kvarts.hardware.fit import check_split, draft_bytes_per_token
 from kvarts.hardware.geometry import Geometry
+from kvarts.hardware.layout_file import EXAMPLE
 from kvarts.hardware.model_config import hub_models, load_geometry
 
 LLAMA_70B: dict[str, Any] = {
@@ -455,6 +456,7 @@ def test_a_layout_file_states_any_model(tmp_path: Path) -> None:
     assert isinstance(result.exception, ConfigError)
     lines = str(result.exception.hint).partition("such as: ")[2].split(" | ")
     assert len(lines) == 5
+    assert EXAMPLE in (Path(__file__).parents[2] / "docs/reference.md").read_text()
     layout = tmp_path / "layout.toml"
     layout.write_text("\n".join(lines))
     values = shown("of-tomorrow", "--kv-layout", str(layout), "--device", "h100")

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from kvarts.cli import llm_model
-from kvarts.cli.options import Command, Group, options_of
+from kvarts.cli.options import INPUT, Command, Group, options_of
 from kvarts.cli.process import print_json
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
@@ -192,12 +192,12 @@ KEYS = (
 @click.option(
     "--kv-layout",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=INPUT,
     help="What the layers of MODEL keep, where its config is not understood: a TOML file of five lines.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def show_command(
-    model: str, sequence_tokens: int | None, kv_layout: Path | None, as_json: bool, **settings: Any
+    model: str, sequence_tokens: int | None, kv_layout: str | Path | None, as_json: bool, **settings: Any
 ) -> None:
     """Print the memory of a token, a page and a sequence, and with --device how many pages and sequences fit.
 
@@ -212,7 +212,7 @@ def show_command(
     page_size, tensor_parallel, kv_dtype = engine.page_size, on.tensor_parallel, formats.kv_dtype
     try:
         device = None if on.device is None else load_device(on.device)
-        geometry = _geometry(model, kv_layout, formats.weight_dtype).on(device)
+        geometry = _geometry(model, None if kv_layout is None else Path(kv_layout), formats.weight_dtype).on(device)
         check_split(geometry, **{ways: getattr(on, ways) for ways in WAYS})
         fit = None
         if device is not None:

@@ -67,7 +67,7 @@ def load_geometry(model: str | Path, weight_dtype: str | None = None) -> Geometr
             path /= "config.json"
         is_there = path.exists()
     if not is_there:
-        close = did_you_mean(name, [*_presets(), *hub_models()])
+        close = did_you_mean(name, list(_presets())) or did_you_mean(name, list(hub_models()))
         raise MissingFileError(
             "is neither a model known by name nor a config.json",
             path=name,
