@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.builders.engines import make_scheduler
 
 from kvarts import OffloadConfig, ReplayConfig
 from kvarts.build import build_engine
@@ -19,6 +18,8 @@ from kvarts.sched.parts.catalogue import GATES, PARTS
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sched.step import Hooks
 from kvarts.sim.replay import open_replica
+
+from builders.engines import make_scheduler
 
 HOOKS = tuple(name for name in Hooks.__slots__ if name != "gates")
 
