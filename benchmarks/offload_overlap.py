@@ -4,7 +4,7 @@
 
 Deterministic: virtual time, an idle H100 (qwen3-8b) that has computed another prompt since. First table: the whole
 prompt comes again; its last pages are loaded while its first are computed. Second table: new tokens follow it, and are
-computed layer by layer while the last layers of the history are loaded (`--load-overlap layers`).
+computed layer by layer while the last layers of the history are loaded (`--set offload.load_overlap=layers`).
 """
 
 from __future__ import annotations

@@ -49,7 +49,14 @@ CALLS: dict[str, Call] = {
     "model list": Call(()),
     "model show": Call(("config.json",)),
     "model tiny": Call(("new",), needs=HAS_TORCH, is_slow=True, prints=False),
-    "plan": Call(("trace.jsonl", "--cost", "linear:step_ms=5")),
+    "plan curve": Call(("trace.jsonl",)),
+    "plan fleet": Call(("trace.jsonl", "--model", "llama-3.1-8b", "--device", "h100-80gb", "--gpus", "1",
+                        "--slo-ttft-ms", "500")),
+    "plan policies": Call(("trace.jsonl", "--policy", "auto", "--at", "4")),
+    "plan routers": Call(("trace.jsonl", "--cost", "linear:step_ms=5", "--pages", "200", "--replicas", "2",
+                          "--routers", "prefix")),
+    "plan slo": Call(("trace.jsonl", "--cost", "linear:step_ms=5")),
+    "plan users": Call(("trace.jsonl", "--cost", "linear:step_ms=5", "--pages", "200", "--users", "1..2"), code=2),
     "profile": Call(
         ("--model", "tiny", "--prompts", "prompts.jsonl", "--max-tokens", "2"), needs=HAS_TORCH, is_slow=True
     ),
@@ -73,7 +80,7 @@ CALLS: dict[str, Call] = {
     "watch": Call(
         ("tcp://127.0.0.1:1", "--duration", "0.2", "--metrics", "http://127.0.0.1:1/", "--quiet"), code=6, needs=HAS_ZMQ
     ),
-}
+}  # fmt: skip
 """A command without a line here fails test_edge_tables."""
 
 

@@ -16,7 +16,7 @@ EVERY = commands()
 
 
 def test_aliases_stand_for_options_that_exist() -> None:
-    flags = {flag for param in EVERY["replay"].params for flag in param.opts}
+    flags = {getattr(param, "flag", param.opts[0]) for param in EVERY["replay"].every}
     assert set(ALIASES.values()) <= flags
     assert not set(ANSWERS) & set(ALIASES)
 

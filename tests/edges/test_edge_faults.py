@@ -23,7 +23,7 @@ WRITES: dict[str, tuple[str, ...]] = {
     "soak": (*CALLS["soak"].arguments, "--json", "x.json", "--page", "x.html"),
     "model show": CALLS["model show"].arguments,
     "story": CALLS["story"].arguments,
-    "plan": (*CALLS["plan"].arguments, "--html", "x.html"),
+    "plan slo": (*CALLS["plan slo"].arguments, "--html", "x.html"),
     "trace info": CALLS["trace info"].arguments,
     **{
         name: (*CALLS[name].arguments, "--output", "x.jsonl")

@@ -334,6 +334,11 @@ def test_workers_do_not_change_a_byte(
     printed = []
     for workers in (1, 2):
         capsysbinary.readouterr()
-        assert run_command("plan", trace, *GEMMA, "--at", 60, "--policy", "auto", "--workers", workers, "--json") == 0
+        assert (
+            run_command(
+                "plan", "policies", trace, *GEMMA, "--at", 60, "--policy", "auto", "--workers", workers, "--json"
+            )
+            == 0
+        )
         printed.append(capsysbinary.readouterr().out)
     assert printed[0] == printed[1]

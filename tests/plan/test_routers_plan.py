@@ -1,4 +1,4 @@
-"""`kvarts plan --routers`: one row per router and age, each the replay that its command says."""
+"""`kvarts plan routers --routers`: one row per router and age, each the replay that its command says."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_late_events_of_kv_groups_are_those_of_the_command(tmp_path: Path, run_c
 
 @pytest.mark.slow
 def test_the_table_fits_a_terminal(run_command: Any, capsys: Any) -> None:
-    assert run_command("plan", "sample:azure-chat", *DEVICE, "--routers", "least-loaded,prefix,session") == 0
+    assert run_command("plan", "routers", "sample:azure-chat", *DEVICE, "--routers", "least-loaded,prefix,session") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("azure-conv-1000.csv on 3 replicas") and "shortest mean TTFT:" in lines
     assert max(map(len, lines[1:6])) <= 80

@@ -58,7 +58,7 @@ def test_an_engine_does_not_plan_ahead_where_models_take_turns() -> None:
     (of_model,) = resolve_shares(parsed(*command.split()), SECTIONS).configs.values()
     assert (of_model.max_num_batched_tokens, of_model.engine, of_model.async_scheduling) == (8192, "vllm", False)
     with pytest.raises(ConfigError, match="does not go with several models on a device: models take turns"):
-        resolve_shares(parsed(*command.split()[:-2], "--async-scheduling"), SECTIONS)
+        resolve_shares(parsed(*command.split()[:-2], "--set", "async_scheduling=true"), SECTIONS)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_drafts_are_those_of_one_model() -> None:
     assert [cost.acceptance for cost in costs.values()] == [(0.7, 0.4), ()]
     assert config.models["a"].weight == 2.0
     for option, value, hint in (
-        ("--speculative-tokens", "2", "speculative_tokens=2,acceptance=0.7,0.4"),
-        ("--acceptance", "0.7", "acceptance=0.7,speculative_tokens=1"),
+        ("--set", "speculative_tokens=2", "speculative_tokens=2,acceptance=0.7,0.4"),
+        ("--set", "acceptance=0.7", "acceptance=0.7,speculative_tokens=1"),
         ("--kv-dtype", "fp8", "kv_dtype=fp8"),
     ):
         with pytest.raises(ConfigError, match=f"{option}: .*Say it of each: --model NAME=MODEL:{hint}."):
