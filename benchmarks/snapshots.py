@@ -4,7 +4,7 @@
 
 DATA: a folder with mooncake/conversation_trace.jsonl, mooncake/synthetic_trace.jsonl and kv-cache-tester/. Printed is a
 table in Markdown: the hits of requests that come one after the other, with snapshots at the ends of prompts and also
-where prompts leave others (`--snapshots`), evicted by LRU and by the order of Marconi
+where prompts leave others (`--set snapshots`), evicted by LRU and by the order of Marconi
 (docs/examples/published_orders.py) with a fixed weight; and the hits of whole pages, as if no layer had a state.
 """
 

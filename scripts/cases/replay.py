@@ -70,13 +70,17 @@ BOTH_WAYS = [
     ("fitted", "slice.jsonl", "--pages 2587 --page-size 16 --cost vllm-rtx4090/cost.toml"),
     ("fitted-other", "slice.jsonl", "--pages 16384 --page-size 16 --cost vllm-rtx4090/cost.toml --model qwen3-8b"),
     ("roofline", "slice.jsonl", "--page-size 16 --model llama-3.1-8b --device h100-80gb"),
-    ("roofline-moe", "chat.csv", "--page-size 32 --model qwen3-30b-a3b --device h100-80gb --kv-dtype fp8"),
+    ("roofline-moe", "chat.csv", "--page-size 32 --model qwen3-30b-a3b --device h100-80gb --set kv_dtype=fp8"),
     ("roofline-split", "chat.csv", "--page-size 16 --model llama-3.1-70b --device a100-80gb --tensor-parallel 4"),
-    ("roofline-fp8", "chat.csv", "--page-size 16 --model qwen3-32b --device l40s --weight-dtype fp8 --kv-memory 2GiB"),
+    (
+        "roofline-fp8",
+        "chat.csv",
+        "--page-size 16 --model qwen3-32b --device l40s --set weight_dtype=fp8 --kv-memory 2GiB",
+    ),
     (
         "roofline-windows",
         "chat-200.csv",
-        "--page-size 16 --model gemma-3-27b --device h200-141gb --memory-fraction 0.5 --kv-groups off",
+        "--page-size 16 --model gemma-3-27b --device h200-141gb --set memory_fraction=0.5 --kv-groups off",
     ),
     ("roofline-latent", "chat-200.csv", "--page-size 64 --model deepseek-v3 --device b200-180gb --tensor-parallel 8"),
     ("roofline-cpu", "chat-200.csv", "--page-size 16 --model model --device cpu:cores=8,bandwidth=80GB/s,memory=16GiB"),
@@ -103,7 +107,11 @@ TIERS = [
         f"--pages 6000 {EXPLICIT} --host-pages 9000 --set offload.h2d=1GB/s --set offload.d2h=800MB/s",
     ),
     ("disk", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 9000 --set offload.disk_pages=90000"),
-    ("disk-lazy", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 9000 --disk-memory 200GiB --offload lazy"),
+    (
+        "disk-lazy",
+        "slice.jsonl",
+        f"--pages 6000 {EXPLICIT} --host-pages 9000 --set offload.disk_memory=200GiB --offload lazy",
+    ),
     (
         "disk-slow",
         SESSIONS,

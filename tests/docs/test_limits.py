@@ -26,7 +26,7 @@ ASKED: dict[str, dict[str, tuple[str, ...]]] = {
         "layers": ("--host-pages", "64", "--set", "offload.load_overlap=layers"),
         "sync_loads": ("--host-pages", "64", "--set", "offload.load_kv=sync"),
         "drafts": (*LLAMA, "--set", "speculative_tokens=1", "--set", "acceptance=0.5"),
-        "bound": ("--max-itl-ms", "9"),
+        "bound": ("--set", "max_itl_ms=9"),
         "mocker": ("--profile", "mocker"),
         "late_events": ("--replicas", "2", "--router", "prefix", "--set", "routing.event_lag=10ms"),
         "ahead": (
@@ -49,7 +49,7 @@ ASKED: dict[str, dict[str, tuple[str, ...]]] = {
         "layers": ("--host-pages", "64", "--set", "offload.load_overlap=layers"),
         "sync_loads": ("--host-pages", "64", "--set", "offload.load_kv=sync"),
         "drafts": ("--model", "a=llama-3.1-8b:speculative_tokens=1,acceptance=0.5"),
-        "bound": ("--max-itl-ms", "9"),
+        "bound": ("--set", "max_itl_ms=9"),
         "late_events": ("--replicas", "2", "--router", "prefix", "--set", "routing.event_lag=10ms"),
         "ranks": ("--set", "data_parallel=2"),
         "pipeline": ("--set", "pipeline_parallel=2"),

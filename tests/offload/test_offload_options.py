@@ -24,7 +24,7 @@ SECTIONS = all_sections()
 def test_every_flag_reaches_the_tiers() -> None:
     flags = (
         "--host-pages 70 --offload lazy --set offload.target_free=3 --set offload.h2d=1GB/s --set offload.d2h=2GB/s --set offload.latency_us=4 "
-        "--set offload.kv_bytes_per_token=1000 --disk-memory 1GB --set offload.disk_read=3GB/s --set offload.disk_write=5GB/s --set offload.disk_latency_us=6 "
+        "--set offload.kv_bytes_per_token=1000 --set offload.disk_memory=1GB --set offload.disk_read=3GB/s --set offload.disk_write=5GB/s --set offload.disk_latency_us=6 "
         "--set offload.preemption_mode=recompute --set offload.load_overlap=layers"
     )
     assert resolve_replay(parsed(*flags.split()), SECTIONS).offload == OffloadConfig(

@@ -330,7 +330,7 @@ def test_a_tier_that_is_added_is_above_the_store_of_a_file(tmp_path: Path) -> No
                 "--transfer",
                 "token_bytes=9",
             ],
-            "--set transfer.pull=true: needs workers with host memory. Give a [[tier]] with a size to each",
+            "--set transfer.pull: needs workers with host memory. Give a [[tier]] with a size to each",
         ),
     ],
 )
@@ -453,7 +453,7 @@ def test_a_plan_searches_for_its_first_tier_alone(
     for tiers in lists:
         assert run_command("plan", trace, *of_model, *tiers, "--json") == 0
         plan = json.loads(capsysbinary.readouterr().out)
-        assert None not in [point["replayed"] for point in plan["tiers"]["curve"]] or "--disk-pages" in tiers
+        assert None not in [point["replayed"] for point in plan["tiers"]["curve"]] or "offload.disk_pages=400" in tiers
         least = plan["tiers"]["least_host"]
         assert least.pop("hit_ratio_without", 0.0) == 0.0
         assert run_command("plan", trace, *of_model, *tiers) == 0

@@ -234,7 +234,7 @@ def test_traces_with_nothing_to_hit_have_options_too(
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     setting = ["--cost", COST, "--page-size", page_size, "--pages", 900, "--slo-ttft-ms", 4000, "--price", "host=1"]
-    plan = asked("plan", "policies", trace, *setting, "--policy", "auto", "--json")
+    plan = asked("plan", trace, *setting, "--json")
     assert [option["name"] for option in plan["latency"]["options"]] == ["cheapest", "knee", "best"]
     for option in plan["latency"]["options"]:
         assert option["keeps_slo"]
@@ -263,5 +263,5 @@ def test_a_request_that_is_refused_does_not_keep_the_slo(tmp_path: Path, asked: 
 
 
 def test_curves_alone_replay_nothing(asked: Callable[..., Any]) -> None:
-    assert "latency" not in asked("plan", "curve", SAMPLE, "--cost", COST, "--page-size", 512, "--json")
+    assert "latency" not in asked("plan", "curve", SAMPLE, "--page-size", 512, "--json")
     assert "latency" not in asked("plan", SAMPLE, "--page-size", 512, "--json")

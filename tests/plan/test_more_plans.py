@@ -87,7 +87,7 @@ def test_options_for_users_are_what_replays_say(
     plan = ("plan", "users", DATA / "coding-agents", "--users", "2..12", "--replicas", 2, *setting)
     users = asked(*plan, "--json")["users"]
     names = [point["option"] for point in users["options"]]
-    assert names == ["--eviction auto", "--router prefix", "--router session", "--session-retention pin"]
+    assert names == ["--eviction auto", "--router prefix", "--router session", "--set sessions.retention=pin"]
     assert run_command(*plan) == 0
     answer = " ".join(capsysbinary.readouterr().out.decode().split())
     kept = next(point["slo_ratio"] for point in users["points"] if point["users"] == users["fails_at"])

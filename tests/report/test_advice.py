@@ -159,7 +159,7 @@ def test_long_replays_are_not_repeated_without_being_asked() -> None:
 def test_with_files_below_no_size_is_named() -> None:
     report = agents_report(offload={"host_memory": "4GiB", "disk_memory": "4GiB"})
     said = report.advice
-    assert said is not None and said.endswith("try more --disk-memory")
+    assert said is not None and said.endswith("try a larger --set offload.disk_memory")
 
 
 @pytest.mark.parametrize(

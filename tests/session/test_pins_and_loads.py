@@ -57,8 +57,8 @@ def test_a_load_below_pinned_pages_begins(kvarts: Kvarts, tmp_path: Path) -> Non
         1774,
         "--set",
         "offload.load_kv=sync",
-        "--session-retention",
-        "pin",
+        "--set",
+        "sessions.retention=pin",
     ]
     command += ["--set", "mamba_cache_mode=align", "--cost", "linear:step_ms=5", "--pages", 588, "--json"]
     code, out, _ = kvarts(*command, *["--audit"])

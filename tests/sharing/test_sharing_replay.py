@@ -120,7 +120,7 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
     tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     places = ["--json", "--requests", tmp_path / "requests.jsonl"]
-    health = ["--health", "code=dead@200", "--health", "chat=degraded@30", "--health", "chat=healthy@50"]
+    health = ["--set", "health=code=dead@200", "--set", "health=chat=degraded@30", "--set", "health=chat=healthy@50"]
     assert run_command("replay", *MODELS, *TRACES, *DEVICE, *places, *health) == 0
     models = msgspec.json.decode(capsysbinary.readouterr().out)["models"]
     assert models["chat"]["num_completed"] == 1000
@@ -151,8 +151,8 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
         ([CHAT, *MODELS, *DEVICE], "TRACE: each model has its own. Give --trace NAME=FILE for each."),
         ([*MODELS, *TRACES, *DEVICE, "--replicas", "0"], "--replicas: must be at least 1, got 0"),
         (
-            [*MODELS, *TRACES, *DEVICE, "--health", "x=dead@1"],
-            "--health: is of 'x', which is no model. There are: chat, code.",
+            [*MODELS, *TRACES, *DEVICE, "--set", "health=x=dead@1"],
+            "--set health: is of 'x', which is no model. There are: chat, code.",
         ),
         (["--model", "llama-3.1-8b", "--model", "qwen3-8b"], "--model: several models need names."),
         (["--static-split"], "--static-split: is for several models on one device."),

@@ -213,8 +213,8 @@ def test_a_model_with_states_by_page_has_them_in_its_host_memory(
     below = [
         "--host-memory",
         "8GiB",
-        "--disk-memory",
-        "8GiB",
+        "--set",
+        "offload.disk_memory=8GiB",
         "--set",
         "offload.store_within_ms=0.1",
         "--page-size",

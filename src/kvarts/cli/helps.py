@@ -88,9 +88,9 @@ EXAMPLES = {
     "plan policies": ("kvarts plan policies --policy auto",),
     "plan routers": ("kvarts plan routers --replicas 4 --routers prefix,least-loaded",),
     "plan slo": (
-        "kvarts plan",
-        "kvarts plan my.jsonl --model llama-3.1-8b --device h100-80gb --slo-ttft-ms 500",
-        "kvarts plan sample:mooncake --html plan.html --open",
+        "kvarts plan slo",
+        "kvarts plan slo my.jsonl --model llama-3.1-8b --device h100-80gb --slo-ttft-ms 500",
+        "kvarts plan slo sample:mooncake --html plan.html --open",
     ),
     "plan users": ("kvarts plan users --users 1..200 --slo-ttft-ms 3000",),
     "profile": ("kvarts profile --model DIR --prompts prompts.jsonl --record steps.jsonl",),

@@ -265,9 +265,7 @@ class Command(click.Command):
                     formatter.write_dl(records)
         if num_left:
             formatter.write_paragraph()
-            formatter.write_text(
-                f"{num_left} more options: {ctx.command_path} --help-all"
-            )
+            formatter.write_text(f"{num_left} more options: {ctx.command_path} --help-all")
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples."""

@@ -94,7 +94,7 @@ class SharingPart(CommandPart):
         )
         return (
             GroupedOption(
-                ["--model", "models"], group="Model and device", default=None, multiple=True, metavar="NAME",
+                ["--model", "models"], group="Model and device", key="model", default=None, multiple=True, metavar="NAME",
                 help=model.help + several,
             ),
             GroupedOption(
