@@ -75,7 +75,7 @@ BOTH_WAYS = [
     (
         "roofline-fp8",
         "chat.csv",
-        "--page-size 16 --model qwen3-32b --device l40s --set weight_dtype=fp8 --kv-memory 2GiB",
+        ("--page-size 16 --model qwen3-32b --device l40s --set weight_dtype=fp8 --kv-memory 2GiB"),
     ),
     (
         "roofline-windows",
@@ -87,7 +87,10 @@ BOTH_WAYS = [
 ]
 
 EAGER = "--offload eager --set offload.h2d=50GB/s --set offload.d2h=50GB/s"
-SLOW_DISK = "--set offload.disk_read=1GB/s --set offload.disk_write=400MB/s --set offload.disk_latency_us=900 --set offload.latency_us=40"
+SLOW_DISK = (
+    "--set offload.disk_read=1GB/s --set offload.disk_write=400MB/s "
+    "--set offload.disk_latency_us=900 --set offload.latency_us=40"
+)
 TIERS = [
     ("eager", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 30000 {EAGER}"),
     (
@@ -110,7 +113,7 @@ TIERS = [
     (
         "disk-lazy",
         "slice.jsonl",
-        f"--pages 6000 {EXPLICIT} --host-pages 9000 --set offload.disk_memory=200GiB --offload lazy",
+        (f"--pages 6000 {EXPLICIT} --host-pages 9000 --set offload.disk_memory=200GiB --offload lazy"),
     ),
     (
         "disk-slow",

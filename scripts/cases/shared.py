@@ -31,8 +31,8 @@ RUNS = {
     "dtypes": "--model chat=llama-3.1-8b:weight_dtype=fp8,kv_dtype=fp8 --model code=qwen3-8b:kv_dtype=fp8 "
     f"{SMALL} {DEVICE.format(memory='1GiB')} --page-size 32",
     "dead": f"{PAIR} {TRACES} {DEVICE.format(memory='2GiB')} --set health=code=dead@60",
-    "health": f"{PAIR} {TRACES} {DEVICE.format(memory='2GiB')} --set health=chat=degraded@20 --set health=chat=healthy@50 "
-    "--set health=code=dead@60 --set health=code=healthy@90",
+    "health": f"{PAIR} {TRACES} {DEVICE.format(memory='2GiB')} --set health=chat=degraded@20 "
+    "--set health=chat=healthy@50 --set health=code=dead@60 --set health=code=healthy@90",
     "three": "--model a=llama-3.1-8b:weight=2 --model b=qwen3-8b --model c=qwen3-0.6b:priority=2 "
     f"--trace a=chat-400.csv --trace b=code-200.csv --trace c=chat-200.csv {DEVICE.format(memory='2GiB')}",
     "closed-loop": f"{PAIR} {SMALL} {DEVICE.format(memory='1GiB')} --concurrency 20",

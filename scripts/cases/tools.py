@@ -102,7 +102,8 @@ def model_cases() -> Iterator[Case]:
         "model/fit",
         "kvarts model show llama-3.1-8b --device h100-80gb\n"
         "kvarts model show llama-3.1-8b --device rtx-4090 --max-batched-tokens 2048 --max-seqs 64 --page-size 32\n"
-        "kvarts model show qwen3-32b --device a100-80gb --tensor-parallel 2 --set weight_dtype=fp8 --set kv_dtype=fp8 --json\n"
+        "kvarts model show qwen3-32b --device a100-80gb --tensor-parallel 2 --set weight_dtype=fp8 "
+        "--set kv_dtype=fp8 --json\n"
         "kvarts model show deepseek-v3 --device b200-180gb --tensor-parallel 8 --set memory_fraction=0.8\n"
         "kvarts model show model/config.json --device cpu:cores=8,bandwidth=80GB/s,memory=16GiB\n"
         "[2] kvarts model show llama-3.1-70b --device rtx-4090\n[3] kvarts model show nothing\n"

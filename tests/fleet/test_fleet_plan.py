@@ -49,8 +49,8 @@ def settings() -> Given:
 
 @pytest.mark.long
 def test_each_figure_is_that_of_the_replay_of_its_command(asked: Callable[..., Any], trace: Path) -> None:
-    plan = asked("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 4, "--routers", "prefix,least-loaded", "--store-sizes",
-                 "64GiB", "--tensor-parallel", 1, "--json")["fleets"]  # fmt: skip
+    plan = asked("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 4, "--routers", "prefix,least-loaded",
+                 "--store-sizes", "64GiB", "--tensor-parallel", 1, "--json")["fleets"]  # fmt: skip
     assert {point["is_apart"] for point in plan["points"]} == {False, True}
     assert {point["store"] for point in plan["points"]} == {None, "64GiB"}
     options = plan["options"]
@@ -147,8 +147,8 @@ def test_what_is_given_for_a_pool_is_kept(asked: Callable[..., Any], trace: Path
 
 @pytest.mark.slow
 def test_a_closed_loop_is_compared_by_goodput_per_second(asked: Callable[..., Any], trace: Path) -> None:
-    plan = asked("plan", "fleet", trace, *MODEL, "--slo-e2e-ms", 60000, "--concurrency", 16, "--gpus", 3, "--tensor-parallel", 1,
-                 "--transfer", "rate=50GB/s", "--json")["fleets"]  # fmt: skip
+    plan = asked("plan", "fleet", trace, *MODEL, "--slo-e2e-ms", 60000, "--concurrency", 16, "--gpus", 3,
+                 "--tensor-parallel", 1, "--transfer", "rate=50GB/s", "--json")["fleets"]  # fmt: skip
     assert plan["compared_by"] == "goodput_per_s"
     for smaller, larger in pairwise(plan["front"]):
         assert smaller["goodput_per_s"] < larger["goodput_per_s"]
@@ -186,7 +186,8 @@ def test_free_links_are_said(run_command: Callable[..., int], capsys: pytest.Cap
 
 def test_kinds_that_cannot_run_are_left_out_with_the_reason(asked: Callable[..., Any]) -> None:
     large = ("--model", "llama-3.1-70b", "--device", "h100-80gb")
-    plan = asked("plan", "fleet", "sample:azure-chat", *large, "--slo-ttft-ms", 5000, "--routers", "least-loaded", "--gpus", 4,
+    plan = asked("plan", "fleet", "sample:azure-chat", *large, "--slo-ttft-ms", 5000, "--routers", "least-loaded",
+                 "--gpus", 4,
                  "--json")["fleets"]  # fmt: skip
     assert all(pool["tensor_parallel"] > 1 for point in plan["points"] for pool in point["pools"])
     assert any(each["kind"] == "mixed TP1 least-loaded" and "weights" in each["why"] for each in plan["left_out"])
@@ -226,7 +227,8 @@ def test_a_router_that_takes_no_notice_of_an_option_is_left_out(asked: Callable[
 @pytest.mark.long
 def test_a_store_beside_kv_groups(asked: Callable[..., Any], trace: Path) -> None:
     of_groups = ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--kv-memory", "4GiB", "--tensor-parallel", 1)
-    plan = asked("plan", "fleet", trace, *of_groups, *TIGHT, "--gpus", 2, "--routers", "prefix", "--store-sizes", "64GiB",
+    plan = asked("plan", "fleet", trace, *of_groups, *TIGHT, "--gpus", 2, "--routers", "prefix",
+                 "--store-sizes", "64GiB",
                  "--json")["fleets"]  # fmt: skip
     for point in plan["points"]:
         report = asked(*shlex.split(point["command"])[1:], "--json")
@@ -262,7 +264,8 @@ def test_a_script_is_compared_with_a_fleet_that_has_its_pools(asked: Callable[..
 
 @pytest.mark.long
 def test_a_script_for_pools_that_no_small_fleet_has(asked: Callable[..., Any], run_command: Any) -> None:
-    options = ("plan", "fleet", "sample:azure-chat", *MODEL, "--slo-ttft-ms", 60000, "--gpus", 2, "--tensor-parallel", 1,
+    options = ("plan", "fleet", "sample:azure-chat", *MODEL, "--slo-ttft-ms", 60000, "--gpus", 2,
+               "--tensor-parallel", 1,
                "--set", "scaling.policy=script,30s=1:2")  # fmt: skip
     plan = asked(*options, "--json")["fleets"]
     assert [point["devices"] for point in plan["front"]] == [1]

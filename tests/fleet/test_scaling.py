@@ -162,7 +162,8 @@ def test_dynamo_decides_nothing_while_workers_of_any_pool_start() -> None:
 def test_a_policy_of_tokens_scales_a_fleet(asked: Callable[..., Any], policy: str) -> None:
     report = asked(
         "replay", "sample:mooncake", "--profile", "mocker", "--pages", 600, "--page-size", 512, "--json",
-        "--prefill", "replicas=1", "--decode", "replicas=1", "--set", f"scaling.policy={policy}", "--set", "scaling.startup_s=5",
+        "--prefill", "replicas=1", "--decode", "replicas=1", "--set", f"scaling.policy={policy}",
+        "--set", "scaling.startup_s=5",
     )  # fmt: skip
     assert report["num_completed"] == 1000
     assert max(pool["mean_workers"] for pool in report["fleet"]["pools"]) > 1.2
@@ -283,7 +284,8 @@ def test_a_pool_keeps_a_worker_whatever_a_scaler_decides() -> None:
 def test_a_fleet_costs_its_gpu_hours(asked: Callable[..., Any]) -> None:
     command = (
         "replay", "sample:mooncake", "--profile", "mocker", "--pages", 16384, "--page-size", 512, "--json",
-        "--slo-ttft-ms", 5000, "--prefill", "replicas=1", "--decode", "replicas=1", "--set", "scaling.policy=script,30s=2:3",
+        "--slo-ttft-ms", 5000, "--prefill", "replicas=1", "--decode", "replicas=1",
+        "--set", "scaling.policy=script,30s=2:3",
     )  # fmt: skip
     report = asked(*command, "--set", "price.gpu_hour=prefill=2.5,decode=4")
     fleet, plain = report["fleet"], asked(*command)

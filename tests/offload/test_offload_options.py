@@ -23,8 +23,10 @@ SECTIONS = all_sections()
 
 def test_every_flag_reaches_the_tiers() -> None:
     flags = (
-        "--host-pages 70 --offload lazy --set offload.target_free=3 --set offload.h2d=1GB/s --set offload.d2h=2GB/s --set offload.latency_us=4 "
-        "--set offload.kv_bytes_per_token=1000 --set offload.disk_memory=1GB --set offload.disk_read=3GB/s --set offload.disk_write=5GB/s --set offload.disk_latency_us=6 "
+        "--host-pages 70 --offload lazy --set offload.target_free=3 --set offload.h2d=1GB/s --set offload.d2h=2GB/s "
+        "--set offload.latency_us=4 "
+        "--set offload.kv_bytes_per_token=1000 --set offload.disk_memory=1GB --set offload.disk_read=3GB/s "
+        "--set offload.disk_write=5GB/s --set offload.disk_latency_us=6 "
         "--set offload.preemption_mode=recompute --set offload.load_overlap=layers"
     )
     assert resolve_replay(parsed(*flags.split()), SECTIONS).offload == OffloadConfig(
@@ -100,7 +102,7 @@ def test_kv_groups_say_what_a_token_weighs(fleet: str) -> None:
     resolve(parsed(*command.split()), SECTIONS)
     resolve(parsed(*command.split(), *of_token, "--kv-groups", "off"), SECTIONS)
     with pytest.raises(
-        ConfigError, match="--set offload.kv_bytes_per_token: has no effect where KV is counted by KV group"
+        ConfigError, match=r"--set offload.kv_bytes_per_token: has no effect where KV is counted by KV group"
     ):
         resolve(parsed(*command.split(), *of_token), SECTIONS)
     in_file = given_in({"offload": {"kv_bytes_per_token": 7}}, SECTIONS, Path("c.toml"))  # for other commands as well

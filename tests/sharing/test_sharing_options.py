@@ -212,7 +212,9 @@ def test_drafts_are_those_of_one_model() -> None:
         ("--set", "acceptance=0.7", "acceptance=0.7,speculative_tokens=1"),
         ("--set", "kv_dtype=fp8", "kv_dtype=fp8"),
     ):
-        with pytest.raises(ConfigError, match=f"{option}: .*Say it of each: --model NAME=MODEL:{hint}."):
+        with pytest.raises(
+            ConfigError, match=f"{option} {value.partition('=')[0]}: .*Say it of each: --model NAME=MODEL:{hint}."
+        ):
             resolve_shares(parsed(*HYBRID.format("").split(), option, value), SECTIONS)
         resolve_shares(parsed(*HYBRID.format(f":{hint}").split()), SECTIONS)
     with pytest.raises(ConfigError, match=r"--model a: '0\.4' is not known"):

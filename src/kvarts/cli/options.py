@@ -17,6 +17,7 @@ import msgspec
 
 from kvarts.cli.effects import check_effects
 from kvarts.cli.helps import common_of, examples_of, groups_of, summary_of
+from kvarts.cli.process import say
 from kvarts.errors import ConfigError, did_you_mean, renamed
 from kvarts.files import check_outputs
 from kvarts.settings import SET, Section, Setting, inline_settings, is_inline, param_of, param_of_inline, value_kind
@@ -41,6 +42,7 @@ __all__ = [
     "options_of",
     "role_of",
     "set_option",
+    "vllm_option",
 ]
 
 PathRole = Literal["input", "output", "derived", "directory"]
@@ -81,6 +83,7 @@ ANSWERS = {
 }
 """Options of `vllm serve` without an equivalent, and what to do instead."""
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+VLLM_ARGS = "--vllm-args"
 HELP_ALL = "kvarts.help_all"
 NEVER = ("--set reclaim_after_s",)
 """Options that accept `inf`, which means never."""
@@ -220,9 +223,36 @@ class Command(click.Command):
         return [*self.params, *self.keys]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, after renaming vLLM's options and reading `--set`."""
+        """Parse, after renaming vLLM's options and reading `--set` and `--vllm-args`."""
         known = {name for param in self.params for name in param.opts}
-        return super().parse_args(ctx, in_our_words(args, known, self.known_keys()))
+        keys = self.known_keys()
+        if VLLM_ARGS in known:
+            args = self._with_line(args, keys)
+        return super().parse_args(ctx, in_our_words(args, known, keys))
+
+    def _with_line(self, args: Sequence[str], keys: Collection[str]) -> list[str]:
+        """Return `args` after the settings of vLLM's argument lines in them, over which the others win."""
+        from kvarts.cli.vllm_args import settings_of_line
+
+        lines: list[str] = []
+        others: list[str] = []
+        words = iter(args)
+        for word in words:
+            name, equals, value = word.partition("=")
+            if name != VLLM_ARGS:
+                others.append(word)
+                continue
+            line = value if equals else next(words, None)
+            if line is None:
+                raise click.UsageError(f"Option '{VLLM_ARGS}' requires an argument.")
+            lines.append(line)
+        has_model = any(param.human_readable_name == "MODEL" for param in self.params)
+        given = [
+            pair for line in lines for pair in settings_of_line(line, keys.__contains__, has_model=has_model, say=say)
+        ]
+        if any(word.partition("=")[0] == "--model" for word in others):
+            given = [pair for pair in given if pair[0] != "model"]  # that option may be repeated
+        return [*(word for key, value in given for word in ("--set", f"{key}={value}")), *others]
 
     def known_keys(self) -> dict[str, click.Option]:
         """Return the keys of `--set`, with the options that they stand for; empty for a command without `--set`."""
@@ -395,6 +425,14 @@ def set_option() -> click.Option:
     return click.Option(
         ["--set"], metavar="KEY=VALUE", multiple=True, expose_value=False,
         help="A setting without an option of its own, by its key in a file: --help-all lists them. May be repeated.",
+    )  # fmt: skip
+
+
+def vllm_option() -> click.Option:
+    """Return `--vllm-args`, which is read before the command line is parsed."""
+    return click.Option(
+        [VLLM_ARGS], metavar="LINE|@FILE", multiple=True, expose_value=False,
+        help="Settings in an argument line of `vllm serve`, or in a file with one. Options given here win.",
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from kvarts.cli.effects import NO_REPLAY, check_effects
 from kvarts.cli.fleet import PART as FLEET
-from kvarts.cli.options import DIRECTORY, INPUT, OUTPUT, Command, Group, grouped, open_option, options_of
+from kvarts.cli.options import DIRECTORY, INPUT, OUTPUT, Command, Group, grouped, open_option, options_of, vllm_option
 from kvarts.cli.outputs import check_opening, open_page
 from kvarts.cli.parts import engine_options, load_parts, with_engine_options
 from kvarts.cli.plan_options import PlanOptions, fleet_kinds
@@ -37,12 +37,14 @@ OWN = ("sizes", "policies", "prices", "slo_share", "cost_error")
 POLICY_NAMES = "auto, soonest-return, hinted, session-aware"
 PICTURES = ("png", "svg")
 
-_TIMED = "model device cost slo.ttft_ms slo.tpot_ms"
+_TIMED = {"model", "device", "cost", "slo.ttft_ms", "slo.tpot_ms"}
+_SIZED = {"tensor_parallel", "kv_memory", "page_size", "max_batched_tokens", "max_seqs", "kv_groups", "eviction"}
 SHOWN = {
     "curve": {"page_size"},
-    "slo": {*_TIMED.split(), *["tensor_parallel", "kv_memory", "pages", "page_size", "max_batched_tokens", "max_seqs", "replicas", "router", "speedup", "slo.e2e_ms", "eviction", "offload.host_memory"]},
-    "users": {*_TIMED.split(), "pages", "replicas", "offload.host_memory"},
-    "fleet": {*_TIMED.split()},
+    "slo": {*_TIMED, *_SIZED, "pages", "replicas", "router", "speedup", "slo.e2e_ms", "offload.host_pages",
+            "offload.host_memory"},
+    "users": {*_TIMED, "pages", "replicas", "offload.host_memory"},
+    "fleet": _TIMED,
     "routers": {"model", "device", "cost", "pages", "replicas"},
     "policies": {"model", "device", "cost", "pages", "page_size"},
 }  # fmt: skip
@@ -111,7 +113,8 @@ def _options(name: str) -> list[click.Parameter]:
         by_flag.setdefault(option.opts[0], option)
     if name in ("slo", "users"):
         by_flag.update({option.opts[0]: option for option in engine_options()})
-    return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values()]
+    own = [] if name == "curve" else [vllm_option()]
+    return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values(), *own]
 
 
 def _is_count(text: str, most: int) -> bool:

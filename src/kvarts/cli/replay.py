@@ -19,6 +19,7 @@ from kvarts.cli.options import (
     open_option,
     options_of,
     set_option,
+    vllm_option,
 )
 from kvarts.cli.parts import CommandPart, concern_parts, load_parts
 from kvarts.cli.replaying import OWN_SECTIONS, all_sections, read_settings, run_replay
@@ -101,7 +102,7 @@ def _declared(sections: Sequence[Section] | None) -> list[click.Parameter]:
         by_flag.setdefault(option.opts[0], option)
     if sections is None:
         by_flag.update({option.opts[0]: option for part in load_parts() for option in part.options()})
-    return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values(), set_option()]
+    return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values(), set_option(), vllm_option()]
 
 
 @click.command("replay", cls=ReplayCommand, no_args_is_help=False, checks_effects=True)
