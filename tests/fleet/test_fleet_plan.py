@@ -301,7 +301,7 @@ FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'
 @pytest.mark.parametrize(
     ("options", "text", "says"),
     [
-        (["--gpus", "2", "--replicas", "2"], "", "--replicas: does not go with a search for fleets"),
+        (["--gpus", "2", "--set", "replicas=2"], "", "--set replicas: does not go with a search for fleets"),
         (["--gpus", "2", "--prefill", "replicas=2"], "", "--prefill replicas: does not go with a search for fleets"),
         (
             ["--gpus", "2", "--set", "faults.script=down:1=5s"],
@@ -322,14 +322,11 @@ FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'
         ),
         (["--gpus", "2", "--tensor-parallel", "4"], "", "--gpus: is less than one worker takes"),
         (["--gpus", "2000"], "", "--gpus: must be at most 256"),
-        (["--gpus", "2", "--league"], "", "--league: has no effect with --gpus"),
         (
             ["--gpus", "1", "--set", "scaling.policy=script,30s=3:1"],
             "",
             "--set scaling.policy: has numbers for a pool decode",
         ),
-        (["--prefill", "replicas=2"], "", "--prefill replicas: does not go with a plan"),
-        (["--store", "memory=5GiB"], "", "--store memory: does not go with a plan"),
     ],
 )
 def test_what_a_search_cannot_have_is_refused(
@@ -337,7 +334,7 @@ def test_what_a_search_cannot_have_is_refused(
 ) -> None:
     path = tmp_path / "c.toml"
     path.write_text(FILE + text)
-    assert run_command("plan", "sample:azure-chat", "--config", path, "--slo-ttft-ms", 900, *options) == 2
+    assert run_command("plan", "fleet", "sample:azure-chat", "--config", path, "--slo-ttft-ms", 900, *options) == 2
     assert says in capsys.readouterr().err
 
 

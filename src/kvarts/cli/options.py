@@ -209,11 +209,17 @@ class Command(click.Command):
 
     checks_effects = False
 
-    def __init__(self, *args: Any, checks_effects: bool = False, **attributes: Any) -> None:
-        params = attributes.pop("params", None) or []
-        keys = [param for param in params if isinstance(param, KeyOption)]
-        params = [param for param in params if not isinstance(param, KeyOption)]
-        super().__init__(*args, params=[*params, *([set_option()] if keys else [])], **attributes)
+    def __init__(
+        self,
+        name: str | None,
+        *,
+        params: list[click.Parameter] | None = None,
+        checks_effects: bool = False,
+        **attributes: Any,
+    ) -> None:
+        keys = [param for param in params or () if isinstance(param, KeyOption)]
+        shown = [param for param in params or () if not isinstance(param, KeyOption)]
+        super().__init__(name, params=[*shown, *([set_option()] if keys else [])], **attributes)
         self.keys = keys
         self.checks_effects = checks_effects
 

@@ -44,7 +44,7 @@ SHOWN = {
     "slo": {*_TIMED, *_SIZED, "pages", "replicas", "router", "speedup", "slo.e2e_ms", "offload.host_pages",
             "offload.host_memory"},
     "users": {*_TIMED, "pages", "replicas", "offload.host_memory"},
-    "fleet": _TIMED,
+    "fleet": {*_TIMED, "tensor_parallel"},
     "routers": {"model", "device", "cost", "pages", "replicas"},
     "policies": {"model", "device", "cost", "pages", "page_size"},
 }  # fmt: skip
@@ -111,7 +111,7 @@ def _options(name: str) -> list[click.Parameter]:
     by_flag: dict[str, click.Option] = {}
     for option in settings:
         by_flag.setdefault(option.opts[0], option)
-    if name in ("slo", "users"):
+    if name in ("slo", "users", "fleet"):
         by_flag.update({option.opts[0]: option for option in engine_options()})
     own = [] if name == "curve" else [vllm_option()]
     return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values(), *own]
@@ -237,8 +237,8 @@ def _command(name: str, *options: Decorator) -> Callable[[Callable[..., None]], 
     """Return the decorator of a command of `kvarts plan`: its settings, --config, --json and `options`."""
 
     def declare(function: Callable[..., Any]) -> click.Command:
-        for option in (json_option, *reversed(options), config_option):
-            function = option(function)
+        for add in (json_option, *reversed(options), config_option):
+            function = add(function)
         command = plan_command.command(name, cls=Command, params=_options(name), checks_effects=True)
         return command(function)
 
