@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from kvarts.errors import MissingFileError, did_you_mean
+from kvarts.errors import ConfigError, MissingFileError, did_you_mean
 
 __all__ = ["IGNORED", "KEYS", "NAME", "settings_of_line"]
 
@@ -74,6 +74,10 @@ def settings_of_line(
     `knows`: whether the command has a key. `has_model`: the command has a model of its own. Names without effect here
     are passed to `say`. Raise UsageError for a name or value that is not known, MissingFileError for the file.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("is not text in UTF-8", field=NAME) from None
     if text.startswith("@"):
         try:
             text = Path(text[1:]).read_text()
