@@ -237,10 +237,11 @@ def _command(name: str, *options: Decorator) -> Callable[[Callable[..., None]], 
     """Return the decorator of a command of `kvarts plan`: its settings, --config, --json and `options`."""
 
     def declare(function: Callable[..., Any]) -> click.Command:
+        declared: Any = function
         for add in (json_option, *reversed(options), config_option):
-            function = add(function)
+            declared = add(declared)
         command = plan_command.command(name, cls=Command, params=_options(name), checks_effects=True)
-        return command(function)
+        return command(declared)
 
     return declare
 
