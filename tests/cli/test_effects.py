@@ -42,7 +42,10 @@ def test_rows_name_options_that_exist() -> None:
 
 
 OF_PLAN = [
-    flag for param in EVERY["plan slo"].every for flag in param.opts if flag.startswith("--") and flag not in {"--set", "--vllm-args"}
+    flag
+    for param in EVERY["plan slo"].every
+    for flag in param.opts
+    if flag.startswith("--") and flag not in {"--set", "--vllm-args"}
 ]
 VALUES = {
     "--at": "100", "--price": "host=1", "--html": "x.html", "--plot": "x.svg", "--config": "c.toml", "--policy": "auto",
