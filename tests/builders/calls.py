@@ -49,7 +49,14 @@ CALLS: dict[str, Call] = {
     "model list": Call(()),
     "model show": Call(("config.json",)),
     "model tiny": Call(("new",), needs=HAS_TORCH, is_slow=True, prints=False),
-    "plan": Call(("trace.jsonl", "--cost", "linear:step_ms=5")),
+    "plan curve": Call(("trace.jsonl",)),
+    "plan fleet": Call(("trace.jsonl", "--model", "llama-3.1-8b", "--device", "h100-80gb", "--gpus", "1",
+                        "--slo-ttft-ms", "500")),
+    "plan policies": Call(("trace.jsonl", "--policy", "auto", "--at", "4")),
+    "plan routers": Call(("trace.jsonl", "--cost", "linear:step_ms=5", "--pages", "200", "--replicas", "2",
+                          "--routers", "prefix")),
+    "plan slo": Call(("trace.jsonl", "--cost", "linear:step_ms=5")),
+    "plan users": Call(("talks.jsonl", "--cost", "linear:step_ms=5", "--pages", "200", "--users", "1..2")),
     "profile": Call(
         ("--model", "tiny", "--prompts", "prompts.jsonl", "--max-tokens", "2"), needs=HAS_TORCH, is_slow=True
     ),
@@ -73,7 +80,7 @@ CALLS: dict[str, Call] = {
     "watch": Call(
         ("tcp://127.0.0.1:1", "--duration", "0.2", "--metrics", "http://127.0.0.1:1/", "--quiet"), code=6, needs=HAS_ZMQ
     ),
-}
+}  # fmt: skip
 """A command without a line here fails test_edge_tables."""
 
 
@@ -137,6 +144,8 @@ def make_files(folder: Path, run: Callable[[Sequence[object]], int]) -> None:
     """Write what the calls read to `folder`, which is the working directory of `run`."""
     rows = [{**GOOD, "timestamp": index * 50, "hash_ids": [index, index + 1]} for index in range(6)]
     (folder / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    talks = [{**row, "session_id": f"s{place % 3}"} for place, row in enumerate(rows)]
+    (folder / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talks))
     (folder / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
     (folder / "config.toml").write_text("pages = 100\n")
     (folder / "sweep.toml").write_text('trace = "trace.jsonl"\n[grid]\npages = [50, 100]\n')

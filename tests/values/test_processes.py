@@ -322,7 +322,7 @@ def test_workers_do_not_change_how_many_users_fit(
     printed = []
     for workers in (1, 2):
         setting = ("--cost", COST, "--pages", 40_000, "--slo-ttft-ms", 4000, "--workers", workers)
-        assert run_command("plan", DATA / "coding-agents", "--users", "1..12", *setting, "--json") == 0
+        assert run_command("plan", "users", DATA / "coding-agents", "--users", "1..12", *setting, "--json") == 0
         printed.append(capsysbinary.readouterr().out)
     assert printed[0] == printed[1]
 

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from kvarts.cli import llm_model
-from kvarts.cli.options import INPUT, Command, Group, options_of
+from kvarts.cli.options import INPUT, Command, Group, options_of, vllm_option
 from kvarts.cli.process import print_json
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
@@ -185,7 +185,9 @@ KEYS = (
 )
 
 
-@model_command.command("show", cls=Command, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS)])
+@model_command.command(
+    "show", cls=Command, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS), vllm_option()]
+)
 @click.option(
     "--sequence-tokens", metavar="N", type=int, help="Also print the bytes of a sequence of N tokens. [32768]"
 )
