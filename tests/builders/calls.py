@@ -14,7 +14,7 @@ import click
 
 from kvarts.cli.commands import cli
 from kvarts.cli.main import main
-from kvarts.cli.options import role_of
+from kvarts.cli.options import Command, role_of
 
 __all__ = ["CALLS", "Call", "PathParam", "commands", "make_files", "path_params", "snapshot", "with_value"]
 
@@ -85,12 +85,12 @@ CALLS: dict[str, Call] = {
 
 
 @cache
-def commands() -> dict[str, click.Command]:
+def commands() -> dict[str, Command]:
     """Every command, by the words that call it."""
     return dict(_commands(cli, ()))
 
 
-def _commands(group: click.Group, words: tuple[str, ...]) -> Iterator[tuple[str, click.Command]]:
+def _commands(group: click.Group, words: tuple[str, ...]) -> Iterator[tuple[str, Command]]:
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
@@ -98,6 +98,7 @@ def _commands(group: click.Group, words: tuple[str, ...]) -> Iterator[tuple[str,
         if isinstance(command, click.Group):
             yield from _commands(command, (*words, name))
         else:
+            assert isinstance(command, Command)
             yield " ".join((*words, name)), command
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from kvarts.build import Audit
 from kvarts.config import EngineConfig
 from kvarts.executor.page_bytes import PageCopier
 from kvarts.executor.torch.tiny import FAMILIES
@@ -56,8 +55,8 @@ def _generated(reference: Any, prompt: Ids, num_tokens: int) -> Ids:
     return tokens
 
 
-def audit_beside(speculative_config: Any) -> Audit:
-    """The audit of an engine with these drafts: its ledger does not follow drafts before prompts."""
+def audit_beside(speculative_config: Any) -> bool | Literal["laws"]:
+    """Return how to audit an LLM with these drafts: the ledger does not follow drafts before prompts."""
     is_first = isinstance(speculative_config, dict) and speculative_config.get("draft_order") == "first"
     return "laws" if is_first else True
 

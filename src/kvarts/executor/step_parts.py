@@ -143,7 +143,7 @@ class StepParts:
         One all-reduce follows attention, and another the rest of the layer, unless experts are divided over ranks: then
         all tokens are gathered before the experts, and the results scattered after them.
         """
-        from kvarts.hardware.geometry import dtype_bits
+        from kvarts.hardware.number_formats import dtype_bits
 
         geometry, device, ways = cost.geometry, cost.hardware, cost.tensor_parallel
         self._reduce_token_ms = self._exchange_token_ms = self._pass_token_ms = 0.0

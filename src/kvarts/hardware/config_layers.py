@@ -457,7 +457,7 @@ def _index_keys(config: ConfigFields, types: list[str], path: Path | None) -> li
     num_layers = len(types)
     if config.model_type in _INDEXED:
         width = config.index_head_dim
-        return [(width + width // 128 * _INDEXER_SCALE_BYTES) * has for has in _indexers(config, num_layers, path)]
+        return [(width + -(-width // 128) * _INDEXER_SCALE_BYTES) * has for has in _indexers(config, num_layers, path)]
     if config.model_type != "minimax_m3_vl_text":
         return [0] * num_layers
     own = config.sparse_attention_config or {}

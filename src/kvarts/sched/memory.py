@@ -106,7 +106,7 @@ class Memory:
         most_new = self._prefill.most_tokens
         num_new = ask.num_new = budget if budget < most_new else most_new
         num_kept = ask.num_kept = self._num_kept if running.num_running else 0
-        num_wanted = ask.num_wanted = cache.num_to_admit(match, num_known, num_new, num_kept)
+        num_wanted = ask.num_wanted = cache.needs.to_admit(match, num_known, num_new, num_kept)
         num_short = num_wanted - cache.num_free
         return PASS if num_short <= 0 else self.free(ask, step, num_short)
 
