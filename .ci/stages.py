@@ -118,10 +118,10 @@ STAGES = (
         "attacks",
         "attacks on the doors, with bounds of memory and of what other clients wait; timed, so alone",
         (
-            f"KVARTS_ATTACK_S=0.3 {PYTEST} -n 0 -m '' tests/openai_api/test_attacks.py",
+            f"KVARTS_ATTACK_S=0.3 {PYTEST} -n 0 -m '' tests/doors/openai_api/test_attacks.py",
             (
-                f"{PYTEST} -n 0 -m long tests/serve/test_kv_events_attacks.py tests/serve/test_session_attacks.py "
-                "tests/connect/test_hostile_publisher.py"
+                f"{PYTEST} -n 0 -m long tests/doors/kv_events/test_kv_events_attacks.py "
+                "tests/doors/grpc/test_session_attacks.py tests/doors/watch/test_hostile_publisher.py"
             ),
             f".venv/bin/python scripts/fuzz_doors.py --seconds 20 --seed {COMMIT}",
         ),
@@ -179,9 +179,9 @@ STAGES = (
         "examples of the docs, imports in all orders, the page of a long run in a browser",
         (
             (
-                f"{PYTEST} -m long tests/docs tests/report tests/calibrate tests/plan tests/values "
-                "tests/edges/test_edge_silence.py tests/explain tests/fleet/test_fleet_plan.py "
-                "tests/offload/test_advice_on_tiers.py tests/record "
+                f"{PYTEST} -m long tests/docs tests/sim/report tests/plan/calibrate tests/plan tests/package "
+                "tests/edges/test_edge_silence.py tests/proof/explain tests/sim/fleet/test_fleet_plan.py "
+                "tests/core/tiers/test_advice_on_tiers.py tests/proof/record "
                 "-k 'not bundled_run and not conversation_trace and not whole_traces'"
             ),
         ),
@@ -196,16 +196,17 @@ STAGES = (
             ".venv/bin/pip install -q -e '.[dev,torch]'",
             ".venv/bin/python scripts/dependencies.py > /dev/null",
             (
-                f"{PYTEST} tests/llm tests/docs/test_chat_example.py tests/values/test_front_door.py "
-                "tests/session/test_real_sessions.py tests/session/test_durable_sessions.py "
-                "tests/openai_api/test_real_model.py tests/connect/test_vllm_worker.py"
+                f"{PYTEST} tests/run/llm tests/docs/test_chat_example.py tests/package/test_front_door.py "
+                "tests/run/sessions/test_real_sessions.py tests/run/sessions/test_durable_sessions.py "
+                "tests/doors/openai_api/test_real_model.py tests/doors/vllm/test_vllm_worker.py"
             ),
             f"{PYTEST} -m '' tests/docs/test_docs.py -k guide-models",
             (
-                f"{PYTEST} -m long tests/llm/test_decoder.py tests/llm/test_states_commands.py "
-                "tests/llm/test_states.py tests/llm/test_states_speculation.py tests/llm/test_compiled_layers.py"
+                f"{PYTEST} -m long tests/run/llm/test_decoder.py tests/run/llm/test_states_commands.py "
+                "tests/run/llm/test_states.py tests/run/llm/test_states_speculation.py "
+                "tests/run/llm/test_compiled_layers.py"
             ),
-            f"{PYTEST} -m long tests/session/test_durable_sessions.py -k qwen3-off-2",
+            f"{PYTEST} -m long tests/run/sessions/test_durable_sessions.py -k qwen3-off-2",
             # Each commit compares another tenth of transformers' families with generate.
             f".venv/bin/python scripts/model_families.py --tenth {COMMIT}",
         ),

@@ -31,9 +31,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-import kvarts.traffic.source
+import kvarts.sim.traffic.source
 from kvarts import ReplayConfig, replay
-from kvarts.traffic.formats import load_trace
+from kvarts.sim.traffic.formats import load_trace
 from processes import Cost, median_of, run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,7 +115,7 @@ def measure(path: Path, rounds: int, lanes: int) -> None:
         f"{sum(r.num_output_tokens for r in requests):,} output tokens; "
         f"{sum(bool(r.after) for r in requests):,} forks and joins"
     )
-    build = "compiled" if str(kvarts.traffic.source.__file__).endswith(".so") else "interpreted"
+    build = "compiled" if str(kvarts.sim.traffic.source.__file__).endswith(".so") else "interpreted"
     print(f"{build}: read in {read_s:.2f} s")
     for name, config in (
         ("an endless cache", ReplayConfig(num_pages=20_000_000, page_size=BLOCK)),

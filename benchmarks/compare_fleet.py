@@ -3,8 +3,8 @@
     python benchmarks/compare_fleet.py TRACE --dynamo-python OTHER_VENV/bin/python [--rows N] [--write-goldens]
 
 TRACE: Mooncake's conversation_trace.jsonl, of which the first N rows are replayed. OTHER_VENV: a virtual environment
-with `pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1`. Every case in tests/fleet/data is replayed by
-both; a request agrees if all its times, both its workers, the tokens that it reused and its preemptions do.
+with `pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1`. Every case in tests/sim/fleet/data is replayed
+by both; a request agrees if all its times, both its workers, the tokens that it reused and its preemptions do.
 `--write-goldens` keeps Dynamo's answers there, for the tests. Times are of whole processes.
 """
 
@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "fleet" / "data"
 sys.path.append(str(ROOT / "tests"))
 
-from kvarts.replaying import replay  # noqa: E402
-from kvarts.traffic.formats import load_trace  # noqa: E402
+from kvarts.sim.replaying import replay  # noqa: E402
+from kvarts.sim.traffic.formats import load_trace  # noqa: E402
 
 from builders.dynamo_fleet import COLUMNS, config_of, num_equal, rows_of, theirs_of  # noqa: E402
 

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--model-dir", type=Path, help="Where the model is kept from run to run. [a temporary one]")
     args = parser.parse_args()
-    from kvarts.executor.torch.loading import load_model
+    from kvarts.run.torch.loading import load_model
 
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.model_dir or Path(temporary)

@@ -90,9 +90,9 @@ def _cpu_ticks(pid: int) -> int:
 
 def submitted(model: Any, work: Work, **settings: Any) -> tuple[Any, list[Any]]:
     """An engine of kvarts with the prompts of all sequences, and what they will say."""
-    from kvarts.config import EngineConfig
-    from kvarts.llm.llm import LLM
-    from kvarts.sampling import SamplingParams
+    from kvarts.core.config import EngineConfig
+    from kvarts.core.sampling import SamplingParams
+    from kvarts.run.torch.llm import LLM
 
     pages = work.num_sequences * -(-(work.length + work.steps + 8) // 16)
     # On a GPU all prompts in one step: CUDA graphs of fewer sequences are not captured while it is timed.
@@ -115,9 +115,9 @@ def decoding(model: Any, work: Work, **settings: Any) -> tuple[Any, list[Any]]:
 def open_kvarts(directory: Path) -> Engine:
     import torch
 
-    from kvarts.executor.torch.executor import TorchExecutor
-    from kvarts.executor.torch.loading import load_model
-    from kvarts.executor.torch.numba_backend import NumbaBackend
+    from kvarts.run.torch.executor import TorchExecutor
+    from kvarts.run.torch.loading import load_model
+    from kvarts.run.torch.numba_backend import NumbaBackend
 
     torch.set_num_threads(NUM_THREADS)
     quantization = os.environ.get("KVARTS_QUANTIZATION")

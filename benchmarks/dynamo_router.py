@@ -1,4 +1,4 @@
-"""Choices of NVIDIA Dynamo's KV router on the bundled conversation, for tests/routers/test_dynamo_choices.py.
+"""Choices of NVIDIA Dynamo's KV router on the bundled conversation, for tests/sim/routers/test_dynamo_choices.py.
 
     PYTHON benchmarks/dynamo_router.py OUT.json
 

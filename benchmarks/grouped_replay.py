@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from kvarts.replaying import replay
-from kvarts.report.report import Report
 from kvarts.sim.config import make_config
-from kvarts.traffic.formats import load_trace
-from kvarts.traffic.trace import Trace
+from kvarts.sim.replaying import replay
+from kvarts.sim.report.report import Report
+from kvarts.sim.traffic.formats import load_trace
+from kvarts.sim.traffic.trace import Trace
 
 COLUMNS = ("running", "rejected", "requests/s", "TTFT p50 s", "TPOT p50 ms", "hits", "preempted", "took s", "times")
 

@@ -30,21 +30,21 @@ from typing import Any, cast
 import zmq
 
 from dynamo_indexer import call, enter_own_network
-from kvarts.events import Event, PagesRemoved, PagesStored
-from kvarts.executor.cost import LinearCost
-from kvarts.keys import BlockKeys
-from kvarts.kv.page_cache import PageCache
-from kvarts.offload.config import OffloadConfig
-from kvarts.report.requests import RequestLog
-from kvarts.serve.kv_events.batches import Form, KvEventsConfig
-from kvarts.serve.kv_events.publisher import KvEvents, open_kv_events
+from kvarts.core.events import Event, PagesRemoved, PagesStored
+from kvarts.core.keys import BlockKeys
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.tiers.config import OffloadConfig
+from kvarts.cost.polynomial import LinearCost
+from kvarts.doors.kv_events.batches import Form, KvEventsConfig
+from kvarts.doors.kv_events.publisher import KvEvents, open_kv_events
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.driver import Driver
 from kvarts.sim.replay import open_replica
+from kvarts.sim.report.requests import RequestLog
 from kvarts.sim.router import RoundRobin
-from kvarts.traffic.source import OpenLoop
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.sim.traffic.source import OpenLoop
+from kvarts.sim.traffic.trace import Trace, TraceRequest
 
 PAGE_SIZE = 16
 PORT = 18390

@@ -15,8 +15,8 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-from kvarts.config import EngineConfig
-from kvarts.executor.torch.pools import KV_DTYPES
+from kvarts.core.config import EngineConfig
+from kvarts.run.torch.pools import KV_DTYPES
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ("LICENSE", "docs/concepts.md", "docs/security.md")
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--texts", nargs="+", default=list(TEXTS))
     args = parser.parse_args()
-    from kvarts.llm.llm import LLM
+    from kvarts.run.torch.llm import LLM
 
     config = EngineConfig(num_pages=256, page_size=16, max_num_batched_tokens=256, max_num_seqs=1)
     first = LLM(model_path(), config=config)
@@ -63,7 +63,7 @@ def main() -> None:
 
 def scored(llm: Any, pieces: list[list[int]]) -> tuple[list[float], list[int]]:
     """The log-probability of each token after the first of each piece, and the likeliest token in its place."""
-    from kvarts.sampling import SamplingParams
+    from kvarts.core.sampling import SamplingParams
 
     values, best = [], []
     for one in llm.generate(pieces, SamplingParams(max_tokens=0, prompt_logprobs=1)):

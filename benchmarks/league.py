@@ -17,14 +17,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvarts.kv.eviction import EvictionOrder, Run
+from kvarts.core.kv.eviction import EvictionOrder, Run
 from kvarts.plan.cache import CachePlan, serial_hits
 from kvarts.plan.league import ALL_POLICIES, League, find_policy
 from kvarts.plan.orders import Rank, RankedOrder
 from kvarts.sim.config import make_config
-from kvarts.traffic.editing import merged, sliced, spread
-from kvarts.traffic.formats import load_trace
-from kvarts.traffic.trace import Trace
+from kvarts.sim.traffic.editing import merged, sliced, spread
+from kvarts.sim.traffic.formats import load_trace
+from kvarts.sim.traffic.trace import Trace
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 SHOWN = ("auto", "session-aware")

@@ -12,14 +12,14 @@ from __future__ import annotations
 import statistics
 from time import perf_counter
 
-from kvarts.content import Content
-from kvarts.kv.eviction import LruOrder
-from kvarts.kv.page_cache import PageCache
-from kvarts.kv.pool import IdPool
-from kvarts.kv.transfer import TransferReport
-from kvarts.kv.tree import PrefixTree
-from kvarts.offload.config import OffloadConfig
-from kvarts.offload.opening import open_offloader
+from kvarts.core.content import Content
+from kvarts.core.kv.eviction import LruOrder
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.kv.pool import IdPool
+from kvarts.core.kv.transfer import TransferReport
+from kvarts.core.kv.tree import PrefixTree
+from kvarts.core.tiers.config import OffloadConfig
+from kvarts.core.tiers.opening import open_offloader
 
 NUM_PAGES, PAGE_SIZE, NUM_REQUESTS, ROUNDS = 128, 16, 200, 7
 VLLM_US = {"plan a store": 148, "complete it": 132, "look up": 121, "plan a load": 41, "complete the load": 38}

@@ -14,10 +14,10 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from kvarts.offload.config import OffloadConfig
-from kvarts.replaying import replay
+from kvarts.core.tiers.config import OffloadConfig
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.formats import load_trace
+from kvarts.sim.replaying import replay
+from kvarts.sim.traffic.formats import load_trace
 
 RATES = ("10MB/s", "100MB/s", "1GB/s", "10GB/s", "100GB/s")
 KINDS: dict[str, dict[str, Any]] = {

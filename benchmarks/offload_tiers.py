@@ -15,9 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvarts.offload.config import OffloadConfig
-from kvarts.replaying import replay
+from kvarts.core.tiers.config import OffloadConfig
 from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replaying import replay
 
 NUM_PAGES, PAGE_SIZE = 4000, 512
 HOST_PAGES = (4000, 16000, 64000)

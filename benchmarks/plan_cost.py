@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvarts.traffic.mooncake import load_mooncake
-from kvarts.traffic.trace import spell
+from kvarts.sim.traffic.mooncake import load_mooncake
+from kvarts.sim.traffic.trace import spell
 from processes import Cost, kvarts_command, median_of, run
 from scaling import write_million
 

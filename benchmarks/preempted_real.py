@@ -22,10 +22,10 @@ from time import perf_counter, process_time
 from typing import Any
 
 from kv_quality import model_path
-from kvarts.config import EngineConfig
-from kvarts.events import Event, StepDone
-from kvarts.offload.config import OffloadConfig
-from kvarts.sampling import SamplingParams
+from kvarts.core.config import EngineConfig
+from kvarts.core.events import Event, StepDone
+from kvarts.core.sampling import SamplingParams
+from kvarts.core.tiers.config import OffloadConfig
 
 PAGE_SIZE = 16
 MODES: dict[str, Any] = {
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--loads", nargs="+", choices=["preempted", "idle"], default=["preempted", "idle"])
     args = parser.parse_args()
-    from kvarts.llm.llm import LLM
+    from kvarts.run.torch.llm import LLM
 
     enough = EngineConfig(num_pages=2048, page_size=PAGE_SIZE, max_num_batched_tokens=256, max_num_seqs=16)
     first = LLM(model_path(), config=enough)

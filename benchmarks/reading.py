@@ -31,7 +31,7 @@ def timed(name, call):
     return result
 """
 READ = """
-from kvarts.traffic.info import working_set_pages
+from kvarts.sim.traffic.info import working_set_pages
 trace = timed("read", lambda: load_trace(sys.argv[1]))
 timed("working set", lambda: working_set_pages(trace, 512))
 """

@@ -15,8 +15,8 @@ import time
 import msgspec
 
 from kvarts import ReplayConfig, Trace, load_trace, replay
-from kvarts.routers.policies import POLICIES
-from kvarts.traffic.editing import repeated
+from kvarts.sim.routers.policies import POLICIES
+from kvarts.sim.traffic.editing import repeated
 
 GRID_NS = 3_000_000_000
 """Times of the trace are multiples of this."""

@@ -21,11 +21,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
-from kvarts.config import EngineConfig
-from kvarts.llm.llm import LLM
-from kvarts.openai_api.opening import Door, open_model
-from kvarts.openai_api.server import Address, OpenAIServer
-from kvarts.sampling import SamplingParams
+from kvarts.core.config import EngineConfig
+from kvarts.core.sampling import SamplingParams
+from kvarts.doors.openai.opening import Door, open_model
+from kvarts.doors.openai.server import Address, OpenAIServer
+from kvarts.run.torch.llm import LLM
 
 
 def write_model(directory: str, layers: int) -> None:

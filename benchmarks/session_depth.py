@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from kvarts.config import EngineConfig
-from kvarts.executor.torch.attention import ATTENTION
-from kvarts.llm.llm import LLM
-from kvarts.sampling import SamplingParams
-from kvarts.session.sessions import Sessions
-from kvarts.session.table import SessionTable
-from kvarts.session.values import SessionsConfig, SessionSettings, Token
+from kvarts.core.config import EngineConfig
+from kvarts.core.sampling import SamplingParams
+from kvarts.run.sessions.sessions import Sessions
+from kvarts.run.sessions.table import SessionTable
+from kvarts.run.sessions.values import SessionsConfig, SessionSettings, Token
+from kvarts.run.torch.attention import ATTENTION
+from kvarts.run.torch.llm import LLM
 
 OWNER = "benchmark"
 SINK, WINDOW = 4, 64

@@ -16,13 +16,13 @@ import json
 import time
 import tracemalloc
 
-from kvarts.clock import VirtualClock
-from kvarts.config import EngineConfig
-from kvarts.sampling import SamplingParams
-from kvarts.session.opening import mock_host
-from kvarts.session.sessions import Sessions
-from kvarts.session.table import SessionTable
-from kvarts.session.values import SessionsConfig
+from kvarts.base.clock import VirtualClock
+from kvarts.core.config import EngineConfig
+from kvarts.core.sampling import SamplingParams
+from kvarts.run.sessions.opening import mock_host
+from kvarts.run.sessions.sessions import Sessions
+from kvarts.run.sessions.table import SessionTable
+from kvarts.run.sessions.values import SessionsConfig
 
 OWNER = "somebody"
 

@@ -20,14 +20,14 @@ from pathlib import Path
 
 import torch
 
-from kvarts.config import EngineConfig
-from kvarts.executor.torch.attention import ATTENTION
-from kvarts.llm.llm import LLM
-from kvarts.sampling import SamplingParams
-from kvarts.session.keeper import Keeper
-from kvarts.session.sessions import Sessions
-from kvarts.session.table import SessionTable
-from kvarts.session.values import SessionsConfig, SessionSettings, Token
+from kvarts.core.config import EngineConfig
+from kvarts.core.sampling import SamplingParams
+from kvarts.run.sessions.keeper import Keeper
+from kvarts.run.sessions.sessions import Sessions
+from kvarts.run.sessions.table import SessionTable
+from kvarts.run.sessions.values import SessionsConfig, SessionSettings, Token
+from kvarts.run.torch.attention import ATTENTION
+from kvarts.run.torch.llm import LLM
 from session_depth import OWNER, SINK, WINDOW, make_model
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-from kvarts.replaying import replay
-from kvarts.sharing.config import ModelShare, SharingConfig
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.formats import load_trace
-from kvarts.traffic.trace import Trace
+from kvarts.sim.replaying import replay
+from kvarts.sim.sharing.config import ModelShare, SharingConfig
+from kvarts.sim.traffic.formats import load_trace
+from kvarts.sim.traffic.trace import Trace
 
 PAIRS = {
     "Azure chat and code": ("azure2023/conv.csv", "azure2023/code.csv", "12GiB", 1.0),

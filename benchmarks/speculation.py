@@ -65,7 +65,7 @@ class Measured(NamedTuple):
 
 def measure(llm: Any, text: Text, prompts: list[list[int]], num_tokens: int, clock: Callable[[], float]) -> Measured:
     """Let all sequences decode, make `num_tokens` tokens of each on average, and end them."""
-    from kvarts.sampling import SamplingParams
+    from kvarts.core.sampling import SamplingParams
 
     count = len(prompts)
     params = SamplingParams(max_tokens=4 * num_tokens, temperature=text.temperature, ignore_eos=True)
@@ -106,9 +106,9 @@ def main() -> None:
 
     import torch
 
-    from kvarts.config import EngineConfig
-    from kvarts.executor.torch.loading import load_model
-    from kvarts.llm.llm import LLM
+    from kvarts.core.config import EngineConfig
+    from kvarts.run.torch.llm import LLM
+    from kvarts.run.torch.loading import load_model
 
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as temporary:
@@ -132,7 +132,7 @@ def main() -> None:
 
 def row(pair: tuple[Any, Any], text: Text, count: int, args: argparse.Namespace, clock: Callable[[], float]) -> str:
     rounds: list[list[Measured]] = []
-    with patch("kvarts.llm.speculation.find_ngram", never_right) if text.is_misled else nullcontext():
+    with patch("kvarts.run.speculation.find_ngram", never_right) if text.is_misled else nullcontext():
         for number in range(args.rounds):
             prompts = text.prompts(count, args.prompt, number)
             order = (0, 1) if number % 2 else (1, 0)

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from kvarts.build import build_engine
-from kvarts.config import EngineConfig
-from kvarts.content import Content
-from kvarts.request import Request
-from kvarts.sched.plan import StepPlan, StepResult
+from kvarts.core.build import build_engine
+from kvarts.core.config import EngineConfig
+from kvarts.core.content import Content
+from kvarts.core.request import Request
+from kvarts.core.sched.plan import StepPlan, StepResult
 
 WORK = {"seqs": 256, "pages": 65_536, "page_size": 16, "prompt": 512, "warm_up": 64, "steps": 400}
 

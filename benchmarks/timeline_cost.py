@@ -20,14 +20,14 @@ from pathlib import Path
 import numpy as np
 
 from kvarts import ReplayConfig, Trace, load_mooncake, replay
-from kvarts.record.timeline import Timeline, timelines_of
-from kvarts.report.requests import RequestLog
-from kvarts.report.steps import StepLog
+from kvarts.proof.record.timeline import Timeline, timelines_of
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
 from kvarts.sim.replay import open_replica
+from kvarts.sim.report.requests import RequestLog
+from kvarts.sim.report.steps import StepLog
 from kvarts.sim.router import RoundRobin
-from kvarts.traffic.source import OpenLoop
+from kvarts.sim.traffic.source import OpenLoop
 from processes import Cost, kvarts_command, median_of, run
 
 CONFIG = ReplayConfig(profile="mocker", num_pages=16_384 * 32, page_size=16)

@@ -19,13 +19,13 @@ from random import Random
 import msgspec
 import numpy as np
 
-from kvarts.calibrate import CalibrationRun, Measured, calibrate_runs, compare
-from kvarts.calibrate.coefficients import BOUNDS, names_of
-from kvarts.calibrate.comparison import replayed_of
-from kvarts.executor.roofline import RooflineCost
-from kvarts.executor.roofline_settings import shipped_constants
-from kvarts.replaying import replay
+from kvarts.cost.roofline import RooflineCost
+from kvarts.cost.roofline_settings import shipped_constants
+from kvarts.plan.calibrate import CalibrationRun, Measured, calibrate_runs, compare
+from kvarts.plan.calibrate.coefficients import BOUNDS, names_of
+from kvarts.plan.calibrate.comparison import replayed_of
 from kvarts.sim.config import ReplayConfig, make_config
+from kvarts.sim.replaying import replay
 
 NUM_REQUESTS = 60
 NOISE = 0.005

@@ -92,9 +92,9 @@ NUM_PLACES = 100_000
 
 def make_manager(num_chunks: int = NUM_PLACES, **_: Any) -> Any:
     """Return a manager of kvarts, with host memory only."""
-    from kvarts.connect.vllm.manager import KvartsManager
-    from kvarts.connect.vllm.store import KeyStore
-    from kvarts.offload.keyed import KeyedTier
+    from kvarts.core.tiers.keyed import KeyedTier
+    from kvarts.doors.vllm.manager import KvartsManager
+    from kvarts.doors.vllm.store import KeyStore
 
     region = SimpleNamespace(unlink=lambda: None)
     MANAGERS.append(KvartsManager(KeyStore(KeyedTier(num_chunks), tells=True), region))  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ def put_policy_inside() -> None:
     """Let vLLM's factory return kvarts' order of eviction for "lru"."""
     from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
-    from kvarts.connect.vllm import KvartsCachePolicy
+    from kvarts.doors.vllm import KvartsCachePolicy
 
     CachePolicyFactory._registry["lru"] = lambda: KvartsCachePolicy
 
@@ -176,7 +176,7 @@ def put_files_inside() -> None:
     """Let the name of vLLM's file tier be kvarts', with the arguments that vLLM's takes."""
     from vllm.v1.kv_offload.tiering.fs import manager
 
-    from kvarts.connect.vllm import KvartsFiles
+    from kvarts.doors.vllm import KvartsFiles
 
     class FileSystemTierManager(KvartsFiles):  # type: ignore[misc]
         def __init__(self, *args: Any, root_dir: str, n_read_threads: int = 1, n_write_threads: int = 1, **more: Any):

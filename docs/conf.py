@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 import kvarts
-from kvarts.settings import settings_of
+from kvarts.base.settings import settings_of
 
 project = "kvarts"
 author = "the authors of kvarts"

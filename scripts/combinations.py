@@ -1,4 +1,4 @@
-"""Write the tables of what combines into docs/limits.md, from `kvarts.combines`.
+"""Write the tables of what combines into docs/limits.md, from `kvarts.core.parts.combines`.
 
 python scripts/combinations.py
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvarts.combines import FEATURES, PLACES, REFUSED, Refusal, sentence
+from kvarts.core.parts.combines import FEATURES, PLACES, REFUSED, Refusal, sentence
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "limits.md"
 BEGIN, END = "<!-- combinations: made by scripts/combinations.py -->\n", "<!-- end of combinations -->\n"

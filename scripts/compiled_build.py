@@ -23,16 +23,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = (
-    "tests/kv",
-    "tests/sched",
+    "tests/core/kv",
+    "tests/core/sched",
     "tests/sim",
-    "tests/sharing",
-    "tests/offload",
-    "tests/record",
-    "tests/values",
-    "tests/traffic",
+    "tests/sim/sharing",
+    "tests/core/tiers",
+    "tests/proof/record",
+    "tests/package",
+    "tests/sim/traffic",
 )
-OWN = "tests/values/test_compiled.py"
+OWN = "tests/package/test_compiled.py"
 CASES = (
     "replay/outputs-replicas",
     "replay/sample-small-pool",

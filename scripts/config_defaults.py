@@ -1,6 +1,6 @@
 """Defaults of configuration classes: what transformers assumes of a config.json that leaves a field out.
 
-`python scripts/config_defaults.py --write` writes src/kvarts/hardware/presets/defaults.json from the installed
+`python scripts/config_defaults.py --write` writes src/kvarts/cost/hardware/presets/defaults.json from the installed
 transformers; without --write, it exits with 1 if that file is another. PyTorch is not needed.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from kvarts.hardware.config_layers import FAMILIES, ConfigFields, like
+from kvarts.cost.hardware.config_layers import FAMILIES, ConfigFields, like
 
-PATH = Path(__file__).parents[1] / "src/kvarts/hardware/presets/defaults.json"
+PATH = Path(__file__).parents[1] / "src/kvarts/cost/hardware/presets/defaults.json"
 FIELDS = set(ConfigFields.__struct_encode_fields__) - {"model_type", "dtype", "torch_dtype", "quantization_config"}
 
 

@@ -28,7 +28,7 @@ from kvarts.cli.commands import cli
 from kvarts.cli.helps import EXAMPLES, GROUPS, SUMMARIES
 
 ROOT = Path(__file__).resolve().parents[1]
-METRICS = ROOT / "src" / "kvarts" / "openai_api" / "metrics.py"
+METRICS = ROOT / "src" / "kvarts" / "doors" / "openai" / "metrics.py"
 
 ROOT_PAGES = {
     "CHANGELOG.md": "changelog.md",
@@ -321,13 +321,13 @@ An engine emits events in order of occurrence, each once, to every reader ([how 
 ## Events of an engine
 
 ```{eval-rst}
-.. automodule:: kvarts.events
+.. automodule:: kvarts.core.events
 ```
 
 ## Lines of a journal
 
 ```{eval-rst}
-.. automodule:: kvarts.journal
+.. automodule:: kvarts.proof.journal
 ```
 """
 

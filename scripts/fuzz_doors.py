@@ -31,8 +31,8 @@ import grpc
 import msgspec
 import zmq
 
-from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
-from kvarts.proto.kvarts.v1 import sessions_pb2 as added
+from kvarts.doors.proto.kakeya.v1 import runtime_pb2 as contract
+from kvarts.doors.proto.kvarts.v1 import sessions_pb2 as added
 
 MIB = 1 << 20
 MAX_GROWTH_BYTES = 200 * MIB

@@ -247,11 +247,11 @@ def outcome_of(family: str) -> Outcome:
 
 def compare(family: str, model: Any) -> Outcome:
     """Run a model in pages, and compare it with `generate`."""
-    from kvarts.config import EngineConfig
-    from kvarts.errors import ConfigError
-    from kvarts.llm.check import generated
-    from kvarts.llm.llm import LLM
-    from kvarts.sampling import SamplingParams
+    from kvarts.base.errors import ConfigError
+    from kvarts.core.config import EngineConfig
+    from kvarts.core.sampling import SamplingParams
+    from kvarts.run.torch.check import generated
+    from kvarts.run.torch.llm import LLM
 
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     asked = prompts(vocabulary)
@@ -304,15 +304,15 @@ def compare(family: str, model: Any) -> Outcome:
 
 def has_windows(model: Any) -> bool:
     """Return whether a layer of a model sees a window only."""
-    from kvarts.executor.torch.probe import examine
+    from kvarts.run.torch.probe import examine
 
     return any(layer.window is not None for layer in examine(model).layers)
 
 
 def state_pages(model: Any) -> int:
     """Return how many pages are as large as the state of a sequence, 0 for a model without states."""
-    from kvarts.executor.torch.pools import page_bytes_of
-    from kvarts.executor.torch.probe import examine
+    from kvarts.run.torch.pools import page_bytes_of
+    from kvarts.run.torch.probe import examine
 
     facts = examine(model)
     page_bytes = page_bytes_of(facts.layers, page_size=PAGE_SIZE, dtype=model.dtype)

@@ -2,9 +2,9 @@
 
 `python scripts/published_models.py CONFIGS` reads a directory with files `ORGANISATION--NAME_config.json`, as the wheel
 aiconfigurator_core 0.12.0 has in `model_configs`, each with its hf_quant_config.json beside it, and writes their fields
-that kvarts reads to src/kvarts/hardware/presets/hub.json. Lists of modules are shortened to wildcards where that gives
-the same sizes. `python scripts/published_models.py --table` writes the table of sizes in docs/models.md, and without
-arguments the script exits with 1 if that table is another.
+that kvarts reads to src/kvarts/cost/hardware/presets/hub.json. Lists of modules are shortened to wildcards where that
+gives the same sizes. `python scripts/published_models.py --table` writes the table of sizes in docs/models.md, and
+without arguments the script exits with 1 if that table is another.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 
 import msgspec
 
-from kvarts.errors import ConfigError
-from kvarts.hardware import model_config
-from kvarts.hardware.config_layers import ConfigFields
-from kvarts.hardware.device import Device, load_device
-from kvarts.hardware.fit import check_split, fit_memory, fit_sequences
-from kvarts.hardware.geometry import Geometry
+from kvarts.base.errors import ConfigError
+from kvarts.cost.hardware import model_config
+from kvarts.cost.hardware.config_layers import ConfigFields
+from kvarts.cost.hardware.device import Device, load_device
+from kvarts.cost.hardware.fit import check_split, fit_memory, fit_sequences
+from kvarts.cost.hardware.geometry import Geometry
 
-PATH = Path(__file__).parents[1] / "src/kvarts/hardware/presets/hub.json"
+PATH = Path(__file__).parents[1] / "src/kvarts/cost/hardware/presets/hub.json"
 DOCS = Path(__file__).parents[1] / "docs/models.md"
 BEGIN, END = "<!-- sizes -->", "<!-- end of sizes -->"
 DEVICE, SPLITS, LENGTH = "h200-141gb", (1, 2, 4, 8), 32_768

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvarts import processes
+from kvarts.base import processes
 from kvarts.cli.main import main
 
 # What collection makes stays: there is nothing to collect until `pytest_collection_finish`.

@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
-from kvarts.client import Session, Sessions
-from kvarts.session.values import Done, StopReason, Token
+from kvarts.doors.client import Session, Sessions
+from kvarts.run.sessions.values import Done, StopReason, Token
 
 MAX_TOKENS = 256
 ANSWER = "kvarts-answer-5d41402a"
@@ -130,7 +130,7 @@ def chat_in_session(session: Session, text: ByteText, lines: Iterable[str]) -> N
 @contextmanager
 def mock() -> Iterator[str]:
     """Yield the URL of a mock in this process."""
-    from kvarts.openai_api.running import RunningServer
+    from kvarts.doors.openai.running import RunningServer
 
     with RunningServer() as server:
         yield server.url

@@ -24,8 +24,8 @@ from heapq import heapify, heappop, heappush
 from math import erfc, exp, log, log2, sqrt
 from typing import NamedTuple
 
-from kvarts.hints import Hints
-from kvarts.kv.eviction import BaseOrder, Run
+from kvarts.core.hints import Hints
+from kvarts.core.kv.eviction import BaseOrder, Run
 from kvarts.plan.orders import Rank, RankedOrder, RankedRuns, RunKey, TimedOrder, run_key
 
 __all__ = [

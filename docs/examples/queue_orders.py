@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from kvarts.kv.eviction import BaseOrder, Run
+from kvarts.core.kv.eviction import BaseOrder, Run
 from kvarts.plan.orders import RankedRuns, RunKey, run_key
 
 __all__ = ["ArcOrder", "QueuesOrder", "S3FifoOrder", "TinyLfuOrder"]

@@ -9,130 +9,130 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # each name has a line here, for type checkers, and one in _HOMES
-    from kvarts.audit.auditor import AuditError as AuditError
-    from kvarts.audit.auditor import Auditor as Auditor
-    from kvarts.audit.auditor import Finding as Finding
-    from kvarts.audit.ledger import Ledger as Ledger
-    from kvarts.calibrate import Calibration as Calibration
-    from kvarts.calibrate import calibrate as calibrate
-    from kvarts.config import EngineConfig as EngineConfig
-    from kvarts.content import Content as Content
-    from kvarts.errors import ConfigError as ConfigError
-    from kvarts.errors import InputError as InputError
-    from kvarts.errors import KvartsError as KvartsError
-    from kvarts.errors import MissingFileError as MissingFileError
-    from kvarts.errors import OutputError as OutputError
-    from kvarts.executor.cost import LinearCost as LinearCost
-    from kvarts.executor.cost import PolynomialCost as PolynomialCost
-    from kvarts.executor.roofline import RooflineCost as RooflineCost
-    from kvarts.explain.hits import HitLedger as HitLedger
-    from kvarts.explain.hits import hit_ledger as hit_ledger
-    from kvarts.explain.reading import Journal as Journal
-    from kvarts.explain.reading import load_journal as load_journal
-    from kvarts.explain.story import story_of_block as story_of_block
-    from kvarts.explain.story import story_of_request as story_of_request
-    from kvarts.kv.eviction import LruOrder as LruOrder
-    from kvarts.kv.page_cache import PageCache as PageCache
-    from kvarts.kv.pool import CountPool as CountPool
-    from kvarts.kv.pool import IdPool as IdPool
-    from kvarts.kv.pool import PageError as PageError
-    from kvarts.kv.tree import PrefixTree as PrefixTree
-    from kvarts.llm.llm import LLM as LLM
-    from kvarts.offload.config import OffloadConfig as OffloadConfig
-    from kvarts.offload.config import TierConfig as TierConfig
+    from kvarts.base.errors import ConfigError as ConfigError
+    from kvarts.base.errors import InputError as InputError
+    from kvarts.base.errors import KvartsError as KvartsError
+    from kvarts.base.errors import MissingFileError as MissingFileError
+    from kvarts.base.errors import OutputError as OutputError
+    from kvarts.core.config import EngineConfig as EngineConfig
+    from kvarts.core.content import Content as Content
+    from kvarts.core.kv.eviction import LruOrder as LruOrder
+    from kvarts.core.kv.page_cache import PageCache as PageCache
+    from kvarts.core.kv.pool import CountPool as CountPool
+    from kvarts.core.kv.pool import IdPool as IdPool
+    from kvarts.core.kv.pool import PageError as PageError
+    from kvarts.core.kv.tree import PrefixTree as PrefixTree
+    from kvarts.core.sampling import SamplingParams as SamplingParams
+    from kvarts.core.sampling import StructuredOutputs as StructuredOutputs
+    from kvarts.core.tiers.config import OffloadConfig as OffloadConfig
+    from kvarts.core.tiers.config import TierConfig as TierConfig
+    from kvarts.cost.polynomial import LinearCost as LinearCost
+    from kvarts.cost.polynomial import PolynomialCost as PolynomialCost
+    from kvarts.cost.roofline import RooflineCost as RooflineCost
     from kvarts.plan import Plan as Plan
     from kvarts.plan import plan as plan
+    from kvarts.plan.calibrate import Calibration as Calibration
+    from kvarts.plan.calibrate import calibrate as calibrate
     from kvarts.plan.sweeping import Sweep as Sweep
     from kvarts.plan.sweeping import sweep as sweep
-    from kvarts.record.journal import JournalWriter as JournalWriter
-    from kvarts.record.live import LiveTimeline as LiveTimeline
-    from kvarts.record.timeline import Timeline as Timeline
-    from kvarts.record.timeline import timelines_of as timelines_of
-    from kvarts.replaying import replay as replay
-    from kvarts.report.report import Report as Report
-    from kvarts.routers.config import Routing as Routing
-    from kvarts.routers.view import Needs as Needs
-    from kvarts.sampling import SamplingParams as SamplingParams
-    from kvarts.sampling import StructuredOutputs as StructuredOutputs
-    from kvarts.sharing.config import ModelShare as ModelShare
-    from kvarts.sharing.config import SharingConfig as SharingConfig
-    from kvarts.sharing.report import SharedReport as SharedReport
+    from kvarts.proof.audit.auditor import AuditError as AuditError
+    from kvarts.proof.audit.auditor import Auditor as Auditor
+    from kvarts.proof.audit.auditor import Finding as Finding
+    from kvarts.proof.audit.ledger import Ledger as Ledger
+    from kvarts.proof.explain.hits import HitLedger as HitLedger
+    from kvarts.proof.explain.hits import hit_ledger as hit_ledger
+    from kvarts.proof.explain.reading import Journal as Journal
+    from kvarts.proof.explain.reading import load_journal as load_journal
+    from kvarts.proof.explain.story import story_of_block as story_of_block
+    from kvarts.proof.explain.story import story_of_request as story_of_request
+    from kvarts.proof.record.journal import JournalWriter as JournalWriter
+    from kvarts.proof.record.live import LiveTimeline as LiveTimeline
+    from kvarts.proof.record.timeline import Timeline as Timeline
+    from kvarts.proof.record.timeline import timelines_of as timelines_of
+    from kvarts.proof.verify import verify as verify
+    from kvarts.proof.verify.verifier import Verdict as Verdict
+    from kvarts.proof.verify.verifier import verify_file as verify_file
+    from kvarts.run.torch.llm import LLM as LLM
     from kvarts.sim.config import ReplayConfig as ReplayConfig
     from kvarts.sim.config import Slo as Slo
-    from kvarts.traffic.formats import load_trace as load_trace
-    from kvarts.traffic.info import TraceInfo as TraceInfo
-    from kvarts.traffic.info import trace_info as trace_info
-    from kvarts.traffic.mooncake import load_mooncake as load_mooncake
-    from kvarts.traffic.trace import Trace as Trace
-    from kvarts.traffic.trace import TraceRequest as TraceRequest
-    from kvarts.traffic.workload import Workload as Workload
-    from kvarts.verify import verify as verify
-    from kvarts.verify.verifier import Verdict as Verdict
-    from kvarts.verify.verifier import verify_file as verify_file
+    from kvarts.sim.replaying import replay as replay
+    from kvarts.sim.report.report import Report as Report
+    from kvarts.sim.routers.config import Routing as Routing
+    from kvarts.sim.routers.view import Needs as Needs
+    from kvarts.sim.sharing.config import ModelShare as ModelShare
+    from kvarts.sim.sharing.config import SharingConfig as SharingConfig
+    from kvarts.sim.sharing.report import SharedReport as SharedReport
+    from kvarts.sim.traffic.formats import load_trace as load_trace
+    from kvarts.sim.traffic.info import TraceInfo as TraceInfo
+    from kvarts.sim.traffic.info import trace_info as trace_info
+    from kvarts.sim.traffic.mooncake import load_mooncake as load_mooncake
+    from kvarts.sim.traffic.trace import Trace as Trace
+    from kvarts.sim.traffic.trace import TraceRequest as TraceRequest
+    from kvarts.sim.traffic.workload import Workload as Workload
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AuditError": "kvarts.audit.auditor",
-    "Auditor": "kvarts.audit.auditor",
-    "Calibration": "kvarts.calibrate",
-    "ConfigError": "kvarts.errors",
-    "Content": "kvarts.content",
-    "CountPool": "kvarts.kv.pool",
-    "EngineConfig": "kvarts.config",
-    "Finding": "kvarts.audit.auditor",
-    "HitLedger": "kvarts.explain.hits",
-    "IdPool": "kvarts.kv.pool",
-    "InputError": "kvarts.errors",
-    "Journal": "kvarts.explain.reading",
-    "JournalWriter": "kvarts.record.journal",
-    "KvartsError": "kvarts.errors",
-    "LLM": "kvarts.llm.llm",
-    "Ledger": "kvarts.audit.ledger",
-    "LinearCost": "kvarts.executor.cost",
-    "LiveTimeline": "kvarts.record.live",
-    "LruOrder": "kvarts.kv.eviction",
-    "MissingFileError": "kvarts.errors",
-    "ModelShare": "kvarts.sharing.config",
-    "Needs": "kvarts.routers.view",
-    "OffloadConfig": "kvarts.offload.config",
-    "OutputError": "kvarts.errors",
-    "PageCache": "kvarts.kv.page_cache",
-    "PageError": "kvarts.kv.pool",
+    "AuditError": "kvarts.proof.audit.auditor",
+    "Auditor": "kvarts.proof.audit.auditor",
+    "Calibration": "kvarts.plan.calibrate",
+    "ConfigError": "kvarts.base.errors",
+    "Content": "kvarts.core.content",
+    "CountPool": "kvarts.core.kv.pool",
+    "EngineConfig": "kvarts.core.config",
+    "Finding": "kvarts.proof.audit.auditor",
+    "HitLedger": "kvarts.proof.explain.hits",
+    "IdPool": "kvarts.core.kv.pool",
+    "InputError": "kvarts.base.errors",
+    "Journal": "kvarts.proof.explain.reading",
+    "JournalWriter": "kvarts.proof.record.journal",
+    "KvartsError": "kvarts.base.errors",
+    "LLM": "kvarts.run.torch.llm",
+    "Ledger": "kvarts.proof.audit.ledger",
+    "LinearCost": "kvarts.cost.polynomial",
+    "LiveTimeline": "kvarts.proof.record.live",
+    "LruOrder": "kvarts.core.kv.eviction",
+    "MissingFileError": "kvarts.base.errors",
+    "ModelShare": "kvarts.sim.sharing.config",
+    "Needs": "kvarts.sim.routers.view",
+    "OffloadConfig": "kvarts.core.tiers.config",
+    "OutputError": "kvarts.base.errors",
+    "PageCache": "kvarts.core.kv.page_cache",
+    "PageError": "kvarts.core.kv.pool",
     "Plan": "kvarts.plan",
-    "PolynomialCost": "kvarts.executor.cost",
-    "PrefixTree": "kvarts.kv.tree",
+    "PolynomialCost": "kvarts.cost.polynomial",
+    "PrefixTree": "kvarts.core.kv.tree",
     "ReplayConfig": "kvarts.sim.config",
-    "Report": "kvarts.report.report",
-    "RooflineCost": "kvarts.executor.roofline",
-    "Routing": "kvarts.routers.config",
-    "SamplingParams": "kvarts.sampling",
-    "SharedReport": "kvarts.sharing.report",
-    "SharingConfig": "kvarts.sharing.config",
+    "Report": "kvarts.sim.report.report",
+    "RooflineCost": "kvarts.cost.roofline",
+    "Routing": "kvarts.sim.routers.config",
+    "SamplingParams": "kvarts.core.sampling",
+    "SharedReport": "kvarts.sim.sharing.report",
+    "SharingConfig": "kvarts.sim.sharing.config",
     "Slo": "kvarts.sim.config",
-    "StructuredOutputs": "kvarts.sampling",
+    "StructuredOutputs": "kvarts.core.sampling",
     "Sweep": "kvarts.plan.sweeping",
-    "TierConfig": "kvarts.offload.config",
-    "Timeline": "kvarts.record.timeline",
-    "Trace": "kvarts.traffic.trace",
-    "TraceInfo": "kvarts.traffic.info",
-    "TraceRequest": "kvarts.traffic.trace",
-    "Verdict": "kvarts.verify.verifier",
-    "Workload": "kvarts.traffic.workload",
-    "calibrate": "kvarts.calibrate",
-    "hit_ledger": "kvarts.explain.hits",
-    "load_journal": "kvarts.explain.reading",
-    "load_mooncake": "kvarts.traffic.mooncake",
-    "load_trace": "kvarts.traffic.formats",
+    "TierConfig": "kvarts.core.tiers.config",
+    "Timeline": "kvarts.proof.record.timeline",
+    "Trace": "kvarts.sim.traffic.trace",
+    "TraceInfo": "kvarts.sim.traffic.info",
+    "TraceRequest": "kvarts.sim.traffic.trace",
+    "Verdict": "kvarts.proof.verify.verifier",
+    "Workload": "kvarts.sim.traffic.workload",
+    "calibrate": "kvarts.plan.calibrate",
+    "hit_ledger": "kvarts.proof.explain.hits",
+    "load_journal": "kvarts.proof.explain.reading",
+    "load_mooncake": "kvarts.sim.traffic.mooncake",
+    "load_trace": "kvarts.sim.traffic.formats",
     "plan": "kvarts.plan",
-    "replay": "kvarts.replaying",
-    "story_of_block": "kvarts.explain.story",
-    "story_of_request": "kvarts.explain.story",
+    "replay": "kvarts.sim.replaying",
+    "story_of_block": "kvarts.proof.explain.story",
+    "story_of_request": "kvarts.proof.explain.story",
     "sweep": "kvarts.plan.sweeping",
-    "timelines_of": "kvarts.record.timeline",
-    "trace_info": "kvarts.traffic.info",
-    "verify": "kvarts.verify",
-    "verify_file": "kvarts.verify.verifier",
+    "timelines_of": "kvarts.proof.record.timeline",
+    "trace_info": "kvarts.sim.traffic.info",
+    "verify": "kvarts.proof.verify",
+    "verify_file": "kvarts.proof.verify.verifier",
 }
 """The module that each name is imported from."""
 

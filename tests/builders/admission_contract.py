@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvarts.content import Content
-from kvarts.request import Request, RequestState
-from kvarts.sched.policy import NEVER_NS, AdmissionPolicy
+from kvarts.core.content import Content
+from kvarts.core.request import Request, RequestState
+from kvarts.core.sched.policy import NEVER_NS, AdmissionPolicy
 
 __all__ = ["AdmissionPolicyContract", "waiting_request"]
 

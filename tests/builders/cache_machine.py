@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvarts.content import Content
-from kvarts.events import Event
-from kvarts.kv.cache import Holding, Match
-from kvarts.kv.eviction import EvictionOrder, HeldPages, LruOrder
-from kvarts.kv.page_cache import PageCache
-from kvarts.kv.pool import CountPool, IdPool
-from kvarts.kv.tree import PrefixTree
+from kvarts.core.content import Content
+from kvarts.core.events import Event
+from kvarts.core.kv.cache import Holding, Match
+from kvarts.core.kv.eviction import EvictionOrder, HeldPages, LruOrder
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.kv.pool import CountPool, IdPool
+from kvarts.core.kv.tree import PrefixTree
 
 from builders.holding import hold_found
 from builders.pages import evicted_names, page_name

@@ -8,9 +8,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvarts.hints import Hints
+from kvarts.core.hints import Hints
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.sim.traffic.trace import Trace, TraceRequest
 
 from oracles.naive import HeadFn, NaiveEngine, NaiveRequest, first, polynomial_ns, run_naive
 

@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from kvarts.traffic.formats import load_trace
-from kvarts.traffic.trace import TraceRequest
+from kvarts.sim.traffic.formats import load_trace
+from kvarts.sim.traffic.trace import TraceRequest
 
 __all__ = ["write_claude_sessions"]
 

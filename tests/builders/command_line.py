@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvarts.base.settings import Given, given_by_flags
 from kvarts.cli.replay import ReplayCommand, replay_command
 from kvarts.cli.replaying import all_sections
-from kvarts.settings import Given, given_by_flags
 
 __all__ = ["parsed"]
 

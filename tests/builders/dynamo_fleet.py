@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvarts.fleet.config import FleetConfig, PoolConfig
-from kvarts.fleet.report import FleetReport
-from kvarts.fleet.scaling import Scripted
 from kvarts.sim.config import ReplayConfig
+from kvarts.sim.fleet.config import FleetConfig, PoolConfig
+from kvarts.sim.fleet.report import FleetReport
+from kvarts.sim.fleet.scaling import Scripted
 
 TOLERANCE_MS = 1e-3
 COLUMNS = (
@@ -49,7 +49,7 @@ THEIRS = (
 
 
 def config_of(case: Mapping[str, Any], **changes: Any) -> FleetConfig:
-    """The fleet of a case of tests/fleet/data/cases.json."""
+    """The fleet of a case of tests/sim/fleet/data/cases.json."""
     given = {"num_pages": 16384, "page_size": 512, "profile": "mocker", "concurrency": case.get("concurrency")}
     prefill = ReplayConfig(**{**given, "replicas": case["prefills"], **case.get("prefill", {}), **changes})
     decode = ReplayConfig(**{**given, "replicas": case["decodes"], **case.get("decode", {}), **changes})

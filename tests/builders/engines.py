@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvarts.build import build_engine, preparation_of
-from kvarts.config import EngineConfig
-from kvarts.content import Content
-from kvarts.event_log import EventReader
-from kvarts.executor.base import VirtualExecutor
-from kvarts.executor.cost import LinearCost
-from kvarts.executor.simulated import SimExecutor
-from kvarts.kv.cache import Cache
-from kvarts.kv.page_cache import PageCache
-from kvarts.request import Request
-from kvarts.sched.scheduler import Scheduler
+from kvarts.core.build import build_engine, preparation_of
+from kvarts.core.config import EngineConfig
+from kvarts.core.content import Content
+from kvarts.core.event_log import EventReader
+from kvarts.core.executor import VirtualExecutor
+from kvarts.core.kv.cache import Cache
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.request import Request
+from kvarts.core.sched.scheduler import Scheduler
+from kvarts.cost.polynomial import LinearCost
+from kvarts.cost.simulated import SimExecutor
 from kvarts.sim.replica import Replica
 
 __all__ = ["make_replica", "make_scheduler", "request_of", "run", "whole_pages"]

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from kvarts.content import Content
-from kvarts.events import Event, PagesRemoved
-from kvarts.kv.cache import Holding
-from kvarts.kv.eviction import EvictionOrder, HeldPages
-from kvarts.kv.page_cache import PageCache
-from kvarts.kv.pool import IdPool
-from kvarts.kv.tree import PrefixTree
+from kvarts.core.content import Content
+from kvarts.core.events import Event, PagesRemoved
+from kvarts.core.kv.cache import Holding
+from kvarts.core.kv.eviction import EvictionOrder, HeldPages
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.kv.pool import IdPool
+from kvarts.core.kv.tree import PrefixTree
 
 from builders.holding import hold_found
 

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvarts.config import EngineConfig
-from kvarts.executor.base import Executor, VirtualExecutor
-from kvarts.sched.plan import Batch, StepPlan, StepResult
-from kvarts.values import Value
+from kvarts.base.records import Value
+from kvarts.core.config import EngineConfig
+from kvarts.core.executor import Executor, VirtualExecutor
+from kvarts.core.sched.plan import Batch, StepPlan, StepResult
 
 from builders.fields import fields_of
 from builders.serving import Arrival, serve

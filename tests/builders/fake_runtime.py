@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvarts.sampling import SamplingParams
-from kvarts.session.values import (
+from kvarts.core.sampling import SamplingParams
+from kvarts.run.sessions.values import (
     Done,
     SessionBusyError,
     SessionGoneError,

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvarts.values import Value
+from kvarts.base.records import Value
 
 __all__ = ["changed", "fields_of"]
 

@@ -9,13 +9,13 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvarts.events import Arrived, AtRest, LeapDone, PagesRemoved, PagesStored, StepDone, StepEnded, StepStarted
-from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, StoreSettings
-from kvarts.fleet.faults import Fault, Kind
-from kvarts.fleet.report import FleetReport
-from kvarts.fleet.scaling import parse_scaler
-from kvarts.replaying import replay
-from kvarts.routers.config import QueueOrder, Routing
+from kvarts.core.events import Arrived, AtRest, LeapDone, PagesRemoved, PagesStored, StepDone, StepEnded, StepStarted
+from kvarts.sim.fleet.config import FleetConfig, FleetWorker, PoolConfig, StoreSettings
+from kvarts.sim.fleet.faults import Fault, Kind
+from kvarts.sim.fleet.report import FleetReport
+from kvarts.sim.fleet.scaling import parse_scaler
+from kvarts.sim.replaying import replay
+from kvarts.sim.routers.config import QueueOrder, Routing
 
 from builders.case import Case, cases
 from builders.grouped import Told

@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 import torch
 
-from kvarts.executor.flat_batch import PageTables
-from kvarts.executor.torch.attention import AttentionMetadata, AttentionParams, PagedAttention
-from kvarts.executor.torch.block_cut import BlockCut
-from kvarts.executor.torch.pools import KVPools, LayerShape
-from kvarts.kv.groups import PageTable
-from kvarts.kv.pool import PageId
-from kvarts.sched.plan import Batch, Chunk, DecodeRows, StepPlan
+from kvarts.core.kv.groups import PageTable
+from kvarts.core.kv.pool import PageId
+from kvarts.core.sched.plan import Batch, Chunk, DecodeRows, StepPlan
+from kvarts.run.flat_batch import PageTables
+from kvarts.run.torch.attention import AttentionMetadata, AttentionParams, PagedAttention
+from kvarts.run.torch.block_cut import BlockCut
+from kvarts.run.torch.pools import KVPools, LayerShape
 
 __all__ = ["GroupSteps"]
 

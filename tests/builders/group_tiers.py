@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from kvarts.config import StateMode
-from kvarts.event_log import EventReader
-from kvarts.executor.cost import LinearCost
-from kvarts.kv.groups import PartGroup
-from kvarts.offload.config import OffloadConfig
-from kvarts.replaying import replay
-from kvarts.report.report import Report
+from kvarts.core.config import StateMode
+from kvarts.core.event_log import EventReader
+from kvarts.core.kv.groups import PartGroup
+from kvarts.core.tiers.config import OffloadConfig
+from kvarts.cost.polynomial import LinearCost
+from kvarts.sim.replaying import replay
+from kvarts.sim.report.report import Report
 
 from builders.case import Case, Row, cases
 from builders.grouped import STATES, part_groups

@@ -8,14 +8,14 @@ from typing import Any, get_args
 import msgspec
 from hypothesis import strategies as st
 
-from kvarts.config import StateMode
-from kvarts.content import Content
-from kvarts.events import Event, LeapDone, PagesStored, StepDone, StepEnded, StepStarted
-from kvarts.hardware.kv_groups import KvKind, KvLayer
-from kvarts.kv.groups import STATE_SPAN, PartGroup
-from kvarts.replaying import replay
-from kvarts.report.report import Report
-from kvarts.report.requests import CANCELLED, REJECTED
+from kvarts.core.config import StateMode
+from kvarts.core.content import Content
+from kvarts.core.events import Event, LeapDone, PagesStored, StepDone, StepEnded, StepStarted
+from kvarts.core.kv.groups import STATE_SPAN, PartGroup
+from kvarts.core.kv.layers import KvKind, KvLayer
+from kvarts.sim.replaying import replay
+from kvarts.sim.report.report import Report
+from kvarts.sim.report.requests import CANCELLED, REJECTED
 
 from builders.case import Case
 from builders.fields import fields_of

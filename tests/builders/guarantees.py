@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from math import inf
 from unittest.mock import patch
 
-from kvarts.events import Blocked
-from kvarts.request import Request
-from kvarts.sched.policy import NEVER_NS
-from kvarts.sharing.device import SharedDevice
+from kvarts.core.events import Blocked
+from kvarts.core.request import Request
+from kvarts.core.sched.policy import NEVER_NS
+from kvarts.sim.sharing.device import SharedDevice
 
 __all__ = ["guarantees_kept"]
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from kvarts.request import Request
-from kvarts.sched.plan import Batch
+from kvarts.core.request import Request
+from kvarts.core.sched.plan import Batch
 
 from builders.toy_model import NUM_TOKEN_IDS, generate
 

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvarts.config import EngineConfig
-from kvarts.llm.llm import LLM
-from kvarts.request import Request
-from kvarts.sampling import SamplingParams
-from kvarts.sched.plan import Batch
+from kvarts.core.config import EngineConfig
+from kvarts.core.request import Request
+from kvarts.core.sampling import SamplingParams
+from kvarts.core.sched.plan import Batch
+from kvarts.run.torch.llm import LLM
 
 from builders.real_models import GREEDY, VOCABULARY, Ids
 
@@ -45,12 +45,12 @@ class Oracle:
 
 def guessing(monkeypatch: pytest.MonkeyPatch, drafter: Any) -> None:
     """Let engines with speculation be made with this drafter."""
-    monkeypatch.setattr("kvarts.llm.llm.NgramDrafter", lambda config, max_num_seqs, times: drafter)
+    monkeypatch.setattr("kvarts.run.torch.llm.NgramDrafter", lambda config, max_num_seqs, times: drafter)
 
 
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines guess as if a step took as long as it most often does, whatever else the machine does now."""
-    monkeypatch.setattr("kvarts.llm.llm.TIMED_STEPS", ())
+    monkeypatch.setattr("kvarts.run.torch.llm.TIMED_STEPS", ())
 
 
 def answers_of(model: Any, prompts: Sequence[Ids], params: SamplingParams = GREEDY) -> dict[tuple[int, ...], Ids]:

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvarts.kv.eviction import EvictionOrder
-from kvarts.sched.policy import AdmissionPolicy
+from kvarts.core.kv.eviction import EvictionOrder
+from kvarts.core.sched.policy import AdmissionPolicy
 
 __all__ = ["LeastHits", "ShortestFirst", "shortest_first"]
 

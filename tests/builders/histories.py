@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvarts.session.history import Histories
-from kvarts.session.values import SessionSettings, StoredSession, Usage
+from kvarts.run.sessions.history import Histories
+from kvarts.run.sessions.values import SessionSettings, StoredSession, Usage
 
 
 def stored(number: int, *, length: int = 0, **changes: Any) -> StoredSession:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvarts.kv.cache import Match
-from kvarts.kv.eviction import HeldPages
-from kvarts.kv.page_cache import PageCache
+from kvarts.core.kv.cache import Match
+from kvarts.core.kv.eviction import HeldPages
+from kvarts.core.kv.page_cache import PageCache
 
 __all__ = ["hold_found"]
 

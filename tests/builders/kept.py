@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvarts.events import Event
+from kvarts.core.events import Event
 
 
 class Kept:

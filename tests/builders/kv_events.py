@@ -7,18 +7,18 @@ from typing import Any
 
 import msgspec
 
-from kvarts.content import Content
-from kvarts.event_log import EventReader
-from kvarts.events import Event, PagesRemoved, PagesStored
-from kvarts.executor.simulated import SimExecutor
-from kvarts.kv.groups import PartGroup
-from kvarts.report.requests import RequestLog
-from kvarts.serve.kv_events.batches import Batch, EventGroup, Form, Wire
-from kvarts.serve.kv_events.reader import KvEventReader
+from kvarts.core.content import Content
+from kvarts.core.event_log import EventReader
+from kvarts.core.events import Event, PagesRemoved, PagesStored
+from kvarts.core.kv.groups import PartGroup
+from kvarts.cost.simulated import SimExecutor
+from kvarts.doors.kv_events.batches import Batch, EventGroup, Form, Wire
+from kvarts.doors.kv_events.reader import KvEventReader
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
+from kvarts.sim.report.requests import RequestLog
 from kvarts.sim.router import RoundRobin
-from kvarts.traffic.source import OpenLoop
+from kvarts.sim.traffic.source import OpenLoop
 
 from builders.case import Case
 from builders.engines import make_replica

@@ -6,10 +6,10 @@ import sys
 import time
 from collections import deque
 
-from kvarts.content import Content
-from kvarts.events import Event, PagesRemoved, PagesStored
-from kvarts.serve.kv_events.batches import KvEventsConfig
-from kvarts.serve.kv_events.publisher import open_kv_events
+from kvarts.core.content import Content
+from kvarts.core.events import Event, PagesRemoved, PagesStored
+from kvarts.doors.kv_events.batches import KvEventsConfig
+from kvarts.doors.kv_events.publisher import open_kv_events
 
 PAGE = 16
 PAGES = 64

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvarts.replaying import replay
-from kvarts.report.report import Report
-from kvarts.report.requests import CANCELLED, REJECTED
-from kvarts.report.steps import StepLog
+from kvarts.sim.replaying import replay
+from kvarts.sim.report.report import Report
+from kvarts.sim.report.requests import CANCELLED, REJECTED
+from kvarts.sim.report.steps import StepLog
 
 from builders.case import Case
 from builders.outcome import Outcome, run_kvarts

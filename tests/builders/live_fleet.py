@@ -13,18 +13,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvarts.executor.cost import LinearCost
-from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, Role
-from kvarts.fleet.replay import replay_fleet
-from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.fleet.opening import OpenedFleet, open_fleet
-from kvarts.openai_api.fleet.servers import FleetServer
-from kvarts.openai_api.opening import Door
-from kvarts.openai_api.served import Ask, Limits, Served
-from kvarts.openai_api.server import Address
-from kvarts.sampling import SamplingParams
+from kvarts.core.sampling import SamplingParams
+from kvarts.cost.polynomial import LinearCost
+from kvarts.doors.openai.errors import ApiError
+from kvarts.doors.openai.fleet.opening import OpenedFleet, open_fleet
+from kvarts.doors.openai.fleet.servers import FleetServer
+from kvarts.doors.openai.opening import Door
+from kvarts.doors.openai.served import Ask, Limits, Served
+from kvarts.doors.openai.server import Address
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.logs import RecordedRow, recorded_trace
+from kvarts.sim.fleet.config import FleetConfig, FleetWorker, PoolConfig, Role
+from kvarts.sim.fleet.replay import replay_fleet
+from kvarts.sim.traffic.logs import RecordedRow, recorded_trace
 
 from builders.http_client import call
 from builders.parity import Heard

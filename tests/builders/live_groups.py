@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kvarts.audit.opening import open_audit
-from kvarts.build import PrepareTiers, build_engine
-from kvarts.config import EngineConfig
-from kvarts.content import Content
-from kvarts.engine import Engine
-from kvarts.event_log import EventReader
-from kvarts.events import StepDone
-from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.groups import GroupMemory, PartGroup
-from kvarts.kv.transfer import Direction, Move, TransferReport
-from kvarts.request import Request, RequestState
-from kvarts.sched.drafts import Drafter
-from kvarts.sched.plan import StepPlan, StepResult
+from kvarts.core.build import PrepareTiers, build_engine
+from kvarts.core.config import EngineConfig
+from kvarts.core.content import Content
+from kvarts.core.engine import Engine
+from kvarts.core.event_log import EventReader
+from kvarts.core.events import StepDone
+from kvarts.core.kv.groups import GroupMemory, PartGroup
+from kvarts.core.kv.layers import KvLayer
+from kvarts.core.kv.transfer import Direction, Move, TransferReport
+from kvarts.core.request import Request, RequestState
+from kvarts.core.sched.drafts import Drafter
+from kvarts.core.sched.plan import StepPlan, StepResult
+from kvarts.proof.audit.opening import open_audit
 
 from oracles.naive import NaiveRequest
 from oracles.naive_group_engine import NaiveGroupEngine

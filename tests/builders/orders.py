@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvarts.kv.eviction import BaseOrder, Run
+from kvarts.core.kv.eviction import BaseOrder, Run
 
 __all__ = ["FewestHits", "LatestFirst", "MostHits", "plant_deaf"]
 

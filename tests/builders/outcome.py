@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import kvarts
-from kvarts.event_log import EventReader
-from kvarts.events import Event
-from kvarts.report.report import Report
-from kvarts.report.requests import RequestLog
-from kvarts.report.steps import StepLog
+from kvarts.core.event_log import EventReader
+from kvarts.core.events import Event
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver, Runner
 from kvarts.sim.replay import open_ranks, open_replica
 from kvarts.sim.replica import Replica
+from kvarts.sim.report.report import Report
+from kvarts.sim.report.requests import RequestLog
+from kvarts.sim.report.steps import StepLog
 from kvarts.sim.router import RoundRobin
 
 from builders.case import Case

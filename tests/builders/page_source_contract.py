@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvarts.content import Content
-from kvarts.kv.page_cache import PageCache
-from kvarts.request import Request
-from kvarts.sched.page_source import PageSource
+from kvarts.core.content import Content
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.request import Request
+from kvarts.core.sched.page_source import PageSource
 
 __all__ = ["PageSourceContract", "asking"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvarts.content import Content
-from kvarts.events import Event, PagesRemoved, PagesStored, StepStarted
+from kvarts.core.content import Content
+from kvarts.core.events import Event, PagesRemoved, PagesStored, StepStarted
 
 
 def page_name(content: Content, page: int) -> tuple[object, tuple[object, ...]]:

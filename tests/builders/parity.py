@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from kvarts.content import Content
-from kvarts.events import Arrived, Event, Finished
+from kvarts.core.content import Content
+from kvarts.core.events import Arrived, Event, Finished
 
 from builders.fields import fields_of
 

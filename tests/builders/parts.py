@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvarts.kv.account import RunAccount
-from kvarts.kv.run_cache import RunCache
-from kvarts.kv.runs import PartRun, Turns
-from kvarts.request import Request
+from kvarts.core.kv.account import RunAccount
+from kvarts.core.kv.run_cache import RunCache
+from kvarts.core.kv.runs import PartRun, Turns
+from kvarts.core.request import Request
 
 from oracles.grouped_cache import GroupedCache
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kvarts.content import pack_units
-from kvarts.traffic.trace import Trace, TraceRequest, spell
+from kvarts.core.content import pack_units
+from kvarts.sim.traffic.trace import Trace, TraceRequest, spell
 
 __all__ = ["small_traces"]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvarts.kv.eviction import LruOrder
-from kvarts.report.report import STATUS_NAMES
-from kvarts.report.requests import COMPLETED, REJECTED
-from kvarts.sched.policy import PriorityPolicy
+from kvarts.core.kv.eviction import LruOrder
+from kvarts.core.sched.policy import PriorityPolicy
+from kvarts.sim.report.report import STATUS_NAMES
+from kvarts.sim.report.requests import COMPLETED, REJECTED
 
 from builders.case import ROUTERS, Case
 from builders.guide_policies import LeastHits, shortest_first

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvarts.event_log import EventLog, EventReader
-from kvarts.events import Event, StepDone
+from kvarts.core.event_log import EventLog, EventReader
+from kvarts.core.events import Event, StepDone
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
 from kvarts.sim.router import RoundRobin
@@ -40,8 +40,8 @@ class Batches:
 
 def batches_of_a_run(*, step_by_step: bool = False) -> list[list[Event]]:
     """The events of a run with hits, evictions and preemptions, as a log hands them out after every step."""
-    from kvarts.report.requests import RequestLog
-    from kvarts.traffic.source import OpenLoop
+    from kvarts.sim.report.requests import RequestLog
+    from kvarts.sim.traffic.source import OpenLoop
 
     rows = [Row(3 * index, [1, 2, 3, 4, index % 3], 5, 30 + index, None, index % 2, None) for index in range(12)]
     case = Case(rows, 1, PAGE_SIZE, NUM_PAGES, 16, 4, "default", 1)

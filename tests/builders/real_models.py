@@ -11,13 +11,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvarts.config import EngineConfig
-from kvarts.executor.page_bytes import PageCopier
-from kvarts.executor.torch.tiny import FAMILIES
-from kvarts.kv.transfer import Direction, Move
-from kvarts.llm.llm import LLM
-from kvarts.llm.text import Completion
-from kvarts.sampling import SamplingParams
+from kvarts.core.config import EngineConfig
+from kvarts.core.kv.transfer import Direction, Move
+from kvarts.core.sampling import SamplingParams
+from kvarts.run.page_bytes import PageCopier
+from kvarts.run.text import Completion
+from kvarts.run.torch.llm import LLM
+from kvarts.run.torch.tiny import FAMILIES
 
 ATTENDING = [
     family for family, (_, changes) in FAMILIES.items() if "linear_attention" not in changes.get("layer_types", ())

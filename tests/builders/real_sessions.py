@@ -8,9 +8,9 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from kvarts.llm.llm import LLM
-from kvarts.session.sessions import Sessions
-from kvarts.session.values import SessionInfo, SessionSettings
+from kvarts.run.sessions.sessions import Sessions
+from kvarts.run.sessions.values import SessionInfo, SessionSettings
+from kvarts.run.torch.llm import LLM
 
 from builders.sessions import talk_at_random
 from oracles.masked_forward import masked_greedy

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvarts.report.report import Report
-from kvarts.report.run_directory import run_json
+from kvarts.sim.report.report import Report
+from kvarts.sim.report.run_directory import run_json
 
 
 def timeline_rows(report: Report) -> list[dict[str, Any]]:

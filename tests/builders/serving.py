@@ -8,13 +8,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvarts.audit.opening import open_audit
-from kvarts.build import Audit, build_engine
-from kvarts.config import EngineConfig
-from kvarts.content import Content
-from kvarts.engine import Engine
-from kvarts.event_log import EventReader
-from kvarts.request import Request
+from kvarts.core.build import Audit, build_engine
+from kvarts.core.config import EngineConfig
+from kvarts.core.content import Content
+from kvarts.core.engine import Engine
+from kvarts.core.event_log import EventReader
+from kvarts.core.request import Request
+from kvarts.proof.audit.opening import open_audit
 
 from builders.toy_model import NUM_TOKEN_IDS, generate
 

@@ -8,9 +8,9 @@ from typing import Generic, TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvarts.kv.cache import Cache, PageReserve
-from kvarts.kv.pool import PageId
-from kvarts.kv.session_pages import ChunkRoom, SessionPages
+from kvarts.core.kv.cache import Cache, PageReserve
+from kvarts.core.kv.pool import PageId
+from kvarts.core.kv.session_pages import ChunkRoom, SessionPages
 
 __all__ = ["KnownPages", "PagesMachine"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvarts.serve.server import Binding, SessionServer
+from kvarts.doors.grpc.server import Binding, SessionServer
 
 from builders.fake_runtime import FakeRuntime
 

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 import kvarts
-from kvarts.replaying import replay
-from kvarts.report.report import Report
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.sim.replaying import replay
+from kvarts.sim.report.report import Report
+from kvarts.sim.traffic.trace import Trace, TraceRequest
 
 from builders.grouped import assert_same_outcome
 from builders.outcome import timelines_json

@@ -8,15 +8,15 @@ from random import Random
 from threading import Event
 from typing import Any
 
-from kvarts.clock import Clock, VirtualClock
-from kvarts.config import EngineConfig
-from kvarts.event_log import EventReader
-from kvarts.llm.loop import ModelHost
-from kvarts.sampling import SamplingParams
-from kvarts.session.opening import MOCK_VOCAB_SIZE, mock_host
-from kvarts.session.sessions import Sessions
-from kvarts.session.table import SessionTable
-from kvarts.session.values import Done, SessionInfo, SessionsConfig, SessionSettings, Token
+from kvarts.base.clock import Clock, VirtualClock
+from kvarts.core.config import EngineConfig
+from kvarts.core.event_log import EventReader
+from kvarts.core.sampling import SamplingParams
+from kvarts.run.engine_loop import ModelHost
+from kvarts.run.sessions.opening import MOCK_VOCAB_SIZE, mock_host
+from kvarts.run.sessions.sessions import Sessions
+from kvarts.run.sessions.table import SessionTable
+from kvarts.run.sessions.values import Done, SessionInfo, SessionsConfig, SessionSettings, Token
 
 __all__ = [
     "OWNER",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvarts.config import EngineConfig
-from kvarts.content import Content
-from kvarts.kv.cache import Cache
-from kvarts.request import Request
-from kvarts.sched.scheduler import Scheduler
-from kvarts.sharing.device import SharedDevice
-from kvarts.sharing.memory import DevicePart
+from kvarts.core.config import EngineConfig
+from kvarts.core.content import Content
+from kvarts.core.kv.cache import Cache
+from kvarts.core.request import Request
+from kvarts.core.sched.scheduler import Scheduler
+from kvarts.sim.sharing.device import SharedDevice
+from kvarts.sim.sharing.memory import DevicePart
 
 from builders.engines import make_scheduler
 

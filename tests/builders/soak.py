@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from kvarts.sampling import SamplingParams
-from kvarts.session.soak.run import Sample, SoakPlan, SoakRecord
-from kvarts.session.values import (
+from kvarts.core.sampling import SamplingParams
+from kvarts.run.sessions.soak.run import Sample, SoakPlan, SoakRecord
+from kvarts.run.sessions.values import (
     Done,
     SessionInfo,
     SessionNotReadyError,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvarts.llm.room import KVRoom
+from kvarts.run.torch.room import KVRoom
 
 from builders.real_models import PAGE_SIZE, VOCABULARY
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvarts.connect.sockets import FULL_STATE, Numbered
+from kvarts.doors.watch.sockets import FULL_STATE, Numbered
 
 __all__ = ["CLEARED", "Published", "removed", "stored"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvarts.audit.auditor import AuditError, Finding
-from kvarts.content import Content
-from kvarts.events import Event
-from kvarts.request import Request
+from kvarts.core.content import Content
+from kvarts.core.events import Event
+from kvarts.core.request import Request
+from kvarts.proof.audit.auditor import AuditError, Finding
 from kvarts.sim.replica import Replica
 
 PAGE_SIZE = 4

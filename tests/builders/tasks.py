@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvarts.errors import InputError, KvartsError
+from kvarts.base.errors import InputError, KvartsError
 
 __all__ = ["ends", "fails_at", "of_evens", "of_table", "process_of", "with_shared"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from kvarts.offload.config import SHORT, LoadKv, OffloadConfig, TierConfig
+from kvarts.core.tiers.config import SHORT, LoadKv, OffloadConfig, TierConfig
 
 from builders.case import Case, cases
 from oracles.naive import polynomial_ns

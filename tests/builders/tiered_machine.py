@@ -10,19 +10,19 @@ from typing import Any, cast
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvarts.content import Content
-from kvarts.hardware.kv_groups import KvKind
-from kvarts.kv.group_pages import GroupPages, HeldParts, IncomingParts, PartHolding
-from kvarts.kv.groups import GroupMemory, PartGroup, Retention
-from kvarts.kv.runs import Listed, PartRun, RunHolding, Spot
-from kvarts.kv.transfer import Direction, TransferReport
-from kvarts.offload.channel import Channel
-from kvarts.offload.layout import ConnectedTier
-from kvarts.offload.offloader import Offloader
-from kvarts.offload.part_files import PartFiles
-from kvarts.offload.part_layout import PartLayout
-from kvarts.offload.part_policy import EagerParts
-from kvarts.offload.part_tier import PartTier
+from kvarts.core.content import Content
+from kvarts.core.kv.group_pages import GroupPages, HeldParts, IncomingParts, PartHolding
+from kvarts.core.kv.groups import GroupMemory, PartGroup, Retention
+from kvarts.core.kv.layers import KvKind
+from kvarts.core.kv.runs import Listed, PartRun, RunHolding, Spot
+from kvarts.core.kv.transfer import Direction, TransferReport
+from kvarts.core.tiers.channel import Channel
+from kvarts.core.tiers.layout import ConnectedTier
+from kvarts.core.tiers.offloader import Offloader
+from kvarts.core.tiers.part_files import PartFiles
+from kvarts.core.tiers.part_layout import PartLayout
+from kvarts.core.tiers.part_policy import EagerParts
+from kvarts.core.tiers.part_tier import PartTier
 
 from builders.grouped import layers
 from builders.parts import listed_pages

@@ -8,15 +8,15 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from kvarts.config import EngineConfig
-from kvarts.engine import Engine
-from kvarts.executor.page_bytes import PageCopier
-from kvarts.kv.transfer import Direction, Transfer, TransferReport
-from kvarts.offload.config import OffloadConfig
-from kvarts.offload.opening import prepare_tiers
-from kvarts.offload.pagefiles import PageFiles
-from kvarts.sched.drafts import Drafter
-from kvarts.sched.plan import StepPlan, StepResult
+from kvarts.core.config import EngineConfig
+from kvarts.core.engine import Engine
+from kvarts.core.kv.transfer import Direction, Transfer, TransferReport
+from kvarts.core.sched.drafts import Drafter
+from kvarts.core.sched.plan import StepPlan, StepResult
+from kvarts.core.tiers.config import OffloadConfig
+from kvarts.core.tiers.opening import prepare_tiers
+from kvarts.core.tiers.pagefiles import PageFiles
+from kvarts.run.page_bytes import PageCopier
 
 from builders.serving import Arrival, assert_undisturbed, serve
 from builders.tiers import offloader_of

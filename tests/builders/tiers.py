@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvarts.content import Content
-from kvarts.engine import Engine
-from kvarts.kv.runs import holding_of_transfer
-from kvarts.kv.span_tree import SpanTree
-from kvarts.offload.offloader import Offloader
-from kvarts.offload.page_layout import PageLayout
-from kvarts.offload.part_tier import PartTier
+from kvarts.core.content import Content
+from kvarts.core.engine import Engine
+from kvarts.core.kv.runs import holding_of_transfer
+from kvarts.core.kv.span_tree import SpanTree
+from kvarts.core.tiers.offloader import Offloader
+from kvarts.core.tiers.page_layout import PageLayout
+from kvarts.core.tiers.part_tier import PartTier
 from kvarts.sim.replica import Replica
 
 __all__ = ["offloader_of", "store_parts"]

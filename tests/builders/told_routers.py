@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvarts.kv.transfer import PeersGain
+from kvarts.core.kv.transfer import PeersGain
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import open_router, tiers_of
 from kvarts.sim.router import Routed, Router

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.sched.plan import StepPlan, StepResult
+from kvarts.core.sched.plan import StepPlan, StepResult
 
 Words = npt.NDArray[np.uint64]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvarts.executor.torch import triton_backend
+from kvarts.run.torch import triton_backend
 
 REASON = "PyTorch for a CPU comes without Triton"
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason=REASON))

@@ -1,4 +1,4 @@
-"""kvarts' order of eviction and files behind vLLM's own managers; started by tests/connect/test_vllm_doors.py.
+"""kvarts' order of eviction and files behind vLLM's own managers; started by tests/doors/vllm/test_vllm_doors.py.
 
 Runs with a Python that has vLLM. Arguments: what to check, a directory, and a seed. Prints "held" at the end.
 """
@@ -43,7 +43,7 @@ def sequences(draw: random.Random) -> list[list[bytes]]:
 def check_policy(seed: int) -> None:
     """Whatever is stored, loaded and evicted: what is left of a sequence is a prefix of it."""
     draw = random.Random(seed)
-    manager = CPUOffloadingManager(draw.randint(7, 8), "KvartsCachePolicy", "kvarts.connect.vllm")
+    manager = CPUOffloadingManager(draw.randint(7, 8), "KvartsCachePolicy", "kvarts.doors.vllm")
     known = sequences(draw)
     num_evicted = 0
     for number in range(60):
@@ -73,7 +73,7 @@ def check_policy(seed: int) -> None:
 
 def open_files(folder: str, num_pages: int, view: Any, **options: Any) -> Any:
     """Return the tier as vLLM's factory makes it."""
-    from kvarts.offload.pagefiles import file_bytes
+    from kvarts.core.tiers.pagefiles import file_bytes
 
     parallel = {"tp_size": 1, "pp_size": 1, "pcp_size": 1, "dcp_size": 1, "data_parallel_index": 0}
     config = OffloadingConfig(
@@ -96,7 +96,7 @@ def open_files(folder: str, num_pages: int, view: Any, **options: Any) -> Any:
     )
     events = OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=False)
     spec = SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=events)
-    settings = {"type": "KvartsFiles", "module_path": "kvarts.connect.vllm", "directory": folder}
+    settings = {"type": "KvartsFiles", "module_path": "kvarts.doors.vllm", "directory": folder}
     disk = num_pages * file_bytes(36, PAGE_BYTES)
     return SecondaryTierFactory.create_secondary_tier(
         {**settings, "disk": disk, "enable_kv_events": True, **options}, memoryview(view), spec

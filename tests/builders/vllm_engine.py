@@ -1,4 +1,4 @@
-"""Runs a tiny random model in vLLM; started by tests/connect/test_inside_vllm.py with a Python that has vLLM.
+"""Runs a tiny random model in vLLM; started by tests/doors/vllm/test_inside_vllm.py with a Python that has vLLM.
 
 Reads rounds of prompts from standard input, one JSON object a line: `prompts`, `max_tokens`. Prints for each round the
 tokens generated and the prompt tokens that were found; last of all the counts of kvarts' tiers. `ports`: of its KV
@@ -49,7 +49,7 @@ def main() -> None:
             kv_role="kv_both",
             kv_connector_extra_config={
                 "spec_name": "KvartsOffloadingSpec",
-                "spec_module_path": "kvarts.connect.vllm",
+                "spec_module_path": "kvarts.doors.vllm",
                 **settings["tiers"],
             },
         )

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvarts.executor.torch.attention import ATTENTION, register
-from kvarts.llm.llm import LLM
+from kvarts.run.torch.attention import ATTENTION, register
+from kvarts.run.torch.llm import LLM
 
 from builders.real_models import VOCABULARY
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from kvarts.record.journal import JournalWriter
-from kvarts.replaying import replay
+from kvarts.proof.record.journal import JournalWriter
+from kvarts.sim.replaying import replay
 
 from builders.case import Case
 

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("grpc", reason="needs kvarts[grpc]")
 pytest.importorskip("zmq", reason="needs kvarts[serve]")
 
-from kvarts.calibrate.design import MOST_STEPS
-from kvarts.connect.sockets import EngineStream
-from kvarts.errors import ConfigError
+from kvarts.base.errors import ConfigError
+from kvarts.doors.watch.sockets import EngineStream
+from kvarts.plan.calibrate.design import MOST_STEPS
 from kvarts.plan.sweep import MOST_POINTS
 
 SESSIONS = ("serve", "sessions", "--mock", "--bind", "127.0.0.1:0")

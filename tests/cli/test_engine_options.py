@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from kvarts.cli.llm import engine_options, engine_options_of, kv_groups_option, snapshots_option
-from kvarts.config import EngineOptions
+from kvarts.core.config import EngineOptions
 
 GIVEN = {
     "kv_memory": ("--kv-memory 1MiB", "1MiB"),

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("grpc", reason="needs kvarts[grpc]")
-from kvarts.client import Sessions
-from kvarts.config import EngineOptions
-from kvarts.session.values import SessionSettings
+from kvarts.core.config import EngineOptions
+from kvarts.doors.client import Sessions
+from kvarts.run.sessions.values import SessionSettings
 
 from builders.session_server import ANY_PORT
 
@@ -34,11 +34,11 @@ SERVE = textwrap.dedent("""
             await super().shut_down()
             print("shut down", len(self.sessions), flush=True)
 
-    opening = ModuleType("kvarts.session.opening")
+    opening = ModuleType("kvarts.run.sessions.opening")
     opening.open_sessions = lambda **settings: print(settings["defaults"], flush=True) or Runtime(
         defaults=settings["defaults"], step_s=0.01
     )
-    sys.modules["kvarts.session.opening"] = opening
+    sys.modules["kvarts.run.sessions.opening"] = opening
     from kvarts.cli.main import run
 
     sys.argv = ["kvarts", "serve", "sessions", *sys.argv[1:]]
@@ -90,9 +90,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         asked.append(settings)
         raise KeyboardInterrupt
 
-    opening = ModuleType("kvarts.session.opening")
+    opening = ModuleType("kvarts.run.sessions.opening")
     opening.open_sessions = open_sessions  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kvarts.session.opening", opening)
+    monkeypatch.setitem(sys.modules, "kvarts.run.sessions.opening", opening)
     return asked
 
 

@@ -10,13 +10,23 @@ import click
 import msgspec
 import pytest
 
+from kvarts.base.errors import ConfigError
+from kvarts.base.settings import (
+    SET,
+    Flags,
+    Given,
+    Section,
+    Setting,
+    given_in,
+    is_inline,
+    settings_by_param,
+    settings_of,
+)
 from kvarts.cli.effects import NEEDS
 from kvarts.cli.options import options_of
 from kvarts.cli.parts import concern_parts, load_parts
 from kvarts.cli.replay import replay_command
 from kvarts.cli.replaying import OWN_SECTIONS, OneRun, all_sections, read_settings
-from kvarts.errors import ConfigError
-from kvarts.settings import SET, Flags, Given, Section, Setting, given_in, is_inline, settings_by_param, settings_of
 from kvarts.sim.config import ReplayConfig, make_config
 
 from builders.command_line import parsed

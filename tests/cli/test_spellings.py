@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvarts.base.errors import did_you_mean
 from kvarts.cli.options import ALIASES, ANSWERS, in_our_words
-from kvarts.errors import did_you_mean
 
 from builders.calls import commands
 

@@ -52,7 +52,7 @@ def of_kind(documents: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_containers_start_with_options_that_a_mock_has(settings: dict[str, Any]) -> None:
     from kvarts.cli.mock import mock_command
-    from kvarts.reach import check_reach
+    from kvarts.doors.exposure import check_reach
 
     for deployment in of_kind(rendered(settings), "Deployment"):
         (container,) = deployment["spec"]["template"]["spec"]["containers"]

@@ -13,7 +13,7 @@ pytest.importorskip("grpc", reason="needs kvarts[grpc]")
 pytest.importorskip("openai", reason="the example talks to servers with it")
 import chat
 
-from kvarts.openai_api.running import RunningServer
+from kvarts.doors.openai.running import RunningServer
 
 from builders.fake_runtime import FakeRuntime
 from builders.session_server import serving_on_a_thread
@@ -78,7 +78,7 @@ def test_bytes_as_text() -> None:
 @pytest.mark.parametrize("has_template", [False, True])
 def test_a_turn_adds_what_the_whole_conversation_has_more(tmp_path: Path, *, has_template: bool) -> None:
     pytest.importorskip("transformers", reason="a model's tokenizer needs kvarts[torch]")
-    from kvarts.executor.torch.tiny import byte_tokenizer
+    from kvarts.run.torch.tiny import byte_tokenizer
 
     tokenizer: Any = byte_tokenizer()
     if has_template:

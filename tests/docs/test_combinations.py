@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from combinations import PAGE, page
-from kvarts.combines import FEATURES, PLACES, REFUSED, check_combination, why_not
-from kvarts.errors import ConfigError
+from kvarts.base.errors import ConfigError
+from kvarts.core.parts.combines import FEATURES, PLACES, REFUSED, check_combination, why_not
 
 SOURCE = Path(__file__).parents[2] / "src" / "kvarts"
 
@@ -45,7 +45,7 @@ def names_asked() -> Iterator[str]:
     """The names that the source asks the table about: keys of dicts, in modules that import it."""
     for path in SOURCE.rglob("*.py"):
         text = path.read_text()
-        if "kvarts.combines" not in text and ".features" not in text:
+        if "kvarts.core.parts.combines" not in text and ".features" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

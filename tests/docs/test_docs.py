@@ -24,7 +24,7 @@ import pytest
 
 from kvarts.cli.main import main
 from kvarts.cli.replaying import OneRun, all_sections, read_settings
-from kvarts.traffic.mooncake import load_mooncake
+from kvarts.sim.traffic.mooncake import load_mooncake
 
 from builders.claude_sessions import write_claude_sessions
 from builders.files_of_pages import write_files_of_pages

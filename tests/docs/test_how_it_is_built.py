@@ -1,4 +1,4 @@
-"""docs/how-it-is-built.md names files, classes and methods that exist, and rooms in the order of their imports."""
+"""docs/how-it-is-built.md names files, classes and methods that exist, and wings in the order of their imports."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ CODE = re.findall(r"^```text\n(.*?)^```$|`([^`\n]+)`", PAGE, re.MULTILINE | re.D
 TEXT = "\n".join(block or span for block, span in CODE)
 
 
-def rooms_of_the_page() -> list[list[str]]:
-    """The rooms of each row of the table of rooms, from the ground up."""
-    table = PAGE.split("| room | what it owns |\n")[1].split("\n\n")[0]
+def wings_of_the_page() -> list[list[str]]:
+    """The wings of each row of the table of wings, from the ground up."""
+    table = PAGE.split("| wing | what it owns | what it must not know |\n")[1].split("\n\n")[0]
     return [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table.splitlines()[1:]]
 
 
-def rooms_of_the_contract() -> list[list[str]]:
+def wings_of_the_contract() -> list[list[str]]:
     """The layers that import-linter checks, from the ground up."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     return [[room.strip() for room in layer.split("|")] for layer in reversed(layers)]
 
 
-IS_WHOLE = {room for row in rooms_of_the_page() for room in row} <= {path.stem for path in SOURCE.iterdir()}
+IS_WHOLE = {room for row in wings_of_the_page() for room in row} <= {path.stem for path in SOURCE.iterdir()}
 NEEDS_ALL_ROOMS = pytest.mark.skipif(not IS_WHOLE, reason="a room that the page describes is not installed")
 
 
@@ -90,5 +90,5 @@ def test_protocols_are_in_their_files() -> None:
 
 
 @NEEDS_ALL_ROOMS
-def test_rooms_are_in_the_order_in_which_they_may_import() -> None:
-    assert [sorted(row) for row in rooms_of_the_page()] == [sorted(row) for row in rooms_of_the_contract()]
+def test_wings_are_in_the_order_in_which_they_may_import() -> None:
+    assert [sorted(row) for row in wings_of_the_page()] == [sorted(row) for row in wings_of_the_contract()]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvarts.cli.main import main
-from kvarts.combines import FEATURES, PLACES, REFUSED
+from kvarts.core.parts.combines import FEATURES, PLACES, REFUSED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "limits.md").read_text()
 GEMMA = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all")

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from kvarts import load_trace, replay
-from kvarts.calibrate import compare, load_measured
-from kvarts.calibrate.comparison import Comparison, replayed_of
+from kvarts.base.files import SAMPLES
 from kvarts.cli.replaying import all_sections
-from kvarts.executor.roofline_settings import shipped_constants
-from kvarts.files import SAMPLES
+from kvarts.cost.roofline_settings import shipped_constants
+from kvarts.plan.calibrate import compare, load_measured
+from kvarts.plan.calibrate.comparison import Comparison, replayed_of
 from kvarts.sim.config import make_config
 
 ROOT = Path(__file__).parents[2]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvarts.content import Content
-from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv import decodes
-from kvarts.kv.groups import GroupMemory, PartGroup
-from kvarts.kv.run_cache import RunCache
-from kvarts.kv.runs import RunHolding, Stream, Turns
-from kvarts.request import Request
-from kvarts.sched.wheel import DecodeWheel
+from kvarts.core.content import Content
+from kvarts.core.kv import decodes
+from kvarts.core.kv.groups import GroupMemory, PartGroup
+from kvarts.core.kv.layers import KvLayer
+from kvarts.core.kv.run_cache import RunCache
+from kvarts.core.kv.runs import RunHolding, Stream, Turns
+from kvarts.core.request import Request
+from kvarts.core.sched.wheel import DecodeWheel
 
 
 def decode(wheel: DecodeWheel, admission: int, num_computed: int, max_tokens: int) -> Request:

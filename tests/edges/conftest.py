@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvarts.cli.main import main
-from kvarts.config import EngineConfig
+from kvarts.core.config import EngineConfig
 
 from builders.calls import commands, make_files
 
@@ -78,5 +78,5 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
     if "mock" in commands():
         monkeypatch.setattr("kvarts.cli.mock.serve_http", serve_http)
         for name in ("access.time", "access.monotonic", "app.monotonic"):
-            monkeypatch.setattr(f"kvarts.openai_api.{name}", lambda: 0.0)
-        monkeypatch.setattr("kvarts.openai_api.app.new_id", lambda: "an-id")
+            monkeypatch.setattr(f"kvarts.doors.openai.{name}", lambda: 0.0)
+        monkeypatch.setattr("kvarts.doors.openai.app.new_id", lambda: "an-id")

@@ -23,13 +23,13 @@ from kvarts import (
     Slo,
     Workload,
 )
+from kvarts.base.limits import LATEST_NS, TooLateError, brief, check_number, check_whole
+from kvarts.base.units import parse_bytes, parse_duration_s, parse_rate
 from kvarts.cli.options import role_of
-from kvarts.limits import LATEST_NS, TooLateError, brief, check_number, check_whole
-from kvarts.session.soak.run import SoakPlan
-from kvarts.session.values import SessionsConfig, SessionSettings
+from kvarts.run.sessions.soak.run import SoakPlan
+from kvarts.run.sessions.values import SessionsConfig, SessionSettings
 from kvarts.sim.hardware import DeviceSettings
-from kvarts.traffic.workload import FixedLength, LogNormalLength, UniformLength
-from kvarts.units import parse_bytes, parse_duration_s, parse_rate
+from kvarts.sim.traffic.workload import FixedLength, LogNormalLength, UniformLength
 
 from builders.calls import CALLS, commands
 
@@ -320,7 +320,7 @@ def test_a_value_is_shown_in_a_few_characters(value: Any) -> None:
 def test_virtual_time_has_an_end() -> None:
     """And nothing that a replay makes of time is longer than 64 bits."""
     from kvarts import Trace, TraceRequest, replay
-    from kvarts.content import pack_units
+    from kvarts.core.content import pack_units
 
     def request(row: int, arrival_ns: int) -> TraceRequest:
         return TraceRequest(row, arrival_ns, pack_units([row]), 1, 50)

@@ -44,7 +44,7 @@ WRITING: dict[str, tuple[str, ...]] = {
 LIVE = {"live.jsonl"}
 """What is there while it is written: it says so."""
 SERVERS = {"mock", "serve model", "serve sessions", "watch"}
-"""They run until a signal ends them: see tests/serve and tests/connect."""
+"""They run until a signal ends them: see tests/doors/grpc and tests/doors/watch."""
 SIGNALS = {signal.SIGINT: {130}, signal.SIGTERM: {143}, signal.SIGKILL: {-signal.SIGKILL}}
 
 
@@ -174,7 +174,7 @@ m.run()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("module", ["datetime", "kvarts.settings"])
+@pytest.mark.parametrize("module", ["datetime", "kvarts.base.settings"])
 def test_a_signal_while_a_module_is_imported(module: str, number: signal.Signals, code: int, here: Path) -> None:
     """msgspec does not notice that its import of `datetime` was interrupted, and would crash when it converts."""
     command = [sys.executable, "-c", STRUCK, module, str(int(number)), "replay", "--pages", "2000", "--run-dir", "new"]

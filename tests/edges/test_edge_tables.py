@@ -324,7 +324,7 @@ def test_no_input_is_answered_by_a_traceback(param: PathParam, is_whole: bool, h
         assert code in DOCUMENTED - ({7} if value == "/dev/null" else {0, 7}), (value, err)
         assert "Usage" not in err
     if param.command == "verify":
-        return  # timelines are damaged in tests/verify
+        return  # timelines are damaged in tests/proof/verify
     first = INPUTS.index(param)
     for place, (name, data) in enumerate(BAD_FILES.items(), first):
         for suffix in SUFFIXES if is_whole else SUFFIXES[place % len(SUFFIXES) :][:1]:

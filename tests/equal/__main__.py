@@ -29,7 +29,7 @@ from equal.ours import kvarts_steps
 from equal.shrink import describe, shrunk
 from equal.theirs import Vllm
 from equal.workload import ROWS, Workload, draw_workload, traced
-from kvarts.traffic.mooncake import load_mooncake
+from kvarts.sim.traffic.mooncake import load_mooncake
 
 FIXED_ROWS = {"failed-loads", "async-group-loads-aborts"}
 """Rows with a difference that docs/equal-to-vllm.md explains, in some 7 of 1,000 workloads: they begin with seed 0."""

@@ -9,22 +9,31 @@ import numpy as np
 
 from equal.ranks import run_ranks
 from equal.workload import FULL, NEVER, STEP_NS, Step, TracedAsk, Workload
-from kvarts.build import build_engine
-from kvarts.config import EngineConfig
-from kvarts.content import Content
-from kvarts.event_log import EventReader
-from kvarts.events import Admitted, ChunkComputed, DraftTaken, Event, Finished, PagesRemoved, PagesStored, Preemption
-from kvarts.executor.base import Executor
-from kvarts.executor.simulated import SimExecutor
-from kvarts.hardware.kv_groups import KvLayer
-from kvarts.keys import BlockKeys
-from kvarts.kv.eviction import LruOrder
-from kvarts.kv.groups import STATE_SPAN, GroupMemory, PartGroup
-from kvarts.kv.runs import PartRun, RunMatch
-from kvarts.kv.transfer import Loaded, Offer, Weighed
-from kvarts.request import Request, RequestState
-from kvarts.routers.config import Routing
-from kvarts.sched.plan import StepPlan, StepResult
+from kvarts.core.build import build_engine
+from kvarts.core.config import EngineConfig
+from kvarts.core.content import Content
+from kvarts.core.event_log import EventReader
+from kvarts.core.events import (
+    Admitted,
+    ChunkComputed,
+    DraftTaken,
+    Event,
+    Finished,
+    PagesRemoved,
+    PagesStored,
+    Preemption,
+)
+from kvarts.core.executor import Executor
+from kvarts.core.keys import BlockKeys
+from kvarts.core.kv.eviction import LruOrder
+from kvarts.core.kv.groups import STATE_SPAN, GroupMemory, PartGroup
+from kvarts.core.kv.layers import KvLayer
+from kvarts.core.kv.runs import PartRun, RunMatch
+from kvarts.core.kv.transfer import Loaded, Offer, Weighed
+from kvarts.core.request import Request, RequestState
+from kvarts.core.sched.plan import StepPlan, StepResult
+from kvarts.cost.simulated import SimExecutor
+from kvarts.sim.routers.config import Routing
 
 
 class Recorder:
@@ -105,7 +114,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
     readers: list[EventReader] = [recorder]
     if workload.publishes:
         from equal.published import Published  # decodes with vLLM's classes
-        from kvarts.serve.kv_events.reader import KvEventReader
+        from kvarts.doors.kv_events.reader import KvEventReader
 
         sink = Published(recorder, workload.groups)
         readers.append(KvEventReader(sink, algorithm="sha256", clears=False))

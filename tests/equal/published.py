@@ -10,7 +10,7 @@ import msgspec
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from equal.workload import Step
-from kvarts.serve.kv_events.batches import Batch, EventGroup, Wire
+from kvarts.doors.kv_events.batches import Batch, EventGroup, Wire
 
 
 class Published:

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from kvarts.executor.base import CostModel
-from kvarts.executor.cost import LinearCost, PolynomialCost
-from kvarts.kv.transfer import LoadKv
-from kvarts.traffic.trace import Trace
-from kvarts.traffic.trace_request import TraceRequest
+from kvarts.core.executor import CostModel
+from kvarts.core.kv.transfer import LoadKv
+from kvarts.cost.polynomial import LinearCost, PolynomialCost
+from kvarts.sim.traffic.trace import Trace
+from kvarts.sim.traffic.trace_request import TraceRequest
 
 STEP_NS = 1_000_000
 NEVER = 1 << 62

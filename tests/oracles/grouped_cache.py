@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from kvarts.content import Content
-from kvarts.kv.groups import PartGroup, Retention
-from kvarts.kv.pool import PageError, PageId
-from kvarts.limits import check_whole
+from kvarts.base.limits import check_whole
+from kvarts.core.content import Content
+from kvarts.core.kv.groups import PartGroup, Retention
+from kvarts.core.kv.pool import PageError, PageId
 
 from oracles.part_events import reach
 from oracles.part_pool import PartPool

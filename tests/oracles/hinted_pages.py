@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvarts.hints import Hints
+from kvarts.core.hints import Hints
 
 __all__ = ["Claims", "NaivePages", "of_page"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvarts.traffic.trace import TraceRequest
+from kvarts.sim.traffic.trace import TraceRequest
 
 Edges = dict[int, list[tuple[int, int, bool]]]
 """By row: what it waits for (row, delay, whether it counts from the arrival)."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
-from kvarts.hardware.kv_groups import KvLayer
+from kvarts.core.kv.layers import KvLayer
 
 from oracles.naive import Batch, NaiveEngine, NaiveRequest, NaiveStep, Page
 from oracles.naive_grouped import NaiveGroups, NaivePart, NaiveSequence, has_state

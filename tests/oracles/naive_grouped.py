@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
-from kvarts.hardware.kv_groups import KvLayer
+from kvarts.core.kv.layers import KvLayer
 
 from oracles.naive_kv_groups import seen_by
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvarts.session.values import (
+from kvarts.run.sessions.values import (
     SessionNotReadyError,
     SessionValueError,
     StoredSession,

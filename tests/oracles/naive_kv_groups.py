@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.groups import SinkWindow
+from kvarts.core.kv.groups import SinkWindow
+from kvarts.core.kv.layers import KvLayer
 
 __all__ = ["kept_bits", "kept_for", "kept_pages", "kept_tokens", "seen_by", "seen_by_both"]
 

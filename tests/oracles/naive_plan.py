@@ -6,8 +6,8 @@ from itertools import combinations
 
 import numpy as np
 
-from kvarts.hardware.kv_groups import KvLayer
-from kvarts.traffic.trace import Trace, TraceRequest, spell
+from kvarts.core.kv.layers import KvLayer
+from kvarts.sim.traffic.trace import Trace, TraceRequest, spell
 
 from oracles.naive_grouped import has_state, is_bounded, needed_pages
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvarts.request import Request
+from kvarts.core.request import Request
 from kvarts.sim.router import RoundRobin, Routed
 
 __all__ = ["LookingRouter"]

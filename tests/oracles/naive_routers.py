@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
-from kvarts.hardware.kv_groups import KvLayer
+from kvarts.core.kv.layers import KvLayer
 
 from oracles.naive_grouped import needed_pages
 

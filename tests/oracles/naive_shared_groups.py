@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import gcd
 
-from kvarts.hardware.kv_groups import KvLayer
+from kvarts.core.kv.layers import KvLayer
 
 from oracles.naive import NaiveRequest, polynomial_ns
 from oracles.naive_group_engine import CountingGroups, NaiveGroupEngine

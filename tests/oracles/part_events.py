@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from kvarts.content import Content
-from kvarts.event_log import Tell
-from kvarts.events import CopiesRemoved, PagesRemoved, PagesStored, PartsGivenBack
+from kvarts.core.content import Content
+from kvarts.core.event_log import Tell
+from kvarts.core.events import CopiesRemoved, PagesRemoved, PagesStored, PartsGivenBack
 
 from oracles.parts import PageName, Part
 

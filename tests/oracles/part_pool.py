@@ -11,12 +11,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
-from kvarts.errors import ConfigError
-from kvarts.event_log import Tell
-from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.groups import PartGroup, Retention
-from kvarts.kv.pool import IdPool, PageId, SharedMemory
-from kvarts.limits import MOST_BYTES, MOST_PAGE_TOKENS, check_whole
+from kvarts.base.errors import ConfigError
+from kvarts.base.limits import MOST_BYTES, MOST_PAGE_TOKENS, check_whole
+from kvarts.core.event_log import Tell
+from kvarts.core.kv.eviction import EvictionOrder
+from kvarts.core.kv.groups import PartGroup, Retention
+from kvarts.core.kv.pool import IdPool, PageId, SharedMemory
 
 from oracles.part_events import PartEvents
 from oracles.parts import PageName, PageNames, Part

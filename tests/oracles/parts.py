@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from kvarts.content import Content, PageKey
-from kvarts.kv.pool import PageId
+from kvarts.core.content import Content, PageKey
+from kvarts.core.kv.pool import PageId
 
 __all__ = ["GroupMatch", "GroupedHolding", "PageName", "PageNames", "Part"]
 

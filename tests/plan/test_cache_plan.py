@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvarts.plan.cache import Breakdown, CachePlan
 from kvarts.plan.curve import concave_hull, find_knees, lru_curve, stack_distances
 from kvarts.plan.reuse import find_reuse
-from kvarts.traffic.formats import load_trace
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.sim.traffic.formats import load_trace
+from kvarts.sim.traffic.trace import Trace, TraceRequest
 
 from builders.plan_traces import small_traces
 from oracles.naive_plan import naive_requests

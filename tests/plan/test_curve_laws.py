@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvarts.kv.eviction import LruOrder
-from kvarts.kv.page_cache import PageCache
-from kvarts.kv.pool import CountPool
-from kvarts.kv.tree import PrefixTree
+from kvarts.core.kv.eviction import LruOrder
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.kv.pool import CountPool
+from kvarts.core.kv.tree import PrefixTree
 from kvarts.plan.curve import Optimum, lru_curve, stack_distances
 from kvarts.plan.reuse import REQUESTS_PER_PASS, Reuse, find_reuse, find_token_reuse
-from kvarts.traffic.formats import load_trace
-from kvarts.traffic.request_columns import RequestColumns
-from kvarts.traffic.trace import Trace
-from kvarts.traffic.trace_request import PlainRow
+from kvarts.sim.traffic.formats import load_trace
+from kvarts.sim.traffic.request_columns import RequestColumns
+from kvarts.sim.traffic.trace import Trace
+from kvarts.sim.traffic.trace_request import PlainRow
 
 from builders.plan_traces import small_traces
 from oracles.naive_plan import best_of_all, naive_lru, naive_requests

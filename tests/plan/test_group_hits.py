@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.content import pack_units
-from kvarts.executor.cost import LinearCost
-from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.eviction import LruOrder
-from kvarts.kv.groups import PartGroup
+from kvarts.core.content import pack_units
+from kvarts.core.kv.eviction import LruOrder
+from kvarts.core.kv.groups import PartGroup
+from kvarts.core.kv.layers import KvLayer
+from kvarts.cost.polynomial import LinearCost
 from kvarts.plan.cache import CachePlan, GroupHits
-from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.sim.replaying import replay
+from kvarts.sim.traffic.trace import Trace, TraceRequest
 
 from builders.grouped import FULL, part_groups
 from builders.guide_policies import LeastHits

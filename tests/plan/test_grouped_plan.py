@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.config import StateMode
-from kvarts.executor.cost import LinearCost
-from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.groups import PartGroup
+from kvarts.base.units import as_memory
+from kvarts.core.config import StateMode
+from kvarts.core.kv.groups import PartGroup
+from kvarts.core.kv.layers import KvLayer
+from kvarts.cost.polynomial import LinearCost
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.replays import Replays
-from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.trace import Trace
-from kvarts.units import as_memory
+from kvarts.sim.replaying import replay
+from kvarts.sim.traffic.trace import Trace
 
 from builders.plan_traces import small_traces
 

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.content import Content
-from kvarts.events import Event, PagesRemoved
-from kvarts.hints import Hints, RetainedRange
-from kvarts.kv.eviction import LruOrder
-from kvarts.kv.page_cache import PageCache
-from kvarts.kv.pool import CountPool
-from kvarts.kv.tree import PrefixTree
-from kvarts.offload.safe_first import SafeFirst
+from kvarts.core.content import Content
+from kvarts.core.events import Event, PagesRemoved
+from kvarts.core.hints import Hints, RetainedRange
+from kvarts.core.kv.eviction import LruOrder
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.kv.pool import CountPool
+from kvarts.core.kv.tree import PrefixTree
+from kvarts.core.tiers.safe_first import SafeFirst
 from kvarts.plan.cache import CachePlan, serial_hits
 from kvarts.plan.orders import HintedOrder, SoonestReturnOrder
-from kvarts.sharing.memory import AgedOrder, ReleaseClock
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.sim.sharing.memory import AgedOrder, ReleaseClock
+from kvarts.sim.traffic.trace import Trace, TraceRequest
 
 from builders.plan_traces import small_traces
 from oracles.hinted_pages import Claims, NaivePages, of_page

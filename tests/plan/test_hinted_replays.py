@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.hints import Hints, RetainedRange
-from kvarts.kv.groups import PartGroup
+from kvarts.core.hints import Hints, RetainedRange
+from kvarts.core.kv.groups import PartGroup
 from kvarts.plan.orders import HintedOrder, SoonestReturnOrder
 
 from builders.case import Case, Row, cases

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvarts.executor.cost import LinearCost
+from kvarts.cost.polynomial import LinearCost
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.latency import LatencyPlan, first_that, lowest_known
 from kvarts.sim.config import ReplayConfig, Slo
-from kvarts.traffic.trace import Trace
+from kvarts.sim.traffic.trace import Trace
 
 from builders.plan_traces import small_traces
 

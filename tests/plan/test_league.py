@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kvarts.base.errors import ConfigError
 from kvarts.cli.plan import POLICY_NAMES
-from kvarts.errors import ConfigError
-from kvarts.hints import Hints
-from kvarts.kv.eviction import LruOrder
-from kvarts.kv.page_cache import PageCache
-from kvarts.kv.pool import CountPool
-from kvarts.kv.tree import PrefixTree
+from kvarts.core.hints import Hints
+from kvarts.core.kv.eviction import LruOrder
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.kv.pool import CountPool
+from kvarts.core.kv.tree import PrefixTree
 from kvarts.plan.cache import CachePlan, serial_hits
 from kvarts.plan.league import ALL_POLICIES, find_policy
 from kvarts.plan.weighted import LRU, AutoOrder, WeightedOrder, Weights
-from kvarts.traffic.formats import load_trace
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.sim.traffic.formats import load_trace
+from kvarts.sim.traffic.trace import Trace, TraceRequest
 
 from builders.eviction_contract import EvictionOrderContract, leave
 from builders.plan_traces import small_traces

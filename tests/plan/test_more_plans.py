@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from kvarts.plan.cache import CachePlan, PricedTier, TiersPlan, best_buy
 from kvarts.plan.page import render_page
 from kvarts.plan.series import charts_of
-from kvarts.traffic.formats import load_trace
-from kvarts.traffic.trace import Trace
+from kvarts.sim.traffic.formats import load_trace
+from kvarts.sim.traffic.trace import Trace
 
 from builders.browser import as_phone, click_at, commands, scrolls_sideways
 from builders.plan_traces import small_traces

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.content import Content
-from kvarts.kv.page_cache import PageCache
-from kvarts.kv.pool import CountPool
-from kvarts.kv.tree import PrefixTree
+from kvarts.core.content import Content
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.kv.pool import CountPool
+from kvarts.core.kv.tree import PrefixTree
 from kvarts.plan.league import find_policy
-from kvarts.traffic.trace import Trace
+from kvarts.sim.traffic.trace import Trace
 
 pytestmark = pytest.mark.laws
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError
-from kvarts.executor.cost import LinearCost
-from kvarts.kv.eviction import EvictionOrder, LruOrder
-from kvarts.kv.groups import GroupMemory, PartGroup
+from kvarts.base.errors import ConfigError
+from kvarts.core.config import EngineConfig
+from kvarts.core.kv.eviction import EvictionOrder, LruOrder
+from kvarts.core.kv.groups import GroupMemory, PartGroup
+from kvarts.cost.polynomial import LinearCost
 from kvarts.plan.league import ALL_POLICIES, find_policy
-from kvarts.replaying import replay
-from kvarts.traffic.trace import Trace
+from kvarts.sim.replaying import replay
+from kvarts.sim.traffic.trace import Trace
 
 from builders.case import Case, Row, cases
 from builders.engines import make_replica, request_of, run

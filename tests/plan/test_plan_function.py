@@ -11,9 +11,9 @@ import pytest
 
 import kvarts
 from kvarts import ConfigError, Plan, ReplayConfig, Trace, load_trace
+from kvarts.base.units import as_duration
 from kvarts.plan.page import render_page
-from kvarts.routers.policies import RoundRobinPolicy
-from kvarts.units import as_duration
+from kvarts.sim.routers.policies import RoundRobinPolicy
 
 needs_pandas = pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="needs pandas")
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")

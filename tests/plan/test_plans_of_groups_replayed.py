@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import kvarts
-from kvarts.config import Slo, StateMode
-from kvarts.executor.cost import LinearCost
-from kvarts.kv.groups import PartGroup
+from kvarts.core.config import Slo, StateMode
+from kvarts.core.kv.groups import PartGroup
+from kvarts.cost.polynomial import LinearCost
 from kvarts.plan.users import UsersPlan
-from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.editing import repeated
-from kvarts.traffic.trace import Trace
+from kvarts.sim.replaying import replay
+from kvarts.sim.traffic.editing import repeated
+from kvarts.sim.traffic.trace import Trace
 
 from builders.grouped import part_groups
 from builders.plan_traces import small_traces

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 ROW = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}
-CODE = "from pathlib import Path\nPath('ran').touch()\nfrom kvarts.kv.eviction import LruOrder as C\n"
+CODE = "from pathlib import Path\nPath('ran').touch()\nfrom kvarts.core.kv.eviction import LruOrder as C\n"
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_the_command_line_may_name_code(folder: Path, run_command: Any) -> None:
 def test_a_router_of_ones_own_is_named_as_a_policy_is(
     folder: Path, asked: Any, run_command: Any, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    (folder / "router_of_test.py").write_text("from kvarts.routers.policies import LeastLoaded as Mine\n")
+    (folder / "router_of_test.py").write_text("from kvarts.sim.routers.policies import LeastLoaded as Mine\n")
     two = ("replay", "trace.jsonl", "--pages", "100", "--replicas", "2")
     assert asked(*two, "--router", "router_of_test:Mine", "--json")["config"]["router"] == "LeastLoaded"
     refused = {

@@ -15,17 +15,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvarts.content import pack_units
-from kvarts.executor.cost import LinearCost
-from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_needs import GroupNeeds
-from kvarts.kv.groups import PartGroup
+from kvarts.base.processes import Processes
+from kvarts.core.content import pack_units
+from kvarts.core.kv.group_needs import GroupNeeds
+from kvarts.core.kv.groups import PartGroup
+from kvarts.core.kv.layers import KvLayer
+from kvarts.cost.polynomial import LinearCost
 from kvarts.plan.cache import CachePlan, GroupHits, GroupPlan, PricedTier, TiersPlan
 from kvarts.plan.league import ALL_POLICIES, find_policy
-from kvarts.processes import Processes
-from kvarts.replaying import replay
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.sim.replaying import replay
+from kvarts.sim.traffic.trace import Trace, TraceRequest
 
 from builders.grouped import FULL, WINDOW, group_settings, part_groups
 from builders.plan_traces import small_traces

@@ -12,7 +12,7 @@ import pytest
 from kvarts import ReplayConfig, load_trace, replay
 from kvarts.plan.routers import RoutersPlan
 from kvarts.plan.tables import render_routers
-from kvarts.routers.policies import split_names
+from kvarts.sim.routers.policies import split_names
 
 DEVICE = ["--model", "llama-3.1-8b", "--device", "h100-80gb", "--replicas", "3"]
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.errors import InputError
-from kvarts.files import own_directory
+from kvarts.base.errors import InputError
+from kvarts.base.files import own_directory
 from kvarts.plan.series import distinct_points
 from kvarts.plan.sweep import fronts, load_of, pareto, points_of, run_sweep
 

@@ -137,7 +137,7 @@ def end(point: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_worker_that_is_killed_is_told(tmp_path: Path) -> None:
-    from kvarts.errors import OutputError
+    from kvarts.base.errors import OutputError
 
     with pytest.raises(OutputError, match="a worker process has ended"):
         run_sweep([{"x": 1}, {"x": 2}], end, tmp_path / "journal.jsonl", workers=2)

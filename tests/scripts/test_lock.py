@@ -55,7 +55,7 @@ def test_what_is_bundled_is_listed_with_its_licence() -> None:
         "charts.js",
         *(f"{page}.{kind}" for page in ("live", "report") for kind in ("css", "html", "js")),
     }
-    for folder in ("src/kvarts/data", "src/kvarts/report/assets"):
+    for folder in ("src/kvarts/data", "src/kvarts/sim/report/assets"):
         for path in (ROOT / folder).rglob("*"):
             relative = path.relative_to(ROOT)
             if path.is_file() and path.name not in ours and "__pycache__" not in path.parts:

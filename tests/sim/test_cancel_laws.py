@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.errors import ConfigError
-from kvarts.events import Arrived, Cancelled, Event, Finished, Rejected
-from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.groups import PartGroup, Retention
-from kvarts.kv.page_cache import PageCache
-from kvarts.offload.config import OffloadConfig
-from kvarts.replaying import replay
-from kvarts.report.requests import CANCELLED, COMPLETED, NO_REPLICA
-from kvarts.request import Request, RequestState
-from kvarts.routers.config import Routing
+from kvarts.base.errors import ConfigError
+from kvarts.core.events import Arrived, Cancelled, Event, Finished, Rejected
+from kvarts.core.kv.groups import PartGroup, Retention
+from kvarts.core.kv.layers import KvLayer
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.request import Request, RequestState
+from kvarts.core.tiers.config import OffloadConfig
 from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.sim.replay import open_replica
+from kvarts.sim.replaying import replay
 from kvarts.sim.replica import Replica
-from kvarts.traffic.trace import Trace, TraceRequest
-from kvarts.traffic.workload import FixedLength, Workload
+from kvarts.sim.report.requests import CANCELLED, COMPLETED, NO_REPLICA
+from kvarts.sim.routers.config import Routing
+from kvarts.sim.traffic.trace import Trace, TraceRequest
+from kvarts.sim.traffic.workload import FixedLength, Workload
 
 from builders.case import Case, cases
 from builders.laws import assert_as_in_naive, assert_fast_as_slow, replayed_as_slowly

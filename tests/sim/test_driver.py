@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvarts.report.requests import RequestLog
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
 from kvarts.sim.replica import Replica
+from kvarts.sim.report.requests import RequestLog
 from kvarts.sim.router import RoundRobin
-from kvarts.traffic.source import ClosedLoop
+from kvarts.sim.traffic.source import ClosedLoop
 
 from builders.case import Case, Row
 from builders.engines import make_replica

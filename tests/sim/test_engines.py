@@ -9,16 +9,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvarts.errors import ConfigError
-from kvarts.executor.roofline import RooflineCost
-from kvarts.executor.roofline_settings import shipped_constants
-from kvarts.kv.groups import PartGroup
+from kvarts.base.errors import ConfigError
+from kvarts.core.kv.groups import PartGroup
+from kvarts.core.sched.plan import Batch
+from kvarts.cost.roofline import RooflineCost
+from kvarts.cost.roofline_settings import shipped_constants
 from kvarts.plan.latency import COST_ERROR, cost_error_of
-from kvarts.replaying import replay
-from kvarts.sched.plan import Batch
 from kvarts.sim.config import ENGINES, ReplayConfig, make_config
-from kvarts.traffic.trace import Trace, TraceRequest
-from kvarts.traffic.workload import UniformLength, Workload
+from kvarts.sim.replaying import replay
+from kvarts.sim.traffic.trace import Trace, TraceRequest
+from kvarts.sim.traffic.workload import UniformLength, Workload
 
 from builders.case import ROUTERS, Case, cases
 from builders.grouped import assert_same_outcome, part_groups

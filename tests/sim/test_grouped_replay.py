@@ -11,18 +11,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvarts.errors import ConfigError
-from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.groups import PartGroup
-from kvarts.record.timeline import timelines_of
-from kvarts.replaying import replay
-from kvarts.report.advice import advice
-from kvarts.report.report import Report
+from kvarts.base.errors import ConfigError
+from kvarts.core.kv.groups import PartGroup
+from kvarts.core.kv.layers import KvLayer
+from kvarts.proof.record.timeline import timelines_of
+from kvarts.proof.verify import verify_file
 from kvarts.sim.config import SECTIONS, TABLES, ReplayConfig, make_config
-from kvarts.traffic.trace import Trace
-from kvarts.traffic.trace_request import TraceRequest
-from kvarts.traffic.workload import FixedLength, Workload
-from kvarts.verify import verify_file
+from kvarts.sim.replaying import replay
+from kvarts.sim.report.advice import advice
+from kvarts.sim.report.report import Report
+from kvarts.sim.traffic.trace import Trace
+from kvarts.sim.traffic.trace_request import TraceRequest
+from kvarts.sim.traffic.workload import FixedLength, Workload
 
 from builders.case import Case, Row
 from builders.command_line import parsed

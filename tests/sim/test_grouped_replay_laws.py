@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvarts.errors import ConfigError
-from kvarts.executor.cost import LinearCost
-from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_needs import GroupNeeds
-from kvarts.kv.groups import GroupMemory, PartGroup, with_states
-from kvarts.replaying import replay
+from kvarts.base.errors import ConfigError
+from kvarts.core.kv.group_needs import GroupNeeds
+from kvarts.core.kv.groups import GroupMemory, PartGroup, with_states
+from kvarts.core.kv.layers import KvLayer
+from kvarts.cost.polynomial import LinearCost
 from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replaying import replay
 
 from builders.case import ROUTERS, Case, Row, branching_cases, cases, following_cases
 from builders.grouped import FULL, STATES, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by

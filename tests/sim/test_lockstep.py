@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts import ReplayConfig, RooflineCost, replay
-from kvarts.errors import ConfigError
-from kvarts.kv.groups import PartGroup
-from kvarts.sched.plan import Batch
+from kvarts.base.errors import ConfigError
+from kvarts.core.kv.groups import PartGroup
+from kvarts.core.sched.plan import Batch
 from kvarts.sim.config import make_config
 from kvarts.sim.sessions import SessionReplay
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.sim.traffic.trace import Trace, TraceRequest
 
 from builders.case import ROUTERS, Case, cases
 from builders.grouped import FULL, WINDOW

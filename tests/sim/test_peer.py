@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvarts.replaying import replay
-from kvarts.report.report import Report
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.mooncake import load_mooncake
+from kvarts.sim.replaying import replay
+from kvarts.sim.report.report import Report
+from kvarts.sim.traffic.mooncake import load_mooncake
 
 DATA = Path(__file__).parent / "data"
 COLUMNS = (

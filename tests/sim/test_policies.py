@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from kvarts.errors import ConfigError
-from kvarts.kv.eviction import LruOrder
-from kvarts.replaying import replay
-from kvarts.sched.policy import PriorityPolicy
+from kvarts.base.errors import ConfigError
+from kvarts.core.kv.eviction import LruOrder
+from kvarts.core.sched.policy import PriorityPolicy
 from kvarts.sim.config import SECTIONS, ReplayConfig, make_config
+from kvarts.sim.replaying import replay
 
 from builders.case import Case, cases
 from builders.guide_policies import LeastHits, ShortestFirst, shortest_first

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvarts.build import build_engine
-from kvarts.event_log import EventReader
-from kvarts.executor.simulated import SimExecutor
-from kvarts.executor.wrappers import RecordingExecutor
-from kvarts.replaying import replay
+from kvarts.core.build import build_engine
+from kvarts.core.event_log import EventReader
+from kvarts.cost.simulated import SimExecutor
+from kvarts.run.wrappers import RecordingExecutor
 from kvarts.sim import replay as replays
 from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replaying import replay
 from kvarts.sim.replica import Replica
 
 from builders.case import Case, Row

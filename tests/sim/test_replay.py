@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts import ConfigError, InputError, LinearCost, ReplayConfig, Slo, Trace, TraceRequest, Workload, replay
-from kvarts.report.report import Report
-from kvarts.traffic.workload import FixedLength, LogNormalLength, UniformLength
+from kvarts.sim.report.report import Report
+from kvarts.sim.traffic.workload import FixedLength, LogNormalLength, UniformLength
 
 from builders.case import ROUTERS, Case, cases
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from kvarts.events import CopiesRemoved
+from kvarts.core.events import CopiesRemoved
 
 from builders.case import Case, Row, cases
 from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once

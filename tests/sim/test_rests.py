@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvarts.config import EngineConfig
-from kvarts.content import Content
-from kvarts.events import AtRest, Event
-from kvarts.request import Request
+from kvarts.core.config import EngineConfig
+from kvarts.core.content import Content
+from kvarts.core.events import AtRest, Event
+from kvarts.core.request import Request
 
 from builders.engines import make_replica
 

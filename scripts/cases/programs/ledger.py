@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from kvarts import load_mooncake
-from kvarts.audit.ledger import Keep, Ledger, LedgerError, LedgerGroup, LedgerPart
-from kvarts.keys import BlockKeys
+from kvarts.core.keys import BlockKeys
+from kvarts.proof.audit.ledger import Keep, Ledger, LedgerError, LedgerGroup, LedgerPart
 
 
 def drive(seed: int) -> None:

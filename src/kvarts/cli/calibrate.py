@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from kvarts.base.errors import ConfigError
+from kvarts.base.files import check_writable, is_standard_output, write_whole
+from kvarts.base.limits import MOST_COUNT, check_whole
+from kvarts.base.settings import Given, given_by_flags, given_in
 from kvarts.cli.options import INPUT, OUTPUT, Command, open_option, options_of
 from kvarts.cli.outputs import check_opening, open_page
 from kvarts.cli.process import Progress, print_json
-from kvarts.errors import ConfigError
-from kvarts.files import check_writable, is_standard_output, write_whole
-from kvarts.limits import MOST_COUNT, check_whole
-from kvarts.settings import Given, given_by_flags, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 
 if TYPE_CHECKING:
-    from kvarts.calibrate.fitting import Calibration
-    from kvarts.calibrate.run import CalibrationRun
-    from kvarts.calibrate.shared import TableFit
-    from kvarts.calibrate.stepfit import StepFit
+    from kvarts.plan.calibrate.fitting import Calibration
+    from kvarts.plan.calibrate.run import CalibrationRun
+    from kvarts.plan.calibrate.shared import TableFit
+    from kvarts.plan.calibrate.stepfit import StepFit
 
 __all__ = ["calibrate_command", "compare_command"]
 
@@ -125,7 +125,7 @@ def calibrate_command(
         return
     if not runs:
         raise ConfigError("is missing", field="runs", hint="Give a measured run, or --design.")
-    from kvarts.calibrate.calibrating import is_of_steps
+    from kvarts.plan.calibrate.calibrating import is_of_steps
 
     if out is not None:
         check_writable(out)
@@ -135,7 +135,7 @@ def calibrate_command(
         _refuse("is for a run of requests, and RUN is one of steps", of_requests)
         found: Calibration | StepFit = _fit_steps(runs[0], given)
     else:
-        from kvarts.calibrate.run import RunOptions, load_runs
+        from kvarts.plan.calibrate.run import RunOptions, load_runs
 
         check_whole(seed, "seed", least=0, most=MOST_COUNT)
         if fit_on is not None:
@@ -166,8 +166,8 @@ def _refuse(why: str, values: dict[str, Any]) -> None:
 def _fit_points(
     points: Path, prior: Path | None, hold_out: str | None, out: Path | None, workers: int | None
 ) -> TableFit:
-    from kvarts.calibrate.shared import fit_table
-    from kvarts.executor.roofline_settings import load_constants
+    from kvarts.cost.roofline_settings import load_constants
+    from kvarts.plan.calibrate.shared import fit_table
 
     if out is not None:
         check_writable(out)
@@ -206,7 +206,7 @@ def _fit_requests(runs: list[CalibrationRun], seed: int, prior: Path | None, wor
 
 def _fit_steps(path: Path, given: Given) -> Calibration | StepFit:
     import kvarts
-    from kvarts.executor.roofline import RooflineCost
+    from kvarts.cost.roofline import RooflineCost
 
     # Steps are not replayed, so any number of pages will do.
     config = resolve_replay(given.over(given_in({"pages": 1}, SECTIONS)), counts_groups=False)
@@ -222,7 +222,7 @@ def _fit_steps(path: Path, given: Given) -> Calibration | StepFit:
 
 
 def _design(given: Given, *, as_json: bool) -> None:
-    from kvarts.calibrate.design import design
+    from kvarts.plan.calibrate.design import design
 
     config = resolve_replay(given, counts_groups=False)
     with Progress("designing"):
@@ -240,8 +240,8 @@ def _design(given: Given, *, as_json: bool) -> None:
 
 
 def _progress(runs: list[CalibrationRun]) -> Progress:
-    from kvarts.calibrate.coefficients import names_of
-    from kvarts.calibrate.fitting import most_replays
+    from kvarts.plan.calibrate.coefficients import names_of
+    from kvarts.plan.calibrate.fitting import most_replays
 
     most = most_replays(len(runs), len(names_of([run.cost for run in runs])))
     return Progress("fitting", most, "replays at most")
@@ -275,8 +275,8 @@ def compare_command(
     REPLAY is the output of `kvarts replay --run-dir` or `--requests` for the requests in MEASURED. Requests are matched
     by their ids, or by their rows if the trace is without ids.
     """
-    from kvarts.calibrate import compare, load_measured, load_series
-    from kvarts.calibrate.comparison import load_replayed, render_page
+    from kvarts.plan.calibrate import compare, load_measured, load_series
+    from kvarts.plan.calibrate.comparison import load_replayed, render_page
 
     if html_file is not None:
         check_writable(html_file)

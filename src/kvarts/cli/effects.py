@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvarts.errors import ConfigError
+from kvarts.base.errors import ConfigError
 
 if TYPE_CHECKING:
     import click

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import click
 from msgspec import convert
 
+from kvarts.base.errors import ConfigError, InputError, MissingFileError
+from kvarts.base.files import reading
 from kvarts.cli.options import INPUT, Command
 from kvarts.cli.process import Progress
-from kvarts.errors import ConfigError, InputError, MissingFileError
-from kvarts.files import reading
 
 if TYPE_CHECKING:
-    from kvarts.explain.reading import Journal
-    from kvarts.explain.sums import RequestTimes
-    from kvarts.report.run_directory import RunDirectory
-    from kvarts.report.run_page import ShownOverview
+    from kvarts.proof.explain.reading import Journal
+    from kvarts.proof.explain.sums import RequestTimes
+    from kvarts.sim.report.run_directory import RunDirectory
+    from kvarts.sim.report.run_page import ShownOverview
 
 __all__ = ["overview_for", "story_command"]
 
@@ -39,9 +39,9 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
     FILE is a journal written by `kvarts replay --events`, or a run directory. Only a run directory has the times of
     first tokens.
     """
-    from kvarts.explain.hits import hit_ledger
-    from kvarts.explain.story import story_of_block, story_of_request
-    from kvarts.report.run_directory import RunDirectory
+    from kvarts.proof.explain.hits import hit_ledger
+    from kvarts.proof.explain.story import story_of_block, story_of_request
+    from kvarts.sim.report.run_directory import RunDirectory
 
     asked = sum((request_name is not None, block_name is not None, hits))
     if asked > 1:
@@ -91,9 +91,9 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
 
 def overview_for(run: RunDirectory, on_progress: Callable[[int], object] | None = None) -> ShownOverview | None:
     """Return the overview of a run's journals for its page; None without journals."""
-    from kvarts.explain.reading import load_journal
-    from kvarts.explain.sums import overview_of
-    from kvarts.report.run_page import ShownOverview
+    from kvarts.proof.explain.reading import load_journal
+    from kvarts.proof.explain.sums import overview_of
+    from kvarts.sim.report.run_page import ShownOverview
 
     journals = [load_journal(path, on_progress=on_progress) for _, path in run.journals()]
     return convert(overview_of(journals), ShownOverview, from_attributes=True) if journals else None
@@ -101,7 +101,7 @@ def overview_for(run: RunDirectory, on_progress: Callable[[int], object] | None 
 
 def _load(path: Path) -> Journal:
     """Read a journal, with progress if it takes long."""
-    from kvarts.explain.reading import load_journal
+    from kvarts.proof.explain.reading import load_journal
 
     with reading(path):
         num_bytes = path.stat().st_size
@@ -114,8 +114,8 @@ def _rows_of(runs: Sequence[RunDirectory]) -> tuple[dict[Path, list[RequestTimes
 
     Runs whose requests lack ids are left out.
     """
-    from kvarts.explain.sums import RequestTimes
-    from kvarts.report.requests import NO_REPLICA
+    from kvarts.proof.explain.sums import RequestTimes
+    from kvarts.sim.report.requests import NO_REPLICA
 
     found: dict[Path, list[RequestTimes]] = {}
     in_router: list[RequestTimes] = []
@@ -144,7 +144,7 @@ def _rows_of(runs: Sequence[RunDirectory]) -> tuple[dict[Path, list[RequestTimes
 
 def _sum_of(name: str, journal: Journal, rows: Sequence[RequestTimes] | None) -> list[str]:
     """Return the summary at the head of a request's story; empty if the journal lacks the request's times."""
-    from kvarts.explain.sums import sum_of, times_in
+    from kvarts.proof.explain.sums import sum_of, times_in
 
     times = rows if rows is not None else times_in(journal)
     return [f"{sum_of(each, journal)}\n" for each in times if each.name == name and each.slowness_ms >= 0][:1]
@@ -152,7 +152,7 @@ def _sum_of(name: str, journal: Journal, rows: Sequence[RequestTimes] | None) ->
 
 def _slowest_of(runs: Sequence[RunDirectory], paths: Sequence[Path], file: Path) -> list[str]:
     """Return the slowest requests of all journals, one line each."""
-    from kvarts.explain.sums import Sums, slowest, times_in
+    from kvarts.proof.explain.sums import Sums, slowest, times_in
 
     rows, in_router = _rows_of(runs)
     found: list[tuple[RequestTimes, str]] = []

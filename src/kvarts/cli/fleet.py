@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from kvarts.base.files import check_writable, is_standard_output, write_whole
+from kvarts.base.settings import Given, Section
+from kvarts.base.units import as_duration, as_percent
 from kvarts.cli import (
     kv_events,
     record,
@@ -16,17 +19,14 @@ from kvarts.cli import (
 from kvarts.cli.outputs import as_bytes, render_table
 from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.process import print_bytes, say, tell_whole_pages
-from kvarts.files import check_writable, is_standard_output, write_whole
-from kvarts.fleet.config import SECTIONS, FleetConfig, FleetWorker, key_of_fleet, resolve_fleet
 from kvarts.plan.policy import with_policy
-from kvarts.report.run_directory import EVENTS, REPORT, REQUESTS, TIMELINE, of_replica
-from kvarts.settings import Given, Section
-from kvarts.units import as_duration, as_percent
+from kvarts.sim.fleet.config import SECTIONS, FleetConfig, FleetWorker, key_of_fleet, resolve_fleet
+from kvarts.sim.report.run_directory import EVENTS, REPORT, REQUESTS, TIMELINE, of_replica
 
 if TYPE_CHECKING:
-    from kvarts.event_log import EventReader
-    from kvarts.fleet.report import FleetReport
-    from kvarts.traffic.trace import Trace
+    from kvarts.core.event_log import EventReader
+    from kvarts.sim.fleet.report import FleetReport
+    from kvarts.sim.traffic.trace import Trace
 
 __all__ = ["PART", "FleetRun", "render_fleet", "with_eviction"]
 

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.base.errors import ConfigError
+from kvarts.base.files import check_writable, is_replaceable
+from kvarts.base.tenants import check_key
 from kvarts.cli.options import INPUT, OUTPUT, GroupedOption
 from kvarts.cli.process import collect_garbage
-from kvarts.errors import ConfigError
-from kvarts.files import check_writable, is_replaceable
-from kvarts.owners import check_key
-from kvarts.reach import is_loopback
+from kvarts.doors.exposure import is_loopback
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvarts.openai_api.access import AccessLog
-    from kvarts.openai_api.opening import Opened
-    from kvarts.openai_api.server import HttpDoors
-    from kvarts.owners import Keys
+    from kvarts.base.tenants import Keys
+    from kvarts.doors.openai.access import AccessLog
+    from kvarts.doors.openai.opening import Opened
+    from kvarts.doors.openai.server import HttpDoors
 
 __all__ = [
     "DoorsBehind",
@@ -145,7 +145,7 @@ def failure_options() -> list[click.Option]:
 
 def keys_of(values: dict[str, Any]) -> Keys | None:
     """Return the API keys; None without any. Raise ConfigError, MissingFileError or InputError."""
-    from kvarts.owners import Keys, read_keys
+    from kvarts.base.tenants import Keys, read_keys
 
     keys: dict[str, list[str]] = {}
     named = {}
@@ -203,7 +203,7 @@ def _residency_share(values: dict[str, Any]) -> float:
         if share is not None:
             raise ConfigError("needs --kv-cache-metrics", field="kv_cache_metrics_sample")
         return 0.0
-    from kvarts.openai_api.meter import DEFAULT_SHARE, Residency
+    from kvarts.doors.openai.meter import DEFAULT_SHARE, Residency
 
     return Residency(DEFAULT_SHARE if share is None else share).share
 
@@ -212,7 +212,7 @@ def _access_log(path: Path | None) -> AccessLog | None:
     """Return the access log at `path`, if there is to be one. Raise OutputError."""
     if path is None:
         return None
-    from kvarts.openai_api.access import AccessLog
+    from kvarts.doors.openai.access import AccessLog
 
     check_writable(path)
     return AccessLog(path, say)
@@ -220,7 +220,7 @@ def _access_log(path: Path | None) -> AccessLog | None:
 
 def address_of(values: dict[str, Any], keys: Keys | None) -> Any:
     """Return the address to listen on, after checking the paths to write. Raise ConfigError and OutputError."""
-    from kvarts.openai_api.server import Address
+    from kvarts.doors.openai.server import Address
 
     if values["record"] is not None:
         check_writable(values["record"])
@@ -253,8 +253,8 @@ def serve_http(
 
     `fleet`: the servers behind `opened`, if it is a router's.
     """
-    from kvarts.openai_api.server import OpenAIServer, serve_until_signal
-    from kvarts.report.run_directory import named
+    from kvarts.doors.openai.server import OpenAIServer, serve_until_signal
+    from kvarts.sim.report.run_directory import named
 
     urls: list[tuple[str, str]] = []
     """The names and the URLs of the workers of a fleet."""

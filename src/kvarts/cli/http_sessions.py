@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.base.errors import ConfigError
+from kvarts.base.units import parse_bytes
 from kvarts.cli.http_options import need_http, say
 from kvarts.cli.options import DIRECTORY, WINDOW, GroupedOption
 from kvarts.cli.process import ServesRuntime
-from kvarts.combines import check_combination, why_not
-from kvarts.errors import ConfigError
-from kvarts.units import parse_bytes
+from kvarts.core.parts.combines import check_combination, why_not
 
 if TYPE_CHECKING:
-    from kvarts.openai_api.opening import Opened
-    from kvarts.owners import Keys
+    from kvarts.base.tenants import Keys
+    from kvarts.doors.openai.opening import Opened
 
 __all__ = ["beside", "check_options_beside", "open_sessions_of", "server_options"]
 
@@ -89,13 +89,13 @@ def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) 
             raise ConfigError("is of sessions with a window", field=GIVEN[name], hint="Give --session-window N.")
     if values["session_retention"] is not None and values["session_window"]:
         raise ConfigError("is of sessions without a window", field=GIVEN["session_retention"], hint="Leave one out.")
-    from kvarts.openai_api.served import SessionsOnDemand
+    from kvarts.doors.openai.served import SessionsOnDemand
 
     served = opened.served
 
     def open_now() -> Any:
-        from kvarts.openai_api.sessions.door import open_own
-        from kvarts.session.values import SessionsConfig, SessionSettings
+        from kvarts.doors.openai.sessions.door import open_own
+        from kvarts.run.sessions.values import SessionsConfig, SessionSettings
 
         memory, window, sink = (values[f"session_{name}"] for name in ("memory", "window", "sink"))
         config = SessionsConfig(
@@ -136,8 +136,8 @@ def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> lis
     if values["http"] is None:
         return []
     need_http()
-    from kvarts.openai_api.server import Address
-    from kvarts.openai_api.sessions.door import open_beside, word_mock
+    from kvarts.doors.openai.server import Address
+    from kvarts.doors.openai.sessions.door import open_beside, word_mock
 
     host, colon, port = values["http"].rpartition(":")
     if not colon or not port.isdecimal():
@@ -157,8 +157,8 @@ def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> lis
 
     @asynccontextmanager
     async def serve(runtime: Any) -> AsyncIterator[None]:
-        from kvarts.openai_api.opening import Door
-        from kvarts.openai_api.server import OpenAIServer
+        from kvarts.doors.openai.opening import Door
+        from kvarts.doors.openai.server import OpenAIServer
 
         door = Door(keys=None if owners is None else owners.keys)
         opened = open_beside(runtime, door, model="mock" if values["mock"] else Path(values["model"]).name)

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.base.errors import ConfigError
 from kvarts.cli.options import GroupedOption
 from kvarts.cli.parts import CommandPart, ReadersOf
-from kvarts.combines import check_combination
-from kvarts.errors import ConfigError
+from kvarts.core.parts.combines import check_combination
 
 if TYPE_CHECKING:
-    from kvarts.event_log import EventReader
-    from kvarts.report.report import Report
-    from kvarts.serve.kv_events.batches import KvEventsConfig
-    from kvarts.serve.kv_events.publisher import KvEvents
+    from kvarts.core.event_log import EventReader
+    from kvarts.doors.kv_events.batches import KvEventsConfig
+    from kvarts.doors.kv_events.publisher import KvEvents
     from kvarts.sim.config import ReplayConfig
+    from kvarts.sim.report.report import Report
 
 __all__ = ["PART", "Publishing", "publishing_of"]
 
@@ -123,8 +123,8 @@ class ServerReaders(ReadersOf):
             self.close(worker)
 
     def _at(self, name: str, place: int, worker: int, *, at_free_ports: bool = False) -> list[EventReader]:
-        from kvarts.serve.kv_events.batches import MAX_WAITING
-        from kvarts.serve.kv_events.publisher import open_kv_events
+        from kvarts.doors.kv_events.batches import MAX_WAITING
+        from kvarts.doors.kv_events.publisher import open_kv_events
 
         assert self._config is not None
         sources = self._sources
@@ -163,7 +163,7 @@ def _config_of(values: Mapping[str, Any]) -> KvEventsConfig | None:
         import zmq  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"KV events need ZeroMQ ({error})", hint="pip install 'kvarts[serve]'.") from None
-    from kvarts.serve.kv_events.batches import KvEventsConfig
+    from kvarts.doors.kv_events.batches import KvEventsConfig
 
     with _as_options():
         return KvEventsConfig(
@@ -194,7 +194,7 @@ def _of_model(config: KvEventsConfig, name: str, place: int, rank: int | None = 
 
 def _take(config: KvEventsConfig, taken: set[str]) -> None:
     """Add the endpoints of an engine to those that are `taken`. Raise ConfigError if one is, and not a free port."""
-    from kvarts.serve.kv_events.batches import at_rank
+    from kvarts.doors.kv_events.batches import at_rank
 
     for field, endpoint in (("kv_events", config.endpoint), ("kv_events_replay", config.replay_endpoint)):
         if endpoint is None:
@@ -213,7 +213,7 @@ def _with_groups(config: KvEventsConfig, groups: Sequence[Mapping[str, Any]]) ->
     """Return `config` for an engine with these KV groups."""
     import msgspec
 
-    from kvarts.serve.kv_events.batches import EventGroup
+    from kvarts.doors.kv_events.batches import EventGroup
 
     told = tuple(EventGroup(group["kind"], group.get("tokens")) for group in groups)
     return msgspec.structs.replace(config, groups=told)
@@ -305,7 +305,7 @@ class Publishing:
     @contextmanager
     def open(self) -> Iterator[Callable[[int, ReplayConfig], EventReader]]:
         """Yield a function that returns the publisher of an engine's events, by its number and configuration."""
-        from kvarts.serve.kv_events.publisher import open_kv_events
+        from kvarts.doors.kv_events.publisher import open_kv_events
 
         with ExitStack() as stack:
             opened: dict[int, KvEvents] = {}

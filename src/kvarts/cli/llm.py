@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import click
 import msgspec
 
+from kvarts.base.errors import ConfigError, InputError, KvartsError
+from kvarts.base.files import read_text
 from kvarts.cli import offload
 from kvarts.cli.process import hold_signals_back, narrate
-from kvarts.config import EngineOptions, Snapshots
-from kvarts.errors import ConfigError, InputError, KvartsError
-from kvarts.files import read_text
-from kvarts.sampling import SamplingParams
+from kvarts.core.config import EngineOptions, Snapshots
+from kvarts.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from kvarts.llm.llm import LLM
+    from kvarts.run.torch.llm import LLM
 
 __all__ = [
     "MODEL_HELP",
@@ -154,7 +154,7 @@ def need_torch() -> None:
     """Import PyTorch, and send kvarts' log to standard error. Raise ConfigError if PyTorch is not installed."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    import kvarts.executor.torch  # noqa: F401  # before PyTorch, which reads when it is loaded how long threads spin
+    import kvarts.run.torch  # noqa: F401  # before PyTorch, which reads when it is loaded how long threads spin
 
     try:
         with hold_signals_back():
@@ -197,7 +197,7 @@ def sampling_params(values: dict[str, Any]) -> SamplingParams:
 
 def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
     """Return the LLM that the options describe."""
-    from kvarts.llm.llm import LLM
+    from kvarts.run.torch.llm import LLM
 
     settings |= offload.settings_of(values)
     llm = LLM(values["model"], options=engine_options_of(values), **settings)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from kvarts.base.files import new_directory, writing
+from kvarts.base.limits import MOST_SEED, check_whole
 from kvarts.cli.llm import kv_groups_option, need_torch
 from kvarts.cli.options import DIRECTORY, Command
 from kvarts.cli.process import print_json
-from kvarts.files import new_directory, writing
-from kvarts.limits import MOST_SEED, check_whole
 
 if TYPE_CHECKING:
-    from kvarts.llm.check import ModelCheck
+    from kvarts.run.torch.check import ModelCheck
 
 __all__ = ["check_command", "tiny_command"]
 
@@ -67,9 +67,9 @@ def check_command(
     """
     check_whole(seed, "seed", least=0, most=MOST_SEED)
     need_torch()
-    from kvarts.executor.torch.decoder import Decoder
-    from kvarts.executor.torch.loading import load_model
-    from kvarts.llm.check import check_model
+    from kvarts.run.torch.check import check_model
+    from kvarts.run.torch.decoder import Decoder
+    from kvarts.run.torch.loading import load_model
 
     load = partial(
         load_model, model, dtype=dtype, device=device, quantization=quantization, trust_remote_code=trust_remote_code
@@ -145,7 +145,7 @@ def tiny_command(directory: Path, family: str, seed: int) -> None:
     Its output is meaningless. Use it to try things out: `kvarts generate --model DIRECTORY --prompt hello`.
     """
     need_torch()
-    from kvarts.executor.torch.tiny import write_tiny
+    from kvarts.run.torch.tiny import write_tiny
 
     check_whole(seed, "seed", least=0, most=MOST_SEED)
     with writing(directory):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from kvarts.base.errors import ConfigError, KvartsError
+from kvarts.base.files import check_writable, is_standard_output, whole_file, write_whole
 from kvarts.cli import record
 from kvarts.cli.llm import (
     PromptLine,
@@ -26,13 +28,11 @@ from kvarts.cli.llm import (
 )
 from kvarts.cli.options import INPUT, OUTPUT, Command
 from kvarts.cli.process import print_bytes, print_json
-from kvarts.errors import ConfigError, KvartsError
-from kvarts.files import check_writable, is_standard_output, whole_file, write_whole
 
 if TYPE_CHECKING:
-    from kvarts.llm.llm import LLM
-    from kvarts.llm.text import Completion
-    from kvarts.sampling import SamplingParams
+    from kvarts.core.sampling import SamplingParams
+    from kvarts.run.text import Completion
+    from kvarts.run.torch.llm import LLM
 
 __all__ = ["generate_command", "profile_command"]
 
@@ -177,8 +177,8 @@ def profile_command(prompts_file: Path, steps_file: Path | None, trace_file: Pat
         if file is not None:
             check_writable(file)
     need_torch()
-    from kvarts.executor.wrappers import RecordingExecutor
-    from kvarts.llm.profile import Profile
+    from kvarts.run.torch.profile import Profile
+    from kvarts.run.wrappers import RecordingExecutor
 
     params = sampling_params(values)
     profile = Profile()

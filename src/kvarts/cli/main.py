@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 
+from kvarts.base.errors import KvartsError, OutputError
 from kvarts.cli.commands import call_command
 from kvarts.cli.process import (
     ReaderGoneError,
@@ -17,7 +18,6 @@ from kvarts.cli.process import (
     say,
     signal_that_came,
 )
-from kvarts.errors import KvartsError, OutputError
 
 __all__ = ["main", "run", "run_main"]
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.base.errors import ConfigError, MissingFileError
+from kvarts.base.settings import Given, given_by_flags
 from kvarts.cli import (
     http_sessions,
     kv_events,
@@ -26,13 +28,11 @@ from kvarts.cli.options import INPUT, Command, GroupedOption, options_of, vllm_o
 from kvarts.cli.parts import ReadersOf, check_engine_options, engine_options, with_engine_options
 from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.replaying import all_sections
-from kvarts.errors import ConfigError, MissingFileError
 from kvarts.plan.policy import with_policy
-from kvarts.settings import Given, given_by_flags
 
 if TYPE_CHECKING:
     from kvarts.cli.http_options import DoorsBehind
-    from kvarts.openai_api.opening import Opened
+    from kvarts.doors.openai.opening import Opened
 
 __all__ = ["mock_command"]
 
@@ -104,9 +104,9 @@ def mock_command(**params: Any) -> None:
         _check_model(str(given["model"]))
     given = _over_default(given, sections)
     need_http()
-    from kvarts.openai_api.answers import load_rules
-    from kvarts.openai_api.opening import Door, open_mock
-    from kvarts.openai_api.served import Limits
+    from kvarts.doors.openai.answers import load_rules
+    from kvarts.doors.openai.opening import Door, open_mock
+    from kvarts.doors.openai.served import Limits
     from kvarts.sim.config import resolve_replay
     from kvarts.sim.hardware import resolve_hardware
 
@@ -175,14 +175,14 @@ def _family(given: Given) -> str:
     """Return the family of the model to mock, if it is named."""
     if "model" not in given:
         return ""
-    from kvarts.openai_api.media import family_of
+    from kvarts.doors.openai.media import family_of
 
     return family_of(str(given["model"]))
 
 
 def _check_model(name: str) -> None:
     """Raise MissingFileError for an unknown model; its hint covers a name that was meant for the mock."""
-    from kvarts.hardware.model_config import load_geometry
+    from kvarts.cost.hardware.model_config import load_geometry
 
     try:
         load_geometry(name)
@@ -205,7 +205,7 @@ def _over_default(given: Given, sections: Any) -> Given:
     """Return `given`, with the default model and device if nothing in it determines the time of steps."""
     if given.in_table("models") or any(key in given for key in ("model", "device", "cost")):
         return given
-    from kvarts.settings import given_in
+    from kvarts.base.settings import given_in
 
     values: dict[str, Any] = {"model": DEFAULT_MODEL, "device": DEFAULT_DEVICE}
     return given.over(given_in(values, sections))

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.base.errors import ConfigError
 from kvarts.cli import (
     http_sessions,
 )
 from kvarts.cli.http_options import DoorsBehind, say
 from kvarts.cli.options import INPUT, GroupedOption
 from kvarts.cli.process import tell_whole_pages
-from kvarts.combines import check_combination
-from kvarts.errors import ConfigError
+from kvarts.core.parts.combines import check_combination
 
 if TYPE_CHECKING:
+    from kvarts.base.settings import Given
     from kvarts.cli.parts import ReadersOf
-    from kvarts.event_log import EventReader
-    from kvarts.fleet.config import FleetWorker
-    from kvarts.openai_api.opening import Door
-    from kvarts.openai_api.server import HttpDoors
-    from kvarts.settings import Given
+    from kvarts.core.event_log import EventReader
+    from kvarts.doors.openai.opening import Door
+    from kvarts.doors.openai.server import HttpDoors
+    from kvarts.sim.fleet.config import FleetWorker
 
 __all__ = ["open_if_given", "over_file", "server_options"]
 
@@ -64,7 +64,7 @@ def open_if_given(
     """
     if params["fleet"] is None:
         return None
-    from kvarts.fleet.config import is_of_fleet, resolve_fleet
+    from kvarts.sim.fleet.config import is_of_fleet, resolve_fleet
 
     if not is_of_fleet(given):
         raise ConfigError(
@@ -104,8 +104,8 @@ def open_if_given(
             say(f"worker {worker.index} publishes no KV events: {error.what}")  # the others go on
             return []
 
-    from kvarts.openai_api.fleet.opening import open_fleet
-    from kvarts.openai_api.fleet.servers import FleetServer
+    from kvarts.doors.openai.fleet.opening import open_fleet
+    from kvarts.doors.openai.fleet.servers import FleetServer
 
     fleet = open_fleet(
         config,

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.base.errors import ConfigError
 from kvarts.cli.options import options_of
 from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.sharing import MODELS, with_policies
 from kvarts.cli.sharing import PART as SHARING
-from kvarts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvarts.event_log import EventReader
-    from kvarts.openai_api.opening import Door, Opened
-    from kvarts.settings import Given
+    from kvarts.base.settings import Given
+    from kvarts.core.event_log import EventReader
+    from kvarts.doors.openai.opening import Door, Opened
 
 __all__ = ["given", "open_if_several", "options"]
 
@@ -60,8 +60,8 @@ def open_if_several(
     for key in ("cost", "pages"):
         if key in given:
             raise given.error(key, "is for one model", hint="Give it for each model: --model NAME=MODEL:cost=FILE.")
-    from kvarts.openai_api.sharing.device import open_several
-    from kvarts.sharing.config import resolve_shares
+    from kvarts.doors.openai.sharing.device import open_several
+    from kvarts.sim.sharing.config import resolve_shares
 
     config = with_policies(resolve_shares(given, sections), given, {})
     for name, of_model in config.configs.items():

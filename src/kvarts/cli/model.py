@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from kvarts.base.errors import ConfigError
+from kvarts.base.settings import Section, given_by_flags
+from kvarts.base.units import as_memory
 from kvarts.cli import llm_model
 from kvarts.cli.options import INPUT, Command, Group, options_of, vllm_option
 from kvarts.cli.process import print_json
-from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError
-from kvarts.hardware.number_formats import is_fp8, kv_bits
-from kvarts.settings import Section, given_by_flags
+from kvarts.core.config import EngineConfig
+from kvarts.core.kv.number_formats import is_fp8, kv_bits
 from kvarts.sim.hardware import WAYS, DeviceSettings, ModelSettings
-from kvarts.units import as_memory
 
 if TYPE_CHECKING:
-    from kvarts.hardware.fit import LocalGroup, MemoryFit, SequenceFit
-    from kvarts.hardware.geometry import Geometry
-    from kvarts.hardware.kv_groups import KvLayer
+    from kvarts.core.kv.layers import KvLayer
+    from kvarts.cost.hardware.fit import LocalGroup, MemoryFit, SequenceFit
+    from kvarts.cost.hardware.geometry import Geometry
 
 __all__ = ["group_values", "layers_text", "model_command", "numbers_text", "sequence_rows"]
 
@@ -133,8 +133,8 @@ def list_command() -> None:
     KV bytes per token are those of all layers, as if each kept every token; `kvarts model show` has the memory of
     windows and states.
     """
-    from kvarts.hardware.device import device_names, load_device
-    from kvarts.hardware.model_config import hub_models, load_geometry, preset_names
+    from kvarts.cost.hardware.device import device_names, load_device
+    from kvarts.cost.hardware.model_config import hub_models, load_geometry, preset_names
 
     width = max(len(name) for name in (*preset_names(), *device_names())) + 2
     click.echo(f"{'model':<{width}}{'parameters':>12}{'weights':>12}{'KV a token':>14}  source")
@@ -206,8 +206,14 @@ def show_command(
     MODEL is a name that `kvarts model list` prints or that it has on the hub, a config.json as Hugging Face models have
     it, a directory with one (weights are not needed), or a GGUF file.
     """
-    from kvarts.hardware.device import load_device
-    from kvarts.hardware.fit import check_split, fit_memory, fit_sequences, local_kv_bytes_per_token, local_kv_groups
+    from kvarts.cost.hardware.device import load_device
+    from kvarts.cost.hardware.fit import (
+        check_split,
+        fit_memory,
+        fit_sequences,
+        local_kv_bytes_per_token,
+        local_kv_groups,
+    )
 
     given = given_by_flags(settings, SECTIONS)
     formats, on, engine = given.build(ModelSettings), given.build(DeviceSettings), given.build(EngineConfig)
@@ -277,14 +283,14 @@ def show_command(
 
 
 def _geometry(model: str, kv_layout: Path | None, weight_dtype: str | None) -> Geometry:
-    from kvarts.hardware.layout_file import EXAMPLE, load_layout
-    from kvarts.hardware.model_config import LAYOUT_HINT, load_geometry
+    from kvarts.cost.hardware.layout_file import EXAMPLE, load_layout
+    from kvarts.cost.hardware.model_config import LAYOUT_HINT, load_geometry
 
     if kv_layout is not None:
         return load_layout(model, kv_layout).stored_as(weight_dtype)
     try:
         if (path := Path(model)).suffix == ".gguf" and path.is_file():
-            from kvarts.executor.torch.gguf_sizes import geometry_of_gguf
+            from kvarts.run.torch.gguf_sizes import geometry_of_gguf
 
             return geometry_of_gguf(path).stored_as(weight_dtype)
         return load_geometry(model, weight_dtype)

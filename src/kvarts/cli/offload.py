@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
+from kvarts.base.errors import ConfigError
+from kvarts.base.settings import Flags, Given, Section
+from kvarts.base.settings import settings_of as settings_of_struct
 from kvarts.cli.options import DIRECTORY, GroupedOption
 from kvarts.cli.parts import CommandPart
-from kvarts.errors import ConfigError
-from kvarts.offload.config import TIERS, OffloadConfig
-from kvarts.settings import Flags, Given, Section
-from kvarts.settings import settings_of as settings_of_struct
+from kvarts.core.tiers.config import TIERS, OffloadConfig
 
 __all__ = ["PART", "add_options", "settings_of"]
 
@@ -116,7 +116,7 @@ def add_options(command: Command) -> Command:
 
 def settings_of(values: dict[str, Any]) -> dict[str, Any]:
     """Return the tier settings of an LLM."""
-    from kvarts.offload.config import OffloadConfig
+    from kvarts.core.tiers.config import OffloadConfig
 
     host, disk, path = (values[name] for name in ("host_memory", "disk_memory", "disk_path"))
     if (disk is None) != (path is None):

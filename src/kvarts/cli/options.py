@@ -1,6 +1,6 @@
 """Command-line options, generated from settings, and the settings that were given by them.
 
-No type of a path looks at the file system. `kvarts.files` reports paths that cannot be read or written, with the
+No type of a path looks at the file system. `kvarts.base.files` reports paths that cannot be read or written, with the
 library's exit codes and messages.
 """
 
@@ -15,12 +15,21 @@ from typing import Any, Literal
 import click
 import msgspec
 
+from kvarts.base.errors import ConfigError, did_you_mean, renamed
+from kvarts.base.files import check_outputs
+from kvarts.base.settings import (
+    SET,
+    Section,
+    Setting,
+    inline_settings,
+    is_inline,
+    param_of,
+    param_of_inline,
+    value_kind,
+)
 from kvarts.cli.effects import check_effects
 from kvarts.cli.helps import common_of, examples_of, groups_of, summary_of
 from kvarts.cli.process import say
-from kvarts.errors import ConfigError, did_you_mean, renamed
-from kvarts.files import check_outputs
-from kvarts.settings import SET, Section, Setting, inline_settings, is_inline, param_of, param_of_inline, value_kind
 
 __all__ = [
     "ALIASES",

@@ -8,20 +8,20 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvarts import __version__
+from kvarts.base.errors import ConfigError
+from kvarts.base.files import check_writable, is_standard_output, write_whole
+from kvarts.base.units import as_duration, as_percent
 from kvarts.cli.process import Progress, print_bytes, say
-from kvarts.errors import ConfigError
-from kvarts.files import check_writable, is_standard_output, write_whole
-from kvarts.report.words import LIMITS, UNCERTAIN, in_memory, number, opening, wrapped
-from kvarts.units import as_duration, as_percent
+from kvarts.sim.report.words import LIMITS, UNCERTAIN, in_memory, number, opening, wrapped
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kvarts.cli.parts import CommandPart, Outputs
-    from kvarts.event_log import EventReader
-    from kvarts.report.report import Report
-    from kvarts.report.run_page import ShownOverview
+    from kvarts.core.event_log import EventReader
     from kvarts.sim.config import ReplayConfig
+    from kvarts.sim.report.report import Report
+    from kvarts.sim.report.run_page import ShownOverview
 
 __all__ = [
     "ReplayFiles",
@@ -270,7 +270,7 @@ class ReplayFiles:
         self.paths = [*self._reports, *self._requests, *pages, *of_results]
         self._run_dir = run_dir
         if run_dir is not None:
-            from kvarts.report.run_directory import REPORT, REQUESTS
+            from kvarts.sim.report.run_directory import REPORT, REQUESTS
 
             self._reports.append(run_dir / REPORT)
             self._requests.append(run_dir / REQUESTS)
@@ -307,7 +307,7 @@ class ReplayFiles:
 
 def write_about(run_dir: Path, report: Report) -> None:
     """Write the files of a run directory that no option names: distributions, and the command."""
-    from kvarts.report.run_directory import DISTRIBUTIONS, RUN, run_json
+    from kvarts.sim.report.run_directory import DISTRIBUTIONS, RUN, run_json
 
     write_whole(run_dir / DISTRIBUTIONS, report.distributions_json())
     write_whole(run_dir / RUN, run_json(__version__, ["kvarts", *_without_page(sys.argv[1:])]))
@@ -341,8 +341,8 @@ def open_page(html_file: Path | None, *, opens: bool) -> None:
 
 def write_run_page(run_dir: Path, html_file: Path, *, opens: bool) -> None:
     """Write the page of a run directory, and open it if `opens`."""
-    from kvarts.report.run_directory import RunDirectory
-    from kvarts.report.run_page import render_html
+    from kvarts.sim.report.run_directory import RunDirectory
+    from kvarts.sim.report.run_page import render_html
 
     run = RunDirectory(run_dir)
     overviews: dict[Path, ShownOverview | None] = {}

@@ -8,16 +8,16 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvarts.settings import Given, Section
+from kvarts.base.settings import Given, Section
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import click
 
-    from kvarts.event_log import EventReader
+    from kvarts.core.event_log import EventReader
     from kvarts.sim.config import ReplayConfig
-    from kvarts.traffic.trace import Trace
+    from kvarts.sim.traffic.trace import Trace
 
 __all__ = ["CommandPart", "Outputs", "ReadersOf", "ReplayRun", "concern_parts", "engine_options", "load_parts"]
 __all__ += ["check_engine_options", "with_engine_options"]

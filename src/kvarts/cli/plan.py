@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from kvarts.base.files import check_outputs, check_writable, is_standard_output, write_whole
+from kvarts.base.limits import MOST_PAGES, brief
+from kvarts.base.settings import given_by_flags
 from kvarts.cli.effects import NO_REPLAY, check_effects
 from kvarts.cli.fleet import PART as FLEET
 from kvarts.cli.options import DIRECTORY, INPUT, OUTPUT, Command, Group, grouped, open_option, options_of, vllm_option
@@ -18,15 +21,12 @@ from kvarts.cli.parts import engine_options, load_parts, with_engine_options
 from kvarts.cli.plan_options import PlanOptions, fleet_kinds
 from kvarts.cli.process import Progress, print_bytes, print_json, tell_whole_pages
 from kvarts.cli.replaying import all_sections, load_traffic, over_sample_settings, paths_in, read_settings, set_by
-from kvarts.config import EngineConfig
-from kvarts.files import check_outputs, check_writable, is_standard_output, write_whole
-from kvarts.limits import MOST_PAGES, brief
+from kvarts.core.config import EngineConfig
 from kvarts.plan.policy import check_policy, with_policy
-from kvarts.settings import given_by_flags
 from kvarts.sim.config import resolve_replay
 
 if TYPE_CHECKING:
-    from kvarts.settings import Given
+    from kvarts.base.settings import Given
     from kvarts.sim.config import ReplayConfig
 
 __all__ = ["Pictures", "plan_command", "sweep_command"]
@@ -69,7 +69,7 @@ class Pictures:
         self._plot_files = plot_files
         self.paths = [*plot_files, *([html_file] if html_file is not None else [])]
         if plot_files:
-            from kvarts.report.pictures import check_installed
+            from kvarts.sim.report.pictures import check_installed
 
             check_installed("--plot")
         for path in self.paths:
@@ -595,10 +595,10 @@ def sweep_command(
     with tables [[points]]. DIR gets points.json, and points.parquet if pyarrow is installed: one row per point; and
     points.html, a page with charts. The Pareto front of KV memory, TTFT and throughput is printed on standard output.
     """
-    from kvarts.files import write_whole
+    from kvarts.base.files import write_whole
+    from kvarts.base.processes import num_cores
     from kvarts.plan.sweeping import sweep
-    from kvarts.processes import num_cores
-    from kvarts.report.pictures import check_installed
+    from kvarts.sim.report.pictures import check_installed
 
     if with_pictures:
         check_installed("--plot")

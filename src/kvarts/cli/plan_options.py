@@ -8,19 +8,19 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvarts.base.errors import ConfigError
+from kvarts.base.settings import SettingError, parts_of_error
 from kvarts.cli.process import Progress, tell_whole_pages
 from kvarts.cli.replaying import all_sections
-from kvarts.errors import ConfigError
 from kvarts.plan.commands import CommandLines, command_line, listed_tiers
-from kvarts.report.advice import as_size
-from kvarts.settings import SettingError, parts_of_error
+from kvarts.sim.report.advice import as_size
 
 if TYPE_CHECKING:
+    from kvarts.base.settings import Given
     from kvarts.plan.fleet_search import FleetKinds
     from kvarts.plan.planning import Plan
-    from kvarts.settings import Given
     from kvarts.sim.config import ReplayConfig
-    from kvarts.traffic.trace import Trace
+    from kvarts.sim.traffic.trace import Trace
 
 __all__ = ["PlanOptions", "fleet_kinds"]
 
@@ -138,7 +138,7 @@ class PlanOptions(CommandLines):
     def routers(self, names: str, ages: str | None) -> dict[str, Any]:
         """Return the comparison of routers. `names` and `ages`: lists separated by commas."""
         from kvarts.plan.routers import RoutersPlan
-        from kvarts.routers.policies import split_names
+        from kvarts.sim.routers.policies import split_names
 
         config = self._timed("--routers")
         try:
@@ -233,7 +233,7 @@ def fleet_kinds(given: Given, most_devices: int, routers: str | None, stores: st
     Raise ConfigError that names options.
     """
     from kvarts.plan.fleet_search import FleetKinds
-    from kvarts.routers.policies import split_names
+    from kvarts.sim.routers.policies import split_names
 
     if not any(key in given for key in ("model", "device", "cost")):
         raise ConfigError("needs a model and a device, or a cost", field="--gpus", hint=GIVE_MODEL)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvarts.base.settings import Given, Section
 from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.replaying import OneRun
 from kvarts.plan.policy import KEY, SECTION, check_policy, with_policy
-from kvarts.settings import Given, Section
 
 if TYPE_CHECKING:
-    from kvarts.traffic.trace import Trace
+    from kvarts.sim.traffic.trace import Trace
 
 __all__ = ["PART", "PolicyRun"]
 

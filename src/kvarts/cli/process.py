@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvarts import __version__
-from kvarts.errors import ConfigError, OutputError
+from kvarts.base.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
@@ -238,7 +238,7 @@ def is_compiled() -> bool:
     """Return whether the engine is a compiled library."""
     from importlib.util import find_spec
 
-    engine = find_spec("kvarts.engine")
+    engine = find_spec("kvarts.core.engine")
     assert engine is not None and engine.origin is not None
     return not engine.origin.endswith(".py")
 

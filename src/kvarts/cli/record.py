@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.base.errors import OutputError
+from kvarts.base.files import check_writable, whole_file
 from kvarts.cli.options import DERIVED, OUTPUT, GroupedOption
 from kvarts.cli.parts import CommandPart
-from kvarts.errors import OutputError
-from kvarts.files import check_writable, whole_file
-from kvarts.report.run_directory import EVENTS, TIMELINE, named, per_replica
+from kvarts.sim.report.run_directory import EVENTS, TIMELINE, named, per_replica
 
 if TYPE_CHECKING:
-    from kvarts.config import EngineConfig
-    from kvarts.event_log import EventReader
-    from kvarts.events import Event
-    from kvarts.record.live import LiveTimeline
-    from kvarts.record.timeline import RecordedReport
-    from kvarts.report.report import Report
+    from kvarts.core.config import EngineConfig
+    from kvarts.core.event_log import EventReader
+    from kvarts.core.events import Event
+    from kvarts.proof.record.live import LiveTimeline
+    from kvarts.proof.record.timeline import RecordedReport
     from kvarts.sim.config import ReplayConfig
+    from kvarts.sim.report.report import Report
 
 __all__ = [
     "PART",
@@ -116,7 +116,7 @@ class Recordings:
         """Yield a function that returns the observers of a replica. Journals appear when the replay succeeds."""
         writers: list[list[EventReader]] = [[] for _ in range(self._config.replicas)]
         if self._timelines:
-            from kvarts.record.timeline import RowsThatFit
+            from kvarts.proof.record.timeline import RowsThatFit
 
             for readers in writers:
                 readers.append(RowsThatFit())
@@ -138,7 +138,7 @@ class Recordings:
 @contextmanager
 def open_journals() -> Iterator[Callable[[Path, ReplayConfig], EventReader]]:
     """Yield a function that begins the journal of an engine; the files appear at the end, if nothing fails."""
-    from kvarts.record.journal import JournalWriter
+    from kvarts.proof.record.journal import JournalWriter
 
     with ExitStack() as stack:
         writers: list[JournalWriter] = []
@@ -163,7 +163,7 @@ def open_journals() -> Iterator[Callable[[Path, ReplayConfig], EventReader]]:
 def check_timelines(paths: Iterable[Path]) -> None:
     """Raise ConfigError if a suffix of `paths` is not a form of timelines, or needs a library that is not installed."""
     for path in paths:
-        from kvarts.record.timeline import form_of, import_parquet
+        from kvarts.proof.record.timeline import form_of, import_parquet
 
         if form_of(path)[0] == "parquet":
             import_parquet()
@@ -171,7 +171,7 @@ def check_timelines(paths: Iterable[Path]) -> None:
 
 def write_timelines(report: RecordedReport, groups: Iterable[Iterable[Path]], *, every: int) -> None:
     """Write the timeline of each replica of `report` to the paths of each group, with every `every`-th step."""
-    from kvarts.record.timeline import timelines_of
+    from kvarts.proof.record.timeline import timelines_of
 
     timelines = timelines_of(report)
     for paths in groups:
@@ -192,7 +192,7 @@ def open_live(
 
     `num_blocks` and `memory`: the blocks and the description of a memory with KV groups.
     """
-    from kvarts.record.live import LiveTimeline
+    from kvarts.proof.record.live import LiveTimeline
 
     path = values["kv_timeline"]
     if path is None:

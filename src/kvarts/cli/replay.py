@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kvarts.base.settings import Given, Section, given_by_flags
 from kvarts.cli.effects import check_effects
 from kvarts.cli.options import (
     DERIVED,
@@ -23,7 +24,6 @@ from kvarts.cli.options import (
 )
 from kvarts.cli.parts import CommandPart, concern_parts, load_parts
 from kvarts.cli.replaying import OWN_SECTIONS, all_sections, read_settings, run_replay
-from kvarts.settings import Given, Section, given_by_flags
 
 __all__ = ["ReplayCommand", "replay_command"]
 

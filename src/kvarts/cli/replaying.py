@@ -8,20 +8,20 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from kvarts.base.files import PREFIX, SAMPLES, check_outputs, new_directory, read_toml
+from kvarts.base.settings import Flags, Given, Section, given_in
 from kvarts.cli.effects import TABLES
 from kvarts.cli.outputs import check_opening, write_run_page
 from kvarts.cli.process import Progress, is_compiled, say, tell_whole_pages
-from kvarts.files import PREFIX, SAMPLES, check_outputs, new_directory, read_toml
-from kvarts.replaying import replay
-from kvarts.report.run_directory import REPORT
-from kvarts.settings import Flags, Given, Section, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
-from kvarts.traffic.settings import SECTION as TRAFFIC
-from kvarts.traffic.settings import load_given
+from kvarts.sim.replaying import replay
+from kvarts.sim.report.run_directory import REPORT
+from kvarts.sim.traffic.settings import SECTION as TRAFFIC
+from kvarts.sim.traffic.settings import load_given
 
 if TYPE_CHECKING:
     from kvarts.cli.parts import CommandPart, Outputs, ReplayRun
-    from kvarts.traffic.trace import Trace
+    from kvarts.sim.traffic.trace import Trace
 
 __all__ = [
     "OWN_SECTIONS",

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
+from kvarts.base.files import check_writable, is_standard_output
 from kvarts.cli.options import INPUT, OUTPUT, Command, open_option
 from kvarts.cli.outputs import check_opening, write_run_page
 from kvarts.cli.process import Progress
-from kvarts.files import check_writable, is_standard_output
 
 __all__ = ["report_command"]
 
@@ -25,8 +25,8 @@ def report_command(run_dir: Path, html_file: Path | None, opens: bool) -> None:
 
     RUN_DIR is written by `kvarts replay --run-dir`. With several models, each is shown.
     """
-    from kvarts.report.run_directory import RunDirectory
-    from kvarts.report.run_page import render_text
+    from kvarts.sim.report.run_directory import RunDirectory
+    from kvarts.sim.report.run_page import render_text
 
     if html_file is not None:
         check_writable(html_file)

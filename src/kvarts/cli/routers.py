@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvarts.base.settings import Section
 from kvarts.cli.parts import CommandPart
-from kvarts.routers.config import Routing
-from kvarts.settings import Section
+from kvarts.sim.routers.config import Routing
 
 __all__ = ["PART"]
 

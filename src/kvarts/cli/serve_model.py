@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from kvarts.base.errors import ConfigError
 from kvarts.cli import (
     http_sessions,
 )
@@ -21,7 +22,6 @@ from kvarts.cli.llm import (
     speculation_option,
 )
 from kvarts.cli.options import Command, GroupedOption
-from kvarts.errors import ConfigError
 from kvarts.plan.league import find_policy
 
 __all__ = ["model_command"]
@@ -49,8 +49,8 @@ def _options() -> list[click.Parameter]:
 def model_command(**params: Any) -> None:
     """Serve OpenAI's API from a model that runs here."""
     need_http()
-    from kvarts.openai_api.opening import Door, open_model
-    from kvarts.openai_api.served import Limits
+    from kvarts.doors.openai.opening import Door, open_model
+    from kvarts.doors.openai.served import Limits
 
     keys = keys_of(params)
     address = address_of(params, keys)

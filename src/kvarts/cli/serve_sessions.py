@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from kvarts.base.errors import ConfigError
+from kvarts.base.units import parse_bytes
 from kvarts.cli import (
     http_sessions,
     record,
@@ -16,9 +18,7 @@ from kvarts.cli import (
 from kvarts.cli.llm import MODEL_HELP, engine_options, engine_options_of, kv_groups_option
 from kvarts.cli.options import DIRECTORY, INPUT, WINDOW, Command, GroupedOption, grouped
 from kvarts.cli.process import ServesRuntime, collect_garbage, narrate, need_grpc
-from kvarts.errors import ConfigError
-from kvarts.session.values import SessionSettings
-from kvarts.units import parse_bytes
+from kvarts.run.sessions.values import SessionSettings
 
 __all__ = ["sessions_command"]
 
@@ -81,8 +81,8 @@ def sessions_command(**values: Any) -> None:
     settings = _engine_settings(values)
     need_grpc()
     narrate()
-    from kvarts.serve.owners import read_owners
-    from kvarts.serve.server import Binding
+    from kvarts.doors.grpc.owners import read_owners
+    from kvarts.doors.grpc.server import Binding
 
     owners = None if values["token_file"] is None else read_owners(values["token_file"])
     binding = Binding(
@@ -137,8 +137,8 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
 async def _serve(
     settings: dict[str, Any], binding: Any, owners: Any, max_message_bytes: int, beside: Sequence[ServesRuntime]
 ) -> None:
-    from kvarts.serve.server import SessionServer, serve_until_signal
-    from kvarts.session.opening import open_sessions
+    from kvarts.doors.grpc.server import SessionServer, serve_until_signal
+    from kvarts.run.sessions.opening import open_sessions
 
     def say(address: str) -> None:
         tls = "TLS" if binding.is_encrypted else "no TLS"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvarts.base.settings import Flags, Given, Section
 from kvarts.cli.parts import CommandPart
-from kvarts.settings import Flags, Given, Section
 from kvarts.sim.sessions import SessionReplay
 
 __all__ = ["PART"]

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 import msgspec
 
+from kvarts.base.errors import ConfigError
+from kvarts.base.files import check_writable, is_standard_output, write_whole, writing
+from kvarts.base.settings import Flags, Given, Section, setting, settings_of
+from kvarts.base.units import as_duration, as_percent
 from kvarts.cli import (
     kv_events,
 )
@@ -18,23 +22,19 @@ from kvarts.cli.options import DERIVED, GroupedOption
 from kvarts.cli.outputs import ReplayFiles, as_bytes
 from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.process import Progress, print_bytes, tell_whole_pages
-from kvarts.errors import ConfigError
-from kvarts.files import check_writable, is_standard_output, write_whole, writing
 from kvarts.plan.policy import check_policy, with_policy
-from kvarts.report.run_directory import REPORT, named
-from kvarts.report.words import number
-from kvarts.settings import Flags, Given, Section, setting, settings_of
-from kvarts.sharing.config import SECTIONS, ModelShare, SharingConfig, resolve_shares
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
-from kvarts.traffic.formats import load_trace
-from kvarts.traffic.settings import reading_of
-from kvarts.units import as_duration, as_percent
+from kvarts.sim.report.run_directory import REPORT, named
+from kvarts.sim.report.words import number
+from kvarts.sim.sharing.config import SECTIONS, ModelShare, SharingConfig, resolve_shares
+from kvarts.sim.traffic.formats import load_trace
+from kvarts.sim.traffic.settings import reading_of
 
 if TYPE_CHECKING:
-    from kvarts.event_log import EventReader
-    from kvarts.sharing.config import ObserversOf
-    from kvarts.sharing.report import SharedReport
-    from kvarts.traffic.trace import Trace
+    from kvarts.core.event_log import EventReader
+    from kvarts.sim.sharing.config import ObserversOf
+    from kvarts.sim.sharing.report import SharedReport
+    from kvarts.sim.traffic.trace import Trace
 
 __all__ = ["PART", "SharedOutputs", "SharedRun", "parse_share", "render_shared_table"]
 

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.base.errors import ConfigError
+from kvarts.base.files import check_writable, is_replaceable, is_standard_output, write_whole
+from kvarts.base.units import parse_duration_s
 from kvarts.cli.options import OUTPUT, Command
 from kvarts.cli.process import print_bytes
-from kvarts.errors import ConfigError
-from kvarts.files import check_writable, is_replaceable, is_standard_output, write_whole
-from kvarts.units import parse_duration_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvarts.session.soak.run import SoakPlan, SoakRecord
+    from kvarts.run.sessions.soak.run import SoakPlan, SoakRecord
 
 __all__ = ["soak_command"]
 
@@ -82,8 +82,8 @@ def soak_command(
     The exit code is 0 for bounded, 5 for violated and 6 for inconclusive: constant zero, missing or too few samples, or
     too much noise to decide. SIGTERM and SIGINT end the run; the part that has run is then judged.
     """
-    from kvarts.session.soak.rules import judge_soak, render_soak_page
-    from kvarts.session.soak.run import write_record
+    from kvarts.run.sessions.soak.rules import judge_soak, render_soak_page
+    from kvarts.run.sessions.soak.run import write_record
 
     if virtual == (address is not None):
         raise ConfigError("give either --address or --virtual", field="address")
@@ -105,7 +105,7 @@ def soak_command(
 
 
 def _plan(target: str, values: dict[str, Any]) -> SoakPlan:
-    from kvarts.session.soak.run import KvLayers, SoakPlan
+    from kvarts.run.sessions.soak.run import KvLayers, SoakPlan
 
     layers = []
     for text in values["layers"]:
@@ -127,7 +127,7 @@ def _plan(target: str, values: dict[str, Any]) -> SoakPlan:
 async def _run(
     plan: SoakPlan, address: str | None, values: dict[str, Any], checkpoint: Callable[[SoakRecord], None]
 ) -> SoakRecord:
-    from kvarts.session.soak.run import SoakClock, rss_of, run_soak
+    from kvarts.run.sessions.soak.run import SoakClock, rss_of, run_soak
 
     stop, loop, pid = asyncio.Event(), asyncio.get_running_loop(), values["server_pid"]
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -136,12 +136,12 @@ async def _run(
     try:
         async with AsyncExitStack() as stack:
             if address is None:
-                from kvarts.session.opening import open_virtual_target
+                from kvarts.run.sessions.opening import open_virtual_target
 
                 opening = open_virtual_target(sink=plan.sink, window=plan.window)
                 sessions, clock = await stack.enter_async_context(opening)
             else:
-                from kvarts.client import AsyncSessions
+                from kvarts.doors.client import AsyncSessions
 
                 sessions = _of_client(await stack.enter_async_context(AsyncSessions(address)))
                 clock = SoakClock(*CLOCK)

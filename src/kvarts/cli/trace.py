@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.base.errors import ConfigError
+from kvarts.base.files import PREFIX, SAMPLES
+from kvarts.base.units import parse_duration_s
 from kvarts.cli.options import INPUT, OUTPUT, Command, Group, key_option
 from kvarts.cli.process import Progress, print_bytes, print_json
-from kvarts.errors import ConfigError
-from kvarts.files import PREFIX, SAMPLES
-from kvarts.units import parse_duration_s
 
 if TYPE_CHECKING:
-    from kvarts.traffic.trace import Trace
+    from kvarts.sim.traffic.trace import Trace
 
 __all__ = ["trace_command"]
 
@@ -74,7 +74,7 @@ def list_command() -> None:
 @_reading
 def info_command(trace: Path, as_json: bool, **reading: Any) -> None:
     """Print what a TRACE contains, and whether it identifies shared prefixes."""
-    from kvarts.traffic.info import trace_info
+    from kvarts.sim.traffic.info import trace_info
 
     traffic = _load(trace, reading)
     info = trace_info(traffic)
@@ -86,7 +86,7 @@ def info_command(trace: Path, as_json: bool, **reading: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def forms_command(as_json: bool) -> None:
     """List the forms of traces that are read, with an example of each."""
-    from kvarts.traffic.formats import FORMS
+    from kvarts.sim.traffic.formats import FORMS
 
     if as_json:
         print_json([{"name": form.name, "title": form.title, "example": form.example,
@@ -117,7 +117,7 @@ def slice_command(
     trace: Path, output: Path | None, begin_ns: int, end_ns: int | None, first: int, count: int | None, **reading: Any
 ) -> None:
     """Cut a part out of a TRACE; the first request of the part arrives at 0."""
-    from kvarts.traffic.editing import sliced
+    from kvarts.sim.traffic.editing import sliced
 
     part = sliced(_load(trace, reading), begin_ns=begin_ns, end_ns=end_ns, first=first, count=count)
     _write(part, output)
@@ -130,7 +130,7 @@ def slice_command(
 @_writing
 def merge_command(traces: tuple[Path, ...], output: Path | None, same_ids: bool, models: str, **reading: Any) -> None:
     """Write all requests of several TRACES, each at its time; they share nothing unless --same-ids is given."""
-    from kvarts.traffic.editing import merged
+    from kvarts.sim.traffic.editing import merged
 
     names = [name.strip() for name in models.split(",")] if models else []
     _write(merged([_load(trace, reading) for trace in traces], same_ids=same_ids, models=names), output)
@@ -148,7 +148,7 @@ def scale_command(
     trace: Path, output: Path | None, rate: float, copies: int, spread_ns: int | None, **reading: Any
 ) -> None:
     """Write a TRACE at another rate, for more users, or with sessions that begin one after the other."""
-    from kvarts.traffic.editing import repeated, scaled, spread
+    from kvarts.sim.traffic.editing import repeated, scaled, spread
 
     changed = _load(trace, reading)
     if copies > 1:
@@ -163,21 +163,21 @@ def scale_command(
 @_writing
 def anonymize_command(trace: Path, output: Path | None, **reading: Any) -> None:
     """Renumber ids, sessions, tenants and models of a TRACE, so that only lengths, times and shared prefixes remain."""
-    from kvarts.traffic.editing import anonymized
+    from kvarts.sim.traffic.editing import anonymized
 
     _write(anonymized(_load(trace, reading)), output)
 
 
 def _load(path: Path, reading: dict[str, Any]) -> Trace:
-    from kvarts.traffic.formats import load_trace
+    from kvarts.sim.traffic.formats import load_trace
 
     with Progress(f"reading {path}"):
         return load_trace(path, **reading)
 
 
 def _write(trace: Trace, output: Path | None) -> None:
-    from kvarts.files import check_writable, whole_file
-    from kvarts.traffic.editing import trace_lines
+    from kvarts.base.files import check_writable, whole_file
+    from kvarts.sim.traffic.editing import trace_lines
 
     if output is None:
         print_bytes(b"".join(trace_lines(trace)))

@@ -9,10 +9,10 @@ from typing import Any
 import click
 import msgspec
 
+from kvarts.base.errors import ConfigError, KvartsError
+from kvarts.base.units import parse_bytes
 from kvarts.cli.options import INPUT, Command
 from kvarts.cli.process import Progress, print_json
-from kvarts.errors import ConfigError, KvartsError
-from kvarts.units import parse_bytes
 
 __all__ = ["verify_command"]
 
@@ -47,7 +47,7 @@ def verify_command(
     inconclusive (empty, constant zero, or too short). The exit code is 5 if any is violated, else that of the first
     file that cannot be read, else 6 if any is inconclusive, else 0.
     """
-    from kvarts.verify.verifier import TimelineLimits, verify_file
+    from kvarts.proof.verify.verifier import TimelineLimits, verify_file
 
     TimelineLimits.checked(preempt_threshold, max_bytes, block_bytes)
     codes = []
@@ -77,7 +77,7 @@ def verify_command(
 
 def _timelines(files: tuple[Path, ...]) -> Iterator[tuple[Path, KvartsError | None]]:
     """Yield the timelines among `files`, and those in run directories; a directory without any, with its error."""
-    from kvarts.report.run_directory import timelines_in
+    from kvarts.sim.report.run_directory import timelines_in
 
     for path in files:
         try:

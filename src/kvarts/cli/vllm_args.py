@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from kvarts.errors import ConfigError, MissingFileError, did_you_mean
+from kvarts.base.errors import ConfigError, MissingFileError, did_you_mean
 
 __all__ = ["IGNORED", "KEYS", "NAME", "settings_of_line"]
 

@@ -15,10 +15,8 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 import msgspec
 
-from kvarts.cli.options import OUTPUT, Command, grouped
-from kvarts.cli.process import collect_garbage, print_bytes, print_json
-from kvarts.errors import ConfigError
-from kvarts.files import (
+from kvarts.base.errors import ConfigError
+from kvarts.base.files import (
     check_writable,
     is_replaceable,
     is_standard_output,
@@ -27,10 +25,12 @@ from kvarts.files import (
     write_whole,
     writing,
 )
+from kvarts.cli.options import OUTPUT, Command, grouped
+from kvarts.cli.process import collect_garbage, print_bytes, print_json
 
 if TYPE_CHECKING:
-    from kvarts.connect.metrics import EngineSample
-    from kvarts.connect.watched import Watch
+    from kvarts.doors.watch.metrics import EngineSample
+    from kvarts.doors.watch.watched import Watch
 
 __all__ = ["watch_command"]
 
@@ -78,7 +78,7 @@ def watch_command(endpoint: str, **values: Any) -> int:
         import zmq  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"watch needs ZeroMQ ({error})", hint="pip install 'kvarts[serve]'.") from None
-    from kvarts.connect.watched import Watched
+    from kvarts.doors.watch.watched import Watched
 
     if values["timeline_file"] is not None and values["metrics"] is None:
         raise ConfigError("needs metrics, which report the blocks in use", field="timeline", hint="Give --metrics URL.")
@@ -93,7 +93,7 @@ def watch_command(endpoint: str, **values: Any) -> int:
     with ExitStack() as stack:
         journal = None
         if values["events_file"] is not None:
-            from kvarts.connect.journal import StreamJournal
+            from kvarts.doors.watch.journal import StreamJournal
 
             file = _LiveFile(values["events_file"])
             stack.callback(file.close)
@@ -123,11 +123,11 @@ def watch_command(endpoint: str, **values: Any) -> int:
 
 def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any, notes: list[str]) -> Watch:
     """Watch until the end, and add other observations to `notes`."""
-    from kvarts.connect.decoding import MAX_BATCH_BYTES
-    from kvarts.connect.journal import WatchedTimeline
-    from kvarts.connect.metrics import Scraper
-    from kvarts.connect.sockets import EngineStream
-    from kvarts.connect.watched import Watch
+    from kvarts.doors.watch.decoding import MAX_BATCH_BYTES
+    from kvarts.doors.watch.journal import WatchedTimeline
+    from kvarts.doors.watch.metrics import Scraper
+    from kvarts.doors.watch.sockets import EngineStream
+    from kvarts.doors.watch.watched import Watch
 
     stop = stack.enter_context(_signals())
     stream = EngineStream(endpoint, values["replay"], topic=values["topic"], binds=values["binds"])
@@ -145,7 +145,7 @@ def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any
 
     page = None
     if values["ui_port"] is not None:
-        from kvarts.connect.live import WatchedPage
+        from kvarts.doors.watch.live import WatchedPage
 
         page = WatchedPage(values["ui_port"], name=endpoint)
         stack.callback(page.close)

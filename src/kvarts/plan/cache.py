@@ -24,24 +24,24 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvarts.columns import Column
-from kvarts.kv.eviction import EvictionOrder, LruOrder
-from kvarts.kv.group_needs import GroupNeeds
-from kvarts.kv.groups import GroupMemory, PartGroup
-from kvarts.kv.page_cache import PageCache
-from kvarts.kv.pool import CountPool
-from kvarts.kv.run_cache import RunCache
-from kvarts.kv.tree import PrefixTree
-from kvarts.limits import MOST_PAGES, check_whole
+from kvarts.base.columns import Column
+from kvarts.base.limits import MOST_PAGES, check_whole
+from kvarts.base.processes import Processes
+from kvarts.core.kv.eviction import EvictionOrder, LruOrder
+from kvarts.core.kv.group_needs import GroupNeeds
+from kvarts.core.kv.groups import GroupMemory, PartGroup
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.kv.pool import CountPool
+from kvarts.core.kv.run_cache import RunCache
+from kvarts.core.kv.tree import PrefixTree
+from kvarts.core.parts.chunk_ends import AlignedChunks
+from kvarts.core.request import Request
+from kvarts.core.sched.plan import Batch, Chunk
 from kvarts.plan.curve import HitCurve, Optimum, find_knees, lru_curve, stack_distances
 from kvarts.plan.reuse import OTHER, OWN, SHARED, Reuse, find_token_reuse
-from kvarts.processes import Processes
-from kvarts.request import Request
-from kvarts.sched.parts.chunk_ends import AlignedChunks
-from kvarts.sched.plan import Batch, Chunk
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.request_columns import RequestColumns
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.sim.traffic.request_columns import RequestColumns
+from kvarts.sim.traffic.trace import Trace, TraceRequest
 
 __all__ = [
     "Breakdown",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarts.settings import INLINE, SET, Given, Section, Setting, is_inline, settings_of
+from kvarts.base.settings import INLINE, SET, Given, Section, Setting, is_inline, settings_of
 
 if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig

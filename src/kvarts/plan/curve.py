@@ -31,7 +31,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from kvarts.columns import Column
+from kvarts.base.columns import Column
 from kvarts.plan.reuse import Reuse, by_value
 
 __all__ = ["HitCurve", "Optimum", "concave_hull", "find_knees", "lru_curve", "stack_distances"]

@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
-from kvarts.combines import check_combination
-from kvarts.errors import ConfigError
-from kvarts.fleet.config import resolve_fleet
-from kvarts.limits import check_whole
-from kvarts.settings import Flags, Given, Section, Setting, SettingError
+from kvarts.base.errors import ConfigError
+from kvarts.base.limits import check_whole
+from kvarts.base.settings import Flags, Given, Section, Setting, SettingError
+from kvarts.base.units import parse_bytes
+from kvarts.core.parts.combines import check_combination
 from kvarts.sim.config import ReplayConfig, resolve_replay
-from kvarts.units import parse_bytes
+from kvarts.sim.fleet.config import resolve_fleet
 
 __all__ = [
     "Family",
@@ -452,7 +452,7 @@ class FleetKinds:
                 given.add(setting, self._given.value_of(key), self._given.source_of(key))
         unknown = [key for key, value in changes.items() if key not in self._known and value is not None]
         if unknown:
-            raise ConfigError("needs kvarts.fleet, which is not installed", field="gpus")
+            raise ConfigError("needs kvarts.sim.fleet, which is not installed", field="gpus")
         return given
 
 

@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvarts.fleet.config import SECTIONS as FLEET_SECTIONS
+from kvarts.base.processes import Processes
+from kvarts.base.settings import given_by_keywords
+from kvarts.base.units import as_percent
 from kvarts.plan.commands import command_line
 from kvarts.plan.fleet_search import (
     APART,
@@ -24,15 +26,13 @@ from kvarts.plan.fleet_search import (
 )
 from kvarts.plan.planning import FLEET_VALUES, Plan
 from kvarts.plan.replays import share_kept
-from kvarts.processes import Processes
-from kvarts.replaying import replay
-from kvarts.report.words import duration
-from kvarts.settings import given_by_keywords
 from kvarts.sim.config import SECTIONS, TABLES
+from kvarts.sim.fleet.config import SECTIONS as FLEET_SECTIONS
 from kvarts.sim.replay import Traffic, trace_of
-from kvarts.traffic.settings import SECTION as TRAFFIC
-from kvarts.traffic.trace import Trace
-from kvarts.units import as_percent
+from kvarts.sim.replaying import replay
+from kvarts.sim.report.words import duration
+from kvarts.sim.traffic.settings import SECTION as TRAFFIC
+from kvarts.sim.traffic.trace import Trace
 
 __all__ = ["FleetsPlan", "plan_fleets"]
 

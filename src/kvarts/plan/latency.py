@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvarts.combines import check_combination
+from kvarts.base.processes import Processes
+from kvarts.base.units import as_percent
+from kvarts.core.parts.combines import check_combination
 from kvarts.plan.cache import HitPlan
 from kvarts.plan.replays import Replays, SizeOption
-from kvarts.processes import Processes
-from kvarts.report.words import plus_minus
 from kvarts.sim.config import ReplayConfig
-from kvarts.units import as_percent
+from kvarts.sim.report.words import plus_minus
 
 if TYPE_CHECKING:
     from kvarts.sim.router import RouterMaker

@@ -10,16 +10,16 @@ from typing import Any
 
 import msgspec
 
-from kvarts.errors import ConfigError
-from kvarts.kv.eviction import LruOrder
+from kvarts.base.errors import ConfigError
+from kvarts.base.processes import Processes
+from kvarts.base.user_code import code_named
+from kvarts.core.kv.eviction import LruOrder
 from kvarts.plan.cache import HitPlan, MakeOrder
 from kvarts.plan.orders import HintedOrder, SoonestReturnOrder, finishing
 from kvarts.plan.replays import share_kept, summary_of
 from kvarts.plan.weighted import AutoOrder
-from kvarts.processes import Processes
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.trace import Trace
-from kvarts.user_code import code_named
+from kvarts.sim.traffic.trace import Trace
 
 __all__ = ["ALL_POLICIES", "POLICIES", "League", "find_policy"]
 

@@ -4,7 +4,7 @@ An order observes which runs are hit, released and evicted. Time is counted in r
 identify an evicted object by its key; here a run is identified by its tenant, its KV group, its place in the prompt
 and its first page.
 
-These use times, the hints of requests (`kvarts.hints.Hints`) and the ends of sessions:
+These use times, the hints of requests (`kvarts.core.hints.Hints`) and the ends of sessions:
 
 - Hinted: priority, then time to live, then LRU: what vLLM's `kv.retain`, Dynamo's `cache_control` and the retention of
   TensorRT-LLM have in common.
@@ -19,10 +19,10 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
-from kvarts.content import PageKey
-from kvarts.hints import Hints
-from kvarts.kv.eviction import BaseOrder, Run
-from kvarts.traffic.trace import Trace, spell
+from kvarts.core.content import PageKey
+from kvarts.core.hints import Hints
+from kvarts.core.kv.eviction import BaseOrder, Run
+from kvarts.sim.traffic.trace import Trace, spell
 
 __all__ = [
     "HintedOrder",

@@ -6,11 +6,11 @@ from importlib.resources import files
 from io import BytesIO
 from typing import Any
 
+from kvarts.base.units import as_memory, as_percent
 from kvarts.plan.series import charts_of, sweep_table
 from kvarts.plan.tables import answer_for_users, heading_of
-from kvarts.report.page import fill_page, table_html
-from kvarts.report.words import duration, number, opening, page_bytes_of, plus_minus
-from kvarts.units import as_memory, as_percent
+from kvarts.sim.report.page import fill_page, table_html
+from kvarts.sim.report.words import duration, number, opening, page_bytes_of, plus_minus
 
 __all__ = ["draw", "figure_of", "render_page", "summary_html"]
 

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError
+from kvarts.base.errors import ConfigError
+from kvarts.base.processes import Processes
+from kvarts.base.settings import SettingError
+from kvarts.base.units import parse_rate
+from kvarts.core.config import EngineConfig
 from kvarts.plan.cache import CachePlan, GroupPlan, HitPlan, PricedTier, TiersPlan, best_buy, prefill_s_per_token
 from kvarts.plan.commands import CommandLines, listed_tiers
 from kvarts.plan.latency import LatencyPlan
 from kvarts.plan.tables import lead
-from kvarts.processes import Processes
-from kvarts.report.advice import as_size
-from kvarts.settings import SettingError
 from kvarts.sim.replay import replay_one, trace_of
+from kvarts.sim.report.advice import as_size
 from kvarts.sim.trials import ReplayTrials
-from kvarts.units import parse_rate
 
 if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
@@ -98,7 +98,7 @@ class Plan:
 
         For a plan of fleets, one row per replayed fleet.
         """
-        from kvarts.columns import to_frame
+        from kvarts.base.columns import to_frame
 
         if "fleets" in self.values:
             points = self.values["fleets"]["points"]
@@ -115,7 +115,7 @@ class Plan:
     def plot(self) -> Any:
         """Return the charts of the page as a matplotlib Figure. Raise ConfigError if matplotlib is not installed."""
         from kvarts.plan.page import figure_of
-        from kvarts.report.pictures import check_installed
+        from kvarts.sim.report.pictures import check_installed
 
         check_installed("plot")
         return figure_of(self.values)
@@ -292,7 +292,7 @@ def _in_vllm(host_bytes: int) -> dict[str, Any]:
     """Return the value of vLLM's `--kv-transfer-config` for `host_bytes` of host memory, managed by kvarts."""
     spec = {
         "spec_name": "KvartsOffloadingSpec",
-        "spec_module_path": "kvarts.connect.vllm",
+        "spec_module_path": "kvarts.doors.vllm",
         "host_memory": as_size(host_bytes),
     }
     return {

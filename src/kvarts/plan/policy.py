@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
-from kvarts.errors import ConfigError
-from kvarts.settings import Given, Section, setting
+from kvarts.base.errors import ConfigError
+from kvarts.base.settings import Given, Section, setting
 
 if TYPE_CHECKING:
-    from kvarts.traffic.trace import Trace
+    from kvarts.sim.traffic.trace import Trace
 
 __all__ = ["KEY", "SECTION", "PolicySettings", "check_policy", "with_policy"]
 
@@ -37,7 +37,7 @@ SECTION = Section(struct=PolicySettings, title="Engine and load")
 
 def check_policy(given: Given, key: str = KEY) -> None:
     """Raise ConfigError if `key` is given and is not a policy."""
-    from kvarts.traffic.trace import Trace
+    from kvarts.sim.traffic.trace import Trace
 
     if key in given:
         _find(given, Trace([]), key)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from kvarts.base.processes import Inquiry, Processes
+from kvarts.base.units import as_memory
 from kvarts.plan.cache import HitPlan, least_pages_of
-from kvarts.processes import Inquiry, Processes
-from kvarts.replaying import replay
-from kvarts.report.advice import advice
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay_one
+from kvarts.sim.replaying import replay
+from kvarts.sim.report.advice import advice
+from kvarts.sim.traffic.trace import Trace
 from kvarts.sim.trials import ReplayTrials
-from kvarts.traffic.trace import Trace
-from kvarts.units import as_memory
 
 if TYPE_CHECKING:
     from kvarts.sim.router import RouterMaker

@@ -17,11 +17,11 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from kvarts.columns import Column
-from kvarts.errors import ConfigError
+from kvarts.base.columns import Column
+from kvarts.base.errors import ConfigError
 from kvarts.plan.reuse_tree import NEVER, OTHER, OWN, SHARED, ReuseTree
-from kvarts.traffic.request_columns import RequestColumns
-from kvarts.traffic.trace import Trace
+from kvarts.sim.traffic.request_columns import RequestColumns
+from kvarts.sim.traffic.trace import Trace
 
 __all__ = ["NEVER", "OTHER", "OWN", "SHARED", "Reuse", "by_value", "find_reuse", "find_token_reuse"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from kvarts.columns import Rows
-from kvarts.content import Content, PageKey
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.base.columns import Rows
+from kvarts.core.content import Content, PageKey
+from kvarts.sim.traffic.trace import Trace, TraceRequest
 
 __all__ = ["NEVER", "OTHER", "OWN", "SHARED", "ReuseTree"]
 

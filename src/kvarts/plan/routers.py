@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvarts.base.processes import Processes
+from kvarts.base.settings import SettingError
 from kvarts.plan.replays import share_kept
-from kvarts.processes import Processes
-from kvarts.replaying import replay
-from kvarts.routers.config import Routing
-from kvarts.routers.policies import policy_of
-from kvarts.routers.view import Needs
-from kvarts.settings import SettingError
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.trace import Trace
+from kvarts.sim.replaying import replay
+from kvarts.sim.routers.config import Routing
+from kvarts.sim.routers.policies import policy_of
+from kvarts.sim.routers.view import Needs
+from kvarts.sim.traffic.trace import Trace
 
 __all__ = ["RoutersPlan"]
 

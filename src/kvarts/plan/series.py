@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import product
 from typing import Any
 
+from kvarts.base.units import as_memory
 from kvarts.plan.sweep import load_of, pareto
-from kvarts.report.words import duration, in_memory, percent
-from kvarts.units import as_memory
+from kvarts.sim.report.words import duration, in_memory, percent
 
 __all__ = ["charts_of", "distinct_points", "sweep_charts", "sweep_table", "sweep_values", "usual_points"]
 

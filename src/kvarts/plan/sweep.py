@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvarts.errors import ConfigError, InputError, OutputError
-from kvarts.processes import Processes
+from kvarts.base.errors import ConfigError, InputError, OutputError
+from kvarts.base.processes import Processes
 
 if TYPE_CHECKING:
-    from kvarts.settings import Section
+    from kvarts.base.settings import Section
 
 __all__ = [
     "Row",

@@ -14,20 +14,20 @@ from typing import Any
 
 import msgspec
 
-from kvarts.errors import ConfigError, KvartsError
-from kvarts.files import located, own_directory, read_toml, reading, write_whole
+from kvarts.base.errors import ConfigError, KvartsError
+from kvarts.base.files import located, own_directory, read_toml, reading, write_whole
+from kvarts.base.settings import Flags, Given, Section, given_in
+from kvarts.base.units import as_duration, as_percent
 from kvarts.plan.commands import command_line
 from kvarts.plan.policy import SECTION as POLICY
 from kvarts.plan.policy import check_policy, with_policy
 from kvarts.plan.sweep import Row, Values, fronts, load_of, points_of, run_sweep, with_changes
-from kvarts.replaying import replay
-from kvarts.report.words import number
-from kvarts.settings import Flags, Given, Section, given_in
 from kvarts.sim.config import SECTIONS, TABLES, resolve_replay
-from kvarts.traffic.settings import SECTION as TRAFFIC
-from kvarts.traffic.settings import load_given
-from kvarts.traffic.trace import Trace
-from kvarts.units import as_duration, as_percent
+from kvarts.sim.replaying import replay
+from kvarts.sim.report.words import number
+from kvarts.sim.traffic.settings import SECTION as TRAFFIC
+from kvarts.sim.traffic.settings import load_given
+from kvarts.sim.traffic.trace import Trace
 
 __all__ = ["Sweep", "run_point", "sweep"]
 
@@ -93,7 +93,7 @@ class Sweep:
 
     def to_pandas(self) -> Any:
         """Return a pandas.DataFrame, one row per point. Raise ConfigError if pandas is not installed."""
-        from kvarts.columns import to_frame
+        from kvarts.base.columns import to_frame
 
         return to_frame(self._columns)
 
@@ -109,7 +109,7 @@ class Sweep:
     def plot(self) -> Any:
         """Return the charts of the page as a matplotlib Figure. Raise ConfigError if matplotlib is not installed."""
         from kvarts.plan.page import figure_of
-        from kvarts.report.pictures import check_installed
+        from kvarts.sim.report.pictures import check_installed
 
         check_installed("plot")
         return figure_of(self._drawn)
@@ -136,7 +136,7 @@ class Sweep:
         return f"<Sweep {self.name}: {len(self.rows):,} points over {keys}; {len(self.front):,} on a front>"
 
     def _repr_html_(self) -> str:
-        from kvarts.report.page import table_html
+        from kvarts.sim.report.page import table_html
 
         heads = [f">{head}" for head, _ in HEADS]
         rows = [[_settings(row, self.keys), *_cells(row)] for row in self.front]
@@ -251,7 +251,7 @@ def _write_parquet(sweep: Sweep, path: Path) -> None:
         import pyarrow.parquet as pq
     except ModuleNotFoundError:
         return
-    from kvarts.files import whole_file
+    from kvarts.base.files import whole_file
 
     with whole_file(path) as file:
         pq.write_table(sweep.to_arrow(), file)

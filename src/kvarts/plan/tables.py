@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvarts.base.units import as_duration, as_memory, as_percent
 from kvarts.plan.series import usual_points
-from kvarts.report.advice import as_size
-from kvarts.report.words import NAME_ONE, in_memory, number, opening, page_bytes_of, wrapped
-from kvarts.units import as_duration, as_memory, as_percent
+from kvarts.sim.report.advice import as_size
+from kvarts.sim.report.words import NAME_ONE, in_memory, number, opening, page_bytes_of, wrapped
 
 __all__ = [
     "answer_for_users",

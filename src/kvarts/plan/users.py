@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvarts.errors import ConfigError
+from kvarts.base.errors import ConfigError
+from kvarts.base.processes import Inquiry, Processes
 from kvarts.plan.league import find_policy
 from kvarts.plan.replays import guesses, share_kept
-from kvarts.processes import Inquiry, Processes
-from kvarts.report.report import Report
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay_one
+from kvarts.sim.report.report import Report
 from kvarts.sim.sessions import SessionReplay
+from kvarts.sim.traffic.editing import repeated
+from kvarts.sim.traffic.trace import Trace
 from kvarts.sim.trials import ReplayTrials
-from kvarts.traffic.editing import repeated
-from kvarts.traffic.trace import Trace
 
 __all__ = ["UsersPlan"]
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvarts.content import Content
-from kvarts.hints import Hints
-from kvarts.kv.eviction import BaseOrder, Run
-from kvarts.kv.page_cache import PageCache
-from kvarts.kv.pool import CountPool
-from kvarts.kv.tree import PrefixTree
+from kvarts.core.content import Content
+from kvarts.core.hints import Hints
+from kvarts.core.kv.eviction import BaseOrder, Run
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.kv.pool import CountPool
+from kvarts.core.kv.tree import PrefixTree
 from kvarts.plan.orders import RankedRuns, RunKey, run_key
 
 __all__ = ["LRU", "AutoOrder", "WeightedOrder", "Weights"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from kvarts.report.requests import NO_REPLICA, RequestLog
-from kvarts.request import Request, RequestState
+from kvarts.core.request import Request, RequestState
+from kvarts.sim.report.requests import NO_REPLICA, RequestLog
 from kvarts.sim.router import Informed, Routed, Router
-from kvarts.traffic.source import Source
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.sim.traffic.source import Source
+from kvarts.sim.traffic.trace import Trace, TraceRequest
 
 __all__ = ["Arrivals", "SessionsKept"]
 

@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
-from kvarts.config import EngineConfig, Slo, StateMode
-from kvarts.errors import ConfigError
-from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, MOST_SECONDS, check_number, check_whole
-from kvarts.offload.config import TIERS, OffloadConfig
-from kvarts.routers.config import Routing
-from kvarts.routers.policies import POLICIES
-from kvarts.settings import Given, Section, SettingError, given_by_keywords, given_in, setting, settings_of
+from kvarts.base.errors import ConfigError
+from kvarts.base.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, MOST_SECONDS, check_number, check_whole
+from kvarts.base.settings import Given, Section, SettingError, given_by_keywords, given_in, setting, settings_of
+from kvarts.base.user_code import code_named, is_code_name
+from kvarts.core.config import EngineConfig, Slo, StateMode
+from kvarts.core.tiers.config import TIERS, OffloadConfig
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
+from kvarts.sim.routers.config import Routing
+from kvarts.sim.routers.policies import POLICIES
 from kvarts.sim.sessions import SessionReplay
-from kvarts.user_code import code_named, is_code_name
 
 if TYPE_CHECKING:
-    from kvarts.executor.base import CostModel
-    from kvarts.kv.eviction import EvictionOrder
-    from kvarts.kv.groups import GroupMemory, PartGroup
-    from kvarts.sched.policy import AdmissionPolicy
+    from kvarts.core.executor import CostModel
+    from kvarts.core.kv.eviction import EvictionOrder
+    from kvarts.core.kv.groups import GroupMemory, PartGroup
+    from kvarts.core.sched.policy import AdmissionPolicy
     from kvarts.sim.router import RouterMaker
-    from kvarts.traffic.source import Source
-    from kvarts.traffic.trace import Trace
+    from kvarts.sim.traffic.source import Source
+    from kvarts.sim.traffic.trace import Trace
 
 __all__ = [
     "ENGINES",
@@ -133,19 +133,19 @@ KvGroupsName = Literal["off", "all", "tails"]
 
 
 def _default_cost() -> CostModel:
-    from kvarts.executor.cost import PolynomialCost  # not needed to print a help text
+    from kvarts.cost.polynomial import PolynomialCost  # not needed to print a help text
 
     return PolynomialCost()
 
 
 def _default_eviction() -> Callable[[], EvictionOrder]:
-    from kvarts.kv.eviction import LruOrder
+    from kvarts.core.kv.eviction import LruOrder
 
     return LruOrder
 
 
 def _default_admission() -> Callable[[], AdmissionPolicy]:
-    from kvarts.sched.policy import PriorityPolicy
+    from kvarts.core.sched.policy import PriorityPolicy
 
     return PriorityPolicy
 
@@ -382,7 +382,7 @@ class ReplayConfig(
 
     def source(self, trace: Trace) -> Source:
         """Return the source that determines when the requests of `trace` arrive."""
-        from kvarts.traffic.source import source_of
+        from kvarts.sim.traffic.source import source_of
 
         return source_of(
             trace,
@@ -469,7 +469,7 @@ class ReplayConfig(
     @property
     def memory(self) -> GroupMemory:
         """The counted KV groups, where `kv_groups` is not off."""
-        from kvarts.kv.groups import GroupMemory, with_states
+        from kvarts.core.kv.groups import GroupMemory, with_states
 
         assert self.kv_groups != "off"
         mode = self.mamba_cache_mode
@@ -492,7 +492,7 @@ class ReplayConfig(
         """The cost model that `cost` describes, times `cost_factor`."""
         if self.cost_factor == 1.0:
             return self._cost
-        from kvarts.executor.cost import ScaledCost
+        from kvarts.cost.polynomial import ScaledCost
 
         return ScaledCost(self._cost, self.cost_factor)
 
@@ -501,7 +501,7 @@ class ReplayConfig(
         if hasattr(self.cost, "decode_ns"):
             cost: CostModel = self.cost
             return cost
-        from kvarts.executor.cost import CallableCost
+        from kvarts.cost.polynomial import CallableCost
 
         return CallableCost(self.cost)
 
@@ -627,7 +627,7 @@ def _resolved_by_default(
 def check_features(features: Mapping[str, str]) -> None:
     """Raise SettingError if some of the features are refused together; a single one never is."""
     if len(features) > 1:
-        from kvarts.combines import check_combination
+        from kvarts.core.parts.combines import check_combination
 
         check_combination(features)
 
@@ -712,7 +712,9 @@ def _own_router(given: Given) -> RouterMaker:
     try:
         return code_named(name)
     except ConfigError as error:
-        raise given.error("router", error.what, hint="See kvarts.routers.view.Policy for what a router has.") from error
+        raise given.error(
+            "router", error.what, hint="See kvarts.sim.routers.view.Policy for what a router has."
+        ) from error
 
 
 def make_config(

@@ -20,11 +20,11 @@ from typing import Protocol
 
 from mypy_extensions import mypyc_attr
 
-from kvarts.request import Request, RequestState
+from kvarts.core.request import Request, RequestState
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.replica import NEVER_NS
 from kvarts.sim.router import Routed
-from kvarts.traffic.trace import TraceRequest
+from kvarts.sim.traffic.trace import TraceRequest
 
 __all__ = ["Driver", "Runner"]
 

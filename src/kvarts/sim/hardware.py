@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError, parts_of
-from kvarts.limits import MOST_BYTES, MOST_DRAFTED, MOST_REPLICAS, brief, check_whole
-from kvarts.settings import AtLeastOne, Given, SettingError, setting, settings_of
-from kvarts.units import meant_size, parse_bytes
+from kvarts.base.errors import ConfigError, parts_of
+from kvarts.base.limits import MOST_BYTES, MOST_DRAFTED, MOST_REPLICAS, brief, check_whole
+from kvarts.base.settings import AtLeastOne, Given, SettingError, setting, settings_of
+from kvarts.base.units import meant_size, parse_bytes
+from kvarts.core.config import EngineConfig
 
 if TYPE_CHECKING:
-    from kvarts.executor.roofline import CostSpec
-    from kvarts.hardware.fit import MemoryFit
-    from kvarts.hardware.geometry import Geometry
-    from kvarts.kv.groups import PartGroup
+    from kvarts.core.kv.groups import PartGroup
+    from kvarts.cost.hardware.fit import MemoryFit
+    from kvarts.cost.hardware.geometry import Geometry
+    from kvarts.cost.roofline import CostSpec
 
 WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
 """Settings of a device that state how a model is divided, and over how many devices."""
@@ -173,14 +173,14 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
         """Return the part of KV memory, in bytes, for the states of all sequences that may run."""
         if self.geometry is None:
             return 0
-        from kvarts.hardware.fit import local_state_bytes
+        from kvarts.cost.hardware.fit import local_state_bytes
 
         return local_state_bytes(self.geometry, engine.max_num_seqs, on.tensor_parallel, on.pipeline_parallel)
 
     def fit(self, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None) -> MemoryFit | None:
         """Return the memory left next to the model; None if it is unknown. Raise ConfigError if nothing fits."""
-        from kvarts.hardware.device import load_device
-        from kvarts.hardware.fit import fit_memory
+        from kvarts.cost.hardware.device import load_device
+        from kvarts.cost.hardware.fit import fit_memory
 
         if self.geometry is None or on.device is None:
             return None
@@ -205,10 +205,10 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
     Its cost is a roofline, unless `cost` is given; a given roofline, from a calibration, keeps its coefficients. Raise
     ConfigError for anything unknown or missing.
     """
-    from kvarts.executor.roofline import RooflineCost
-    from kvarts.hardware.device import load_device
-    from kvarts.hardware.fit import draft_bytes_per_token, local_kv_bytes_per_token
-    from kvarts.hardware.model_config import load_geometry  # imported only for a replay that names a model
+    from kvarts.cost.hardware.device import load_device
+    from kvarts.cost.hardware.fit import draft_bytes_per_token, local_kv_bytes_per_token
+    from kvarts.cost.hardware.model_config import load_geometry  # imported only for a replay that names a model
+    from kvarts.cost.roofline import RooflineCost
 
     if model.model is None:
         # Without a name, the other settings of the model have no effect, either.
@@ -266,7 +266,7 @@ def parsed_cost(cost: Any) -> Any:
     """
     if not isinstance(cost, str | Mapping):
         return cost
-    from kvarts.executor.roofline import CostSpec, parse_cost
+    from kvarts.cost.roofline import CostSpec, parse_cost
 
     if isinstance(cost, str):
         return parse_cost(cost)
@@ -323,7 +323,7 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
         if given["kv_groups"] != "off" if "kv_groups" in given else counts_groups:
             groups = facts["groups"] = counted_groups(placed, engine, on, model.kv_dtype)
             if "mamba_cache_mode" in given:
-                from kvarts.kv.groups import with_states
+                from kvarts.core.kv.groups import with_states
 
                 groups = facts["groups"] = with_states(groups, given["mamba_cache_mode"])
         if "pages" not in given:
@@ -335,7 +335,7 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
 
 def _calibrated(given: Given, cost: Any) -> Given:
     """Return the model and device of a calibrated cost as defaults, where nothing else is given."""
-    from kvarts.executor.roofline import RooflineCost
+    from kvarts.cost.roofline import RooflineCost
 
     if not isinstance(cost, RooflineCost):
         return Given()
@@ -357,8 +357,8 @@ def counted_groups(
     geometry = placed.geometry
     if geometry is None or not geometry.keeps_less:
         return ()
-    from kvarts.hardware.fit import local_kv_groups
-    from kvarts.kv.groups import PartGroup
+    from kvarts.core.kv.groups import PartGroup
+    from kvarts.cost.hardware.fit import local_kv_groups
 
     local = local_kv_groups(
         geometry,

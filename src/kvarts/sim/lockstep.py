@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvarts.executor.simulated import LeapTimes
-from kvarts.request import Request
-from kvarts.sched.rank_loads import RANKS_STALENESS_NS, RankLoads
+from kvarts.core.request import Request
+from kvarts.core.sched.rank_loads import RANKS_STALENESS_NS, RankLoads
+from kvarts.cost.simulated import LeapTimes
 from kvarts.sim.replica import MOST_STEPS, NEVER_NS, Replica
 from kvarts.sim.router import RoundRobin, Routed
 
 if TYPE_CHECKING:
-    from kvarts.executor.cost import ScaledCost
-    from kvarts.executor.roofline import RooflineCost
+    from kvarts.cost.polynomial import ScaledCost
+    from kvarts.cost.roofline import RooflineCost
 
 __all__ = ["LockstepCost", "Ranks", "WithinGroups"]
 

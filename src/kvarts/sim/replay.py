@@ -11,30 +11,30 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from kvarts.audit.auditor import expect_same
-from kvarts.audit.opening import audit_of
-from kvarts.build import build_engine, preparation_of
-from kvarts.event_log import EventReader
-from kvarts.executor.cost import PrefillCost
-from kvarts.executor.simulated import SimExecutor
-from kvarts.report.report import Report
-from kvarts.report.requests import RequestLog, Taken
-from kvarts.report.steps import StepLog
+from kvarts.core.build import build_engine, preparation_of
+from kvarts.core.event_log import EventReader
+from kvarts.cost.polynomial import PrefillCost
+from kvarts.cost.simulated import SimExecutor
+from kvarts.proof.audit.auditor import expect_same
+from kvarts.proof.audit.opening import audit_of
 from kvarts.sim.arrivals import Arrivals, SessionsKept
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.driver import Driver, Runner
 from kvarts.sim.replayed_sessions import open_replayed_sessions
 from kvarts.sim.replica import Replica
+from kvarts.sim.report.report import Report
+from kvarts.sim.report.requests import RequestLog, Taken
+from kvarts.sim.report.steps import StepLog
 from kvarts.sim.router import AskedCaches, RoundRobin, Routed, Router
-from kvarts.traffic.trace import Trace
+from kvarts.sim.traffic.trace import Trace
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvarts.kv.transfer import PeersGain, PrefillNs, TransferTotals
-    from kvarts.report.advice import Trials
+    from kvarts.core.kv.transfer import PeersGain, PrefillNs, TransferTotals
     from kvarts.sim.lockstep import LockstepCost, Ranks
-    from kvarts.traffic.workload import Workload
+    from kvarts.sim.report.advice import Trials
+    from kvarts.sim.traffic.workload import Workload
 
 __all__ = [
     "Traffic",
@@ -76,7 +76,7 @@ def replay_with_spread(
         errors = getattr(config.cost, "held_out", {})
         report.error_shares = {f"{metric}_ms": error.one_sigma for metric, error in errors.items()}
         return report
-    from kvarts.processes import Processes
+    from kvarts.base.processes import Processes
     from kvarts.sim.trials import spread_of
 
     trace = trace_of(traffic)
@@ -99,7 +99,7 @@ def trace_of(traffic: Traffic) -> Trace:
         return traffic
     if not isinstance(traffic, str | os.PathLike):
         return traffic.trace()
-    from kvarts.traffic.formats import load_trace
+    from kvarts.sim.traffic.formats import load_trace
 
     return load_trace(traffic)
 
@@ -244,7 +244,7 @@ def _are_many(num_requests: int) -> bool:
     """Return whether so many requests are divided among processes by default."""
     if num_requests < MANY_REQUESTS:
         return False
-    from kvarts.processes import num_cores
+    from kvarts.base.processes import num_cores
 
     return num_cores() > 1
 
@@ -253,7 +253,7 @@ def _done_apart(
     trace: Trace, config: ReplayConfig, workers: int | None, on_progress: Callable[[int], object] | None
 ) -> tuple[RequestLog, _Done]:
     """Replay neighbouring replicas together, each group in one of several processes."""
-    from kvarts.processes import Processes, num_cores
+    from kvarts.base.processes import Processes, num_cores
 
     assert trace.requests is not None
     num_workers = num_cores() if workers is None else workers

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvarts.errors import ConfigError
-from kvarts.events import Blocked
-from kvarts.kv.groups import SinkWindow
-from kvarts.kv.session_pages import SessionMemory, SessionPages
-from kvarts.request import Request
-from kvarts.sched.scheduler import Scheduler
+from kvarts.base.errors import ConfigError
+from kvarts.core.events import Blocked
+from kvarts.core.kv.groups import SinkWindow
+from kvarts.core.kv.session_pages import SessionMemory, SessionPages
+from kvarts.core.request import Request
+from kvarts.core.sched.scheduler import Scheduler
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.router import Routed
 from kvarts.sim.sessions import SessionReplay
-from kvarts.traffic.source import Source
-from kvarts.traffic.trace import Trace, TraceRequest, spell
+from kvarts.sim.traffic.source import Source
+from kvarts.sim.traffic.trace import Trace, TraceRequest, spell
 
 __all__ = ["ReplayedSessions", "open_replayed_sessions"]
 

@@ -10,8 +10,9 @@ from typing import Final
 
 import msgspec
 
-from kvarts.engine import Engine
-from kvarts.events import (
+from kvarts.base.limits import LATEST_NS, TooLateError
+from kvarts.core.engine import Engine
+from kvarts.core.events import (
     Blocked,
     CopiesRemoved,
     Event,
@@ -21,13 +22,12 @@ from kvarts.events import (
     StepEnded,
     StepStarted,
 )
-from kvarts.executor.base import VirtualExecutor
-from kvarts.executor.simulated import LeapTimes
-from kvarts.limits import LATEST_NS, TooLateError
-from kvarts.request import Request
-from kvarts.sched.policy import NEVER_NS
-from kvarts.sched.scheduler import Scheduler
-from kvarts.sched.wheel import PagesDue
+from kvarts.core.executor import VirtualExecutor
+from kvarts.core.request import Request
+from kvarts.core.sched.policy import NEVER_NS
+from kvarts.core.sched.scheduler import Scheduler
+from kvarts.core.sched.wheel import PagesDue
+from kvarts.cost.simulated import LeapTimes
 from kvarts.sim.router import Routed
 
 __all__ = ["NEVER_NS", "Joining", "Replica", "tell_by_step"]

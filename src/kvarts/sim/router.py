@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mypy_extensions import mypyc_attr
 
-from kvarts.config import EngineConfig
-from kvarts.content import Content
-from kvarts.event_log import EventLog, EventReader
-from kvarts.request import Request
-from kvarts.sched.policy import NEVER_NS
-from kvarts.sched.scheduler import Scheduler
+from kvarts.core.config import EngineConfig
+from kvarts.core.content import Content
+from kvarts.core.event_log import EventLog, EventReader
+from kvarts.core.request import Request
+from kvarts.core.sched.policy import NEVER_NS
+from kvarts.core.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from kvarts.kv.transfer import PeersGain
+    from kvarts.core.kv.transfer import PeersGain
 
 __all__ = [
     "AskedCaches",

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import msgspec
 
-from kvarts.config import AtCapacity, SessionRetention
-from kvarts.kv.groups import SinkWindow
-from kvarts.settings import AtLeastOne, SettingError, setting
+from kvarts.base.settings import AtLeastOne, SettingError, setting
+from kvarts.core.config import AtCapacity, SessionRetention
+from kvarts.core.kv.groups import SinkWindow
 
 __all__ = ["SessionReplay"]
 

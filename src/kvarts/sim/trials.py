@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvarts.errors import ConfigError
-from kvarts.offload.config import OffloadConfig
-from kvarts.processes import Inquiry, Processes
-from kvarts.report.advice import HostMemory
-from kvarts.report.report import Report
+from kvarts.base.errors import ConfigError
+from kvarts.base.processes import Inquiry, Processes
+from kvarts.core.tiers.config import OffloadConfig
 from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.trace import Trace
+from kvarts.sim.report.advice import HostMemory
+from kvarts.sim.report.report import Report
+from kvarts.sim.traffic.trace import Trace
 
 __all__ = ["MOST_REQUESTS", "MOST_STEPS", "ReplayTrials", "round_sizes", "spread_of"]
 
@@ -90,7 +90,7 @@ class ReplayTrials:
         if config.kv_groups == "off":
             return max(1, -(-(num_prompt_tokens + max_tokens - 1) // config.page_size))
         memory = config.memory
-        from kvarts.kv.group_needs import GroupNeeds  # imported only for a trace with KV groups
+        from kvarts.core.kv.group_needs import GroupNeeds  # imported only for a trace with KV groups
 
         needs = GroupNeeds(memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
         return -(-needs.of_request(num_prompt_tokens, max_tokens) * memory.block_bytes // memory.page_bytes)

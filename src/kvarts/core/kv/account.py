@@ -1,0 +1,677 @@
+"""The memory of runs of parts, on the device or in a tier below: which runs are held, and which are evicted next.
+
+Parts that nothing holds are in one list of entries, the least recently released first; or an eviction order lists them,
+and the list contains only those to evict before them. Empty bytes are taken before anything is evicted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Final, Protocol
+
+from kvarts.core.content import Content
+from kvarts.core.event_log import Tell
+from kvarts.core.events import CopiesRemoved, PagesRemoved, PagesStored, PartsGivenBack
+from kvarts.core.hints import Hints
+from kvarts.core.kv.eviction import EvictionOrder, noter_of, ranges_read_by
+from kvarts.core.kv.groups import GroupMemory
+from kvarts.core.kv.pool import NO_IDS, IdPool, PageId, PageIds, SharedMemory
+from kvarts.core.kv.runs import Listed, PartCounts, PartRun, RunHolding, Span, Spot, Stream, Turns
+
+__all__ = ["MOST_UNCHECKED", "RunAccount", "RunEvents", "Unchecked", "Wants"]
+
+MOST_UNCHECKED: Final = 16
+"""One part in this many may have moved before a check examines all runs again."""
+FEW_IDS: Final = 1024
+"""This many ids are examined with every check of the runs; more only once as many blocks have moved."""
+
+
+class Unchecked:
+    """Whether so much has moved since everything was last examined that examining it again costs little more."""
+
+    __slots__ = ("_num_moved",)
+
+    def __init__(self) -> None:
+        self._num_moved = 0
+
+    def is_due(self, num_moved: int, num_allowed: int) -> bool:
+        """Return whether `num_allowed` have moved since this last returned True, given how many ever have."""
+        if num_moved - self._num_moved < num_allowed:
+            return False
+        self._num_moved = num_moved
+        return True
+
+
+class Wants(Protocol):
+    """Collects the parts to store in the tier below; it is notified of those that are worth storing."""
+
+    def complete(self, content: Content, group: int, start: int, end: int) -> None:
+        """Record that pages [start, end) of `content` are complete when the step ends.
+
+        Called only for parts from which other sequences may continue: for groups that keep all tokens every full page,
+        for windows and chunks the pages to which the token after a prompt or an end attends, with those that the same
+        prompt needs, and snapshots.
+        """
+
+    def computes(self, owner: RunHolding | PartRun, start: int) -> None:
+        """Record that the current step computes the pages of `owner` from `start` on: a sequence, or a snapshot."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether parts must be stored now, whatever happens on the device."""
+
+
+class RunAccount(PartCounts):
+    """The counts of parts, the holders of each run, and the list of those that nothing holds.
+
+    If it shares its memory, `total_bytes` is its present part of that. `events`: receives parts that become findable,
+    are evicted, or are released by windows. `eviction_order`: lists runs of parts, and chooses the next to evict;
+    without it, that is the least recently released.
+    """
+
+    __slots__ = (
+        "_num_checks",
+        "_unchecked_ids",
+        "events",
+        "eviction_order",
+        "note_request",
+        "now_ns",
+        "only_counts",
+        "promised_bytes",
+        "reads_ranges",
+        "ring",
+        "shared",
+        "wants",
+    )
+
+    def __init__(
+        self,
+        memory: GroupMemory,
+        *,
+        total_bytes: int,
+        blocks: IdPool | None = None,
+        events: RunEvents | None = None,
+        eviction_order: EvictionOrder | None = None,
+    ) -> None:
+        super().__init__(memory, total_bytes=total_bytes, blocks=blocks)
+        self.shared: SharedMemory | None = None
+        """The memory that provides all bytes, if others have parts in it as well."""
+        self.events = events
+        self.emits = events is not None
+        self.eviction_order = eviction_order
+        self.only_counts = blocks is None and events is None and eviction_order is None
+        """Whether a released run only becomes the youngest of its list, since no order or reader has to know."""
+        self.note_request = noter_of(eviction_order)
+        self.reads_ranges = self.note_request is not None and ranges_read_by(eviction_order)
+        self.wants: Wants | None = None
+        """Collects the parts to store in the tier below, if there is one."""
+        self.promised_bytes = 0
+        """Free bytes that are reserved for requests that will take them."""
+        self.now_ns = 0
+        """The time, for an order that uses it."""
+        self.ring = Listed()
+        """A sentinel that closes the list to a ring: its `newer` is the oldest entry, its `older` the youngest."""
+        self.ring.older = self.ring.newer = self.ring
+        self._unchecked_ids = Unchecked()
+        self._num_checks = 0
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that can be taken now and are not promised, here or from others if the memory is shared."""
+        return self.free_bytes - self.promised_bytes if self.shared is None else self.shared.num_free_bytes
+
+    @property
+    def vacant_bytes(self) -> int:
+        """Bytes that can be taken without an eviction, here or in a memory that is shared."""
+        return self.empty_bytes + (0 if self.shared is None else self.shared.num_empty_bytes)
+
+    # A memory that others share ---------------------------------------------------------------------------
+
+    def share(self, memory: SharedMemory) -> None:
+        """Take all bytes from `memory` from now on, and return empty ones to it; none may be in use yet."""
+        assert self.empty_bytes == self.total_bytes, "what is to be shared is in use"
+        self.shared = memory
+        self.resize(-self.total_bytes)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others have parts of the same memory."""
+        return self.shared is not None
+
+    def give_back(self) -> None:
+        """Return empty bytes to the memory, if it is shared."""
+        if self.shared is not None:
+            self.shared.take_back()
+
+    def resize(self, num_bytes: int) -> None:
+        """Add `num_bytes` empty bytes; if negative, remove that many."""
+        self.total_bytes += num_bytes
+        self.empty_bytes += num_bytes
+
+    @property
+    def next_stamp(self) -> int:
+        """The stamp of the part that is evicted next; the memory is shared, and has cached parts here."""
+        return self._oldest().stamp
+
+    @property
+    def next_bytes(self) -> int:
+        """The bytes of that part, and of those evicted right after it."""
+        return self._oldest().next_bytes(self)
+
+    def _oldest(self) -> Listed:
+        """Return the next entry to evict; it has parts."""
+        ring = self.ring
+        oldest = ring.newer
+        if self.eviction_order is not None:
+            return self.next_in_order()
+        assert oldest is not None
+        while oldest is not ring and not oldest.next_bytes(self):
+            newer = oldest.newer
+            oldest.eat(self, 0)  # it has no parts left, or is a place
+            assert newer is not None
+            oldest = newer
+        return oldest
+
+    # The list ---------------------------------------------------------------------------------------------
+
+    def entries(self) -> Iterator[Listed]:
+        """Iterate over the listed entries, the next to be evicted first."""
+        entry = self.ring.newer
+        while entry is not self.ring:
+            assert entry is not None
+            yield entry
+            entry = entry.newer
+        if self.eviction_order is not None:
+            yield from self.eviction_order
+
+    def next_in_order(self) -> Listed:
+        """Return the next entry to evict if an eviction order lists the cached parts."""
+        raise NotImplementedError
+
+    def listed_counts(self) -> list[int]:
+        """Return how many parts are listed, by group."""
+        counts = [0] * len(self.groups)
+        turns: Counter[Stream] = Counter()
+        for entry in self.entries():
+            if isinstance(entry, PartRun):
+                counts[entry.group] += entry.end - entry.start
+            elif isinstance(entry, Turns):
+                turns.update(entry.streams[entry.at :])
+        for stream, count in turns.items():
+            counts[stream.group] += count - stream.num_holes(stream.low, stream.low + count)
+        return counts
+
+    # Laws -------------------------------------------------------------------------------------------------
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that have been taken, released and evicted since the beginning."""
+        return self.used_bytes + 2 * self.released_bytes + self.evicted_bytes
+
+    def is_id_check_due(self) -> bool:
+        """Return whether a check of all runs examines every id too: in a large pool, once as many have moved."""
+        if self.blocks is None:
+            return False
+        self._num_checks += 1
+        num_moved = self.moved_bytes // self.block_bytes + self._num_checks * FEW_IDS
+        return self._unchecked_ids.is_due(num_moved, self.blocks.total)
+
+    @property
+    def first(self) -> Listed | None:
+        """The first entry of the list; None if the list is empty."""
+        first = self.ring.newer
+        return None if first is self.ring else first
+
+    def append(self, entry: Listed) -> None:
+        """List `entry` as the youngest; the caller counts its parts."""
+        ring = self.ring
+        youngest = ring.older
+        assert youngest is not None
+        entry.older, entry.newer = youngest, ring
+        youngest.newer = ring.older = entry
+        if self.shared is not None:
+            entry.stamp = self.shared.tick()
+
+    def move_first(self, entry: Listed) -> None:
+        """Make a listed entry the next to be evicted."""
+        entry.unlist()
+        ring = self.ring
+        oldest = ring.newer
+        assert oldest is not None
+        entry.older, entry.newer = ring, oldest
+        oldest.older = ring.newer = entry
+        if self.shared is not None:
+            entry.stamp = self.shared.before_all()
+
+    # Counts -----------------------------------------------------------------------------------------------
+
+    def take(self, index: int, count: int) -> None:
+        """Take `count` parts of a group, which must be free."""
+        num_bytes = count * self.part_bytes[index]
+        if self.empty_bytes < num_bytes:
+            self.make_room(num_bytes)
+        self.empty_bytes -= num_bytes
+        self.num_used[index] += count
+
+    def take_pages(self, count: int) -> None:
+        """Take the parts of `count` pages in every group that keeps tokens."""
+        num_bytes = count * self.page_bytes
+        if self.empty_bytes < num_bytes:
+            if self.shared is not None:
+                self.shared.make_room(num_bytes)
+            elif self.only_counts and not self.emits:
+                self._evict_counted(num_bytes)
+            else:
+                self.evict(num_bytes)
+        self.empty_bytes -= num_bytes
+        num_used = self.num_used
+        for index in self._of_tokens:
+            num_used[index] += count
+
+    def take_blocks(self, count: int) -> list[PageId]:
+        """Take `count` blocks, which must be free, from the memory of the parts; return their ids."""
+        assert self.blocks is not None, "memory without blocks is counted in bytes"
+        num_bytes = count * self.block_bytes
+        if self.empty_bytes < num_bytes:
+            self.make_room(num_bytes)
+        self.empty_bytes -= num_bytes
+        return self.blocks.take(count)
+
+    def give_blocks(self, block_ids: list[PageId]) -> None:
+        """Return blocks that were taken by `take_blocks`."""
+        self.give_ids(PageIds(block_ids))
+        self.empty_bytes += len(block_ids) * self.block_bytes
+
+    def make_room(self, num_bytes: int) -> None:
+        """Evict until `num_bytes` bytes, which must be free, are empty."""
+        if self.shared is None:
+            self.evict(num_bytes)
+        else:
+            self.shared.make_room(num_bytes)
+
+    def evict(self, num_bytes: int) -> None:
+        """Evict parts until `num_bytes` bytes are empty; that many are empty or cached here."""
+        if self.only_counts and not self.emits:
+            self._evict_counted(num_bytes)
+            return
+        oldest = self.ring.newer
+        while self.empty_bytes < num_bytes:
+            if self.eviction_order is not None:
+                oldest = self.next_in_order()
+            assert oldest is not None
+            newer = oldest.newer
+            self.note_gone(oldest.eat(self, num_bytes - self.empty_bytes))
+            oldest = newer
+        if self.events is not None:
+            self.events.told()
+
+    def _evict_counted(self, num_bytes: int) -> None:
+        """Do the same without ids, events and an order, in one loop: this runs for every chunk in a full memory."""
+        part_bytes, num_cached, num_evicted, evicted = self.part_bytes, self.num_cached, self.num_evicted, self._evicted
+        all_bytes = missing_bytes = num_bytes - self.empty_bytes
+        older: Listed = self.ring  # the last entry that stays; those between it and `oldest` are not listed any more
+        oldest = older.newer
+        while missing_bytes > 0:
+            assert oldest is not None
+            if not isinstance(oldest, PartRun):
+                newer = oldest.newer
+                older.newer, oldest.older = oldest, older
+                missing_bytes -= oldest.eat(self, missing_bytes)
+                if oldest.newer is not None:
+                    older = oldest
+                oldest = newer
+                continue
+            index = oldest.group
+            size = part_bytes[index]
+            count = oldest.end - oldest.start
+            if (count - 1) * size >= missing_bytes:
+                count = -(-missing_bytes // size)
+                oldest.end -= count
+            else:
+                newer = oldest.newer
+                oldest.older = oldest.newer = None
+                oldest.start = oldest.end
+                span = oldest.span
+                if span is not None:  # `forget`, inlined
+                    oldest.span = None
+                    runs = span.parts[oldest.list_index]
+                    if runs[0] is oldest:
+                        del runs[0]
+                    else:
+                        runs.remove(oldest)
+                    if not (runs or span.num_users or span.children):
+                        span.prune()
+                oldest = newer
+            num_cached[index] -= count
+            num_evicted[index] += count
+            missing_bytes -= count * size
+            if evicted is not None:
+                evicted += (index, count)
+        assert oldest is not None
+        older.newer, oldest.older = oldest, older
+        gone_bytes = all_bytes - missing_bytes
+        self.evicted_bytes += gone_bytes  # `note_gone`, inlined
+        self.cached_bytes -= gone_bytes
+        self.empty_bytes += gone_bytes
+
+    def evict_to(self, num_bytes: int, evicted: list[int]) -> None:
+        """Do the same, and append the evictions to `evicted`: a group and its number of parts, repeated."""
+        self.begin_evictions(evicted)
+        self.evict(num_bytes)
+        self.end_evictions()
+
+    def begin_evictions(self, evicted: list[int]) -> None:
+        """Append evictions from now on to `evicted`: a group and its number of parts, repeated."""
+        self._evicted = evicted
+
+    def end_evictions(self) -> None:
+        """Append no more evictions."""
+        self._evicted = None
+
+    def emit_gone(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
+        """Emit that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
+        assert self.events is not None
+        self.events.goes(run, start, end, is_dropped=is_dropped)
+
+    # Holders ----------------------------------------------------------------------------------------------
+
+    def hold(self, run: PartRun, holding: RunHolding) -> None:
+        """Make `holding` a holder of a run, which follows the runs that it already holds in the group."""
+        if run.holders:
+            if run.spot is not None and not holding.is_transfer:
+                run.leave_spot()
+            if self.is_bounded[run.group]:
+                self.disturb(run)
+        else:
+            if run.stream is None:
+                run.unlist()
+            else:
+                run.stream.take_out(run)
+            self.note_used(run.group, run.end - run.start)
+        run.holders.append(holding)
+        holding.held[run.group].append(run)
+
+    def hold_in_place(self, run: PartRun, holding: RunHolding) -> None:
+        """Make a transfer a holder of `run`, which keeps its place in the list, unless a window has passed it."""
+        spot: Spot | None = None
+        if not (run.holders or run.is_passed or run.listed_by is not None):
+            spot = Spot()
+            spot.list_after(run)
+        self.hold(run, holding)
+        if spot is not None:
+            run.spot = spot
+
+    def note_begin(self) -> None:
+        """Let the order know the time, as a sequence begins."""
+        if self.note_request is not None:
+            self.note_request(None, self.now_ns)
+
+    def hold_path(self, path: Sequence[PartRun], holding: RunHolding) -> None:
+        """Hold the runs of `path` in one group, in order of page: a hit, with which a sequence begins."""
+        order = self.eviction_order
+        if order is not None and path:
+            listed = [run for run in path if run.listed_by is not None]
+            order.pinned(listed, path)
+            for run in listed:
+                run.leave_order()
+        if not path:
+            return
+        index, is_transfer = path[0].group, holding.is_transfer
+        is_bounded, held = self.is_bounded[index], holding.held[index]
+        for run in path:  # `hold`, inlined: this runs for every request
+            holders = run.holders
+            if holders:
+                if run.spot is not None and not is_transfer:
+                    run.leave_spot()
+                if is_bounded:
+                    self.disturb(run)
+            else:
+                if run.stream is None:
+                    run.unlist()
+                else:
+                    run.stream.take_out(run)
+                self.note_used(index, run.end - run.start)
+            holders.append(holding)
+            held.append(run)
+
+    def settle_group(self, holding: RunHolding, index: int, num_tokens: int) -> None:
+        """Release the parts of a group that no token from `num_tokens` on attends to."""
+        raise NotImplementedError
+
+    def publish_to(self, holding: RunHolding, end: int) -> None:
+        """Make parts of full pages up to `end` findable, both held and released ones."""
+        raise NotImplementedError
+
+    def name_told(self, holding: RunHolding) -> None:
+        """Make pages of `holding` findable whose events were emitted before."""
+        raise NotImplementedError
+
+    def disturb(self, run: PartRun) -> None:
+        """Process that a held run, in a group with windows, gets another holder."""
+
+    def lost_holder(self, run: PartRun) -> None:
+        """Process that a run that is still held has lost one of its holders."""
+
+    def release(self, index: int, runs: Iterable[PartRun], holding: RunHolding, *, is_passed: bool = False) -> None:
+        """End the hold on `runs` of a group, one after the other; they are already removed from `holding.held`.
+
+        `is_passed`: the sequence continues without them.
+        """
+        before: PartRun | None = None
+        num_cached = num_empty = 0
+        events, order = self.events, self.eviction_order
+        listed: list[PartRun] = []
+        for run in runs:
+            holders = run.holders
+            holders.remove(holding)
+            if not holding.is_transfer:
+                run.is_passed = is_passed
+            if holders:
+                if run.is_kept and not is_passed:
+                    self.lost_holder(run)
+                before = None
+                continue
+            count = run.end - run.start
+            if run.is_kept:
+                num_cached += count
+                if run.spot is not None:
+                    run.take_spot()
+                    before = None
+                elif order is not None:
+                    listed.append(run)
+                elif before is None or not before.join(run):
+                    self.append(run)
+                    before = run
+            else:
+                num_empty += count
+                if events is not None and run.span is not None:
+                    events.goes(run, run.start, run.end, is_dropped=True)
+                if run.ids:
+                    self.give_ids(run.ids)
+                    run.ids = NO_IDS
+                run.forget()
+        if events is not None:
+            events.told()
+        if order is not None and listed:
+            self._list_in(order, listed, holding.content.hints)
+        if num_cached:
+            self.note_cached(index, num_cached)
+        if num_empty:
+            self.note_empty(index, num_empty)
+
+    def _list_in(self, order: EvictionOrder, runs: Sequence[PartRun], hints: Hints | None) -> None:
+        """Let `order` list runs of one group, the deepest first, of a request with `hints`."""
+        if self.reads_ranges and hints is not None and hints.retain:
+            content = runs[0].content
+            num_pages = max(runs[0].end, content.num_known_pages)
+            self._list_parts(order, list(runs), hints.parts(content.page_size, num_pages))
+            return
+        stamp = 0 if self.shared is None else self.shared.tick()
+        for run in runs:
+            run.listed_by, run.stamp = order, stamp
+        note = self.note_request
+        if note is None:
+            order.released(runs)
+        else:
+            note(hints, self.now_ns)
+            order.released(runs)
+            note(None, self.now_ns)
+
+    def _list_parts(self, order: EvictionOrder, runs: list[PartRun], parts: Sequence[tuple[int, Hints]]) -> None:
+        """List runs of one group part by part, the deepest first; `parts`: the first page and the hints of each."""
+        for first, hints in reversed(parts):
+            listed: list[PartRun] = []
+            while runs and runs[0].end > first:
+                run = runs[0]
+                if run.start < first:
+                    runs[0] = run.split(first)
+                else:
+                    del runs[0]
+                listed.append(run)
+            if listed:
+                self._list_in(order, listed, hints)
+
+    def release_all(self, holding: RunHolding, order: Sequence[int]) -> None:
+        """End all holds of `holding`, by group in `order`, the latest first."""
+        for index in order:
+            held = holding.held[index]
+            if held:
+                holding.held[index] = []
+                held.reverse()
+                self.release(index, held, holding)
+
+
+class RunEvents:
+    """Emits the events of a RunCache. Consecutive runs are one event, emitted by `told`.
+
+    `medium`: the tier; `offset`: the index of that tier's first group among the lists of a span.
+    """
+
+    def __init__(self, tell: Tell, *, medium: str = "device", offset: int = 0) -> None:
+        self.tell: Final = tell
+        self._medium = medium
+        self._offset = offset
+        self._came: list[list[tuple[int, int, Content | None]]] = []
+        """By group, runs that became findable: pages, and the content before the first of them."""
+        self._by: Content | None = None
+        """The content with which they became findable."""
+        # The last evicted pages, and the fields that they have in common with those before them.
+        self._span: Span | None = None
+        self._content: Content | None = None
+        self._start = 0
+        self._end = 0
+        self._group = 0
+        self._copy: int | None = None
+        self._is_dropped = False
+
+    def came(self, content: Content, group: int, span: Span, start: int, end: int) -> None:
+        """Record that pages [start, end) of `span`, which `content` has, become findable in a group.
+
+        Pages that have a resident copy are left out. The pages of a group must be recorded in their order.
+        """
+        self._by = content
+        for first, stop in _uncovered(span.parts[self._offset + group], start, end):
+            self.came_new(content, group, span, first, stop)
+
+    def came_new(self, content: Content, group: int, span: Span, start: int, end: int) -> None:
+        """Do the same for pages without a resident copy."""
+        while len(self._came) <= group:
+            self._came.append([])
+        self._by = content
+        runs = self._came[group]
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], end, runs[-1][2])
+        else:
+            runs.append((start, end, _content_before(span, start)))
+
+    def goes(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
+        """Record that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
+        span, group = run.span, run.group
+        assert span is not None
+        siblings = span.parts[self._offset + group]
+        # The pages between two cuts have the same copies.
+        cuts: set[int] | None = None
+        for other in siblings:
+            if other is not run and other.start < end and start < other.end:
+                cuts = cuts or {start, end}
+                cuts.update((max(start, other.start), min(end, other.end)))
+        if cuts is None:
+            self.goes_alone(run, span, start, end, None, is_dropped=is_dropped)
+            return
+        stops = sorted(cuts, reverse=True)
+        for stop, first in pairwise(stops):
+            copies = [other for other in siblings if other.start <= first and stop <= other.end]
+            copy = None if len(copies) == 1 else copies.index(run)
+            self.goes_alone(run, span, first, stop, copy, is_dropped=is_dropped)
+
+    def given_back(self, content: Content, group: int, start: int, end: int) -> None:
+        """Emit the release of pages [start, end) by a running request."""
+        self.tell(PartsGivenBack(content, start, end, group))
+
+    def filled(self, content: Content, groups: Sequence[int], page: int) -> None:
+        """Emit that the parts of `page` of a decode, without copies, become findable in `groups`."""
+        before = content if page else None
+        for group in groups:
+            self.tell(PagesStored(content, page, page + 1, before, self._medium, group))
+
+    def told(self) -> None:
+        """Emit the events recorded since the last call, before anything else is emitted."""
+        if self._span is not None:
+            self._tell_gone()
+        if self._by is None:
+            return
+        by, self._by = self._by, None
+        for group, runs in enumerate(self._came):
+            for start, end, before in runs:
+                self.tell(PagesStored(by, start, end, before, self._medium, group))
+            runs.clear()
+
+    def goes_alone(self, run: PartRun, span: Span, start: int, end: int, copy: int | None, *, is_dropped: bool) -> None:
+        """Record the same for pages that all have the same copies: `copy` is the place of `run` among them, or None."""
+        last, group = self._span, run.group
+        follows = (
+            last is not None and self._start == end and (last is span or (last.parent is span and last.start == end))
+        )
+        if not follows or (group, copy, is_dropped) != (self._group, self._copy, self._is_dropped):
+            if last is not None:
+                self._tell_gone()
+            self._content, self._end = run.content, end
+            self._group, self._copy, self._is_dropped = group, copy, is_dropped
+        self._span, self._start = span, start
+
+    def _tell_gone(self) -> None:
+        assert self._content is not None
+        run = self._content, self._start, self._end
+        self._span = None
+        if self._copy is None:
+            self.tell(PagesRemoved(*run, self._medium, group=self._group, is_dropped=self._is_dropped))
+        else:
+            self.tell(CopiesRemoved(*run, self._copy, self._group, self._is_dropped))
+
+
+def _content_before(span: Span, page: int) -> Content | None:
+    """Return a content that has the page before `page` of `span`; None at the root."""
+    if page > span.start:
+        return span.content
+    parent = span.parent
+    return None if parent is None or parent.parent is None else parent.content
+
+
+def _uncovered(runs: list[PartRun], start: int, end: int) -> list[tuple[int, int]]:
+    """Return the pages of [start, end) that none of `runs` has, as runs in order."""
+    left = [(start, end)]
+    # A window leaves a run for each page that it passed, so few of many runs have any of these pages.
+    for run in [run for run in runs if run.end > start and run.start < end]:
+        parts: list[tuple[int, int]] = []
+        for first, stop in left:
+            if run.end <= first or stop <= run.start:
+                parts.append((first, stop))
+                continue
+            if first < run.start:
+                parts.append((first, run.start))
+            if run.end < stop:
+                parts.append((run.end, stop))
+        left = parts
+    return left

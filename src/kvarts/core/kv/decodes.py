@@ -1,0 +1,774 @@
+"""Decodes of a cache with KV groups: which of them take a page, and which release one, in which steps.
+
+Each decode computes one token per step. So in the steps of one *slot*, out of page_size, the same decodes begin a page,
+and the same windows pass one. The releases of a decode are a Stream as long as they are regular: all parts that the
+window passes are listed, or none. Other releases are *odd*: each is due in one step, and is handled individually.
+
+Decodes that hold the same parts stay in the order in which their windows pass them. The last one lists them, with a
+stream as if the others were not there; the streams of the others are *silent*: they list and count nothing, and give up
+their holds when someone examines the parts. A sequence that holds such parts and does not decode may pass them at any
+time. While it does, the releases of a decode that it may come after are odd.
+
+An example: one decode from position 0 on, pages of 4 tokens, a window of 4 tokens, so the token at position 7 is the
+first that does not attend to page 0:
+
+    step            0 1 2 3 | 4 5 6 7 | 8 9 10 11
+    begins a page   *         *         *            slot 0: pages 0, 1, 2
+    passes a page                 *         *        slot 2: page 0 after step 6, page 1 after step 10
+
+The first release is odd: in step 0 the window is not full until more than a page of steps later. From then on it is a
+stream in slot 2, and the releases of any number of steps are sums over `num_listed` and `num_emptied` by slot.
+
+So many steps are done at once, in a *leap*: the sums determine how far the memory reaches. Parts are listed in the
+order of release, and evicted in the order of the list: step by step or at once, the same parts are evicted. The same
+decode, alone in a memory of three pages, does 13 steps at once:
+
+    step        0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12
+    taken       1         1         1           1
+    released                  1         1
+    free after  2         1   2     1   2       1      empty, or listed and not evicted yet
+
+Only the fourth page, in step 12, finds no empty memory: page 0, listed after step 6, is evicted for it, as it would be
+step by step. No step lacks memory, so the leap is not cut. Had nothing been released, three pages would last
+for 12 steps, and the leap would end there. Only the order of the list says which part is evicted, so it is enough to
+evict the sum at the end.
+
+If a reader receives events of parts, they are emitted step by step: which page is full in a step, and which page a
+window passes after it, follow from the slot. Then only regular releases whose parts are listed are streams; all others
+are odd. The pages of a decode that no other sequence can find are named later, several at once: when parts of them are
+evicted, or released otherwise, or when the decode ends.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import TypeVar
+
+from kvarts.core.events import StepEnded, StepStarted
+from kvarts.core.kv.account import RunAccount, RunEvents
+from kvarts.core.kv.group_needs import FirstSeen
+from kvarts.core.kv.groups import GroupMemory
+from kvarts.core.kv.runs import ENDED, NEVER, PartRun, RunHolding, Span, Stream, Turns
+
+__all__ = ["Decodes"]
+
+T = TypeVar("T")
+
+
+class RunLeap:
+    """The outcome of steps. `taken`: pages taken, per step.
+
+    For each group with windows or chunks, and each step: `listed` parts are released at its end and can be found,
+    `emptied` parts become empty; `emptied` is empty if all released parts can be found. `evicted`: a group and a number
+    of parts, repeated, in the order of the list.
+    """
+
+    __slots__ = ("emptied", "evicted", "listed", "taken")
+
+    def __init__(self, taken: list[int], listed: list[list[int]], emptied: list[list[int]], evicted: list[int]) -> None:
+        self.taken = taken
+        self.listed = listed
+        self.emptied = emptied
+        self.evicted = evicted
+
+    def add(self, other: RunLeap) -> None:
+        """Add the steps of `other`, which follow."""
+        self.taken += other.taken
+        for mine, others in zip(self.listed + self.emptied, other.listed + other.emptied, strict=True):
+            mine.extend(others)
+        self.evicted += other.evicted
+
+
+class Decodes:
+    """Owner of the decode fields of holdings, and of `step`, the next step to do.
+
+    By slot: `num_due` decodes begin a page; `listing` contains the streams that list a part, in the order of admission;
+    `given_bytes` are released by these and by streams whose parts become empty at once; `filling` contains the decodes
+    that fill a page that others may find, and `telling` those that fill any, if there are events. By group and slot:
+    `num_listed` and `num_emptied` parts are released by such streams.
+    """
+
+    def __init__(self, memory: GroupMemory, page_size: int, account: RunAccount) -> None:
+        groups = memory.groups
+        self.page_size = page_size
+        self.step = 0
+        self.num_due = [0] * page_size
+        self.num_decoding = 0
+        self.listing: list[list[Stream]] = [[] for _ in range(page_size)]
+        self.given_bytes = [0] * page_size
+        self.num_listed = [[0] * page_size for _ in groups]
+        self.num_emptied = [[0] * page_size for _ in groups]
+        self.filling: list[list[RunHolding]] = [[] for _ in range(page_size)]
+        self.num_filling = 0
+        self.telling: list[list[RunHolding]] = [[] for _ in range(page_size)]
+        self._account = account
+        self._events = account.events
+        self._num_told = 0
+        """The number of steps of the leap whose events are emitted."""
+        self._first_step = 0
+        self._starts_ns: Sequence[int] = ()
+        """The number of its first step, and when its steps start."""
+        self._of_tokens = [index for index, group in enumerate(groups) if not group.is_state]
+        self._last_turns = Turns()
+        self.keeps_all = memory.keeps == "all"
+        """Whether all released parts are listed."""
+        self.bounded = [index for index, group in enumerate(groups) if group.is_bounded]
+        self.num_silent = 0
+        """The number of silent streams that continue."""
+        self._lags = [FirstSeen(group.layer, page_size).lag for group in groups]
+        self._is_chunk = [group.layer.kind == "chunk" for group in groups]
+        self._lengths = [group.layer.span or 1 for group in groups]
+        self._sinks = [-(-group.layer.sink // page_size) for group in groups]
+        self._odd: dict[int, list[tuple[int, int, RunHolding]]] = {}
+        self._odd_steps: list[int] = []
+        """The keys of `_odd`, as a heap."""
+
+    def start(self, holding: RunHolding, admission: int, *, is_settled: bool = True) -> None:
+        """Let a sequence compute one token per step from now on, in the order of `admission`.
+
+        Its pages are taken by `take_pages`, and parts that no later token attends to are released at the ends of steps,
+        once the sequence is settled.
+        """
+        page_size, base = self.page_size, holding.num_tokens - self.step
+        holding.is_decoding = True
+        holding.base = base
+        holding.admission = admission
+        self.num_decoding += 1
+        self.num_due[-base % page_size] += 1
+        if holding.content.num_known_pages > holding.num_named:
+            self.num_filling += 1
+            insort(self.filling[(-1 - base) % page_size], holding, key=_admission)
+            holding.fills_known = True
+        if self._events is not None:
+            insort(self.telling[(-1 - base) % page_size], holding, key=_admission)
+        if is_settled:
+            self.begin(holding)
+
+    def leave(self, holding: RunHolding, *, keeps_parts: bool = False) -> list[tuple[RunHolding, int]]:
+        """Remove a holding that ended or is preempted, and bring its releases before this step up to date.
+
+        Return the holdings with silent streams that ended for it, and their groups: `begin_group` follows for each,
+        once it has released everything. `keeps_parts`: it stays, and releases nothing at the ends of steps.
+        """
+        page_size, base = self.page_size, holding.base
+        self.num_decoding -= 1
+        self.num_due[-base % page_size] -= 1
+        filling = self.filling[(-1 - base) % page_size]
+        if self.num_filling and holding in filling:
+            self.num_filling -= 1
+            filling.remove(holding)
+            holding.fills_known = False
+        if self._events is not None:
+            self.telling[(-1 - base) % page_size].remove(holding)
+        self.stop_all(holding)
+        ended: list[tuple[RunHolding, int]] = []
+        if self.num_silent or keeps_parts:
+            for index in self.bounded:
+                if self.num_silent:
+                    self.catch_up_others(holding, index)
+                for run in tuple(holding.held[index]):
+                    if keeps_parts:
+                        self.disturb(run, stops=True)
+                        continue
+                    for other in tuple(run.holders):
+                        stream = other.streams[index]
+                        if stream is not None and stream.is_silent:
+                            self.stop(other, index)
+                            ended.append((other, index))
+        holding.is_decoding = False
+        holding.num_tokens = base + self.step
+        return ended
+
+    # Streams ----------------------------------------------------------------------------------------------
+
+    def begin(self, holding: RunHolding) -> None:
+        """Start the releases of a settled holding with the next step."""
+        for index in self.bounded:
+            self.begin_group(holding, index)
+
+    def begin_group(self, holding: RunHolding, index: int) -> None:
+        """Start the releases of a group with the next step, as a stream if they are regular."""
+        step, base, length = self.step, holding.base, self._lengths[index]
+        if self._is_chunk[index]:
+            self._expect(holding, index, (base + step) // length * length + length - 1 - base)
+            return
+        page_size, sink = self.page_size, self._sinks[index]
+        lag = self._lags[index]
+        page = (base + step - lag) // page_size if base + step > lag else 0
+        if page < sink:
+            page = sink
+        first_step = self._last_step(holding, index, page)
+        if first_step - step >= page_size:
+            self._expect(holding, index, first_step)  # the window is not full yet
+            return
+        if sink and holding.first_open[index] < sink:
+            self._expect(holding, index, first_step)
+            return
+        keeps, is_silent, end, is_whole = self.keeps_all, False, 0, True
+        tells = self._events is not None
+        if tells and not keeps:
+            self._expect(holding, index, first_step)
+            return
+        for run in holding.held[index]:
+            if run.end <= sink:
+                continue
+            is_later = False if len(run.holders) == 1 else self._is_passed_later(run, holding)
+            is_odd = is_later is None or (tells and (is_later or not run.is_kept))
+            if run.start < sink or is_odd or (end and (run.is_kept != keeps or is_later != is_silent)):
+                is_whole = False
+                break
+            keeps, is_silent, end = run.is_kept, is_later is True, run.end
+            if run.span is not None:
+                run.span.is_moving = True
+        if not is_whole and end <= page + 1:
+            self._expect(holding, index, first_step)
+            return
+        slot = first_step % page_size
+        stream = holding.streams[index] = Stream(holding, index, page, slot, keeps=keeps, is_silent=is_silent)
+        if is_silent:
+            self.num_silent += 1
+        else:
+            self.given_bytes[slot] += self._account.part_bytes[index]
+            if keeps:
+                insort(self.listing[slot], stream, key=_turn)
+                self.num_listed[index][slot] += 1
+            else:
+                self.num_emptied[index][slot] += 1
+        if is_silent or not is_whole or (keeps and not self.keeps_all):
+            # Pages from there on are released in another way: generated parts are not kept, for example.
+            self._expect(holding, index, self._last_step(holding, index, end - 1))
+
+    def _is_passed_later(self, run: PartRun, holding: RunHolding) -> bool | None:
+        """Return whether another decode certainly passes the pages of `run` later than `holding`; None if one may.
+
+        If all others pass them earlier, they do not hold these pages when `holding` passes them.
+        """
+        index, base, is_certain = run.group, holding.base, True
+        for other in run.holders:
+            if other is holding:
+                continue
+            is_settled = other.streams[index] is not None or other.odd_steps[index] >= 0
+            if not (other.is_decoding and is_settled) or other.base == base:
+                is_certain = False
+            elif other.base < base:
+                return True
+        return False if is_certain else None
+
+    def stop_all(self, holding: RunHolding) -> None:
+        """End the releases of all groups."""
+        for index in self.bounded:
+            self.stop(holding, index)
+
+    def stop(self, holding: RunHolding, index: int) -> None:
+        """End the stream of a group, or cancel its expected odd release."""
+        holding.odd_steps[index] = -1
+        stream = holding.streams[index]
+        if stream is None:
+            return
+        self.catch_up(stream)
+        if self._events is not None and holding.given:
+            self._account.name_told(holding)
+        holding.streams[index] = None
+        stream.holding = ENDED
+        if stream.is_silent:
+            self.num_silent -= 1
+            stream.last = stream.high
+            return
+        slot = stream.slot
+        self.given_bytes[slot] -= self._account.part_bytes[index]
+        if stream.keeps:
+            self.listing[slot].remove(stream)
+            self.num_listed[index][slot] -= 1
+        else:
+            self.num_emptied[index][slot] -= 1
+        stream.last = stream.high
+        stream.set_gate()
+
+    def disturb(self, run: PartRun, *, stops: bool = False) -> None:
+        """Make the releases of `run` odd for its holders, because another sequence begins to hold it.
+
+        If a holder `stops` instead, which others may have relied on, silent ones are odd as well.
+        """
+        index = run.group
+        for holding in run.holders.copy():
+            stream = holding.streams[index]
+            if stream is not None and (stops or not stream.is_silent):
+                self.stop(holding, index)
+                self._expect(holding, index, self._last_step(holding, index, stream.last))
+
+    def _last_step(self, holding: RunHolding, index: int, page: int) -> int:
+        """Return the step with the last token that attends to `page`, in a group with windows."""
+        return (page + 1) * self.page_size + self._lengths[index] - 2 - holding.base
+
+    def _expect(self, holding: RunHolding, index: int, step: int) -> None:
+        holding.odd_steps[index] = step
+        odd = self._odd.get(step)
+        if odd is None:
+            odd = self._odd[step] = []
+            heappush(self._odd_steps, step)
+        odd.append((holding.admission, index, holding))
+
+    def steps_to_odd(self, most_steps: int) -> int:
+        """Return the number of steps, at most `most_steps`, to the end of the first that may have an odd release."""
+        odd_steps = self._odd_steps
+        return min(most_steps, odd_steps[0] - self.step + 1) if odd_steps else most_steps
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether there may be an odd release at the end of this step."""
+        return bool(self._odd_steps) and self._odd_steps[0] == self.step
+
+    def steps_to_filling(self, most_steps: int) -> int:
+        """Return how many of the next `most_steps` steps precede one in which a page is filled that others may find.
+
+        -1 if there is no such step.
+        """
+        for offset in range(min(most_steps, self.page_size)):
+            if self.filling[(self.step + offset) % self.page_size]:
+                return offset
+        return -1
+
+    def odd_now(self) -> list[tuple[int, int, RunHolding]]:
+        """Return and remove the odd releases at the end of this step, by admission and group."""
+        if not self._odd_steps or self._odd_steps[0] > self.step:
+            return []
+        odd = self._odd.pop(heappop(self._odd_steps))
+        found: list[tuple[int, int, RunHolding]] = []
+        for admission, index, holding in odd:
+            if holding.odd_steps[index] == self.step and holding.is_decoding and holding.admission == admission:
+                self.stop(holding, index)
+                found.append((admission, index, holding))
+        if len(found) > 1:
+            found.sort(key=_place)
+        return found
+
+    def fill_pages(self, first: int = -1, end: int = NEVER) -> None:
+        """Make the pages findable that decodes fill in this step and that others may find.
+
+        With events, emit those of all pages that decodes fill, of the admissions from `first` up to `end`.
+        """
+        events, account, slot = self._events, self._account, self.step % self.page_size
+        if events is None:
+            for holding in self.filling[slot] if first < 0 else ():
+                account.publish_to(holding, (holding.base + self.step + 1) // self.page_size)
+            return
+        for holding in self.telling[slot]:
+            if first <= holding.admission < end:
+                num_full = (holding.base + self.step + 1) // self.page_size
+                if holding.fills_known:
+                    account.publish_to(holding, num_full)
+                else:
+                    events.filled(holding.content, self._of_tokens, num_full - 1)
+                holding.num_told = num_full
+
+    def _list(self, streams: Sequence[Stream]) -> None:
+        """List the page that the window of each of `streams` passes at the end of this step, and emit its release."""
+        events = self._events
+        if events is not None:
+            num_done = self.step + 2
+            for stream in streams:
+                holding, index = stream.holding, stream.group
+                page = (holding.base + num_done - self._lengths[index]) // self.page_size - 1
+                events.given_back(holding.content, index, page, page + 1)
+        self._turns().streams += streams
+
+    def end_step(self) -> None:
+        """Let decodes release the parts that none of their later tokens attends to, in the order of admission."""
+        if not self.bounded:
+            self.step += 1
+            return
+        slot = self.step % self.page_size
+        odd = self.odd_now() if self._odd_steps and self._odd_steps[0] <= self.step else []
+        listing = self.listing[slot]
+        if not odd:
+            if listing:
+                self._list(listing)
+        else:
+            place = 0
+            for admission, index, holding in odd:
+                start = place
+                while place < len(listing) and (listing[place].admission, listing[place].group) < (admission, index):
+                    place += 1
+                if place > start:
+                    self._list(listing[start:place])
+                self._account.name_told(holding)
+                self._account.settle_group(holding, index, holding.base + self.step + 1)
+            if place < len(listing):
+                self._list(listing[place:])
+        if self.given_bytes[slot]:
+            for index in self.bounded:
+                if count := self.num_listed[index][slot]:
+                    self._account.note_cached(index, count)
+                if count := self.num_emptied[index][slot]:
+                    self._account.note_empty(index, count)
+        self.step += 1
+        for _, index, holding in odd:
+            self.begin_group(holding, index)
+
+    def put_off(self, holdings: Sequence[RunHolding]) -> None:
+        """End the step; `holdings`, all decodes that would release something, do so when they are settled."""
+        for holding in holdings:
+            self.stop_all(holding)
+        self.odd_now()  # drops the expected odd releases of `holdings`
+        self.step += 1
+
+    def pass_steps(self, num_steps: int) -> None:
+        """List the releases of decodes in steps without odd releases; the caller counts them."""
+        if num_steps:
+            given: list[Stream] = []
+            for listing in _turned(self.listing, self.step % self.page_size, num_steps):
+                given += listing
+            if given:
+                self._turns().streams += given
+            self.step += num_steps
+
+    def _turns(self) -> Turns:
+        """Return the youngest entry of the list; turns can be added to it."""
+        turns = self._last_turns
+        account = self._account
+        if turns is not account.ring.older or account.shared is not None:
+            turns = self._last_turns = Turns()
+            account.append(turns)
+        return turns
+
+    # Leaps ---------------------------------------------------------------------------------------------------
+
+    def leap(self, most_steps: int, wanted_bytes: int, first_step: int = 0, starts_ns: Sequence[int] = ()) -> RunLeap:
+        """Do up to `most_steps` steps; the first fits. The last is under way, and `end_step` must follow.
+
+        It is one after which decodes lack memory before they release any; or, if a request waits for `wanted_bytes`,
+        one after which these may be free when decodes have taken their pages, or a page becomes findable that the
+        request may find. `first_step`, `starts_ns`: the numbers and times of the steps in events, as of Cache.leap.
+        """
+        account = self._account
+        assert account.shared is None, "what other models do between steps is not known"
+        self._num_told, self._first_step, self._starts_ns = 0, first_step, starts_ns
+        done = self._do(self.steps_to_odd(most_steps), wanted_bytes)
+        while len(done.taken) < most_steps and self.is_odd:
+            if account.wants is not None and account.wants.has_work:
+                break
+            slot = (self.step + 1) % self.page_size
+            kept_bytes = account.promised_bytes + self.num_due[slot] * account.page_bytes
+            if kept_bytes > account.free_bytes:
+                break
+            # A waiting request may be given up before the releases that are enough for it, so these end the leap.
+            most_bytes = account.free_bytes - kept_bytes + self._most_released()
+            if wanted_bytes and (wanted_bytes <= most_bytes or self.filling[slot]):
+                break
+            self._end_odd(done)
+            done.add(self._do(self.steps_to_odd(most_steps - len(done.taken)), wanted_bytes))
+        return done
+
+    def _most_released(self) -> int:
+        """Return an upper bound of the bytes that are released at the end of this step, which is odd."""
+        num_bytes = self.given_bytes[self.step % self.page_size]
+        for _, index, holding in self._odd[self.step]:
+            stream = holding.streams[index]
+            if stream is not None:
+                self.catch_up(stream)
+            held = holding.held[index]
+            first = held[0].start if held else holding.first_open[index]
+            num_pages = (holding.base + self.step) // self.page_size + 1 - first
+            num_bytes += max(0, num_pages) * self._account.part_bytes[index]
+        return num_bytes
+
+    def _end_odd(self, done: RunLeap) -> None:
+        """End the last step of `done`, which is odd."""
+        account = self._account
+        before = [(account.num_used[index], account.num_cached[index]) for index in self.bounded]
+        if self._events is not None:
+            self._events.tell(StepEnded(self._first_step + self._num_told - 1, self._starts_ns[self._num_told]))
+        self.end_step()
+        for place, index in enumerate(self.bounded):
+            num_used, num_cached = before[place]
+            num_listed = account.num_cached[index] - num_cached
+            done.listed[place][-1] = num_listed
+            if done.emptied:
+                done.emptied[place][-1] = num_used - account.num_used[index] - num_listed
+
+    def _do(self, most_steps: int, wanted_bytes: int) -> RunLeap:
+        """Do the same in steps before an odd one, or up to it; its odd releases are left to the caller."""
+        account, page_size = self._account, self.page_size
+        slot = self.step % page_size
+        num_steps = self._num_certain(slot, most_steps, wanted_bytes)
+        taken = _turned(self.num_due, slot, num_steps)
+        bounded = self.bounded
+        listed = [_turned(self.num_listed[index], slot, num_steps) for index in bounded]
+        emptied: list[list[int]] = []
+        if not self.keeps_all:
+            emptied = [_turned(self.num_emptied[index], slot, num_steps) for index in bounded]
+        num_ended = num_steps - 1
+        if self._events is not None:
+            return RunLeap(taken, listed, emptied, self._pass_telling(taken, self._events))
+        if self.num_filling:
+            self._pass_and_fill(num_steps)
+        else:
+            self.pass_steps(num_ended)
+        missing_bytes = self._missing_bytes(taken, emptied)
+        for place, index in enumerate(bounded):
+            if count := sum(listed[place]) - listed[place][num_ended]:
+                account.note_cached(index, count)
+        evicted: list[int] = []
+        if missing_bytes > 0:
+            account.evict_to(account.empty_bytes + missing_bytes, evicted)
+        account.note_pages_taken(sum(taken))
+        for index, of_group in zip(bounded, emptied, strict=False):
+            if count := sum(of_group) - of_group[num_ended]:
+                account.note_empty(index, count)
+        return RunLeap(taken, listed, emptied, evicted)
+
+    def _pass_and_fill(self, num_steps: int) -> None:
+        """Let all but the last of `num_steps` steps pass, and publish the pages that decodes fill in each."""
+        while num_steps:
+            num_before = self.steps_to_filling(num_steps)
+            if num_before < 0:
+                break
+            self.pass_steps(num_before)
+            self.fill_pages()
+            num_steps -= num_before
+            if num_steps == 1:
+                return
+            self.pass_steps(1)
+            num_steps -= 1
+        self.pass_steps(num_steps - 1)
+
+    def _pass_telling(self, taken: Sequence[int], events: RunEvents) -> list[int]:
+        """Let all but the last of steps pass that take so many pages each; return the evictions, as RunLeap has them.
+
+        Events are emitted in the order of steps. Steps without events may be omitted, except the last.
+        """
+        account, page_size, bounded, page_bytes = self._account, self.page_size, self.bounded, self._account.page_bytes
+        tell, listing, telling, offset = events.tell, self.listing, self.telling, self._num_told
+        first_step, starts_ns = self._first_step, self._starts_ns
+        last = offset + len(taken) - 1
+        evicted: list[int] = []
+        account.begin_evictions(evicted)
+        for num_due in taken:
+            slot = self.step % page_size
+            if num_due or offset == last or telling[slot]:
+                tell(StepStarted(first_step + offset, starts_ns[offset]))
+                if num_due * page_bytes <= account.empty_bytes:
+                    account.note_pages_taken(num_due)
+                else:
+                    for _ in range(num_due):
+                        if page_bytes > account.empty_bytes:
+                            account.evict(page_bytes)
+                        account.note_pages_taken(1)
+                if telling[slot]:
+                    self.fill_pages()
+            if offset == last:
+                break
+            passed = listing[slot]
+            if passed:
+                tell(StepEnded(first_step + offset, starts_ns[offset + 1]))
+                self._list(passed)
+                for index in bounded:
+                    if count := self.num_listed[index][slot]:
+                        account.note_cached(index, count)
+            self.step += 1
+            offset += 1
+        account.end_evictions()
+        self._num_told = last + 1
+        return evicted
+
+    def _num_certain(self, slot: int, num_steps: int, wanted_bytes: int) -> int:
+        """Return after how many of the next `num_steps` steps the leap ends."""
+        account, page_size, page_bytes = self._account, self.page_size, self._account.page_bytes
+        if self.num_filling and (wanted_bytes or account.wants is not None):
+            num_filled = self.steps_to_filling(num_steps)
+            if num_filled >= 0:
+                # The waiting request may find a filled page; and the page is stored below in the step after that.
+                num_steps = num_filled if wanted_bytes else num_filled + 1
+        num_due, given_bytes = self.num_due, self.given_bytes
+        left_bytes = account.free_bytes - account.promised_bytes - num_due[slot] * page_bytes
+        if not wanted_bytes and (num_steps // page_size + 1) * self.num_decoding * page_bytes <= left_bytes:
+            return num_steps
+        for step in range(1, num_steps):
+            back_bytes = given_bytes[slot]
+            slot += 1
+            if slot == page_size:
+                slot = 0
+            left_bytes -= num_due[slot] * page_bytes
+            if left_bytes < 0:
+                return step
+            left_bytes += back_bytes
+            if wanted_bytes and wanted_bytes <= left_bytes:
+                return step
+        return num_steps
+
+    def _missing_bytes(self, taken: list[int], emptied: list[list[int]]) -> int:
+        """Return the bytes to evict: the most by which bytes taken up to a step exceed those empty before."""
+        account, page_bytes = self._account, self._account.page_bytes
+        missing_bytes = sum(taken) * page_bytes - account.empty_bytes
+        if missing_bytes <= 0 or not any(map(any, emptied)):
+            return missing_bytes
+        sizes = [account.part_bytes[index] for index in self.bounded]
+        most = missing_bytes = -account.empty_bytes
+        for step, num_pages in enumerate(taken):
+            missing_bytes += num_pages * page_bytes
+            most = max(most, missing_bytes)
+            for of_group, num_bytes in zip(emptied, sizes, strict=True):
+                missing_bytes -= of_group[step] * num_bytes
+        return most
+
+    # Catching up --------------------------------------------------------------------------------------------
+
+    def catch_up(self, stream: Stream) -> None:
+        """Bring the runs of `stream`, and of its holding, up to date with the last step."""
+        if stream.seen == self.step:
+            return
+        stream.seen = self.step
+        holding, index = stream.holding, stream.group
+        position, lag = holding.base + self.step, self._lags[index]
+        page = (position - lag) // self.page_size if position > lag else 0
+        at = stream.high
+        if page <= at:
+            return
+        held, sink = holding.held[index], self._sinks[index]
+        place = 0
+        while sink and place < len(held) and held[place].end <= sink:
+            place += 1
+        if stream.is_silent:
+            stream.high = page
+            while place < len(held) and held[place].start < page:
+                passed = held[place]
+                if passed.end > page:
+                    passed = passed.split(page)
+                del held[place]
+                passed.holders.remove(holding)
+                passed.is_passed = True
+            return
+        while at < page and place < len(held):
+            run = held[place]
+            end = run.end
+            if end <= page:
+                del held[place]
+                holders = run.holders
+                if len(holders) > 1:  # silent streams, which have passed it as well
+                    for other in holders:
+                        if other is not holding:
+                            other.held[index].remove(run)
+                holders.clear()
+            else:
+                end = page
+                run.start = page
+            self._give(stream, run, at, end)
+            at = end
+        if at < page:
+            holding.first_open[index] = page
+            self._give(stream, None, at, page)
+        stream.high = page
+        stream.set_gate()
+
+    def end_holds(self, run: PartRun, holding: RunHolding, page: int) -> None:
+        """Let silent streams give up pages of `run` before `page`, which `holding` is about to release.
+
+        The run is split at `page` if it reaches beyond. Streams that have not passed all these pages hold them on.
+        """
+        index = run.group
+        first_base = page * self.page_size + self._lags[index] - self.step
+        for other in run.holders.copy():
+            if other.base < first_base or other is holding:
+                continue
+            stream = other.streams[index]
+            if stream is None or not stream.is_silent:
+                continue
+            if run.end > page:
+                run = run.split(page)
+            other.held[index].remove(run)
+            run.holders.remove(other)
+            run.is_passed = True
+
+    def catch_up_others(self, holding: RunHolding, index: int) -> None:
+        """Bring silent streams up to date that hold pages with `holding`."""
+        for run in tuple(holding.held[index]):
+            if len(run.holders) > 1:
+                for other in run.holders.copy():
+                    stream = other.streams[index]
+                    if stream is not None and stream.is_silent and other is not holding:
+                        self.catch_up(stream)
+
+    def _give(self, stream: Stream, run: PartRun | None, start: int, end: int) -> None:
+        """Move pages [start, end) of `run` to `stream`; if they reach its end, nothing holds the run any more.
+
+        `run`: None for pages that cannot be found.
+        """
+        runs, low = stream.runs, stream.low
+        span = None if run is None else run.span
+        is_left = run is not None and end < run.end
+        if not stream.keeps or end <= low:
+            if run is not None and not is_left:
+                run.forget()
+            return
+        last = runs[-1] if runs else None
+        if last is not None and last.span is span and last.end == start and (run is None or last.precedes(run)):
+            last.end = end
+            if run is not None and not is_left:
+                run.forget()
+            return
+        if start < low:
+            start = low
+        if span is not None:
+            span.is_moving = True
+        if run is not None and not is_left:
+            run.start = start
+            stream.add(run)
+            return
+        piece = PartRun(stream.group, span, start, end, [], is_kept=True)
+        if run is None:
+            stream.holding.given.append(piece)
+        elif span is not None:
+            siblings = span.parts[stream.group]
+            siblings.insert(siblings.index(run), piece)
+        stream.add(piece)
+
+    def look(self, span: Span) -> None:
+        """Bring the runs of `span` up to date with the last step; only silent streams may hold what they passed.
+
+        Another decode holds that as well.
+        """
+        is_moving = False
+        late: list[Stream] = []
+        for index in self.bounded:
+            for run in span.parts[index]:
+                for holding in run.holders:
+                    stream = holding.streams[index]
+                    if stream is not None:
+                        is_moving = True
+                        if stream.seen != self.step and not stream.is_silent:
+                            late.append(stream)
+        for stream in late:
+            self.catch_up(stream)
+        for index in self.bounded:
+            for run in tuple(span.parts[index]):
+                of_run = run.stream
+                if of_run is not None:
+                    if of_run.trim(run):
+                        is_moving = True
+                    else:
+                        of_run.drop(run)
+        span.is_moving = is_moving
+
+
+def _turned(by_slot: list[T], slot: int, num_steps: int) -> list[T]:
+    """Return the entries of `by_slot` for `num_steps` steps, starting with slot `slot`."""
+    size = len(by_slot)
+    last = slot + num_steps
+    if last <= size:
+        return by_slot[slot:last]
+    turns = by_slot[slot:] + by_slot * ((last - size) // size)
+    return turns + by_slot[: num_steps - len(turns)]
+
+
+def _admission(holding: RunHolding) -> int:
+    return holding.admission
+
+
+def _turn(stream: Stream) -> tuple[int, int]:
+    return stream.admission, stream.group
+
+
+def _place(odd: tuple[int, int, RunHolding]) -> tuple[int, int]:
+    return odd[0], odd[1]

@@ -1,0 +1,786 @@
+"""The cache of a model with KV groups, behind the seam in `core/kv/cache.py`: requests hold parts of pages, in runs.
+
+Memory is counted in blocks, the largest size that divides the parts of all groups (GroupMemory); so every count is an
+integer, and counts of pages in the interface are counts of blocks.
+
+In a replay parts are counted. If a real model or a mock computes, or a reader receives page events, a part consists of
+blocks with ids: keys and values of a page of tokens, in as many layers as divide the layers of every group, so that any
+part can consist of any blocks. The RunCache below counts in the same unit: one of its bytes is a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
+
+from kvarts.core.content import NOTHING, Content
+from kvarts.core.event_log import Tell
+from kvarts.core.events import PartsMoved
+from kvarts.core.kv.account import MOST_UNCHECKED, RunEvents, Unchecked
+from kvarts.core.kv.cache import (
+    Cache,
+    FollowedDecodes,
+    Holding,
+    Incoming,
+    Leap,
+    Mark,
+    Match,
+    Needs,
+    States,
+)
+from kvarts.core.kv.eviction import EvictionOrder, HeldPages
+from kvarts.core.kv.group_needs import GroupNeeds, Held
+from kvarts.core.kv.groups import GroupMemory
+from kvarts.core.kv.pool import CountPool, IdPool, PageError, PageId
+from kvarts.core.kv.run_cache import RunCache
+from kvarts.core.kv.runs import PartRun, RunHolding, RunMatch, Span
+from kvarts.core.kv.span_tree import SpanTree
+
+__all__ = ["GroupPages", "Held", "HeldByOthers", "HeldParts", "IncomingParts", "PartHolding"]
+
+
+class PartHolding(Holding):
+    """Parts of one running request, or of a pin. `parts`: in every group. `page_ids`: blocks that are not parts.
+
+    `num_promised`: blocks that are reserved for it while it waits for a load, for the computation of the rest. `tail`:
+    the parts that a load fills while `parts`, of the pages before them, are computed; `num_reserved`: the blocks that
+    it has until then, promised ones included.
+    """
+
+    __slots__ = ("num_promised", "num_reserved", "parts", "tail")
+
+    def __init__(self, parts: RunHolding, num_pages: int = 0, block_ids: list[PageId] | None = None) -> None:
+        super().__init__(parts.content, [], num_pages, block_ids)
+        self.parts = parts
+        self.tail: RunHolding | None = None
+        self.num_promised = self.num_reserved = 0
+
+    @property
+    def num_named(self) -> int:
+        """How many pages, from the first on, were made findable."""
+        return self.parts.num_named
+
+    @property
+    def loading(self) -> RunHolding:
+        """The parts that a load fills."""
+        return self.parts if self.tail is None else self.tail
+
+
+class HeldParts(HeldPages):
+    """Parts that a transfer holds."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: RunHolding) -> None:
+        super().__init__([], 0)
+        self.parts = parts
+
+
+class HeldByOthers:
+    """The parts of a match that running requests hold: a `Held`."""
+
+    __slots__ = ("_found", "_tree")
+
+    def __init__(self, tree: SpanTree, found: RunMatch) -> None:
+        self._tree = tree
+        self._found = found
+
+    def num_shared(self, group: int, first_page: int) -> int:
+        """Return how many of a group's parts in the sink and in pages from `first_page` on they hold."""
+        return self._tree.num_shared(self._found, group, first_page)
+
+    def num_idle(self, group: int) -> int:
+        """Return how many snapshots of a group they do not hold."""
+        return self._tree.num_idle(self._found, group)
+
+    def num_with_held_copy(self, group: int) -> int:
+        """Return how many parts of a group they do not hold, but a copy of them."""
+        return self._tree.num_with_held_copy(self._found, group)
+
+
+class GroupPages(Cache):
+    """The parts of `memory` in `num_blocks` blocks, held in runs by a RunCache.
+
+    `most_new_tokens`: the most tokens of a request that a step may compute, which bounds the parts that a window holds
+    during a step.
+
+    `with_ids`: blocks have ids. `tell` receives events of parts. With either, every page of a decode is findable as
+    soon as it is full. Otherwise the cache follows decodes itself: it knows the steps in which they take and release
+    pages, and can leap over them. `leaps_told`: it does so with `tell` as well, unless tiers below or states by page
+    need names of pages at once. `num_below`: the number of tiers that have parts as well; `watches_list`: the first
+    examines the parts that are evicted next, so the cache follows no decodes. `eviction_order`: chooses the next run to
+    evict, and is notified of each release, so the cache follows no decodes either; without it, the least recently
+    released run is evicted next. `at_branches`: as of RunCache. `plans_ahead`: decodes release and publish a step
+    later, so it follows none.
+    """
+
+    __slots__ = (
+        "_num_given",
+        "_part_tables",
+        "_unchecked",
+        "block_bytes",
+        "group_needs",
+        "memory",
+        "page_size",
+        "parts",
+    )
+
+    def __init__(
+        self,
+        memory: GroupMemory,
+        *,
+        num_blocks: int,
+        page_size: int,
+        most_new_tokens: int,
+        with_ids: bool = False,
+        tell: Tell | None = None,
+        num_below: int = 0,
+        watches_list: bool = False,
+        eviction_order: EvictionOrder | None = None,
+        at_branches: bool = False,
+        plans_ahead: bool = False,
+        leaps_told: bool = False,
+    ) -> None:
+        ids = IdPool(num_blocks) if with_ids else None
+        pool = CountPool(num_blocks) if ids is None else ids
+        most_kept = 2 * most_new_tokens if plans_ahead else most_new_tokens
+        self.group_needs = GroupNeeds(memory, page_size=page_size, most_new=most_new_tokens, most_kept=most_kept)
+        super().__init__(pool, page_blocks=self.group_needs.page_blocks)
+        self.memory = memory
+        self.block_bytes = memory.block_bytes
+        self.page_size = page_size
+        self.settles = True
+        self.releases = any(group.is_bounded or group.is_state for group in memory.groups)
+        self._part_tables = memory.part_tables
+        self._unchecked = Unchecked()
+        self.parts = RunCache(
+            memory.in_blocks(),
+            page_size=page_size,
+            total_bytes=num_blocks,
+            blocks=ids,
+            events=None if tell is None else RunEvents(tell),
+            num_below=num_below,
+            eviction_order=eviction_order,
+            at_branches=at_branches,
+        )
+        self.match = self.parts.match
+        self.needs = PartNeeds(self)
+        self.incoming = IncomingParts(self)
+        self.states = StatesByPage(self.parts, aligns=memory.aligns, defers=memory.has_states_by_page)
+        self._num_given = 0
+        """Total of blocks returned by `give` since the beginning."""
+        self.keeps_time = self.parts.note_request is not None
+        is_watched = watches_list or eviction_order is not None
+        is_named = tell is not None and (not leaps_told or num_below > 0 or memory.has_states_by_page)
+        self.names_decodes = with_ids or is_named or is_watched or plans_ahead
+        self.publishes_all = self.names_decodes or tell is not None
+        if not self.names_decodes:
+            self.decodes = DecodesInGroups(self)
+            self.take_pages = self._take_pages
+            self.most_certain_steps = 1  # the releases of decodes may make room for another request
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks of parts that can be found and are not in use."""
+        return self.parts.cached_bytes
+
+    @property
+    def num_used(self) -> int:
+        """Blocks of parts that requests hold."""
+        parts = self.parts
+        return parts.total_bytes - parts.empty_bytes - parts.cached_bytes
+
+    def set_time(self, now_ns: int) -> None:
+        """Set the time of what is opened and closed from now on."""
+        self.parts.now_ns = now_ns
+
+    def counts(self) -> tuple[int, ...]:
+        """Return the parts used and cached in each group, as one pair per group."""
+        parts = self.parts
+        counts = [0] * (2 * len(parts.num_used))
+        counts[::2], counts[1::2] = parts.num_used, parts.num_cached
+        return tuple(counts)
+
+    def look(self, mark: Mark) -> None:
+        """Set `mark` to the current counts if more blocks are in use than at the mark so far."""
+        parts = self.parts
+        num_used = parts.total_bytes - parts.empty_bytes - parts.cached_bytes  # `num_used`: this runs each step
+        if num_used > mark.used:
+            mark.used, mark.cached, mark.released = num_used, parts.cached_bytes, self.num_released
+            mark.parts = self.counts()
+
+    def num_evicted_parts(self) -> tuple[int, ...]:
+        """Return the number of evicted parts of each group."""
+        return tuple(self.parts.num_evicted)
+
+    def held_by_others(self, match: Match) -> Held:
+        """Return the parts of `match` that others hold."""
+        return HeldByOthers(self.parts.tree, cast(RunMatch, match))
+
+    def reach(self, content: Content, limit: int) -> tuple[int, ...]:
+        """Return, per group, the longest prefix of at most `limit` full pages that it alone could resume from."""
+        return self.parts.tree.reach(content, limit)
+
+    # Sequences ------------------------------------------------------------------------------------------
+
+    def open(self, match: Match) -> PartHolding:
+        """Hold `match`, for a sequence that begins with it; the cache must not have changed since it was made."""
+        holding = PartHolding(self.parts.begin(match.content, cast(RunMatch, match)), match.num_pages)
+        if self.names_decodes:
+            self.count()
+        return holding
+
+    def num_held(self, holding: Holding) -> int:
+        """Return the blocks of all parts that `holding` has, including those that others hold as well."""
+        of_parts = cast(PartHolding, holding)
+        num_blocks = self.parts.held_bytes(of_parts.parts)
+        if of_parts.tail is not None:
+            num_blocks += self.parts.held_bytes(of_parts.tail)
+        return num_blocks
+
+    def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
+        """Take the blocks of tokens up to `num_tokens`, and make the pages that they fill findable."""
+        self.parts.extend(cast(PartHolding, holding).parts, num_tokens, is_end=is_end)
+        self.count()
+
+    def settle(self, holding: Holding, num_tokens: int, num_in_flight: int = 0) -> None:
+        """Release parts that no token from `num_tokens`, the next to compute, on attends to. `count` must follow.
+
+        `num_in_flight`: as of Cache.
+        """
+        self.parts.settle(cast(PartHolding, holding).parts, num_tokens, num_in_flight)
+
+    # Decodes that are counted and not identified: Decodes describes them.
+
+    def take_for(self, holding: Holding, num_tokens: int) -> None:
+        """Take the blocks of tokens up to `num_tokens`, as far as `holding` does not have them."""
+        self.parts.take_for(cast(PartHolding, holding).parts, num_tokens)
+        self.count()
+
+    def take_page(self, holding: Holding, page: int) -> None:
+        """Take the parts of `page`, the next page of a decode; without ids, they are only counted."""
+        if self.names_decodes:
+            self.parts.take_next(cast(PartHolding, holding).parts, 1)
+        else:
+            self.parts.take_pages(1)
+        self.count()
+
+    def take_due(self, holdings: Sequence[Holding]) -> None:
+        """Take the next page of each of `holdings`."""
+        for holding in holdings:
+            self.parts.take_next(cast(PartHolding, holding).parts, 1)
+        self.count()
+
+    def publish(self, holding: Holding, num_tokens: int) -> None:
+        """Make the full pages of the first `num_tokens` tokens findable."""
+        self.parts.fill_page(cast(PartHolding, holding).parts, num_tokens)
+        self.num_published = self.parts.num_published
+
+    def shrink(self, holding: Holding, num_pages: int) -> None:
+        """Release the parts of all but the first `num_pages` pages; the others contain no computed token."""
+        self.parts.drop_pages(cast(PartHolding, holding).parts, num_pages)
+        self.count()
+
+    def _take_pages(self, num_due: int) -> None:
+        """Take the parts of `num_due` pages that decodes begin; they must be free."""
+        parts = self.parts
+        if parts.events is None:
+            parts.take_pages(num_due)
+        else:
+            for _ in range(num_due):  # their evictions are separate events
+                parts.take_pages(1)
+        self.count()
+
+    def stop_decoding(self, holding: Holding, num_pages: int) -> None:
+        """Stop following a decode, if the cache does."""
+        parts = cast(PartHolding, holding).parts
+        parts.has_decoded = True
+        if parts.is_decoding:
+            self.parts.decodes.leave(parts, keeps_parts=True)
+            parts.num_taken = num_pages
+
+    def count(self) -> None:
+        """Update the counts from those of the parts."""
+        parts = self.parts
+        if parts.shared is None:
+            self.num_free = parts.empty_bytes + parts.cached_bytes - self.num_promised
+        else:
+            parts.give_back()
+            self.num_free = parts.room_bytes
+        self.num_released = parts.released_bytes + self._num_given
+        self.num_evicted = parts.evicted_bytes
+        self.num_published = parts.num_published
+
+    def has_empty(self, count: int) -> bool:
+        """Return whether `count` blocks can be taken without eviction."""
+        return count <= self.parts.empty_bytes
+
+    def take(self, count: int) -> list[PageId]:
+        """Take `count` blocks, at most `num_free`; return their ids. Raise PageError for more than are free."""
+        if not 0 <= count <= self.num_free:
+            raise PageError(f"{count} blocks asked for, {self.num_free} free")
+        block_ids = self.parts.take_blocks(count)
+        self.count()
+        return block_ids
+
+    def give(self, count: int, page_ids: list[PageId] | None) -> None:
+        """Return `count` blocks that were taken by `take`."""
+        assert page_ids is not None and len(page_ids) == count
+        self.parts.give_blocks(page_ids)
+        self._num_given += count
+        self.count()
+
+    def reserved(self, num_pages: int, page_ids: list[PageId] | None) -> PartHolding:
+        """Return a holding of blocks that were taken by `take`."""
+        return PartHolding(RunHolding(NOTHING, Span(NOTHING, b"", 0, 0, None, 0), 0, 1, 0), num_pages, page_ids)
+
+    def keep(self, holding: Holding) -> int:
+        """Record that `holding` stays when no request runs; return how many of its blocks no other `keep` covers."""
+        return self.parts.keep(cast(PartHolding, holding).parts, 1)
+
+    def unkeep(self, holding: Holding) -> int:
+        """Undo a `keep`; return how many blocks are not kept any more."""
+        return self.parts.keep(cast(PartHolding, holding).parts, -1)
+
+    # Blocks for a plan ---------------------------------------------------------------------------------------
+
+    def tables(self, holding: Holding, num_tokens: int) -> tuple[tuple[PageId, ...], ...]:
+        """Return the page tables of a request, group by group, by GroupMemory.part_tables.
+
+        Each has an entry for every page of its first `num_tokens` tokens. It is 0 if the group has no part of the page:
+        no token that is computed from here on attends to such a page.
+        """
+        of_parts = cast(PartHolding, holding).parts
+        num_pages = -(-num_tokens // self.page_size)
+        tables: list[tuple[PageId, ...]] = []
+        for index, num_tables in enumerate(self._part_tables):
+            if not num_tables:
+                continue
+            step = self.parts.part_blocks[index]
+            open_ids, first_open = of_parts.open_ids[index], of_parts.first_open[index]
+            parts = [(run.start, run.end, run.ids) for run in of_parts.held[index]]
+            if open_ids:
+                parts.append((first_open, of_parts.num_taken, open_ids))
+            of_group = [[PageId(0)] * num_pages for _ in range(num_tables)]
+            for start, end, ids in parts:
+                if num_tables < step:
+                    of_group[0][start:end] = ids.every(step)
+                    continue
+                blocks = list(ids)
+                for place, table in enumerate(of_group):
+                    table[start:end] = blocks[place::step]
+            tables += [tuple(table[:num_pages]) for table in of_group]
+        return tuple(tables)
+
+    def blocks_of_page(self, holding: Holding, page: int) -> tuple[PageId, ...]:
+        """Return the blocks of `page`, one of the last that a request took, one for each page table."""
+        of_parts = cast(PartHolding, holding).parts
+        blocks: list[PageId] = []
+        for index, num_tables in enumerate(self._part_tables):
+            if not num_tables:
+                continue
+            step, start, ids = self.parts.part_blocks[index], of_parts.first_open[index], of_parts.open_ids[index]
+            if page < start:  # with pages of one token, it is full already
+                run = next(run for run in reversed(of_parts.held[index]) if run.start <= page < run.end)
+                start, ids = run.start, run.ids
+            at = (page - start) * step
+            blocks += ids.part(at, at + num_tables)
+        return tuple(blocks)
+
+    def state_blocks(self, holding: Holding, start: int) -> tuple[tuple[PageId, ...], tuple[PageId, ...]]:
+        """Return the blocks of a request's state before its next token `start`, and the blocks where the state is kept.
+
+        The former are those of the snapshot from which the request begins, if `start` is the first token it computes;
+        they are empty before the first token of the sequence. Both are empty without a group of states.
+        """
+        of_parts = cast(PartHolding, holding).parts
+        for held, state_ids in zip(of_parts.held, of_parts.state_ids, strict=True):
+            if state_ids:
+                own = tuple(state_ids)
+                snapshot = next((run for run in held if run.end * self.page_size == start), None)
+                begin = () if not start else own if snapshot is None else tuple(snapshot.ids)
+                return begin, own
+        return (), ()
+
+    def take_snapshots(self, holding: Holding) -> list[tuple[int, PartRun]]:
+        """Return the snapshots that the last `extend` of a request asked for, each with the tokens before it."""
+        of_parts = cast(PartHolding, holding).parts
+        snapshots, of_parts.snapshots = of_parts.snapshots, []
+        return snapshots
+
+    def shed(self, count: int) -> None:
+        """Evict parts until `count` more blocks are empty."""
+        self.parts.evict(self.parts.empty_bytes + count)
+        self.count()
+
+    def close(self, holding: Holding, num_full_pages: int, num_pages: int) -> None:
+        """Release everything that a request holds: parts of its full pages that can be found become cached."""
+        self.parts.close(cast(PartHolding, holding).parts, num_full_pages, num_pages)
+        holding.is_open = False
+        self.count()
+
+    def runs(self) -> Iterator[tuple[int, Content, int, int, int]]:
+        """Return findable parts and their copies."""
+        return self.parts.runs()
+
+    def is_check_due(self, *, at_rest: bool) -> bool:
+        """Return whether a sixteenth of all parts has moved since every part was last examined, or nothing runs."""
+        num_moved = self.num_used + 2 * self.num_released + self.num_evicted
+        return self._unchecked.is_due(num_moved, 0 if at_rest else (self.num_used + self.num_cached) // MOST_UNCHECKED)
+
+    def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
+        """Assert laws L1 and L2 for every part, and that every block has one owner."""
+        every = [cast(PartHolding, holding) for holding, _ in holdings]
+        taken_ids = [holding.page_ids for holding in every if holding.page_ids is not None]
+        of_parts = [holding.parts for holding in every if holding.page_ids is None]
+        of_parts += [holding.tail for holding in every if holding.tail is not None]
+        of_parts += [cast(HeldParts, held).parts for held in holds]
+        self.parts.check(of_parts, taken_ids)
+        if not self.parts.is_shared:
+            assert self.num_used + self.num_promised + self.num_free == self.pool.total, "L1: blocks are lost"
+            assert self.num_free >= 0, "L1: blocks that were promised are gone"
+        if self.pool.has_ids:
+            assert self.pool.num_taken == self.num_used + self.num_cached, "L1: blocks are taken and not counted"
+
+
+class PartNeeds(Needs):
+    """Needs in blocks of parts, by the GroupNeeds of `cache`."""
+
+    __slots__ = ("_cache", "_page_size", "_parts", "_rules")
+
+    def __init__(self, cache: GroupPages) -> None:
+        super().__init__("the memory has")
+        self._cache = cache
+        self._rules = cache.group_needs
+        self._parts = cache.parts
+        self._page_size = cache.page_size
+
+    def to_admit(self, match: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
+        """Return the blocks that must be free for a request that begins with `match`, by GroupNeeds.to_admit."""
+        # Blocks that the request may take whatever it needs; none are certain if other models take part.
+        num_certain = -1 if self._parts.shared is not None else self._cache.num_free - num_kept
+        num_wanted = self._rules.at_most_whole(num_known)
+        if num_wanted <= num_certain:  # as `to_admit` does: this runs for every request
+            return num_kept + num_wanted
+        start = match.num_pages * self._page_size
+        end = min(num_known, start + budget)
+        return num_kept + self._rules.to_admit(start, num_known, end, self._cache.held_by_others(match), num_certain)
+
+    def least_to_admit(self, match: Match, num_known: int, budget: int) -> int:
+        """Return a lower bound of `to_admit` that stays valid if parts of `match` are evicted."""
+        start = match.num_pages * self._page_size
+        end = min(num_known, start + budget)
+        return self._rules.least_to_admit(start, num_known, end, self._cache.held_by_others(match))
+
+    def watch(self) -> None:
+        """Observe nothing."""
+
+    def may_shrink(self, num_pages: int) -> bool:
+        """Return True: what becomes findable of a window may follow any page."""
+        return True
+
+    def to_run(self, holding: Holding, start: int, end: int) -> int:
+        """Return the blocks that tokens [start, end) need and `holding` does not have."""
+        parts = cast(PartHolding, holding).parts
+        return self._parts.missing_bytes(parts, end - parts.num_tokens)
+
+    def to_finish(self, holding: Holding, num_tokens: int) -> int:
+        """Return the most blocks that `holding` takes at one time, beyond its own, until it has `num_tokens`."""
+        return max(0, self._rules.to_compute(num_tokens) - self._cache.num_held(holding))
+
+    def to_compute(self, num_known: int, page_size: int) -> int:
+        """Return the most blocks that `num_known` tokens need at one time, wherever their chunks begin and end."""
+        return self._rules.to_compute(num_known)
+
+    def alone(self, num_tokens: int, page_size: int, enough: int = 0) -> int:
+        """Return the most blocks of a request that may begin from snapshots, if they are more than `enough`, else 0."""
+        if self._rules.at_most_whole(num_tokens) <= enough:
+            return 0
+        num_blocks = self._rules.at_most(num_tokens)
+        return num_blocks if num_blocks > enough else 0
+
+    def most_tokens(self, limit: int, page_size: int) -> int:
+        """Return the longest sequence, of up to `limit` tokens, that can run in this memory; 0 if none can."""
+        return self._rules.most_tokens(limit, self._cache.pool.total)
+
+    def words(self, num_blocks: int, page_size: int, asked: str) -> str:
+        """Return the clause that a request with the tokens `asked` needs `num_blocks`."""
+        size, most_new = self._cache.block_bytes, self._rules.most_new
+        return f"needs {num_blocks} blocks of {size:,} bytes for {asked}, with {most_new} tokens a step"
+
+    def to_hold(self, match: Match) -> int:
+        """Return how many blocks a sequence that begins with `match` holds."""
+        return self._parts.held_after(cast(RunMatch, match))
+
+    def lent_of(self, match: Match) -> int:
+        """Return how many blocks of `match` stores hold and no request does."""
+        return self._parts.held_after(cast(RunMatch, match), only_lent=True)
+
+    def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
+        """Yield the number of blocks that go out of use as each of `holdings` is closed in turn."""
+        yield from self._parts.freed_by(cast(PartHolding, holding).parts for holding, _ in holdings)
+
+
+class DecodesInGroups(FollowedDecodes):
+    """Decodes of `cache` that are counted and not identified: Decodes describes them."""
+
+    __slots__ = ("_cache", "_parts")
+
+    def __init__(self, cache: GroupPages) -> None:
+        self._cache = cache
+        self._parts = cache.parts
+
+    def start(self, holding: Holding, admission: int, *, is_settled: bool = True) -> None:
+        """Let a sequence compute one token per step from the next on."""
+        self._parts.decodes.start(cast(PartHolding, holding).parts, admission, is_settled=is_settled)
+
+    def publish_due(self, first: int, end: int) -> None:
+        """Make the pages findable that decodes fill in this step, by Decodes.fill_pages."""
+        self._parts.decodes.fill_pages(first, end)
+        self._cache.num_published = self._parts.num_published
+
+    def end_step(self) -> None:
+        """Let decodes release the parts that none of their later tokens attends to. `count` must follow."""
+        self._parts.decodes.end_step()
+
+    def put_off(self, holdings: Sequence[Holding]) -> None:
+        """End the step, but postpone the releases of `holdings` until `settle` is called for each."""
+        self._parts.decodes.put_off([cast(PartHolding, holding).parts for holding in holdings])
+
+    def fills_known_page(self) -> bool:
+        """Return whether a decode fills a page in this step that other requests may find."""
+        decodes = self._parts.decodes
+        return bool(decodes.filling[decodes.step % self._cache.page_size])
+
+    def leap(self, most_steps: int, num_wanted: int, first_step: int, starts_ns: Sequence[int]) -> Leap:
+        """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, by Decodes.leap."""
+        done = self._parts.decodes.leap(most_steps, num_wanted, first_step, starts_ns)
+        self._cache.count()
+        return Leap(done.taken, PartsMoved(done.listed, done.emptied, done.evicted))
+
+
+class IncomingParts(Incoming):
+    """Parts of `cache` that a load fills, or another engine."""
+
+    __slots__ = ("_cache", "_page_size", "_parts", "_rules")
+
+    def __init__(self, cache: GroupPages) -> None:
+        self._cache = cache
+        self._parts = cache.parts
+        self._rules = cache.group_needs
+        self._page_size = cache.page_size
+
+    def open_to_load(self, match: Match, num_known: int, on_device: Match) -> PartHolding:
+        """Hold the device's parts of `match`, of device and tiers together, and take those that a load fills."""
+        found = cast(RunMatch, match)
+        holding = PartHolding(self._parts.begin_load(found.content, found), found.num_pages)
+        holding.parts.branch = cast(RunMatch, on_device).branch * self._page_size
+        self._cache.count()
+        return holding
+
+    def publish_loaded(self, holding: Holding, num_pages: int) -> None:
+        """Make the parts of the first `num_pages` pages findable."""
+        self._parts.arrive(cast(PartHolding, holding).parts, [num_pages] * len(self._cache.memory.groups))
+        self._cache.count()
+
+    def to_reserve(self, found: Match, num_known: int) -> int:
+        """Return the blocks by GroupNeeds.to_admit, of device and tier together."""
+        start = found.num_pages * self._page_size
+        end = min(num_known, start + self._rules.most_new)
+        return self._rules.to_admit(start, num_known, end, self._cache.held_by_others(found))
+
+    def to_front(self, match: Match, num_front: int) -> int:
+        """Return the most blocks of windows that are held while `num_front` pages after `match` are computed."""
+        pieces = self._parts.tree.pieces(cast(RunMatch, match))
+        return self._rules.front([sum(end - start for _, start, end in of_group) for of_group in pieces], num_front)
+
+    def held_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> int:
+        """Return the blocks that `open_reserved` holds and promises."""
+        num_wanted = self._wanted(match, found, num_known, num_front)
+        held = taken = 0
+        for index, pieces in enumerate(self._parts.tree.pieces(cast(RunMatch, found))):
+            for run, start, end in pieces:
+                num_blocks = (end - start) * self._parts.part_blocks[index]
+                held += num_blocks
+                if not run.holders or run.list_index != index:
+                    taken += num_blocks
+        return held + max(0, num_wanted - taken)
+
+    def _wanted(self, match: Match, found: Match, num_known: int, num_front: int) -> int:
+        num_wanted = self.to_reserve(found, num_known)
+        return num_wanted + self.to_front(match, num_front) if num_front else num_wanted
+
+    def open_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> PartHolding:
+        """Hold the device's parts of `found`, take parts for the rest, and promise the others that are wanted."""
+        of_load = cast(RunMatch, found)
+        if not num_front:
+            return self.open_offered(match.content, of_load, self.to_reserve(found, num_known))
+        num_reserved = self.held_reserved(match, found, num_known, num_front)
+        return self.open_with_front(match, of_load, match.num_pages + num_front, num_reserved)
+
+    def open_offered(self, content: Content, found: RunMatch, num_wanted: int) -> PartHolding:
+        """Hold the device's parts of `found`, take parts for the rest, and promise the others of `num_wanted` blocks.
+
+        That many blocks must be free.
+        """
+        num_free = self._cache.num_free
+        holding = PartHolding(self._parts.begin_load(content, found), found.num_pages)
+        self._cache.count()
+        self._promise(holding, max(0, num_wanted - (num_free - self._cache.num_free)))
+        return holding
+
+    def open_with_front(self, match: Match, found: RunMatch, front_end: int, num_reserved: int) -> PartHolding:
+        """Hold `match`, after which pages are computed up to `front_end`, and take parts for the rest of `found`.
+
+        It has `num_reserved` blocks until `arrive`: those that it does not hold are promised to it.
+        """
+        holding = PartHolding(self._parts.begin(match.content, cast(RunMatch, match)), found.num_pages)
+        holding.tail = self._parts.begin_load(match.content, found, front_end)
+        holding.num_reserved = num_reserved
+        self._promise(holding, max(0, num_reserved - self._cache.num_held(holding)))
+        return holding
+
+    def begin_front(self, holding: Holding, num_tokens: int, num_in_flight: int) -> None:
+        """Release the windows of a front that no token from `num_tokens` on attends to, for its next tokens."""
+        of_parts = cast(PartHolding, holding)
+        self._promise(of_parts, 0)
+        self._parts.settle(of_parts.parts, num_tokens, num_in_flight)
+
+    def extend_front(self, holding: Holding, num_tokens: int) -> None:
+        """Take blocks that are promised to the request for the tokens of its front up to `num_tokens`."""
+        of_parts = cast(PartHolding, holding)
+        self._parts.extend(of_parts.parts, num_tokens)
+        self._promise(of_parts, max(0, of_parts.num_reserved - self._cache.num_held(of_parts)))
+
+    def arrive(self, holding: Holding, num_pages: int, end: int) -> bool:
+        """Go on after the loaded pages, if all have arrived."""
+        self.join_front(holding)
+        return num_pages == end
+
+    def join_front(self, holding: Holding) -> None:
+        """Go on after the loaded pages: those before are computed, or given up."""
+        of_parts = cast(PartHolding, holding)
+        if of_parts.tail is not None:
+            self._parts.join_front(of_parts.parts, of_parts.tail)
+            of_parts.parts, of_parts.tail = of_parts.tail, None
+            self._cache.count()
+
+    def end_promise(self, holding: Holding) -> None:
+        """Make the blocks promised to a holding free for all."""
+        self._promise(cast(PartHolding, holding), 0)
+
+    def _promise(self, holding: PartHolding, num_blocks: int) -> None:
+        cache = self._cache
+        cache.num_promised += num_blocks - holding.num_promised
+        holding.num_promised = num_blocks
+        self._parts.promised_bytes = cache.num_promised
+        cache.count()
+
+    def begin_run(self, holding: Holding) -> None:
+        """Release the windows with which the front was computed."""
+        self._cache.settle(holding, holding.num_pages * self._page_size)
+        self._cache.count()
+
+    def drop(self, holding: Holding) -> None:
+        """Release all parts, and what is promised."""
+        of_parts = cast(PartHolding, holding)
+        self.join_front(holding)
+        self._promise(of_parts, 0)
+        self._cache.close(holding, holding.num_pages, holding.num_pages)
+
+    def held(self, found: Match, end: int) -> int:
+        """Return the blocks of all parts that are found or loaded."""
+        return self._parts.held_after(cast(RunMatch, found))
+
+    def to_load(self, match: Match, found: Match, end: int) -> int:
+        """Return the blocks of parts to load, and of resident ones without a holder."""
+        missing, idle, _ = self._counts_of(found, 0)
+        num_blocks = self._rules.to_load(missing, idle)
+        if self._cache.memory.aligns:
+            start = match.num_pages * self._page_size
+            num_blocks += self._rules.passed_states(start, self._cache.held_by_others(match))
+        return num_blocks
+
+    def to_admit(self, match: Match, found: Match, num_known: int, budget: int) -> int:
+        """Return the blocks by GroupNeeds.to_admit_loaded."""
+        start, loaded = match.num_pages * self._page_size, found.num_pages * self._page_size
+        end = min(num_known, loaded + budget)
+        counts = self._counts_of(found, match.num_pages)
+        held = self._cache.held_by_others(match)
+        return self._rules.to_admit_loaded(start, loaded, num_known, end, counts, held)
+
+    def to_go_on(self, holding: Holding, num_known: int, budget: int) -> int:
+        """Return the blocks by GroupNeeds.to_go_on."""
+        parts = cast(PartHolding, holding).parts
+        end = min(num_known, parts.num_tokens + budget)
+        return self._rules.to_go_on(parts.num_taken, num_known, end, self._parts.missing_state_bytes(parts))
+
+    def _counts_of(self, found: Match, num_hit: int) -> tuple[list[int], list[int], list[int]]:
+        """Return, by group, the numbers of parts of `found`: to load, without a holder, and resident after a hit."""
+        missing: list[int] = []
+        idle: list[int] = []
+        beyond: list[int] = []
+        for index, pieces in enumerate(self._parts.tree.pieces(cast(RunMatch, found))):
+            num_missing = num_idle = num_beyond = 0
+            for run, start, end in pieces:
+                if run.list_index != index:
+                    num_missing += end - start
+                    continue
+                if not run.holders:
+                    num_idle += end - start
+                if end > num_hit:
+                    num_beyond += end - max(start, num_hit)
+            missing.append(num_missing)
+            idle.append(num_idle)
+            beyond.append(num_beyond)
+        return missing, idle, beyond
+
+    def num_sent(self, start: int, num_tokens: int, page_size: int) -> int:
+        """Return the blocks of the parts with which the last of `num_tokens` tokens is computed again."""
+        return self._rules.sent(start, num_tokens)
+
+    def to_receive(self, match: Match, num_tokens: int) -> int:
+        """Return the blocks that must be free to `open_to_receive` a prompt of `num_tokens` tokens after `match`."""
+        start = match.num_pages * self._page_size
+        return self._rules.to_receive(start, num_tokens, self._cache.held_by_others(match))
+
+    def open_to_receive(self, match: Match, num_tokens: int) -> PartHolding:
+        """Hold `match`, and take the further parts with which the last of `num_tokens` tokens is computed again."""
+        parts = self._parts.begin_to_receive(match.content, cast(RunMatch, match), num_tokens)
+        self._cache.count()
+        return PartHolding(parts, parts.num_taken)
+
+    def receive(self, holding: Holding, num_tokens: int) -> None:
+        """Make the full pages of the first `num_tokens` tokens findable."""
+        self._parts.receive(cast(PartHolding, holding).parts)
+        self._cache.count()
+
+
+class StatesByPage(States):
+    """States in `parts`: one for each page at whose end a state was kept."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: RunCache, *, aligns: bool, defers: bool) -> None:
+        super().__init__(aligns=aligns, defers=defers)
+        self._parts = parts
+
+    def begin_step(self) -> None:
+        """Begin a step: no state is computed in it yet."""
+        self._parts.computed.clear()
+
+    def note(self, content: Content, page: int) -> None:
+        """Treat the state after the first `page` pages of `content` as one that the current step computes."""
+        self._parts.computed.append((content, page - 1, page))
+
+    def is_of_step(self, match: Match) -> bool:
+        """Return whether the current step computes the state after `match`, or a copy of it."""
+        return self._parts.is_of_step(cast(RunMatch, match))
+
+    def branch_of(self, match: Match) -> int:
+        """Return the tokens up to which groups that keep all tokens have its content, if that is more than `match`."""
+        return cast(RunMatch, match).branch * self._parts.page_size
+
+    def branch(self, holding: Holding) -> int:
+        """Return the same for a sequence, as of when it began."""
+        return cast(PartHolding, holding).parts.branch

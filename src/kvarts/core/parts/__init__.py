@@ -1,0 +1,1 @@
+"""Parts: features that act at the seams of the control plane, and which of them combine."""

@@ -1,0 +1,88 @@
+"""Chunks of prompts that end at pages, where states are kept only there."""
+
+from __future__ import annotations
+
+from kvarts.core.kv.cache import Cache
+from kvarts.core.request import Request
+from kvarts.core.sched.running import Running
+from kvarts.core.sched.step import FOR_BUDGET, PASS, Acts, Ask, Step, Verdict
+
+__all__ = ["AlignedChunks", "ChunkEnds"]
+
+
+class AlignedChunks:
+    """Chunks of prompts that end at pages, where a state is kept, as in vLLM's mode `align` of states.
+
+    The last chunk of a prompt begins at its last page end, and a chunk ends where the prompt leaves another one.
+    `most_tokens`: the most tokens of a chunk.
+    """
+
+    __slots__ = ("_most_tokens", "_page_size")
+
+    def __init__(self, page_size: int, most_tokens: int) -> None:
+        self._page_size = page_size
+        self._most_tokens = most_tokens
+
+    def num_tokens(self, request: Request, start: int, num_tokens: int, branch: int) -> int:
+        """Return how many of the tokens [start, start + num_tokens) the next chunk computes; 0 short of a page end.
+
+        `branch`: the tokens that the request has in common with another one, or 0.
+        """
+        page_size = self._page_size
+        num_known = request.num_prompt_tokens + request.num_output_tokens
+        prefill_end = max(request.num_prompt_tokens, num_known - 1)
+        if start >= prefill_end:
+            return num_tokens
+        end = start + num_tokens
+        if end < prefill_end:
+            page_end = end // page_size * page_size
+            if page_end > start or page_size <= self._most_tokens:
+                end = page_end
+        stops = [(num_known - 1) // page_size * page_size]
+        if start % page_size:
+            stops.append((start // page_size + 1) * page_size)
+        if branch < end:
+            stops.append(branch)
+        return max(0, min([stop for stop in stops if start < stop < end], default=end) - start)
+
+    def note_state(self, cache: Cache, request: Request, start: int, end: int, num_in_flight: int) -> None:
+        """Note that a step computes from `start` on, if that is just after the last page end of a prompt.
+
+        `end`: the tokens that are known. vLLM counts the state there as computed by this step, as long as the request
+        still has it, so that an equal prompt begins after it in a later step.
+        """
+        page = (request.num_prompt_tokens - 1) // self._page_size
+        if page and end // self._page_size == page and start - num_in_flight <= page * self._page_size <= start:
+            cache.states.note(request.content, page)
+
+
+class ChunkEnds:
+    """The gate of chunks that end at pages. `may_be_empty`: a load may bring the tokens that reach a page end."""
+
+    __slots__ = ("_aligned", "_cache", "_may_be_empty", "_running")
+
+    def __init__(self, aligned: AlignedChunks, cache: Cache, running: Running, *, may_be_empty: bool) -> None:
+        self._aligned = aligned
+        self._cache = cache
+        self._running = running
+        self._may_be_empty = may_be_empty
+
+    def acts(self) -> Acts:
+        """Return where it acts."""
+        return Acts(gates={"chunk ends": self.reaches_end}, resumes=self.note_states)
+
+    def reaches_end(self, ask: Ask, step: Step) -> Verdict:
+        """Let the head pass if its first chunk reaches the end of a page."""
+        request, hit_tokens, cache = ask.request, ask.hit_tokens, self._cache
+        num_new = min(ask.num_new, ask.num_known - hit_tokens)
+        ask.num_new = self._aligned.num_tokens(request, hit_tokens, num_new, cache.states.branch_of(ask.match))
+        return PASS if ask.num_new or self._may_be_empty else FOR_BUDGET
+
+    def note_states(self, step: Step) -> None:
+        """Note the states of requests that started to decode after the last step."""
+        running = self._running
+        wheel = running.wheel
+        for request in running.joined:
+            if wheel.has(request):
+                start = wheel.num_computed(request)
+                self._aligned.note_state(self._cache, request, start, start, running.num_in_flight(request))

@@ -1,0 +1,159 @@
+"""Parts of pages that windows and chunks release between steps, in models whose layers keep less than every token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvarts.core.request import Request, RequestState
+from kvarts.core.sched.preemption import holding_of
+from kvarts.core.sched.step import Acts, Step
+
+if TYPE_CHECKING:
+    from kvarts.core.kv.cache import FollowedDecodes
+    from kvarts.core.sched.drafts import Drafts
+    from kvarts.core.sched.handoffs import Handoffs
+    from kvarts.core.sched.state import SchedulerState
+
+__all__ = ["Settling"]
+
+DECODING: Final = RequestState.DECODING
+
+
+class Settling:
+    """Owner of the releases of decodes: all are settled between two steps, or each at its turn.
+
+    `places`: the places in a page at which a token no longer needs a page that the token before it needed. `waits`: the
+    releases wait for the next step, as nobody else takes or releases parts between steps who could use them.
+    """
+
+    __slots__ = ("_drafts", "_handoffs", "_places", "_scheduler", "_unsettled", "_waits", "pending")
+
+    def __init__(
+        self,
+        scheduler: SchedulerState,
+        places: tuple[int, ...],
+        *,
+        waits: bool,
+        handoffs: Handoffs | None,
+        drafts: Drafts | None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._handoffs = handoffs
+        self._drafts = drafts
+        self._places = places
+        self._waits = waits
+        self.pending: list[Request] | None = None
+        """The requests that completed their known tokens in the last step, if its decodes are not settled yet."""
+        self._unsettled: list[Request] = []
+        """Decodes whose releases are postponed to their turn in the next step, in the order of admission."""
+
+    def acts(self) -> Acts:
+        """Return where it acts."""
+        return Acts(before=self.begin, turns=self.take_turns, after=self.end, changes=self.has_unsettled)
+
+    def begin(self, step: Step) -> None:
+        """Settle the last step before the next one."""
+        self.settle()
+
+    def take_turns(self, step: Step) -> bool:
+        """Let decodes take pages in turn if some release at their turn; return whether they have."""
+        unsettled = self._unsettled
+        if not unsettled:
+            return False
+        self._unsettled = []
+        if not self._scheduler.preemptor.take_turns(unsettled, step.now_ns):
+            step.is_cut = True
+        return True
+
+    def end(self, completing: list[Request], end_ns: int) -> None:
+        """Settle a step that has ended, now or when the next one begins."""
+        self.pending = completing
+        handoffs = self._handoffs
+        if not self._waits or (handoffs is not None and handoffs.has_any_between_steps):
+            self.settle()
+
+    def has_unsettled(self) -> bool:
+        """Settle the last step; return whether decodes release at their turns in the next one."""
+        self.settle()
+        return bool(self._unsettled)
+
+    def settle(self) -> None:
+        """Begin the next step, if that is not done: let decodes release the parts that no later token attends to.
+
+        All are in the order of admission. Requests that ended, or were given up since, have released everything before.
+        As in vLLM, a request can use memory that another releases only if its turn in the next step is later. That
+        makes a difference only if the pages that decodes begin in that step are not free yet; then each decode releases
+        at its turn. Chunked requests always do.
+        """
+        completed, self.pending = self.pending, None
+        if completed is None:
+            return
+        scheduler = self._scheduler
+        cache, wheel = scheduler.cache, scheduler.wheel
+        joined = completed
+        if completed:
+            joined = [request for request in completed if request.state is DECODING or wheel.has(request)]
+        if not cache.releases:
+            if cache.decodes is not None:
+                cache.decodes.end_step()
+                for request in joined:
+                    cache.decodes.start(holding_of(request), request.admission)
+            return
+        if not scheduler.pages.is_alone:
+            cache.count()  # others may have taken free pages
+        if self._has_turns(joined):
+            self._unsettled = self._settling(joined)
+        if cache.decodes is not None:
+            self._settle_followed(cache.decodes, joined)
+        elif not self._unsettled:
+            for request in self._settling(joined):
+                num_in_flight = scheduler.running.num_in_flight(request)
+                cache.settle(holding_of(request), wheel.num_computed(request), num_in_flight)
+        if scheduler.running.lag:
+            scheduler.running.joined = joined
+        cache.count()
+
+    def _has_turns(self, joined: list[Request]) -> bool:
+        """Return whether it can matter in which order decodes, and those that `joined` them, release and take parts."""
+        scheduler = self._scheduler
+        cache, running = scheduler.cache, scheduler.running
+        if scheduler.prefill.has_turns:
+            others = running.chunked + joined
+            if any(running.has_decodes_after(request.admission) for request in others):
+                return True
+        num_due = scheduler.wheel.pages_due() * cache.page_blocks
+        return num_due > cache.num_free and num_due > cache.num_free + scheduler.pages.num_lent()
+
+    def _settle_followed(self, decodes: FollowedDecodes, joined: list[Request]) -> None:
+        """Settle decodes that the cache follows, and let those that `joined` them be followed."""
+        cache = self._scheduler.cache
+        if self._unsettled:
+            decodes.put_off([holding_of(request) for request in self._unsettled if request not in joined])
+        else:
+            decodes.end_step()
+        for request in joined:
+            if not self._unsettled:
+                cache.settle(holding_of(request), request.num_computed)
+            decodes.start(holding_of(request), request.admission, is_settled=not self._unsettled)
+
+    def _settling(self, joined: list[Request]) -> list[Request]:
+        """Return the decodes that may release something now; those in `joined` come last."""
+        scheduler, places = self._scheduler, self._places
+        wheel, drafts = scheduler.wheel, self._drafts
+        settling: list[Request] = []
+        lag = scheduler.running.lag
+        for place in places:
+            last = (place + lag) % wheel.page_size
+            if wheel.num_computing_at(last):
+                settling += wheel.computing_at(last)
+        if lag:
+            # In the step before, these released only what none of the tokens of their chunk attended to.
+            settling += [each for each in scheduler.running.joined if wheel.has(each) and each not in settling]
+        if drafts is not None:
+            settling += drafts.take_ahead()  # they may have passed such a place
+        if len(places) > 1 or drafts is not None or lag:
+            settling.sort(key=lambda request: request.admission)
+        if joined:
+            # They are on the wheel already; those admitted before them are first.
+            settling = [request for request in settling if request not in joined]
+        return [request for request in (*settling, *joined) if request.own is None]

@@ -1,0 +1,203 @@
+"""What a scheduler shares with its parts: its queues, its collaborators, and questions about the requests here."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from kvarts.core.config import EngineConfig
+from kvarts.core.event_log import Tell
+from kvarts.core.events import Blocked
+from kvarts.core.kv.cache import Cache, Mark, Pins
+from kvarts.core.parts.own_pages import OwnPagesInUse
+from kvarts.core.request import Request, RequestState
+from kvarts.core.sched.horizon import Horizon
+from kvarts.core.sched.memory import Memory, PartOfMemory
+from kvarts.core.sched.page_source import PageSource
+from kvarts.core.sched.policy import WaitingQueue
+from kvarts.core.sched.preemption import Preemptor
+from kvarts.core.sched.prefill import Prefill
+from kvarts.core.sched.running import Running
+from kvarts.core.sched.step import Hooks
+from kvarts.core.sched.wheel import DecodeWheel
+
+if TYPE_CHECKING:
+    from kvarts.core.sched.handoffs import Handoffs
+    from kvarts.core.sched.input_batch import InputBatch
+    from kvarts.core.sched.loads import Loads
+    from kvarts.core.sched.lower_tiers import LowerTiers
+
+__all__ = ["SchedulerState"]
+
+NOT_BLOCKED: Final = Blocked.NOT
+RUNNING: Final = (RequestState.PREFILLING, RequestState.DECODING)
+
+
+class SchedulerState:
+    """Owner of the queues. Written by the scheduler and its parts.
+
+    `cache`: the pages, counted in blocks (Cache). `pages`: the source of pages and of the token budget. `waiting`: the
+    queue; its policy chooses the next request. `batch`: rows for an executor that needs page ids; plans then name
+    pages, rows and tokens. `tell` receives page and request events. `pins`: pages that are kept in use without a
+    request, or None. `lag`: 1 if the next step is planned while one runs, see Running. `finds_prefixes`: whether
+    requests find cached pages. `num_kept`: blocks that an admission leaves free if a request runs.
+
+    `hooks` follows: the gates of the head of the queue, and what parts do in a step.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        cache: Cache,
+        pages: PageSource,
+        waiting: WaitingQueue,
+        *,
+        batch: InputBatch | None = None,
+        tell: Tell | None = None,
+        pins: Pins | None = None,
+        lag: int = 0,
+        finds_prefixes: bool = True,
+        num_kept: int = 0,
+    ) -> None:
+        assert not lag or batch is None, "rows and tokens are those of the last step"
+        self.config = config
+        self.cache = cache
+        self.pages = pages
+        self.pins = pins
+        self.waiting = waiting
+        self.tell = tell
+        self.wheel = DecodeWheel(config.page_size)
+        self.running = Running(cache, self.wheel, batch, plans_ahead=lag > 0)
+        self.own_pages = OwnPagesInUse(cache, tell)
+        self.mark = Mark()
+        self.mark.parts = cache.counts()
+        self.preemptor = Preemptor(self.running, waiting, cache, pages, self.mark, tell)
+        self.prefill = Prefill(self.running, cache, self.own_pages, self.preemptor, batch=batch, tell=tell)
+        gates = Memory if pages.is_alone else PartOfMemory
+        self.memory = gates(
+            cache, pages, self.running, self.prefill, pins, num_kept=num_kept, finds_prefixes=finds_prefixes
+        )
+        self.leaps = Horizon(self.running, waiting, cache, pages, orders_matter=tell is not None)
+        self.loads: Loads | None = None
+        """Requests that wait for a tier below the device."""
+        self.handoffs: Handoffs | None = None
+        """Requests that two engines work on."""
+        self.hooks = Hooks((self.memory.find, self.memory.fits))
+        self.blocked = NOT_BLOCKED
+        """Why the head waits; NOT also if no request waits, or if the head was not examined since a change."""
+        self.told_blocked: tuple[int, Blocked] | None = None
+        """The head that was reported last as waiting, and why."""
+
+    def take_from_waiting(self, request: Request) -> None:
+        """Remove `request` from the waiting queue, because it begins to run or to load."""
+        self.waiting.remove(request)
+        self.memory.forget()
+        self.told_blocked = None
+
+    def cancel(self, request: Request) -> None:
+        """Remove a waiting or running request, between steps; its pages are free at once.
+
+        The pages of a request with a load under way are free when the load has ended.
+        """
+        if request.state in RUNNING:
+            self.running.leave(request)
+            self.running.release(request, num_unnamed=self.running.num_unnamed(request))
+        else:
+            for drop in self.hooks.drops:
+                if drop(request):
+                    return
+            if request.own is None:
+                self.waiting.remove(request)
+            else:
+                self.own_pages.waiting.remove(request)
+        request.become(RequestState.CANCELLED)
+        self.dropped(request)
+
+    def dropped(self, request: Request) -> None:
+        """Note that `request` is here no more: the head may have its place or memory."""
+        self.end_below(request)
+        self.blocked = NOT_BLOCKED
+
+    def end_below(self, request: Request) -> None:
+        """Let the tiers drop the pages that only `request`, which has ended, could find."""
+        if request.num_preemptions and self.loads is not None:
+            self.loads.tiers.ended(request.content)
+
+    # What is here -----------------------------------------------------------------------------------------
+
+    @property
+    def tiers(self) -> LowerTiers | None:
+        """The tiers below the device."""
+        return None if self.loads is None else self.loads.tiers
+
+    @property
+    def waiting_with_pages(self) -> deque[Request]:
+        """Requests that bring their pages along: they wait for a place and for tokens, and never for memory."""
+        return self.own_pages.waiting
+
+    @property
+    def has_sides(self) -> bool:
+        """Whether `side_counts` is not empty."""
+        return bool(self.cache.counts()) or self.loads is not None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request runs or waits."""
+        return self.running.num_running > 0 or self.has_others
+
+    @property
+    def has_others(self) -> bool:
+        """Whether a request waits or loads, or is in the hands of another engine."""
+        if self.waiting.num_waiting or self.own_pages.waiting:
+            return True
+        return any(has_any() for has_any in self.hooks.has_any)
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests that wait for admission or for a load."""
+        num_loading = 0 if self.loads is None else self.loads.num_waiting
+        return self.waiting.num_waiting + len(self.own_pages.waiting) + num_loading
+
+    @property
+    def num_seated(self) -> int:
+        """The number of requests that take a place: running ones, and those whose load is under way or has ended.
+
+        Without places for loads, only running ones.
+        """
+        loads = self.loads
+        return self.running.num_running + (0 if loads is None or not loads.takes_places else loads.num_requests)
+
+    def side_counts(self) -> tuple[int, ...]:
+        """Return the used and cached counts of each tier below the device, then of each KV group, in pairs."""
+        counts = self.cache.counts()
+        return counts if self.tiers is None else self.tiers.num_pages() + counts
+
+    def side_counts_at_mark(self) -> tuple[int, ...]:
+        """Return the same at the mark of the last scheduled step."""
+        return self.mark.parts if self.tiers is None else self.tiers.num_pages() + self.mark.parts
+
+    def num_evicted_parts(self) -> tuple[int, ...]:
+        """Return the number of evicted parts of each KV group."""
+        return self.cache.num_evicted_parts()
+
+    def most_tokens(self, limit: int) -> int:
+        """Return the longest sequence, of up to `limit` tokens, that can run in this memory; 0 if none can."""
+        return self.cache.needs.most_tokens(limit, self.wheel.page_size)
+
+    def num_pages_of_chunked(self) -> int:
+        """Return the most blocks that the rest of the chunked requests takes at one time."""
+        num_blocks = 0
+        for request in self.running.chunked:
+            if request.holding is not None:
+                num_known = request.num_prompt_tokens + request.num_output_tokens
+                num_blocks += self.cache.needs.to_finish(request.holding, num_known)
+        return num_blocks
+
+    def num_pages_to_admit(self) -> int:
+        """Return how many blocks all waiting requests need, hits included; 0 while none could be admitted.
+
+        While the maximum number of requests runs, or admission is suspended, no number of free pages would help.
+        """
+        if self.pages.is_draining or self.num_seated >= self.config.max_num_seqs:
+            return 0
+        return self.waiting.num_waiting_blocks

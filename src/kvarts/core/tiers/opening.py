@@ -1,0 +1,279 @@
+"""Opening of tiers in two stages: the device's tree is made in between, with an eviction order that knows the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from kvarts.core.config import EngineConfig
+from kvarts.core.event_log import Tell
+from kvarts.core.kv.cache import Cache
+from kvarts.core.kv.eviction import EvictionOrder, TreeWatcher
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.kv.transfer import PrefillNs
+from kvarts.core.tiers.channel import Channel, MeasuredChannel, TierSpec
+from kvarts.core.tiers.config import OffloadConfig
+from kvarts.core.tiers.layout import ConnectedTier, Layout
+from kvarts.core.tiers.offloader import Offloader
+from kvarts.core.tiers.page_layout import PageLayout
+from kvarts.core.tiers.safe_first import SafeFirst
+from kvarts.core.tiers.store_policy import EagerPolicy, LazyPolicy, PagePolicy
+from kvarts.core.tiers.tier import MemoryTier
+
+if TYPE_CHECKING:
+    from kvarts.core.kv.group_pages import GroupPages
+    from kvarts.core.kv.groups import GroupMemory
+    from kvarts.core.tiers.pagefiles import PageFiles
+
+__all__ = ["TiersToOpen", "open_offloader", "open_page_files", "prepare_tiers"]
+
+OpenTier = Callable[[Tell | None], ConnectedTier[Any]]
+
+
+def prepare_tiers(
+    offload: OffloadConfig,
+    config: EngineConfig,
+    make_order: Callable[[], EvictionOrder],
+    memory: GroupMemory | None = None,
+    *,
+    known_keys: Iterable[bytes] = (),
+    namespace: str | None = None,
+) -> TiersToOpen | None:
+    """Prepare tiers below an engine of `config`; None without tiers. `memory`: the KV groups of a device with any.
+
+    `known_keys`, `namespace`: keys of the pages in files that an earlier run has left, and their namespace, as in
+    FileTier. The default namespace is the fingerprint of the executor's model; without a fingerprint, pages are read
+    only by the engine that wrote them. Raise ConfigError for options that support whole pages only.
+    """
+    specs = offload.specs(config.page_size, memory)
+    if not specs:
+        return None
+    return TiersToOpen(offload, specs, config, make_order, memory, known_keys=known_keys, namespace=namespace)
+
+
+def open_page_files(
+    offload: OffloadConfig, directory: Path | str, page_size: int, memory: GroupMemory | None = None
+) -> PageFiles:
+    """Return the files of the tier below host memory, with those that are already in `directory`.
+
+    `memory`: the KV groups of a device that has any. Raise OutputError for a directory that cannot hold them.
+    """
+    from kvarts.core.tiers.pagefiles import PAGE_KEY_BYTES, PART_KEY_BYTES, PageFiles, file_bytes
+
+    num_files = sum(spec.num_pages for spec in offload.specs(page_size, memory) if spec.is_files)
+    if memory is None:
+        page_bytes = offload.kv_bytes_per_token * page_size
+        num_bytes = num_files * file_bytes(PAGE_KEY_BYTES, page_bytes)
+    else:  # at most one file per block
+        num_bytes = num_files * file_bytes(PART_KEY_BYTES, memory.block_bytes)
+    return PageFiles(directory, max_bytes=num_bytes)
+
+
+class TiersToOpen:
+    """The tiers `specs` of `offload`, below an engine of `config` whose eviction orders `make_order` makes.
+
+    `memory`: the KV groups of a device that has any. Without, and with a lazy policy, the device first evicts pages
+    that a lower tier also holds. `known_keys` and `namespace`: see `prepare_tiers`. `more`: open further tiers below
+    these, given what receives the events of the engine; `on_opened` is called with the offloader of all.
+    """
+
+    def __init__(
+        self,
+        offload: OffloadConfig,
+        specs: Sequence[TierSpec],
+        config: EngineConfig,
+        make_order: Callable[[], EvictionOrder],
+        memory: GroupMemory | None = None,
+        *,
+        known_keys: Iterable[bytes] = (),
+        namespace: str | None = None,
+        more: Sequence[OpenTier] = (),
+        on_opened: Callable[[Offloader[Any]], object] | None = None,
+    ) -> None:
+        self._offload = offload
+        self._specs = specs
+        self._more = more
+        self._on_opened = on_opened
+        self._config = config
+        self._memory = memory
+        self._known_keys = known_keys
+        self._namespace = namespace
+        self.is_lazy = offload.is_lazy
+        self._safe_first = SafeFirst(make_order) if self.is_lazy and memory is None else None
+        self.order: EvictionOrder = make_order() if self._safe_first is None else self._safe_first
+        self.watcher: TreeWatcher | None = self._safe_first
+        self.evicts_safe_first = self._safe_first is not None
+        self.full_prompt_hits = offload.full_prompt_hits
+        self.load_kv = offload.load_kv
+        self.tier_names: Sequence[str] = [spec.name for spec in specs]
+
+    def open_below(
+        self,
+        cache: Cache,
+        *,
+        with_page_ids: bool,
+        tell: Tell | None,
+        prefill: PrefillNs | None = None,
+        fingerprint: Callable[[], str] | None = None,
+        splits: bool = True,
+    ) -> Offloader[Any]:
+        """Open the tiers below `cache`. `fingerprint` returns the model's, for files without a namespace.
+
+        `splits`: a request may compute its first pages while others are loaded.
+        """
+        namespace = self._namespace
+        if namespace is None and with_page_ids and any(spec.is_files for spec in self._specs):
+            from uuid import uuid4
+
+            namespace = f"engine {uuid4()}" if fingerprint is None else fingerprint()
+        opened = open_offloader(
+            self._offload,
+            cache,
+            page_size=self._config.page_size,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            memory=self._memory,
+            with_page_ids=with_page_ids,
+            tell=tell,
+            known_keys=self._known_keys,
+            namespace=namespace or "",
+            order=self._safe_first,
+            prefill=prefill,
+            splits=splits,
+            more=[open_tier(tell) for open_tier in self._more],
+        )
+        if self._on_opened is not None:
+            self._on_opened(opened)
+        return opened
+
+
+def open_offloader(
+    offload: OffloadConfig,
+    cache: Cache,
+    *,
+    page_size: int,
+    max_num_batched_tokens: int,
+    memory: GroupMemory | None = None,
+    with_page_ids: bool = False,
+    tell: Tell | None = None,
+    known_keys: Iterable[bytes] = (),
+    namespace: str = "",
+    order: SafeFirst | None = None,
+    prefill: PrefillNs | None = None,
+    splits: bool = True,
+    more: Sequence[ConnectedTier[Any]] = (),
+) -> Offloader[Any]:
+    """Open the tiers of `offload` below `cache`. `memory`: the KV groups of `cache`, if it has any.
+
+    `order`: the eviction order of `cache`, for a lazy policy without groups. `splits`: a request may compute its first
+    pages while others are loaded. `more`: tiers below these, which are open already.
+    """
+    make = MeasuredChannel if with_page_ids else Channel
+    connected: list[ConnectedTier[Any]] = []
+    for place, spec in enumerate(offload.specs(page_size, memory)):
+        tier = _open_tier(
+            spec,
+            place,
+            cache,
+            memory,
+            with_page_ids=with_page_ids,
+            tell=tell,
+            known_keys=known_keys,
+            namespace=namespace,
+        )
+        connected.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
+    connected += more
+    swaps = offload.preemption_mode == "swap" and len(connected) > len(more)  # others would find no use for them
+    store_within_ns = round(offload.store_within_ms * 1e6)
+    layout: Layout[Any]
+    if memory is None:
+        whole = cast(PageCache, cache)
+        policy: PagePolicy = EagerPolicy(whole)
+        assert (order is not None) == offload.is_lazy, "a lazy policy stores what `order` would evict next"
+        if order is not None:
+            num_pages = sum(each.tier.num_pages for each in connected)
+            policy = LazyPolicy(whole, order, _target_free(offload, num_pages, page_size, max_num_batched_tokens))
+        layout = PageLayout(
+            whole,
+            connected,
+            policy,
+            page_bytes=offload.kv_bytes_per_token * page_size,
+            order=order,
+            swaps=swaps,
+            store_within_ns=store_within_ns,
+            with_page_ids=with_page_ids,
+            tell=tell,
+        )
+    else:
+        from kvarts.core.tiers.part_layout import PartLayout
+        from kvarts.core.tiers.part_policy import EagerParts, LazyParts, PartPolicy
+
+        pages = cast("GroupPages", cache)
+        of_parts: PartPolicy = EagerParts(pages.parts)
+        if offload.is_lazy:
+            num_pages = sum(each.tier.num_blocks for each in connected) * memory.block_bytes // memory.page_bytes
+            target_free = _target_free(offload, num_pages, page_size, max_num_batched_tokens)
+            of_parts = LazyParts(pages.parts, target_free * pages.parts.page_bytes)
+        layout = PartLayout(
+            pages,
+            connected,
+            of_parts,
+            swaps=swaps,
+            store_within_ns=store_within_ns,
+            with_page_ids=with_page_ids,
+            arrive_at_turns=offload.load_kv == "async",
+        )
+    return Offloader(
+        cache,
+        layout,
+        full_prompt_hits=offload.full_prompt_hits,
+        prefill=prefill,
+        splits=splits,
+        num_layers=1 if with_page_ids or offload.load_overlap == "none" else offload.num_layers,
+        step_tokens=max_num_batched_tokens,
+        deadline_ns=round(offload.deadline_s * 1e9),
+        workers=offload.workers,
+        fail_every=offload.fail_every,
+        with_page_ids=with_page_ids,
+        tell=tell,
+    )
+
+
+def _open_tier(
+    spec: TierSpec,
+    place: int,
+    cache: Cache,
+    memory: GroupMemory | None,
+    *,
+    with_page_ids: bool,
+    tell: Tell | None,
+    known_keys: Iterable[bytes],
+    namespace: str,
+) -> Any:
+    """Return the tier of `spec`, below `place` others."""
+    has_keys = spec.is_files and with_page_ids
+    if memory is None and has_keys:
+        from kvarts.core.tiers.filetier import FileTier
+
+        return FileTier(spec.name, spec.num_pages, known_keys=known_keys, namespace=namespace)
+    if memory is None:
+        return MemoryTier(spec.name, spec.num_pages, with_slots=with_page_ids)
+    size = spec.name, spec.num_pages, memory, cast("GroupPages", cache).parts.tree
+    if has_keys:
+        from kvarts.core.tiers.part_files import PartFiles
+
+        return PartFiles(*size, place=place, known_keys=known_keys, namespace=namespace, tell=tell)
+    from kvarts.core.tiers.part_tier import PartTier
+
+    return PartTier(*size, place=place, with_slots=with_page_ids, tell=tell)
+
+
+def _target_free(offload: OffloadConfig, num_pages: int, page_size: int, max_num_batched_tokens: int) -> int:
+    """Return the pages that a lazy policy covers, above tiers of `num_pages` pages in all."""
+    target_free = offload.target_free
+    if target_free is None:
+        # Enough for the pages that a few requests take at once, but a small part of a small tier.
+        step_pages = -(-max_num_batched_tokens // page_size)
+        target_free = max(2 * step_pages, min(8 * step_pages, num_pages // 8))
+    # More pages than the tiers hold would replace each other for ever.
+    return min(target_free, num_pages)

@@ -1,0 +1,645 @@
+"""Whole pages below a device: a tree for the device and one for each tier, and the copies between them.
+
+Longer than other files: stores, loads and spills work on the same three things, the device's order, the tiers and their
+callbacks, so separate files would have to pass all of these to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+from kvarts.core.content import Content
+from kvarts.core.event_log import Tell
+from kvarts.core.events import PagesRemoved, PagesStored
+from kvarts.core.kv.cache import Holding, Match
+from kvarts.core.kv.eviction import HeldPages, pages_seen_by
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.kv.pool import PageId
+from kvarts.core.kv.transfer import Coming, Loaded, Offer
+from kvarts.core.kv.tree import Node, Path
+from kvarts.core.tiers.index import NodeState, Placement
+from kvarts.core.tiers.layout import ConnectedTier, Layout
+from kvarts.core.tiers.safe_first import Below, SafeFirst
+from kvarts.core.tiers.store_policy import PagePolicy, Spill
+from kvarts.core.tiers.tier import MemoryTier, Pin
+from kvarts.core.tiers.transfers import ALL, Copies, Loading
+
+__all__ = ["Marks", "PageLayout"]
+
+
+def _is_last(path: Path, start: int, end: int) -> bool:
+    """Return whether pages [start, end) are within the last run of `path`, without another copy."""
+    last = path[-1]
+    return last.start <= start and end <= last.end and last.twins is None
+
+
+class Marks:
+    """Records in `order` whether `tiers` hold the runs of `cache`. Without an order it does nothing.
+
+    `removed`: pages that left a tier and may still be marked, as content, first page, page after the last;
+    `unmark_removed` consumes them.
+    """
+
+    def __init__(self, cache: PageCache, tiers: Sequence[MemoryTier], order: SafeFirst | None) -> None:
+        self._cache = cache
+        self._tiers = tiers
+        self._order = order
+        self.removed: list[tuple[Content, int, int]] = []
+
+    def unmark_removed(self, below: Below = Below.FAILED) -> None:
+        """Mark pages that were removed below with `below`: they are lost if the device evicts them.
+
+        They are not stored again while the device has them: otherwise a tier that is too small would be refilled for
+        ever.
+        """
+        order = self._order
+        if not self.removed or order is None:
+            return
+        for content, start, end in self.removed:
+            if self._cache.tree.has(content, start):
+                self._mark_match(self._cache.match(content, end), start, below)
+                if len(self._tiers) > 1:
+                    self.mark_held(content, start, end)
+        self.removed.clear()
+        order.regroup()
+
+    def mark_as_held(self, content: Content, start: int, end: int) -> int:
+        """Mark those of pages [start, end), which the device has, that a tier has as well; return how many."""
+        if self._order is None:
+            return 0
+        num_held = self.mark_held(content, start, end)
+        if num_held:
+            self._order.regroup()
+        return num_held
+
+    def mark_held(self, content: Content, start: int, end: int) -> int:
+        """Do the same without regrouping. Requires an order, and its `regroup` must follow."""
+        if len(self._tiers) == 1:
+            # A page can be found below only if its prefix is, in the tier or on the device.
+            num_held = self._tiers[0].find(content, start, end)
+            if num_held:
+                self._mark_match(self._cache.match(content, start + num_held), start, Below.STORED)
+            return num_held
+        num_held = 0
+        for tier in self._tiers:
+            for first, last in tier.held(content, start, end):
+                num_held += last - first
+                self._mark_match(self._cache.match(content, last), first, Below.STORED)
+        return num_held
+
+    def mark_part(self, part: HeldPages, below: Below) -> bool:
+        """Mark held pages that are still in the tree; return whether some are not. `regroup` must follow."""
+        assert self._order is not None
+        nodes = part.nodes()
+        resident = [node for node in nodes if not node.is_orphan]
+        self._order.mark(resident, below)
+        return len(resident) < len(nodes)
+
+    def _mark_match(self, match: Match, start: int, below: Below) -> None:
+        assert self._order is not None
+        tree = self._cache.tree
+        self._order.mark(tree.isolate(tree.cut(match), start, match.num_pages), below)
+
+
+class Lent:
+    """Pages [start, end) of a request's `holding` that a store reads.
+
+    As long as the request has them, nothing evicts them. `pages`: set when the store alone keeps them in use.
+    """
+
+    __slots__ = ("end", "holding", "pages", "start")
+
+    def __init__(self, holding: Holding | None, start: int, end: int, pages: HeldPages | None) -> None:
+        self.holding = holding
+        self.start = start
+        self.end = end
+        self.pages = pages
+
+
+class PageCopies(Copies):
+    """A store or a spill of pages. `held`: by store, the pages that it reads on the device; `sources`: the reads of a
+    spill.
+    """
+
+    __slots__ = ("held", "sources", "stores")
+
+    def __init__(self, target: int) -> None:
+        super().__init__(target)
+        self.stores: list[Placement] = []
+        self.held: list[list[Lent]] = []
+        self.sources: list[Pin] = []
+
+
+class PageLoading(Loading):
+    """A load of pages. `loads`: each with its tier."""
+
+    __slots__ = ("loads",)
+
+    def __init__(self, request: int, start: int) -> None:
+        super().__init__(request, start)
+        self.loads: list[tuple[MemoryTier, Pin]] = []
+
+
+class PageLayout(Layout[MemoryTier]):
+    """Whole pages of `cache` and of the tiers below it: pages stored in one are then stored in the next.
+
+    `policy`: which pages are stored below the device, and when. `order`: the eviction order of `cache`, for a policy
+    that stores the pages that are evicted next. `swaps`: preempted requests keep all their pages in the first tier.
+    """
+
+    def __init__(
+        self,
+        cache: PageCache,
+        connected: Sequence[ConnectedTier[MemoryTier]],
+        policy: PagePolicy,
+        *,
+        page_bytes: int,
+        order: SafeFirst | None = None,
+        store_within_ns: int = ALL,
+        swaps: bool = False,
+        with_page_ids: bool = False,
+        tell: Tell | None = None,
+    ) -> None:
+        super().__init__(
+            connected,
+            policy,
+            block_bytes=page_bytes,
+            page_bytes=page_bytes,
+            is_stored=lambda place, spill: bool(self.own[place].find(spill[0], *spill[2:])),
+            store_within_ns=store_within_ns,
+            with_page_ids=with_page_ids,
+        )
+        self.spills_first = policy.stores_deepest_first  # these would replace pages on their way through a small tier
+        self._cache = cache
+        self._policy = policy
+        self._order = order
+        self._swaps = swaps
+        self._tell = tell
+        for place, tier in enumerate(self.own):
+            has_next = place + 1 < len(self.own)
+            tier.listen(
+                partial(self._on_stored, place) if tell is not None or has_next else None,
+                partial(self._on_removed, place) if tell is not None or has_next or order is not None else None,
+            )
+        self._gone: list[tuple[Content, int, int]] = []
+        cache.tree.on_removed = self._on_evicted
+        cache.on_evicted = self._lose_gone
+        self._lent: dict[int, list[Lent]] | None = None
+        """Pages that stores read without holding them, by the owner of their content. None: stores hold all pages."""
+        is_by_page = order is None and pages_seen_by(cache.tree.order)
+        if is_by_page and tell is None and cache.tree.tell is None and not with_page_ids:
+            # A run that is not held need not be split, so that its events would be of other runs.
+            self._lent = {}
+            cache.on_close = self._hold_lent
+            cache.tree.on_copied = self._hold_all_lent
+        self._marks = Marks(cache, self.own, order)
+        self._may_pass_through = len(self.own) > 1 and not policy.stores_deepest_first
+        if order is not None:
+            order.on_grown = self._marks.mark_as_held
+            # Safe pages may be in the second tier only, and files may contain pages that this process never wrote.
+            order.hears_all = len(self.own) > 1
+
+    def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Record that the first `num_pages` pages of `content`, in `holding`, are complete."""
+        self._policy.confirm(content, num_pages, holding)
+
+    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Store the pages of a preempted request in the first tier, also those that only this request can find."""
+        if self._swaps and num_pages:
+            self._policy.preempted(content, num_pages, holding)
+
+    def ended(self, content: Content) -> None:
+        """Drop the pages below that only the request of `content` could find."""
+        if self._swaps:
+            self._policy.ended(content)
+            self.tiers[0].drop(content, content.num_known_pages)
+            self._marks.unmark_removed()
+
+    def reset(self) -> None:
+        """Drop all pages, below and of those to be stored."""
+        super().reset()
+        self._marks.unmark_removed(Below.NOT)
+
+    # Stores -----------------------------------------------------------------------------------------------
+
+    def pages_to_spare(self) -> int | None:
+        """Return how many pages can be taken in identical steps before the tiers must act; None: in the next step."""
+        spare = ALL if self.backlog.is_behind[0] else self._policy.pages_to_spare()
+        if spare is not None and (self._order is not None or any(tier.has_holes for tier in self.own)):
+            # When a page is lost, all pages after it are dropped in the same step. A page that only the second tier has
+            # is lost for the first.
+            num_without_loss = self._cache.pool.num_empty
+            if self._order is not None and len(self.own) == 1:
+                num_without_loss += self._order.num_safe
+            return min(spare, num_without_loss)
+        return spare
+
+    def store(self, now_ns: int, is_moving: Callable[[], bool]) -> PageCopies | None:
+        """Choose pages to store, make room for them, and hold them."""
+        copies: PageCopies | None = None
+        room = -1
+        for content, start, end, where in self._policy.choose():
+            if room < 0:
+                room = self._room(0, now_ns)
+            position = num_here = start
+            if room > 0:
+                store, pages, num_here = self._prepare(content, start, end, where, room)
+                if store is not None:
+                    copies = copies or PageCopies(0)
+                    self._add(copies, store)
+                    copies.held.append(pages)
+                    if self._with_page_ids:
+                        for part in pages:
+                            assert part.pages is not None, "transfers with ids hold their pages"
+                            copies.source_ids += self._cache.page_ids(part.pages)
+                    room -= store.num_pages
+                    position = store.segments[-1].end
+            if room == 0 or (
+                position < num_here and self._passes_through(num_here) and (copies is not None or is_moving())
+            ):
+                self._policy.wait(position)
+                self.backlog.is_behind[0] = True
+                break
+        return copies
+
+    def _add(self, copies: PageCopies, store: Placement) -> None:
+        """Add a store, without the ids of its sources."""
+        copies.stores.append(store)
+        copies.num_blocks += store.num_pages
+        for segment in store.segments:
+            copies.runs.append((store.content, segment.start, segment.end))
+            if self._with_page_ids:
+                assert segment.slots is not None
+                copies.target_ids += segment.slots
+
+    def _prepare(
+        self,
+        content: Content,
+        start: int,
+        end: int,
+        where: Any,
+        room: int,
+    ) -> tuple[Placement | None, list[Lent], int]:
+        """Prepare to store at most `room` of pages [start, end), and hold these; return None if there are none.
+
+        Return also how many pages the device has.
+        """
+        first = self.tiers[0]
+        num_refused = first.num_refused
+        policy = self._policy
+        path, end = policy.path(content, end, where)
+        if self._may_pass_through and self._passes_through(end):
+            start = self._pass_through(content, start, end, room)
+        deepest_first = policy.stores_deepest_first
+        if room < end - start:
+            start, deepest_first = policy.first_wanted(start, where), False
+        store = first.prepare_store(content, start, end, deepest_first=deepest_first, limit=room)
+        num_refused = first.num_refused - num_refused
+        self.num_refused += num_refused
+        order = self._order
+        if order is not None:
+            self._marks.unmark_removed()
+            if num_refused:
+                policy.wait(start)
+                self.backlog.is_behind[0] = True
+            if store is None and not num_refused:
+                self._marks.mark_as_held(content, start, end)
+        if store is None:
+            return None, [], end
+        parts: list[Lent] = []
+        lent = self._lent
+        for segment in store.segments:
+            if lent is not None and where.path and _is_last(path, segment.start, segment.end):
+                part = Lent(where, segment.start, segment.end, None)
+                lent.setdefault(where.content.owner, []).append(part)
+            else:
+                pages = self._cache.hold(path, segment.start, segment.end)
+                part = Lent(None, segment.start, segment.end, pages)
+                if order is not None:
+                    self._marks.mark_part(pages, Below.COMING)
+            parts.append(part)
+        return store, parts, end
+
+    def _hold_lent(self, holding: Holding) -> None:
+        """Hold what stores read of a request's `holding`, which is about to be closed."""
+        assert self._lent is not None
+        parts = self._lent.pop(holding.content.owner, None)
+        if parts is not None:
+            for part in parts:
+                assert part.holding is not None
+                part.pages = self._cache.hold(part.holding.path, part.start, part.end)
+
+    def _hold_all_lent(self) -> None:
+        """Hold everything that stores read: a run is about to get another copy, which they would hold as well."""
+        assert self._lent is not None
+        for parts in list(self._lent.values()):
+            holding = parts[0].holding
+            assert holding is not None
+            self._hold_lent(holding)
+
+    def _let_go(self, part: Lent) -> None:
+        """End what a store did with `part`."""
+        if part.pages is not None:
+            self._cache.unhold(part.pages)
+            return
+        assert self._lent is not None and part.holding is not None
+        owner = part.holding.content.owner
+        parts = self._lent[owner]
+        parts.remove(part)
+        if not parts:
+            del self._lent[owner]
+
+    def _passes_through(self, num_pages: int) -> bool:
+        """Return whether a prefix of `num_pages` goes through the first tier in pieces: it is too small for all."""
+        return self._may_pass_through and num_pages > self.tiers[0].num_pages
+
+    def _pass_through(self, content: Content, start: int, end: int, room: int) -> int:
+        """Return the first of pages [start, end) that no tier has; make room for it and `room` pages in all.
+
+        What makes room is what the first tier has of the same prefix, as far as the next tier has it as well.
+        """
+        first, second = self.tiers[0], self.tiers[1]
+        position = -1
+        while position < start:
+            position = start
+            for tier in self.own:
+                start += tier.find(content, start, end)
+        here = first.held(content, 0, start)
+        num_here = sum(last - begin for begin, last in here)
+        num_short = min(end - start, room, num_here) - (first.num_pages - first.num_used_blocks - num_here)
+        if num_short > 0:
+            begin, last = here[-1]
+            begin = max(begin, last - num_short)
+            if second.held(content, begin, last) == [(begin, last)]:
+                first.vacate(content, last, last - begin)
+        return start
+
+    def num_idle(self, copies: Copies) -> int:
+        """Return the pages of the device that a store holds and no request does."""
+        return sum(self._cache.num_idle(part) for part in self.holds(copies))
+
+    def spill(self, place: int, now_ns: int) -> PageCopies | None:
+        """Choose pages that have arrived in the tier at `place`, and make room for them in the next tier."""
+        upper, lower = self.tiers[place], self.tiers[place + 1]
+        wanted = self.backlog.spills[place]
+        early: list[Spill] = []
+        copies = PageCopies(place + 1)
+        room = self._room(place + 1, now_ns)
+        while wanted and room:
+            content, _, start, end = wanted.popleft()
+            num_pages, is_reached = upper.find_whole(content, start, end)
+            if not num_pages:
+                continue
+            if not is_reached:
+                num_above = self._num_above(place + 1, content, start)
+                is_reached = num_above + lower.find(content, num_above, start) >= start
+            if not is_reached:
+                # The device has evicted the pages before it, and their store in the tier above has not ended.
+                early.append((content, 0, start, end))
+                continue
+            num_refused = lower.num_refused
+            store = lower.prepare_store(content, start, start + num_pages, limit=room)
+            self.num_refused += lower.num_refused - num_refused
+            if store is None:
+                continue
+            position = store.segments[-1].end
+            source = upper.read(content, start, position)
+            assert source is not None
+            self._add(copies, store)
+            copies.sources.append(source)
+            room -= store.num_pages
+            if self._with_page_ids:
+                slots = source.slots
+                assert slots is not None
+                for segment in store.segments:
+                    copies.source_ids += slots[segment.start - start : segment.end - start]
+            if not room and position < end:
+                # Pages whose spill has begun are not tried again, even if it fails.
+                wanted.appendleft((content, 0, position, end))
+        wanted.extendleft(reversed(early))
+        self.backlog.is_behind[place + 1] = not room or bool(early)
+        self._marks.unmark_removed()
+        return copies if copies.stores else None
+
+    def end_store(self, copies: Copies, *, is_stored: bool, is_given_up: bool) -> None:
+        """Make stored or spilled pages findable, unless that failed, and mark them on the device."""
+        of_pages = cast(PageCopies, copies)
+        tier = self.tiers[copies.target]
+        for store in of_pages.stores:
+            tier.complete_store(store, is_stored=is_stored)
+        for source in of_pages.sources:
+            self.tiers[copies.target - 1].end_read(source)
+        if not is_stored:
+            self._lose_after_failed(of_pages)
+        order = self._order
+        if order is not None:
+            if copies.target and is_stored:
+                for store in of_pages.stores:
+                    for segment in store.segments:
+                        self._marks.mark_as_held(store.content, segment.start, segment.end)
+            for parts, store in zip(of_pages.held, of_pages.stores, strict=False):
+                is_whole = is_stored and store.run.state is NodeState.STORED
+                for part, segment in zip(parts, store.segments, strict=True):
+                    assert part.pages is not None, "an order that is told what is below holds it"
+                    if is_whole:
+                        has_orphans = self._marks.mark_part(part.pages, Below.STORED)
+                    else:
+                        # Pages that fail again and again are not tried again; those that were given up may be.
+                        has_failed = not is_stored and not is_given_up
+                        self._marks.mark_part(part.pages, Below.FAILED if has_failed else Below.NOT)
+                        has_orphans = True
+                    if has_orphans:
+                        self._marks.mark_held(store.content, segment.start, segment.end)
+            order.regroup()
+        self._marks.unmark_removed()
+        if not copies.target:
+            for parts in of_pages.held:
+                for part in parts:
+                    self._let_go(part)
+
+    def _lose_after_failed(self, copies: PageCopies) -> None:
+        """Drop pages that were stored after pages that failed to be stored and that no faster tier has any more."""
+        for store in copies.stores:
+            for segment in store.segments:
+                num_above = self._num_above(copies.target, store.content, segment.end)
+                if num_above < segment.end:
+                    start = max(segment.start, num_above)
+                    self.tiers[copies.target].lose(store.content, start, segment.end)
+
+    # Loads --------------------------------------------------------------------------------------------------
+
+    def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
+        """Return how much the tiers have of `content` in pages [start, limit), from `start` on; None without pages.
+
+        These pages are pinned for `request`, in place of its previous pins.
+        """
+        position = start
+        by_tier = []
+        for tier in self.tiers:
+            num_pages = tier.lookup(request, content, position, limit)
+            by_tier.append(num_pages)
+            position += num_pages
+        if position == start:
+            return None
+        return Offer(position - start, tuple(by_tier))
+
+    def found(self, content: Content, start: int, limit: int) -> tuple[int, ...]:
+        """Return how many of the pages [start, limit) of `content` each tier that is not elsewhere adds, in turn."""
+        counts: list[int] = []
+        for tier in self.own:
+            counts.append(tier.find(content, start, limit))
+            start += counts[-1]
+        return tuple(counts)
+
+    def coming(self, content: Content, start: int, limit: int, now_ns: int) -> Coming | None:
+        """Return the pages of `content` from `start` on that other engines are storing in the last tier."""
+        return self.tiers[-1].coming(content, start, limit, now_ns)
+
+    def await_write(self, write: int) -> None:
+        """Note that a request waits for a write of another engine to the last tier."""
+        self.tiers[-1].await_write(write)
+
+    def forget(self, request: int) -> None:
+        """End the pins of the offer to `request`."""
+        for tier in self.tiers:
+            tier.forget(request)
+
+    def load(
+        self, request: int, content: Content, start: int, num_pages: int, holding: Holding, num_front: int
+    ) -> PageLoading:
+        """Pin `num_pages` pages of the offer to `request`, after its first `num_front`, for a load into `holding`."""
+        counts = [0] * len(self.tiers)
+        loading = PageLoading(request, start)
+        position, end = start, start + num_pages
+        for place, tier in enumerate(self.tiers):
+            num_offered = tier.offered(request)
+            if not num_offered:
+                continue
+            if position == end or num_front >= num_offered:
+                num_front -= min(num_front, num_offered)
+                tier.forget(request)
+                continue
+            load = tier.prepare_load(request, min(end - position, num_offered - num_front), num_front)
+            num_front = 0
+            count = counts[place] = load.num_pages
+            loading.loads.append((tier, load))
+            source_ids: tuple[PageId | bytes, ...] = ()
+            target_ids: tuple[PageId | bytes, ...] = ()
+            if self._with_page_ids:
+                assert holding.page_ids is not None and load.slots is not None
+                source_ids, target_ids = load.slots, tuple(holding.page_ids[position : position + count])
+            loading.reads.append((place, count, source_ids, target_ids))
+            position += count
+        loading.num_blocks, loading.by_tier = position - start, tuple(counts)
+        return loading
+
+    def end_load(self, loading: Loading, num_good: int, tell_ended: Callable[[int], None]) -> Loaded:
+        """Unpin the pages of a load, and drop those that were broken."""
+        by_tier = []
+        for num_pages in loading.by_tier:
+            by_tier.append(min(num_good, num_pages))
+            num_good -= by_tier[-1]
+        num_left = sum(by_tier)
+        for tier, load in cast(PageLoading, loading).loads:
+            tier.complete_load(load, min(num_left, load.num_pages))
+            num_left -= min(num_left, load.num_pages)
+        self._marks.unmark_removed()
+        tell_ended(sum(by_tier))
+        return Loaded(loading.request, loading.start + sum(by_tier), tuple(by_tier))
+
+    # Callbacks of the tiers and the device ----------------------------------------------------------------
+
+    def _on_evicted(self, node: Node, start: int, end: int) -> None:
+        """Record an eviction of the device, if a tier may have later pages of the sequence."""
+        for tier in self.own:
+            if tier.has_holes:
+                order = self._order
+                if order is None or order.hears_all or order.may_be_followed(node):
+                    self._gone.append((node.content, start, end))
+                return
+
+    def _lose_gone(self) -> None:
+        """Drop pages that cannot be reached since the device evicted pages before them."""
+        gone = self._gone
+        if not gone:
+            return
+        for content, start, end in gone:
+            position = start
+            for tier in self.own:
+                tier.lose(content, position, end)
+                position += tier.find(content, position, end)
+        self._marks.unmark_removed()
+        gone.clear()
+
+    def _num_above(self, place: int, content: Content, end: int) -> int:
+        """Return how many of the first `end` pages of `content` the device has, and tiers above `place` after it."""
+        num_pages = self._cache.match(content, end).num_pages
+        for tier in self.tiers[:place]:
+            num_pages += tier.find(content, num_pages, end)
+        return num_pages
+
+    def _on_stored(self, place: int, content: Content, start: int, end: int, parent: Content | None) -> None:
+        if self._tell is not None:
+            self._tell(PagesStored(content, start, end, parent, self.tiers[place].name))
+        self.backlog.add(place, content, 0, start, end)
+
+    def _on_removed(self, place: int, content: Content, start: int, end: int) -> None:
+        if self._tell is not None:
+            self._tell(PagesRemoved(content, start, end, self.tiers[place].name))
+        if self._order is not None:
+            self._marks.removed.append((content, start, end))
+        for below in range(place + 1, len(self.own)):
+            if self.tiers[below].has_holes:
+                self.tiers[below].lose(content, max(start, self._num_above(below, content, end)), end)
+
+    # Laws -----------------------------------------------------------------------------------------------------
+
+    def holds(self, copies: Copies) -> list[HeldPages]:
+        """Return the pages that a store holds on the device."""
+        if copies.target:
+            return []
+        held = [part.pages for parts in cast(PageCopies, copies).held for part in parts]
+        return [pages for pages in held if pages is not None]
+
+    def _check_marks(self, order: SafeFirst) -> None:
+        """Assert that the mark of each run on the device is right: whether lower tiers have its pages.
+
+        Tiers are asked once for a run and all runs before it that were not checked yet.
+        """
+        seen: set[int] = set()
+        for deepest in reversed(list(self._cache.tree.nodes())):
+            branch: list[Node] = []
+            node: Node | None = deepest
+            while node is not None and node.end and id(node) not in seen:
+                seen.add(id(node))
+                branch.append(node)
+                node = node.parent
+            if not branch:
+                continue
+            start = branch[-1].start
+            pages = bytearray(deepest.end - start)
+            for tier in self.own:
+                for first, last in tier.held(deepest.content, start, deepest.end):
+                    pages[first - start : last - start] = b"\1" * (last - first)
+            for node in branch:
+                num_held = pages.count(1, node.start - start, node.end - start)
+                below = order.below(node)
+                num_expected = node.end - node.start if below == Below.STORED else 0
+                assert num_held == num_expected, f"L4: {node} is marked {below}; {num_held} pages are below"
+
+    def check(self, under_way: Sequence[Copies], *, at_rest: bool = True) -> None:
+        """Assert laws L1 to L3 in every tier, given the copies under way."""
+
+        def is_above(place: int, content: Content, num_pages: int) -> bool:
+            return self._num_above(place, content, num_pages) >= num_pages
+
+        if self._order is not None:
+            self._check_marks(self._order)
+        for place, tier in enumerate(self.tiers):
+            tier.check(partial(is_above, place))
+        if not under_way:
+            for tier in self.tiers:
+                num_used = tier.num_used_blocks
+                assert tier.has_offers or not num_used, f"L2: {num_used} pages of {tier.name} held at rest"

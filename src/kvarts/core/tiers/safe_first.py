@@ -1,0 +1,371 @@
+"""The eviction order of a device with lower tiers: runs that a tier also holds are evicted first, without loss.
+
+A run is *safe* if a lower tier holds it and all runs that follow it in the tree are safe: a page is never evicted
+before the pages that follow it. Unreferenced safe runs are in a separate list and are evicted first. A run that becomes
+safe enters that list as if it had just been released; a run that becomes unsafe enters the other list as its next to be
+evicted.
+
+An example: the device has A, of the pages a0 a1 a2, and B, of b0 b1, which was released later. The tier has a1, b0, b1:
+
+    stored below    -  yes -       yes yes
+    pages           a0 a1  a2      b0  b1
+    safe            -  -   -       yes yes     a1 is not safe: a2, which follows it, is not stored
+    evicted         5. 4.  3.      2.  1.      LRU alone: 3. 2. 1. for A, then 5. 4. for B
+
+LRU alone would first evict a2, which would be lost; here the first two evictions lose nothing. As soon as a2 is
+evicted, a1 is safe.
+
+When a run becomes resident again, the lower tier has to be asked whether it still has the run. It can only have runs
+that were evicted here before, so a run has a flag, `trails`: a later run was evicted that a tier held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import IntEnum
+
+from kvarts.core.content import Content
+from kvarts.core.hints import Hints
+from kvarts.core.kv.eviction import EvictionOrder, LruOrder, Node, NoteRequest, Path, noter_of, ranges_read_by
+
+__all__ = ["Below", "SafeFirst"]
+
+
+class Below(IntEnum):
+    """Whether a lower tier holds a run. `FAILED`: it did, or was to, and does not; that is not tried again."""
+
+    NOT = 0
+    COMING = 1
+    STORED = 2
+    FAILED = 3
+
+
+COMING, STORED = int(Below.COMING), int(Below.STORED)
+
+
+class Notes:
+    """Notes on a run and all its copies. `first` is the copy that is found.
+
+    `num_unsafe`: how many of the runs that follow it are not safe. `trails`: a tier may have pages that followed it.
+    """
+
+    __slots__ = ("below", "first", "num_unsafe", "trails")
+
+    def __init__(self, first: Node, below: int = 0, trails: bool = False, num_unsafe: int = 0) -> None:
+        self.first = first
+        self.below = below
+        self.trails = trails
+        self.num_unsafe = num_unsafe
+
+
+class SafeFirst:
+    """Two orders made by `make`: one for the safe runs, and one for the rest. An EvictionOrder and a TreeWatcher.
+
+    A tree gets it as both, or only as its watcher if the tree's order is another one that wraps it. Runs that change
+    lists together keep the order in which they were listed.
+    """
+
+    def __init__(self, make: Callable[[], EvictionOrder] = LruOrder) -> None:
+        self.num_safe = 0
+        """Cached pages that are safe."""
+        self.hears_all = False
+        """Whether `on_grown` is called for every new run, and not only if a tier may have pages that trail it."""
+        self.on_grown: Callable[[Content, int, int], int] | None = None
+        """Called for pages that became findable: content, first page, page after the last. Returns how many a tier
+        has."""
+        self._safe = make()
+        self._rest = make()
+        # The stamp of each listed run. A run put before all others gets a stamp below the smallest.
+        self._safe_stamps: dict[Node, int] = {}
+        self._rest_stamps: dict[Node, int] = {}
+        self._last_stamp = self._first_stamp = 0
+        self._toggled: list[Node] = []
+        self.reads_ranges = ranges_read_by(self._rest)
+        self.note_request: NoteRequest | None = None if noter_of(self._rest) is None else self._note_request
+
+    # Interface of the tiers -------------------------------------------------------------------------------
+
+    def mark(self, nodes: Iterable[Node], below: Below) -> None:
+        """Record whether a lower tier holds `nodes`. `regroup` must follow."""
+        for node in nodes:
+            notes = node.notes
+            was_stored = notes.below == STORED
+            notes.below = below
+            # A run that precedes an unsafe run stays unsafe.
+            if (below == STORED) != was_stored and not notes.num_unsafe:
+                self._toggle(notes)
+
+    def regroup(self) -> None:
+        """Move runs to the list that they now belong to. Those that move together keep their order."""
+        if not self._toggled:
+            return
+        safe_stamps, rest_stamps = self._safe_stamps, self._rest_stamps
+        moving: dict[Node, int] = {}
+        for node in self._toggled:
+            if node.refs == 0:
+                stamps = safe_stamps if _is_unsafe(node.notes) else rest_stamps
+                if node in stamps:
+                    moving[node] = stamps[node]
+        self._toggled = []
+        in_order = sorted(moving, key=lambda node: (moving[node], -node.start))
+        now_safe: list[Node] = []
+        now_unsafe: list[Node] = []
+        for node in in_order:
+            if _is_unsafe(node.notes):
+                del safe_stamps[node]
+                self._safe.removed(node)
+                if not node.holds:
+                    self.num_safe -= node.end - node.start
+                now_unsafe.append(node)
+            else:
+                del rest_stamps[node]
+                self._rest.removed(node)
+                now_safe.append(node)
+        if now_safe:
+            self._list_safe(now_safe)
+            for node in now_safe:
+                self._safe.released((node,))  # one by one, because they are on different paths
+        if now_unsafe:
+            self.put_back(now_unsafe)
+
+    def unsafe_nodes(self) -> Iterator[Node]:
+        """Return unreferenced runs that are not safe, the next to be evicted first."""
+        return iter(self._rest)
+
+    def below(self, node: Node) -> int:
+        """Return whether a lower tier holds `node`, as a value of Below."""
+        below: int = node.notes.below
+        return below
+
+    def may_be_followed(self, node: Node) -> bool:
+        """Return whether a lower tier may have pages that followed `node`, while it does not have `node`."""
+        notes: Notes = node.notes
+        return notes.trails and notes.below != STORED
+
+    def path_to(self, node: Node, end: int) -> Path:
+        """Return the runs with the pages before page `end`, along the path to `node`.
+
+        The last one may reach beyond.
+        """
+        while node.start >= end:
+            node = _before(node).first
+        path = [node]
+        while node.start:
+            node = _before(node).first
+            path.append(node)
+        path.reverse()
+        return path
+
+    def start_of_unknown(self, node: Node) -> int:
+        """Return the start of the unstored stretch that ends with `node`: all its runs are `Below.NOT`."""
+        start = node.start
+        while node.start and _before(node).below == Below.NOT:
+            node = _before(node).first
+            start = node.start
+        return start
+
+    # Interface of the tree: unreferenced runs -------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Node]:
+        """Return all listed runs, the safe ones first."""
+        yield from self._safe
+        yield from self._rest
+
+    def released(self, nodes: Sequence[Node]) -> None:
+        """List each of `nodes` in the list that it belongs to."""
+        safe = []
+        rest = []
+        for node in nodes:
+            if _is_unsafe(node.notes):
+                self._last_stamp += 1
+                self._rest_stamps[node] = self._last_stamp
+                rest.append(node)
+            else:
+                safe.append(node)
+        if safe:
+            # Runs that follow a safe run are safe: these are the deepest.
+            self._list_safe(safe)
+            self._safe.released(safe)
+        if rest:
+            self._rest.released(rest)
+
+    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+        """Unlist `nodes`."""
+        safe = []
+        rest = []
+        for node in nodes:
+            if self._safe_stamps.pop(node, None) is None:
+                del self._rest_stamps[node]
+                rest.append(node)
+            else:
+                if not node.holds:
+                    self.num_safe -= node.end - node.start
+                safe.append(node)
+        if safe:
+            self._safe.pinned(safe, ())
+        self._rest.pinned(rest, path)
+
+    def removed(self, node: Node) -> None:
+        """Unlist `node`."""
+        if self._safe_stamps.pop(node, None) is None:
+            del self._rest_stamps[node]
+            self._rest.removed(node)
+            return
+        if not node.holds:
+            self.num_safe -= node.end - node.start
+        self._safe.removed(node)
+
+    def put_back(self, nodes: Sequence[Node]) -> None:
+        """List `nodes` in the lists that they belong to, before all listed runs."""
+        safe = [node for node in nodes if not _is_unsafe(node.notes)]
+        rest = [node for node in nodes if _is_unsafe(node.notes)]
+        for order, stamps, part in (
+            (self._safe, self._safe_stamps, safe),
+            (self._rest, self._rest_stamps, rest),
+        ):
+            order.put_back(part)
+            for node in reversed(part):
+                self._first_stamp -= 1
+                stamps[node] = self._first_stamp
+        self.num_safe += sum(node.end - node.start for node in safe if not node.holds)
+
+    def split(self, head: Node, tail: Node) -> None:
+        """List `head` right after `tail`, in the same list."""
+        stamp = self._safe_stamps.get(tail)
+        if stamp is None:
+            self._rest_stamps[head] = self._rest_stamps[tail]
+            self._rest.split(head, tail)
+        else:
+            self._safe_stamps[head] = stamp
+            self._safe.split(head, tail)
+
+    def held(self, node: Node) -> None:
+        """Skip `node` until it is unheld."""
+        if node in self._safe_stamps:
+            self.num_safe -= node.end - node.start
+            self._safe.held(node)
+        else:
+            self._rest.held(node)
+
+    def unheld(self, node: Node) -> None:
+        """Stop skipping `node`."""
+        if node in self._safe_stamps:
+            self.num_safe += node.end - node.start
+            self._safe.unheld(node)
+        else:
+            self._rest.unheld(node)
+
+    def next_run(self) -> Node:
+        """Return the first evictable safe run, or else the first of the rest."""
+        node: Node = self._safe.next_run() if self.num_safe else self._rest.next_run()
+        return node
+
+    # Interface of the tree: all runs ----------------------------------------------------------------------
+
+    def born(self, node: Node) -> None:
+        """Count `node` as unsafe: no lower tier can hold it yet."""
+        parent = node.parent
+        assert parent is not None
+        before = parent.notes
+        if before is None:
+            before = parent.notes = Notes(parent)
+        node.notes = Notes(node)
+        was_unsafe = _is_unsafe(before)
+        before.num_unsafe += 1
+        if not was_unsafe:
+            self._toggle(before)
+
+    def may_grow(self, node: Node) -> bool:
+        """Return whether `node` is unknown to the tiers, like the pages that would extend it."""
+        return self.below(node) == 0
+
+    def extended(self, node: Node, start: int) -> None:
+        """Move runs that became unsafe, and check whether a lower tier has the new pages."""
+        if self._toggled:
+            self.regroup()
+        if node.twins is not None or self.on_grown is None:
+            return
+        notes = node.notes
+        if start > node.start:
+            if notes.trails or self.hears_all:
+                self.on_grown(node.content, start, node.end)
+        elif self.hears_all or _before(node).trails:
+            # Other pages in the lower tier may follow it at any position.
+            notes.trails = True
+            if not self.on_grown(node.content, start, node.end):
+                notes.trails = False
+
+    def divided(self, heads: Sequence[Node], tails: Sequence[Node]) -> None:
+        """Create separate notes for the heads."""
+        old = tails[0].notes
+        notes = Notes(heads[0], old.below, old.trails, int(_is_unsafe(old)))
+        for head in heads:
+            head.notes = notes
+        if self._toggled:
+            self._toggled += heads  # if the run was to move, its head must move as well
+
+    def cut(self, node: Node, num_pages: int) -> None:
+        """Set `trails` of `node` if a tier has the evicted pages."""
+        if node in self._safe_stamps:
+            self.num_safe -= num_pages
+        if node.notes.below == STORED:
+            node.notes.trails = True
+
+    def first_copy_gone(self, node: Node) -> None:
+        """Record which copy is now the first."""
+        assert node.twins
+        node.notes.first = node.twins[0]
+
+    def died(self, node: Node) -> None:
+        """Set `trails` of the run before `node`, and move that run if it has become safe."""
+        notes = node.notes
+        before = _before(node)
+        if notes.below in (COMING, STORED):
+            before.trails = True
+        if _is_unsafe(notes):
+            before.num_unsafe -= 1
+            if not _is_unsafe(before):
+                self._toggle(before)
+                self.regroup()
+
+    # Internals --------------------------------------------------------------------------------------------
+
+    def _note_request(self, hints: Hints | None, now_ns: int) -> None:
+        for order in (self._safe, self._rest):
+            note = noter_of(order)
+            assert note is not None
+            note(hints, now_ns)
+
+    def _list_safe(self, nodes: Sequence[Node]) -> None:
+        """Record that `nodes` are in the list of safe runs."""
+        for node in nodes:
+            self._last_stamp += 1
+            self._safe_stamps[node] = self._last_stamp
+            if not node.holds:
+                self.num_safe += node.end - node.start
+
+    def _toggle(self, notes: Notes) -> None:
+        """Record that a run has become safe or unsafe, and update the runs before it as far as they change too."""
+        while True:
+            node = notes.first
+            parent = node.parent
+            if parent is None:
+                return
+            self._toggled += [copy for copy in node.twins or (node,) if copy.refs == 0]
+            before = parent.notes
+            was_unsafe = _is_unsafe(before)
+            before.num_unsafe += 1 if _is_unsafe(notes) else -1
+            if _is_unsafe(before) == was_unsafe:
+                return
+            notes = before
+
+
+def _before(node: Node) -> Notes:
+    """Return the notes of the run before `node`; its `parent` may be a copy that was evicted."""
+    assert node.parent is not None
+    notes: Notes = node.parent.notes
+    return notes
+
+
+def _is_unsafe(notes: Notes) -> bool:
+    return notes.num_unsafe > 0 or notes.below != STORED

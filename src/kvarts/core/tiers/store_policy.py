@@ -1,0 +1,248 @@
+"""Store policies: which pages are stored below the device, and when; and runs that are to be spilled further.
+
+A policy names pages: [start, end) of a content, and where it saw them. The caller stores those that the device still
+has and that are neither stored nor coming, as far as there is room and the channel is not behind.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from kvarts.core.content import Content
+from kvarts.core.kv.cache import Holding
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.kv.tree import Node, Path
+from kvarts.core.tiers.safe_first import SafeFirst
+
+__all__ = ["Backlog", "EagerPolicy", "LazyPolicy", "PagePolicy", "Spill"]
+
+PRUNE_AT = 10_000
+"""How many runs may wait to be spilled before those that have been evicted since are removed from the queue."""
+
+Spill = tuple[Content, int, int, int]
+"""A content, a group, and pages of it: the first, and the one after the last."""
+
+
+class Backlog:
+    """Owner of the runs that have arrived in one of `num_tiers` tiers, and are to be copied to the next.
+
+    `is_stored`: whether the tier at a place still has some of a run.
+    """
+
+    def __init__(self, num_tiers: int, is_stored: Callable[[int, Spill], bool]) -> None:
+        self.spills: list[deque[Spill]] = [deque() for _ in range(num_tiers - 1)]
+        """By tier but the last, the runs that have arrived in it."""
+        self.is_behind = [False] * num_tiers
+        """By tier, whether its channel is behind, or it lacks room: nothing is copied there before a transfer ends."""
+        self._is_stored = is_stored
+        self._prune_at = PRUNE_AT
+
+    @property
+    def has_spills(self) -> bool:
+        """Whether there are runs to spill, and the way to the next tier is not behind."""
+        return any(wanted and not self.is_behind[place + 1] for place, wanted in enumerate(self.spills))
+
+    def add(self, place: int, content: Content, group: int, start: int, end: int) -> None:
+        """Queue pages [start, end), which have arrived in the tier at `place`, unless that is the last one."""
+        end = min(end, content.num_known_pages)  # others stay in the first tier
+        if place == len(self.spills) or start >= end:
+            return
+        wanted = self.spills[place]
+        if wanted and wanted[-1][1] == group and precedes(wanted[-1][0], wanted[-1][3], content, start):
+            start = wanted.pop()[2]
+        wanted.append((content, group, start, end))
+        if len(wanted) > self._prune_at:
+            wanted = self.spills[place] = deque(spill for spill in wanted if self._is_stored(place, spill))
+            self._prune_at = max(PRUNE_AT, 2 * len(wanted))
+
+    def go_on(self) -> None:
+        """Note that a transfer has ended: all ways may carry something again."""
+        if True in self.is_behind:
+            self.is_behind = [False] * len(self.is_behind)
+
+    def clear(self) -> None:
+        """Spill no run that has arrived so far; the first tier may have room again."""
+        self.is_behind[0] = False
+        for wanted in self.spills:
+            wanted.clear()
+
+
+def precedes(before: Content, end: int, content: Content, start: int) -> bool:
+    """Return whether page `start` of `content` directly follows the first `end` pages of `before`, in one sequence."""
+    return end == start and before.salt == content.salt and content.common_pages(before, 0, end) == end
+
+
+ANY = 1 << 62
+PagePolicy: TypeAlias = "EagerPolicy | LazyPolicy"
+"""Chooses whole pages to store: content, first page, page after the last, and where these are.
+
+Promises: `choose` changes nothing on the device, and does bounded work. It is not called while the channel to the first
+tier is behind, or that lacks room. `stores_deepest_first`: whether the last of the chosen pages are stored if there is
+not room for all.
+"""
+
+
+class EagerPolicy:
+    """Every page is stored in the step after it became complete, with missing pages before it."""
+
+    stores_deepest_first = False
+
+    def __init__(self, cache: PageCache) -> None:
+        self._cache = cache
+        self._wanted: dict[int, tuple[Content, int, int, Holding]] = {}
+        self._chosen = -1
+        """The content that was chosen last."""
+
+    def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Keep the first `num_pages` pages, which are complete, for `choose`, in place of fewer of the same content."""
+        self._wanted[content.owner] = (content, 0, num_pages, holding)
+
+    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Keep all complete pages of a request that has lost its `holding` for `choose`.
+
+        Until `ended`, it may find pages of unknown tokens again, so these are stored as well.
+        """
+        self._wanted[content.owner] = (content, 0, num_pages, holding)
+
+    def ended(self, content: Content) -> None:
+        """Want no pages of unknown tokens any more: the request, which was preempted before, has ended."""
+        wanted = self._wanted.pop(content.owner, None)
+        if wanted is not None and wanted[1] < (end := min(wanted[2], content.num_known_pages)):
+            self._wanted[content.owner] = (content, wanted[1], end, wanted[3])
+
+    def choose(self) -> Iterator[tuple[Content, int, int, Holding]]:
+        """Yield wanted pages, by request. If the caller stops iterating, the last and all later ones stay wanted."""
+        wanted = self._wanted
+        for owner in sorted(wanted):
+            self._chosen = owner
+            yield wanted[owner]
+            del wanted[owner]
+
+    def first_wanted(self, start: int, where: Holding) -> int:
+        """Return `start`, the first page to store if the channel is behind: earlier ones are being stored already."""
+        return start
+
+    def path(self, content: Content, end: int, where: Holding) -> tuple[Path, int]:
+        """Return the runs with the first `end` pages, and how many of these the device has. The last may reach beyond.
+
+        They are those of the request, or, if it has ended since, those that are found.
+        """
+        if where.path:
+            return where.path, end
+        match = self._cache.match(content, end)
+        return match.nodes, match.num_pages
+
+    @property
+    def has_work(self) -> bool:
+        """Whether pages are wanted."""
+        return bool(self._wanted)
+
+    def pages_to_spare(self) -> int | None:
+        """Return None if there is something to choose, else any number."""
+        return None if self._wanted else ANY
+
+    def wait(self, position: int) -> None:
+        """Do not choose pages before `position` again: the channel was behind, or the tier lacked room."""
+        content, _, end, holding = self._wanted[self._chosen]
+        if position < end:
+            self._wanted[self._chosen] = content, position, end, holding
+        else:
+            del self._wanted[self._chosen]
+
+    def forget(self) -> None:
+        """Want nothing."""
+        self._wanted.clear()
+
+
+class LazyPolicy:
+    """Cached pages are stored when they near eviction, so that the next `target_free` pages taken lose nothing.
+
+    A loss is a page that no lower tier has and a request could look up; pages of unknown tokens are not a loss. The
+    device evicts safe pages first, so the scan begins at the oldest unsafe one, and ends at its target. Each run that
+    it visits is covered or chosen, so it never visits more than `target_free` of them, and always makes progress.
+    """
+
+    stores_deepest_first = True
+
+    def __init__(self, cache: PageCache, order: SafeFirst, target_free: int) -> None:
+        self._cache = cache
+        self._order = order
+        self._target_free = target_free
+        self._preempted: set[int] = set()
+        """Owners of contents whose pages of unknown tokens may be looked up."""
+        self.has_work = False
+        """Whether pages were left that may find room now: otherwise stores depend on the device alone."""
+
+    def wait(self, position: int) -> None:
+        """Choose again when a transfer has ended."""
+        self.has_work = True
+
+    def forget(self) -> None:
+        """Have nothing left to choose."""
+        self.has_work = False
+
+    def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Do nothing: pages are chosen when they are about to be evicted."""
+
+    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Choose pages of unknown tokens as well."""
+        self._preempted.add(content.owner)
+
+    def ended(self, content: Content) -> None:
+        """Choose no pages of unknown tokens any more."""
+        self._preempted.discard(content.owner)
+
+    def choose(self) -> Iterator[tuple[Content, int, int, Node]]:
+        """Yield the unsafe pages nearest to eviction."""
+        self.has_work = False
+        return iter(self._scan()[0])
+
+    def first_wanted(self, start: int, where: Node) -> int:
+        """Return the start of the unstored stretch that reaches `start`."""
+        return min(start, self._order.start_of_unknown(where))
+
+    def path(self, content: Content, end: int, where: Node) -> tuple[Path, int]:
+        """Return the path to the chosen run."""
+        return self._order.path_to(where, end), end
+
+    def pages_to_spare(self) -> int | None:
+        """Return how many pages can be taken while the target stays covered; None if it is not covered now."""
+        chosen, num_covered = self._scan()
+        if chosen:
+            return None
+        return ANY if num_covered < self._target_free else num_covered - self._target_free
+
+    def _scan(self) -> tuple[list[tuple[Content, int, int, Node]], int]:
+        """Return the pages to store, with their deepest run, and how many can then be taken without loss."""
+        order = self._order
+        target = self._target_free
+        num_covered = self._cache.pool.num_empty + order.num_safe
+        chosen: list[tuple[Content, int, int, Node]] = []
+        for node in order.unsafe_nodes() if num_covered < target else ():
+            if num_covered >= target:
+                break
+            start, end = node.start, node.end
+            if node.notes.below:
+                # Most runs are stored or coming (`below` is not Below.NOT).
+                num_covered += end - start
+                continue
+            content = node.content
+            known_end = content.num_known_pages
+            if known_end > end or content.owner in self._preempted:
+                known_end = end
+            if start < known_end:
+                num_covered += end - known_end
+                if num_covered >= target:
+                    break
+                start = max(start, known_end - (target - num_covered))
+                num_covered += known_end - start
+                if chosen and precedes(node.content, known_end, chosen[-1][0], chosen[-1][1]):
+                    content, _, known_end, node = chosen.pop()  # noqa: PLW2901
+                    chosen.append((content, start, known_end, node))
+                else:
+                    chosen.append((node.content, start, known_end, node))
+            else:
+                num_covered += end - start
+        return chosen, num_covered

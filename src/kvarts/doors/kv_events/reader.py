@@ -1,0 +1,239 @@
+"""Translates the events of an engine into KV events: blocks stored, blocks removed, and on request the full state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
+from types import MappingProxyType
+from typing import Protocol
+
+from kvarts.core.content import Content
+from kvarts.core.events import Event, PagesRemoved, PagesStored, StepEnded, StepStarted, TransferEnded
+from kvarts.core.keys import VLLM_DEFAULT_SEED, BlockKey, KeyAlgorithm, KeyMaker, root_key
+from kvarts.doors.kv_events.batches import Batch, BlocksCleared, BlocksRemoved, BlocksStored, Told
+
+__all__ = ["MEDIA", "BlockNames", "KvEventReader", "Part", "Place", "ResidentBlocks", "Sink", "runs_of"]
+
+Part = tuple[str, int | None]
+"""A medium, and the KV group of the parts in it; None for whole blocks."""
+
+Place = tuple[Content, int, BlockKey | None]
+"""A content and page named by a block, and the block before it."""
+NS_PER_S = 1e9
+
+MEDIA = MappingProxyType({"device": "GPU", "host": "CPU", "disk": "STORAGE", "store": "STORAGE"})
+"""vLLM's names of the tiers, the fastest first. Other tiers have their own names, in capitals."""
+
+
+class BlockNames:
+    """The keys of requested pages, cached for the life of their contents. `algorithm` and `seed`: those of vLLM."""
+
+    def __init__(self, algorithm: KeyAlgorithm, seed: str) -> None:
+        self._maker = KeyMaker(algorithm, root_key(algorithm, seed))
+
+    def of(self, content: Content, start: int, end: int, before: Content | None = None) -> list[BlockKey]:
+        """Return the keys of pages [start, end) of `content`, whose tokens must be known.
+
+        `before`: a content with the same pages up to `start`, whose keys may be cached already.
+        """
+        keys: list[BlockKey] | None = content.noted(self)
+        if keys is None:
+            known: list[BlockKey] | None = None if before is None else before.noted(self)
+            keys = [] if known is None else known[:start]
+            content.note(self, keys)
+        self._maker.extend(keys, content, end)
+        return keys[start:end]
+
+
+class ResidentBlocks:
+    """Owner of the set of blocks in each of `media`, the fastest first; with KV groups, in each group."""
+
+    def __init__(self, media: Sequence[str]) -> None:
+        self._media = media
+        self._parts: dict[Part, dict[BlockKey, Place]] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks, or parts of blocks, in all media together."""
+        return sum(map(len, self._parts.values()))
+
+    def has(self, key: BlockKey) -> bool:
+        """Return whether a block is in any medium."""
+        return any(key in blocks for blocks in self._parts.values())
+
+    def add(self, run: BlocksStored) -> None:
+        """Record that blocks are in a medium."""
+        blocks = self._parts.setdefault((run.medium, run.group), {})
+        content, page, before = run.content, run.start_page, run.parent
+        for key in run.keys:
+            blocks[key] = content, page, before
+            page += 1
+            before = key
+
+    def remove(self, part: Part, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Record that blocks left a medium, or a group in it; return those that were present."""
+        blocks = self._parts.get(part, {})
+        return [key for key in keys if blocks.pop(key, None) is not None]
+
+    def copy(self) -> dict[Part, dict[BlockKey, Place]]:
+        """Return all blocks, by medium and group, as they are now."""
+        media = [*self._media, *sorted({medium for medium, _ in self._parts}.difference(self._media))]
+        order = {medium: place for place, medium in enumerate(media)}
+        parts = sorted(self._parts, key=lambda part: (order[part[0]], -1 if part[1] is None else part[1]))
+        return {part: self._parts[part].copy() for part in parts}
+
+
+def runs_of(blocks: Mapping[BlockKey, Place], part: Part) -> list[BlocksStored]:
+    """Return runs that store `blocks`, each after the runs that it follows."""
+    runs: list[BlocksStored] = []
+    open_runs: dict[BlockKey, list[BlockKey]] = {}
+    # In order of depth, every page follows its parent, and every run the run that it continues.
+    for key, (content, page, before) in sorted(blocks.items(), key=lambda item: item[1][1]):
+        keys = None if before is None else open_runs.pop(before, None)
+        if keys is None:
+            keys = []
+            runs.append(BlocksStored(content, page, keys, before, *part))
+        keys.append(key)
+        open_runs[key] = keys
+    # The content of a run's first page may end before the run does; that of the last page covers the whole run.
+    return [BlocksStored(blocks[run.keys[-1]][0], run.start_page, tuple(run.keys), run.parent, *part) for run in runs]
+
+
+class Sink(Protocol):
+    """Receives batches in the order of their numbers, in any thread."""
+
+    def put(self, batch: Batch) -> None:
+        """Receive a batch. Never waits."""
+
+    def pace(self) -> None:
+        """Wait while too many batches are queued."""
+
+
+class KvEventReader:
+    """An EventReader that passes batches, numbered from 0, to `sink`, and tracks which blocks can be found.
+
+    It knows the caches only by their events. `now_s`: clock for batches; by default, the engine's. Pages of unknown
+    tokens are unnamed and counted in `num_unnamed_pages`; only their own request can find them. When the last
+    block is removed, one `BlocksCleared` is emitted instead, unless `clears` is False: with several ranks under one
+    name, consumers may apply it to all of them.
+    """
+
+    wants_details = True
+
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        algorithm: KeyAlgorithm = "sha256_cbor",
+        seed: str = VLLM_DEFAULT_SEED,
+        now_s: Callable[[], float] | None = None,
+        clears: bool = True,
+    ) -> None:
+        self._sink = sink
+        self._now_s = now_s
+        self._clears = clears
+        self._names = BlockNames(algorithm, seed)
+        self._resident = ResidentBlocks(tuple(MEDIA.values()))
+        self._lock = Lock()
+        self._time_s = 0.0
+        self._told: list[Told] = []
+        self._removed: list[BlockKey] = []
+        self._removed_from: Part = "", None
+        self.num_batches = 0
+        """Number of batches so far, which is the number of the next batch."""
+        self.num_unnamed_pages = 0
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """Emit the block changes in `events`, if any, as one batch."""
+        with self._lock:
+            for event in events:
+                if isinstance(event, PagesStored):
+                    self._store(event)
+                elif isinstance(event, PagesRemoved):
+                    self._remove(event)
+                elif isinstance(event, StepStarted):
+                    self._time_s = event.start_ns / NS_PER_S
+                elif isinstance(event, StepEnded):
+                    self._time_s = event.end_ns / NS_PER_S
+                elif isinstance(event, TransferEnded):
+                    self._time_s = event.time_ns / NS_PER_S
+            self._tell_removed()
+            if self._told:
+                told, self._told = self._told, []
+                self._batch(told)
+        self._sink.pace()  # outside the lock: the sender may be calling `snapshot`
+
+    def snapshot(self) -> Batch:
+        """Return events that describe the full state after the last batch, under its number; -1 before the first.
+
+        Any thread may call it.
+        """
+        with self._lock:
+            seq, time_s, parts = self.num_batches - 1, self.time_s, self._resident.copy()
+        return Batch(seq, time_s, _everything(parts))
+
+    def announce(self) -> None:
+        """Emit the full state as a new batch, as if all blocks had just been stored."""
+        with self._lock:
+            self._batch(_everything(self._resident.copy()))
+
+    @property
+    def time_s(self) -> float:
+        """Time of a batch that is emitted now."""
+        return self._time_s if self._now_s is None else self._now_s()
+
+    def _batch(self, told: Sequence[Told]) -> None:
+        batch = Batch(self.num_batches, self.time_s, told)
+        self.num_batches += 1
+        self._sink.put(batch)
+
+    def _store(self, event: PagesStored) -> None:
+        content, start = event.content, event.start_page
+        end = min(event.end_page, content.num_known_pages)
+        if end < event.end_page:
+            self.num_unnamed_pages += event.end_page - max(end, start)
+        if end <= start:
+            return
+        keys = self._names.of(content, start, end, event.parent)
+        parent = self._parent(content, start, event.parent)
+        self._tell_removed()
+        run = BlocksStored(content, start, keys, parent, _medium_of(event), event.group)
+        self._resident.add(run)
+        self._told.append(run)
+
+    def _parent(self, content: Content, start: int, before: Content | None) -> BlockKey | None:
+        return self._names.of(content, start - 1, start, before)[0] if start else None
+
+    def _remove(self, event: PagesRemoved) -> None:
+        part = _medium_of(event), event.group
+        content = event.content
+        end = min(event.end_page, content.num_known_pages)
+        if end <= event.start_page:
+            return
+        keys = self._names.of(content, event.start_page, end)
+        keys.reverse()  # the last page is removed first
+        if part != self._removed_from:
+            self._tell_removed()
+            self._removed_from = part
+        self._removed += self._resident.remove(part, keys)
+
+    def _tell_removed(self) -> None:
+        if not self._removed:
+            return
+        if self._clears and not self._resident.num_blocks:
+            self._told.append(BlocksCleared())
+        else:
+            self._told.append(BlocksRemoved(tuple(self._removed), *self._removed_from))
+        self._removed = []
+
+
+def _medium_of(event: PagesStored | PagesRemoved) -> str:
+    return MEDIA.get(event.medium) or event.medium.upper()
+
+
+def _everything(parts: Mapping[Part, Mapping[BlockKey, Place]]) -> list[Told]:
+    """Return events that clear everything, and then store the blocks of each medium."""
+    told: list[Told] = [BlocksCleared()]
+    for part, blocks in parts.items():
+        told += runs_of(blocks, part)
+    return told

@@ -1,0 +1,451 @@
+"""A fleet that is moved on by a clock which keeps pace with real time.
+
+All workers are in one thread: it waits for the next thing that happens to any of them, and lets requests in meanwhile.
+
+Arrivals can be recorded: as a trace that `kvarts replay` reads, with the same fleet.
+
+The tokens of answers are drawn when a request arrives, the same as MockExecutor draws step by step: the workers of a
+fleet are those of a replay, which know the tokens of each answer from the beginning.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Sequence
+from math import log
+
+import msgspec
+import numpy as np
+
+from kvarts.base.clock import PacedClock, WallClock
+from kvarts.core.engine import Engine
+from kvarts.core.request import Request
+from kvarts.core.sampling import Logprobs, SamplingParams
+from kvarts.core.sched.policy import NEVER_NS
+from kvarts.doors.openai.answer import Choice
+from kvarts.doors.openai.meter import GoneEngines, Meter
+from kvarts.doors.openai.recordings import ArrivalRecorder
+from kvarts.doors.openai.words import NUM_WORDS, vary_words
+from kvarts.run.llm_engine import RequestFailedError
+from kvarts.run.mock import even_logprobs, next_token, seed_of
+from kvarts.run.text import Completion, Generation
+from kvarts.sim.fleet.handoff import Handoff
+from kvarts.sim.fleet.live import LiveFleet
+from kvarts.sim.fleet.worker import Worker
+from kvarts.sim.traffic.logs import RecordedRow
+from kvarts.sim.traffic.trace_request import DirectRequest
+
+__all__ = ["FleetClock", "FleetMeter", "FleetRecorder", "Foreseen", "PacedFleet", "WorkerMeters"]
+
+
+class _Answer:
+    """The tokens of one request. `generation` receives them as they become due."""
+
+    def __init__(self, params: SamplingParams, ends: frozenset[int], num_prompt: int) -> None:
+        self.params = params
+        self.ends = ends
+        self.generation: Generation | None = None
+        self.tokens: list[int] = []
+        self.is_stopped = False
+        """Whether its last token ends it by its id."""
+        self.logprobs = Logprobs([], [])
+        self.num_prompt = num_prompt
+
+
+class Foreseen:
+    """A SamplingState, and Generations, whose tokens are known from the beginning. Owner of the answers under way."""
+
+    def __init__(self, *, seed: int) -> None:
+        self._seed = seed
+        self._answers: dict[int, _Answer] = {}
+
+    # Sampling ---------------------------------------------------------------------------------------------
+
+    def add(
+        self, request_index: int, params: SamplingParams, prompt: Sequence[int], stop_ids: Collection[int] = ()
+    ) -> None:
+        """Register a request; a token in `stop_ids` ends it."""
+        ends = frozenset(stop_ids) | frozenset(params.stop_token_ids)
+        self._answers[request_index] = _Answer(params, ends, len(prompt))
+
+    def drop(self, request_index: int) -> None:
+        """Remove a request, if it was added."""
+        self._answers.pop(request_index, None)
+
+    def logprobs(self, request_index: int) -> Logprobs:
+        """Return the log-probabilities of all of its tokens, if it asked for them."""
+        answer = self._answers.get(request_index)
+        return Logprobs() if answer is None else answer.logprobs
+
+    def prompt_logprobs(self, request_index: int) -> Logprobs | None:
+        """Return those of its prompt, if it asked for them: equal for all tokens, None for the first."""
+        answer = self._answers.get(request_index)
+        if answer is None or answer.params.prompt_logprobs is None:
+            return None
+        count = answer.num_prompt
+        values = [None, *[-log(NUM_WORDS)] * (count - 1)]
+        return Logprobs(values, [()] * count, [0, *[1] * (count - 1)])
+
+    def error(self, request_index: int) -> None:
+        """Return None: a mock's sampling does not fail."""
+
+    def of_generations(self) -> _Generations:
+        """Return the generations of the same requests."""
+        return _Generations(self._answers)
+
+    # Tokens -----------------------------------------------------------------------------------------------
+
+    def draw(self, request: Request, *, is_known: bool) -> None:
+        """Draw the tokens of `request`, up to its end, which becomes its `max_tokens`.
+
+        `is_known`: requests may hit the pages of its tokens.
+        """
+        answer = self._answers[request.index]
+        params, generation = answer.params, answer.generation
+        assert generation is not None
+        tokens = answer.tokens
+        shadow = generation.anew() if params.stop else None
+        forced = params.forced_tokens or ()
+        seed, position = seed_of(self._seed, params.seed), request.num_prompt_tokens - 1
+        token = int(request.content.tokens(position, position + 1).tolist()[0])
+        for number in range(request.max_tokens):
+            if number < len(forced):
+                token = forced[number]
+            else:
+                drawn = next_token(token, position + number, seed=seed, vocab_size=NUM_WORDS)
+                token = drawn if token < NUM_WORDS else _varied(token, drawn)
+            tokens.append(token)
+            answer.is_stopped = token in answer.ends and number >= params.min_tokens
+            if answer.is_stopped or (shadow is not None and shadow.take(token)):
+                break
+        request.max_tokens = len(tokens)
+        if params.logprobs:
+            tops = [even_logprobs(token, params.top_logprobs, NUM_WORDS) for token in tokens]
+            answer.logprobs = Logprobs([-log(NUM_WORDS)] * len(tokens), tops)
+        if is_known:
+            request.content.append(array("Q", tokens).tobytes())
+
+    def give(self, request_index: int, num_tokens: int) -> None:
+        """Let a request have its first `num_tokens` tokens."""
+        answer = self._answers.get(request_index)
+        if answer is None or answer.generation is None:
+            return
+        generation, tokens = answer.generation, answer.tokens
+        for number in range(len(generation.tokens), num_tokens):
+            is_last = number == len(tokens) - 1
+            generation.take(tokens[number], is_end=is_last and answer.is_stopped)
+
+    def fail(self, request_index: int, error: Exception) -> None:
+        """End a request with an error: no worker is up that could answer it."""
+        answer = self._answers.get(request_index)
+        if answer is not None and answer.generation is not None:
+            answer.generation.fail(error, is_outage=True)
+
+
+def _varied(before: int, drawn: int) -> int:
+    return int(vary_words(np.array([before], np.uint64), np.array([drawn], np.uint64))[0])
+
+
+class _Generations:
+    """The generations under way."""
+
+    def __init__(self, answers: dict[int, _Answer]) -> None:
+        self._answers = answers
+
+    def add(self, generation: Generation) -> None:
+        """Register a request that was added to the sampling state."""
+        self._answers[generation.request.index].generation = generation
+
+    def get(self, request_index: int) -> Generation | None:
+        """Return an active request; None if the index is not active."""
+        answer = self._answers.get(request_index)
+        return None if answer is None else answer.generation
+
+    def drop(self, request_index: int) -> Generation | None:
+        """Remove the generation of a request, and return it; None if it was not added."""
+        answer = self._answers.get(request_index)
+        if answer is None:
+            return None
+        generation, answer.generation = answer.generation, None
+        return generation
+
+
+MOST_IDLE_S = 1.0
+LEAST_IDLE_S = 0.01
+
+
+class FleetClock(PacedClock):
+    """Model time of a fleet: begins with its first request, and is after everything that has happened."""
+
+    def __init__(self, *, speedup: float = 1.0) -> None:
+        super().__init__(speedup=speedup)
+        self.has_begun = False
+        """Whether a request has arrived."""
+        self.reached_ns = -1
+        """Everything until then has happened."""
+
+    def now_ns(self) -> int:
+        """Return the model time at which a request arrives if it is sent now."""
+        if not self.has_begun:
+            self.has_begun = True
+            self._wall = WallClock()
+        return max(super().now_ns(), self.reached_ns + 1)
+
+    def wait_unless(self, at_ns: int, is_asked: Callable[[float], bool]) -> bool:
+        """Wait until `at_ns` in model time, and return True; or return False as soon as `is_asked` does.
+
+        `is_asked` waits for a task, for at most the given seconds of real time.
+        """
+        due_ns = round(at_ns / self.speedup)
+        while (left_ns := due_ns - self._wall.now_ns()) > 0:
+            if is_asked(left_ns / 1e9):
+                return False
+        self._due_ns = due_ns
+        self.late_ns = max(0, self._wall.now_ns() - due_ns)
+        self.most_late_ns = max(self.most_late_ns, self.late_ns)
+        return True
+
+
+class WorkerMeters:
+    """The meters of the workers, by their numbers."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Meter] = {}
+        self._gone: dict[int, GoneEngines] = {}
+
+    def add(self, worker: int, meter: Meter, gone: GoneEngines) -> None:
+        """Add the meter of a worker. `gone`: has the counts of removed workers with its model."""
+        self._of[worker] = meter
+        self._gone[worker] = gone
+
+    def of(self, worker: int) -> Meter:
+        """Return the meter that counts for a worker, which may have left."""
+        meter = self._of.get(worker)
+        return self._gone[worker].meter if meter is None else meter
+
+    def leave(self, worker: int, engine: Engine) -> None:
+        """Remove the meter of a worker with this engine; its counts are kept among those of removed workers."""
+        self._gone[worker].take(self._of.pop(worker), engine)
+
+
+class PacedFleet:
+    """A CoreEngine: the fleet, up to the time of `clock`.
+
+    `meters`: those of the workers. `knows_tokens`: requests may hit the pages of generated tokens. `keeps`: keep the
+    facts that a recorder of arrivals needs. `on_scaled`: receives the workers that a scaler has added, and the numbers
+    of those that it has removed; None without a scaler.
+    """
+
+    def __init__(
+        self,
+        fleet: LiveFleet,
+        clock: FleetClock,
+        foreseen: Foreseen,
+        meters: WorkerMeters,
+        *,
+        knows_tokens: bool,
+        keeps: bool,
+        on_scaled: Callable[[list[Worker], list[int]], object] | None = None,
+    ) -> None:
+        self.fleet = fleet
+        self.clock = clock
+        self.is_asked: Callable[[float], bool] = lambda timeout_s: False
+        """Waits until a task for the engine is queued. To be set as soon as there is a loop."""
+        self.direct: dict[int, DirectRequest] = {}
+        """Requests that a client sends to a worker, by index; to be set before they are queued."""
+        self.models: dict[int, str] = {}
+        """The models that requests ask for, of several, by index; to be set before they are queued."""
+        self.gave_up_ns: dict[int, int] = {}
+        """When requests were given up, by index, if that is recorded."""
+        self._foreseen = foreseen
+        self._meters = meters
+        self._knows_tokens = knows_tokens
+        self._keeps = keeps
+        self._on_scaled = on_scaled
+        self._requests: dict[int, Request] = {}
+        self._targets: dict[int, tuple[int, bool]] = {}
+        """The worker that generates each request, and whether it has the prompt from another one."""
+        self._gone: list[int] = []
+        """Requests that have ended since the last step began; their listeners learn that before the next one."""
+        self._counted: set[int] = set()
+        """Requests whose prompt was computed elsewhere, and counted there."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything will happen without a request."""
+        return self.fleet.next_ns() != NEVER_NS
+
+    def submit(self, request: Request, now_ns: int) -> None:
+        """Let `request` arrive."""
+        self._foreseen.draw(request, is_known=self._knows_tokens)
+        index = request.index
+        direct = self.direct.get(index) if self._keeps else self.direct.pop(index, None)
+        model = self.models.get(index) if self._keeps else self.models.pop(index, None)
+        self._run_until(now_ns)
+        self._requests[index] = request
+        self.fleet.arrive(request, direct, model)
+
+    def cancel(self, request: Request) -> None:
+        """Drop `request`, now."""
+        now_ns = self.clock.now_ns()
+        self._run_until(now_ns)
+        if self._keeps:
+            self.gave_up_ns[request.index] = now_ns
+        self.fleet.give_up(request.index, now_ns)
+        self.clock.reached_ns = now_ns
+        self._forget(request.index)
+
+    def step(self, now_ns: int) -> list[Request]:
+        """Wait until something happens, or a task is queued; return the requests that have ended."""
+        next_ns = self.fleet.next_ns()
+        if next_ns == NEVER_NS:
+            self._run_until(now_ns)  # fails requests that cannot go on
+        elif self.clock.wait_unless(next_ns, self.is_asked):
+            self._run_until(max(next_ns + 1, self.clock.now_ns()))
+        return self._deliver()
+
+    def catch_up(self) -> None:
+        """Let everything happen that is due, such as the release of pages that were not fetched in time."""
+        self._run_until(self.clock.now_ns())
+
+    def scale(self) -> float:
+        """Run the ticks of the scaler that are due; return the seconds until the next one."""
+        clock = self.clock
+        if not clock.has_begun:
+            return MOST_IDLE_S
+        self.catch_up()
+        left_ns = self.fleet.next_idle_ns() - clock.now_ns()
+        return min(MOST_IDLE_S, max(LEAST_IDLE_S, left_ns / 1e9 / clock.speedup))
+
+    def target_of(self, index: int) -> tuple[int, bool] | None:
+        """Return the worker that generates a request, and whether it has the prompt from another one."""
+        return self._targets.get(index)
+
+    def _run_until(self, until_ns: int) -> None:
+        self.fleet.run_until(until_ns)
+        self.clock.reached_ns = max(self.clock.reached_ns, until_ns - 1)
+        if self._on_scaled is not None:
+            added, gone = self.fleet.take_scaled()
+            if added or gone:
+                self._on_scaled(added, gone)
+
+    def _deliver(self) -> list[Request]:
+        """Give requests their tokens, and return those that have ended."""
+        fleet, foreseen = self.fleet, self._foreseen
+        for index in self._gone:
+            self._targets.pop(index, None)
+        self._gone = []
+        finished = []
+        for handoff, reason in fleet.take_ended():
+            index = handoff.decode.index
+            self._note(handoff)
+            if reason is None:
+                foreseen.give(index, handoff.decode.max_tokens)
+            else:
+                foreseen.fail(index, RequestFailedError(reason))
+            finished.append(self._requests[index])
+            self._forget(index)
+        for handoff in fleet.on_their_way():
+            self._note(handoff)
+            foreseen.give(handoff.decode.index, fleet.num_generated(handoff))
+        return finished
+
+    def _note(self, handoff: Handoff) -> None:
+        """Note where a request generates, and count its prompt where it was computed."""
+        index = handoff.decode.index
+        worker = handoff.source if handoff.is_left or handoff.target < 0 else handoff.target
+        self._targets[index] = worker, handoff.activated_ns >= 0
+        prefill = handoff.prefill
+        if prefill is not None and handoff.placed < 0 and handoff.held_ns >= 0 and index not in self._counted:
+            self._counted.add(index)
+            meter = self._meters.of(handoff.source)
+            meter.prefilled(prefill)
+            meter.ended_by_reason["length"] += 1
+
+    def _forget(self, index: int) -> None:
+        self._requests.pop(index, None)
+        self._counted.discard(index)
+        self._gone.append(index)
+
+
+class FleetMeter:
+    """The ChoiceMeter of one choice: counts at the worker that generates it, as the engine there would.
+
+    `meters`: those of the workers; `otherwise`: for a request that no worker has received.
+    """
+
+    def __init__(self, fleet: PacedFleet, meters: WorkerMeters, otherwise: Meter) -> None:
+        self._fleet = fleet
+        self._meters = meters
+        self._otherwise = otherwise
+        self._worker = -1
+
+    @property
+    def _meter(self) -> Meter:
+        return self._otherwise if self._worker < 0 else self._meters.of(self._worker)
+
+    def prefilled(self, request: Request) -> None:
+        """Count a prompt that has been computed, here or elsewhere."""
+        target = self._fleet.target_of(request.index)
+        if target is not None:
+            self._worker = target[0]
+        meter = self._meter
+        if target is None or not target[1]:
+            meter.prefilled(request)
+            return
+        meter.num_prompt_tokens += request.num_prompt_tokens
+        meter.num_queried_tokens += request.num_prompt_tokens
+        meter.num_hit_tokens += request.num_prompt_tokens
+        meter.num_hit_tokens_below += request.num_prompt_tokens
+
+    def first_token(self, waited_s: float) -> None:
+        """Count a first token."""
+        self._meter.first_token(waited_s)
+
+    def next_tokens(self, num_tokens: int, waited_s: float) -> None:
+        """Count tokens after the first."""
+        self._meter.next_tokens(num_tokens, waited_s)
+
+    def ended(self, choice: Choice, completion: Completion, now_s: float) -> None:
+        """Count a choice that has ended."""
+        self._meter.ended(choice, completion, now_s)
+
+
+class FleetRecorder(ArrivalRecorder):
+    """Records the requests that arrive at any door of a fleet.
+
+    A row has all tokens that its answer would have had, and the time at which its client gave it up. A request that was
+    sent to a worker has its number, and that of the line whose pages it has fetched; with several models, each row
+    has the name of its model.
+    """
+
+    def __init__(self, fleet: PacedFleet) -> None:
+        super().__init__()
+        self._fleet = fleet
+
+    def rows(self) -> list[RecordedRow]:
+        """Return the arrivals so far."""
+        lines = {request.index: line for line, (request, _) in enumerate(self._arrived)}
+        direct_of, gave_up_ns, models = self._fleet.direct, self._fleet.gave_up_ns, self._fleet.models
+        rows = []
+        for (request, _), row in zip(self._arrived, super().rows(), strict=True):
+            content, num_prompt = request.content, request.num_prompt_tokens
+            changes: dict[str, object] = {
+                "began_ns": 0,  # faults and ages of metrics are counted from there
+                "num_output_tokens": request.max_tokens,
+                "output": content.tokens(num_prompt, content.num_known_tokens).tolist(),
+            }
+            if request.index in gave_up_ns:
+                changes["cancel_after_ns"] = gave_up_ns[request.index] - request.arrival_ns
+            if request.index in models:
+                changes["model"] = models[request.index]
+            direct = direct_of.get(request.index)
+            if direct is not None:
+                changes["worker"] = direct.worker
+                if direct.is_left:
+                    changes["is_left"] = True
+                    changes["ended"] = "finished"
+                if direct.fetches is not None:
+                    changes["fetches"] = lines[direct.fetches]
+            rows.append(msgspec.structs.replace(row, **changes))
+        return rows

@@ -1,0 +1,414 @@
+"""Assembly of a server: a model or a mock, its text, its metrics, and the application around them.
+
+A mock of a model is the engine of a replay, advanced step by step on a clock that keeps pace with real time. Its
+decisions about pages depend only on its configuration, its arrivals and their order, so a replay of recorded arrivals
+makes the same decisions at the same model time, event for event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from kvarts.base.clock import Clock, PacedClock, PutOffClock
+from kvarts.base.tenants import Keys
+from kvarts.core.build import build_engine, preparation_of
+from kvarts.core.config import EngineConfig, EngineOptions
+from kvarts.core.engine import Engine
+from kvarts.core.event_log import EventReader
+from kvarts.core.executor import CostModel
+from kvarts.core.kv.eviction import EvictionOrder, LruOrder
+from kvarts.core.kv.group_needs import GroupNeeds
+from kvarts.core.kv.groups import GroupMemory
+from kvarts.core.request import Request
+from kvarts.core.tiers.config import OffloadConfig
+from kvarts.cost.polynomial import PrefillCost
+from kvarts.cost.simulated import SimExecutor
+from kvarts.doors.openai.access import Guard
+from kvarts.doors.openai.answers import Answers, Rule
+from kvarts.doors.openai.app import OpenAIApp, Watcher
+from kvarts.doors.openai.failures import FailureScript
+from kvarts.doors.openai.meter import Meter
+from kvarts.doors.openai.prompts import HubText, TextModel, WordText
+from kvarts.doors.openai.recordings import ArrivalRecorder
+from kvarts.doors.openai.routes import Routes
+from kvarts.doors.openai.served import Limits, Models, Served, Sharing
+from kvarts.doors.openai.words import NUM_WORDS, VOCABULARY_SIZE, vary_words
+from kvarts.proof.audit.opening import audit_of
+from kvarts.run.engine_loop import EngineLoop, ModelHost
+from kvarts.run.llm_engine import LLMEngine
+from kvarts.run.mock import MockExecutor
+from kvarts.run.page_bytes import NoPageBytes
+from kvarts.run.text import DetokenizingExecutor
+from kvarts.run.wrappers import WaitingExecutor
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replica import Replica
+
+if TYPE_CHECKING:
+    from kvarts.doors.openai.access import AccessLog
+    from kvarts.doors.openai.meter import GoneEngines, Residency
+
+__all__ = [
+    "Door",
+    "MockParts",
+    "Opened",
+    "PacedEngine",
+    "make_served",
+    "meter_of",
+    "mock_limits",
+    "mock_model",
+    "mock_parts",
+    "open_app",
+    "open_mock",
+    "open_model",
+]
+
+
+class PacedEngine:
+    """A CoreEngine: a Replica that executes one step at a time, and sleeps through its pauses."""
+
+    def __init__(self, replica: Replica, clock: Clock) -> None:
+        self._replica = replica
+        self._clock = clock
+
+    def submit(self, request: Request, now_ns: int) -> str | None:
+        """Queue `request`, or return why it can never run. Transfers that have ended meanwhile are finished first."""
+        self._replica.run_until(now_ns, [])
+        return self._replica.submit(request, now_ns)
+
+    def cancel(self, request: Request) -> None:
+        """Drop `request` between steps; its pages are free at once."""
+        self._replica.cancel(request)
+
+    def step(self, now_ns: int) -> list[Request]:
+        """Execute one step that starts at `now_ns`, or wait until one is possible. Return finished requests."""
+        replica = self._replica
+        if not replica.scheduler.has_work:  # transfers only, which have progressed meanwhile
+            replica.run_until(now_ns, [])
+            if replica.has_work:
+                self._clock.wait_until_ns(replica.now_ns)
+            return []
+        end_ns = replica.start(now_ns)
+        if replica.is_pausing:
+            self._clock.wait_until_ns(end_ns)
+        return replica.finish()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are requests, or transfers under way."""
+        return self._replica.has_work
+
+
+class MockParts(msgspec.Struct, frozen=True):
+    """The parts of a mock of one model, alone or on a shared device.
+
+    `executor` makes tokens, `detokenizing` turns them into words, and `waiting` ends the step when its time has passed;
+    the engine must be built on `waiting`. `seed` draws the tokens.
+    """
+
+    executor: MockExecutor
+    detokenizing: DetokenizingExecutor
+    waiting: WaitingExecutor
+    seed: int
+
+    def host(
+        self,
+        loop: EngineLoop,
+        core: Engine,
+        config: EngineConfig,
+        clock: Clock,
+        *,
+        token_bytes: int,
+        max_positions: int | None,
+        groups: GroupMemory | None,
+    ) -> ModelHost:
+        """Return the model that `core` computes, advanced by `loop`. Other arguments as for ModelHost."""
+        return ModelHost(
+            loop=loop,
+            core=core,
+            config=config,
+            clock=clock,
+            slots=self.executor.slots,
+            rotate_late=self.executor.rotate_late,
+            kv=NoPageBytes(),
+            token_bytes=token_bytes,
+            vocab_size=VOCABULARY_SIZE,
+            max_positions=max_positions,
+            fingerprint=lambda: f"mock {self.seed}",
+            kv_groups="off" if groups is None else groups.keeps,
+            memory=groups,
+        )
+
+
+def mock_parts(
+    config: EngineConfig, cost: CostModel, clock: Clock, *, seed: int, groups: GroupMemory | None, num_blocks: int
+) -> MockParts:
+    """Return the parts of a mock. `groups`, `num_blocks`: KV groups of the model, and the blocks of its memory."""
+    put_off = PutOffClock(clock)
+    executor = MockExecutor(
+        config, cost, put_off, vocab_size=NUM_WORDS, seed=seed, vary=vary_words, groups=groups, num_blocks=num_blocks
+    )
+    detokenizing = DetokenizingExecutor(executor, max_num_seqs=config.max_num_seqs, clock=put_off)
+    return MockParts(executor, detokenizing, WaitingExecutor(detokenizing, put_off), seed)
+
+
+def mock_model(
+    config: EngineConfig,
+    cost: CostModel,
+    *,
+    seed: int = 0,
+    speedup: float = 1.0,
+    offload: OffloadConfig | None = None,
+    token_bytes: int = 0,
+    max_positions: int | None = None,
+    readers: Sequence[EventReader] = (),
+    audit: bool | Literal["laws"] = False,
+    clock: Clock | None = None,
+    groups: GroupMemory | None = None,
+    make_order: Callable[[], EvictionOrder] = LruOrder,
+) -> ModelHost:
+    """Return a model whose steps take the time of `cost`, divided by `speedup`, and which writes words.
+
+    `clock`: replaces the clock that keeps pace with real time. `groups`: KV groups of the model. Other arguments as for
+    `build_engine` and ModelHost.
+    """
+    paced = PacedClock(speedup=speedup)
+    if clock is None:
+        clock = paced
+    num_blocks = 0 if groups is None else groups.num_blocks(config.num_pages)
+    parts = mock_parts(config, cost, clock, seed=seed, groups=groups, num_blocks=num_blocks)
+    core = build_engine(
+        config,
+        parts.waiting,
+        memory=groups,
+        readers=readers,
+        audit=audit_of(audit),
+        tiers=preparation_of(offload),
+        make_order=make_order,
+        prefill=PrefillCost(
+            cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens
+        ).prefill_ns,
+        moves_pages=False,
+        step_ns=cost.step_ns,
+    )
+    paced.is_at_rest = lambda: not core.scheduler.has_work
+    replica = Replica(core, SimExecutor(cost), step_by_step=True)
+    paced_engine = PacedEngine(replica, clock)
+    engine = LLMEngine(paced_engine, parts.executor, parts.detokenizing, clock, page_size=config.page_size)
+    return parts.host(
+        EngineLoop(engine),
+        core,
+        config,
+        clock,
+        token_bytes=token_bytes,
+        max_positions=max_positions,
+        groups=groups,
+    )
+
+
+DEFAULT_TOKENS = 128
+
+
+class Door(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a server over HTTP that do not depend on its model.
+
+    `keys`: accepted keys; None: no key is required. `shares_prefix_cache`: owners can hit each other's KV. `origins`
+    and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
+    failures. `is_recording`: record arrivals. `has_page`: serve the live page. `access_log`: log of requests.
+    `answers`, `media`: of mocks, rules, and the family by which images and audio are counted.
+    `residency_share`: the share of KV blocks whose residency is measured; 0: none. `rank`: the number of its
+    engine among the workers of a fleet.
+    """
+
+    names: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    keys: Keys | None = None
+    shares_prefix_cache: bool = False
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
+    allows_failures: bool = False
+    limits: Limits = Limits()
+    fail: str = ""
+    seed: int = 0
+    is_recording: bool = False
+    has_page: bool = True
+    access_log: AccessLog | None = None
+    answers: tuple[Rule, ...] = ()
+    media: str = ""
+    residency_share: float = 0.0
+    rank: int = 0
+
+
+class Opened:
+    """A server before its socket is opened."""
+
+    def __init__(self, app: OpenAIApp, models: Models, routes: Routes) -> None:
+        self.app = app
+        self.models = models
+        self.routes = routes
+
+    @property
+    def served(self) -> Served:
+        """The model, or the first of several."""
+        return self.models.first
+
+    @property
+    def recorder(self) -> ArrivalRecorder | None:
+        """The recorder of arrivals at that model."""
+        return self.served.recorder
+
+
+def open_mock(
+    config: ReplayConfig,
+    door: Door,
+    *,
+    model: str = "mock",
+    speedup: float = 1.0,
+    token_bytes: int = 0,
+    readers: Sequence[EventReader] = (),
+    watcher: Watcher | None = None,
+) -> Opened:
+    """Return a mock of the engine that `config` describes. `readers` receive all of its events.
+
+    `max_model_len` of the limits is reduced to the tokens that the pages can hold.
+    """
+    limits = mock_limits(door, config)
+    meter = meter_of(door, limits, speedup=speedup)
+    host = mock_model(
+        config,
+        config.cost_model,
+        seed=door.seed,
+        speedup=speedup,
+        offload=config.offload,
+        token_bytes=token_bytes,
+        max_positions=limits.max_model_len,
+        readers=(*readers, *meter.readers),
+        audit=config.audit,
+        groups=None if config.kv_groups == "off" else config.memory,
+        make_order=config.eviction,
+    )
+    facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost_model": config.to_builtins()["cost"]}
+    served = make_served(host, WordText(), door.names or (model,), door, limits=limits, meter=meter, facts=facts)
+    return open_app([served], door, speedup=speedup, watcher=watcher)
+
+
+def meter_of(door: Door, limits: Limits, *, speedup: float = 1.0) -> Meter:
+    """Return the meter of a mock's engine, with that of the residency of blocks if `door` asks for it."""
+    return Meter(max_model_len=limits.max_model_len, speedup=speedup, residency=_residency_of(door, speedup))
+
+
+def _residency_of(door: Door, speedup: float = 1.0) -> Residency | None:
+    if not door.residency_share:
+        return None
+    from kvarts.doors.openai.meter import Residency
+
+    return Residency(door.residency_share, seed=door.seed, speedup=speedup)
+
+
+def mock_limits(door: Door, config: ReplayConfig) -> Limits:
+    """Return the limits of a mock: a context that fits in its pages, and a default length of answers."""
+    most = door.limits.max_model_len
+    if config.kv_groups == "off":
+        most = min(most, config.pool_tokens)
+    else:
+        needs = GroupNeeds(config.memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
+        most = needs.most_tokens(most, config.num_blocks)
+    return msgspec.structs.replace(
+        door.limits,
+        max_model_len=most,
+        default_tokens=DEFAULT_TOKENS if door.limits.default_tokens is None else door.limits.default_tokens,
+    )
+
+
+def open_model(
+    path: str,
+    door: Door,
+    *,
+    readers: Sequence[EventReader] = (),
+    max_model_len: int | None = None,
+    tool_call_parser: str = "auto",
+    options: EngineOptions | None = None,
+    **settings: Any,
+) -> Opened:
+    """Return the model in `path`, with `options` and other `settings` of kvarts.LLM. Raise the errors of kvarts.LLM.
+
+    `tool_call_parser`: the model's format of calls, see kvarts.doors.openai.tool_calls.
+    """
+    residency = _residency_of(door)
+    if residency is not None:
+        readers = [*readers, residency]
+    from kvarts.run.torch.llm import LLM  # which needs PyTorch
+
+    llm = LLM(path, options=options, readers=readers, **settings)
+    host = llm.host()
+    most = host.core.scheduler.most_tokens(host.max_positions or 1 << 40)
+    limits = msgspec.structs.replace(
+        door.limits, max_model_len=most if max_model_len is None else min(most, max_model_len)
+    )
+    meter = Meter(max_model_len=limits.max_model_len, residency=residency)
+    host.core.log.add_reader(meter)
+    facts = {"mock": False, "dtype": settings.get("dtype", "auto" if options is None else options.dtype)}
+    text = HubText(host.tokenizer, host.eos_ids, tool_call_parser=tool_call_parser)
+    served = make_served(host, text, door.names or (path,), door, limits=limits, meter=meter, facts=facts)
+    return open_app([served], door)
+
+
+def make_served(
+    host: Any,
+    text: TextModel,
+    names: Sequence[str],
+    door: Door,
+    *,
+    limits: Limits,
+    meter: Meter,
+    facts: Mapping[str, Any],
+    sharing: Sharing | None = None,
+    adapters: Sequence[str] | None = None,
+) -> Served:
+    """Return a served model. `adapters`: those of the door, unless given."""
+    return Served(
+        host,
+        text,
+        names,
+        limits=limits,
+        meter=meter,
+        recorder=ArrivalRecorder() if door.is_recording else None,
+        adapters=door.adapters if adapters is None else adapters,
+        sharing=sharing,
+        facts=facts,
+        shares={} if door.keys is None else door.keys.shares,
+        sets_owners_apart=door.keys is not None and door.keys.has_several_owners and not door.shares_prefix_cache,
+        answers=Answers(door.answers, seed=door.seed, allows_failures=door.allows_failures)
+        if facts.get("mock")
+        else None,
+        media=door.media,
+        rank=door.rank,
+    )
+
+
+def open_app(
+    served: Sequence[Served],
+    door: Door,
+    *,
+    speedup: float | None = None,
+    watcher: Watcher | None = None,
+    engines: Sequence[Served] | None = None,
+    gone: Sequence[GoneEngines] = (),
+) -> Opened:
+    """Return the application around the served models. `engines` and `gone`: see Routes."""
+    models = Models(served)
+    routes = Routes(models, speedup=speedup, engines=engines, gone=gone)
+    script = FailureScript(door.fail, seed=door.seed)
+    app = OpenAIApp(
+        models,
+        routes,
+        script=script,
+        guard=Guard(door.keys, origins=door.origins, hosts=door.hosts),
+        allows_failures=door.allows_failures,
+        watcher=watcher,
+        has_page=door.has_page,
+        access_log=door.access_log,
+    )
+    return Opened(app, models, routes)

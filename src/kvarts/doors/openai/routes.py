@@ -1,0 +1,358 @@
+"""All routes that do not generate: health, models, metrics, tokens, vLLM's information routes, and switches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from kvarts import __version__
+from kvarts.base.limits import brief
+from kvarts.doors.openai.access import Access, Handler, Route
+from kvarts.doors.openai.bodies import APART, MAX_NAME_CHARS, ChatBody, CompletionBody, messages_of
+from kvarts.doors.openai.budget import INLINE_BYTES
+from kvarts.doors.openai.errors import ApiError
+from kvarts.doors.openai.generation import Exchange, chat_asks, completion_asks
+from kvarts.doors.openai.served import Ask, Models, Served
+
+if TYPE_CHECKING:
+    from kvarts.doors.openai.meter import GoneEngines
+    from kvarts.doors.openai.metrics import ServerMetrics
+
+__all__ = ["TOKENIZED_BYTES", "Routes"]
+
+TOKENIZED_BYTES = 4 * 1024 * 1024
+"""Size limit of a text that is only tokenized."""
+MOST_TOKENIZED = 500_000
+"""Token limit of such a text: more than a context, so that a client learns by how much its text is too long."""
+MAX_ADAPTERS = 1024
+encode = msgspec.json.encode
+
+
+class _TokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+
+
+class _DetokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+class _AdapterBody(msgspec.Struct, kw_only=True):
+    lora_name: str
+    lora_path: str | None = None
+    model: str | None = None
+
+
+class Routes:
+    """Answers the routes that do not generate; a request that names no model concerns the first.
+
+    `engines`: those whose metrics, configuration and caches the routes concern, by default those of `models`. `gone`:
+    the counts of engines that were among them.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        *,
+        speedup: float | None = None,
+        engines: Sequence[Served] | None = None,
+        gone: Sequence[GoneEngines] = (),
+    ) -> None:
+        self._models = models
+        self._engines = tuple(models) if engines is None else tuple(engines)
+        self._gone = gone
+        self._metrics: ServerMetrics | None = None
+        """Created on first use, because the import takes longer than most of a mock's start."""
+        self.speedup = speedup
+        self.event_sources: list[dict[str, Any]] = []
+        """The answer of /kv_event_sources: where the KV events of each rank are published."""
+
+    def set_engines(self, engines: Sequence[Served]) -> None:
+        """Let the routes concern other engines from now on."""
+        self._engines = tuple(engines)
+        self._metrics = None
+
+    def table(self) -> list[Route]:
+        """Return the routes: method, path, handler, access and limits."""
+        of_text = {"max_body_bytes": TOKENIZED_BYTES}
+        rows: list[tuple[str, str, Handler, Access, dict[str, Any]]] = [
+            ("GET", "/health", self.health, Access.OPEN, {}),
+            ("GET", "/ping", self.health, Access.OPEN, {}),
+            ("POST", "/ping", self.health, Access.OPEN, {}),
+            ("GET", "/version", self.version, Access.KEY, {}),
+            ("GET", "/load", self.load, Access.KEY, {}),
+            ("GET", "/metrics", self.metrics, Access.KEY, {}),
+            ("GET", "/v1/models", self.models, Access.KEY, {}),
+            ("GET", "/v1/models/", self.model, Access.KEY, {}),
+            ("POST", "/tokenize", self.tokenize, Access.KEY, of_text),
+            ("POST", "/detokenize", self.detokenize, Access.KEY, of_text),
+            ("POST", "/v1/completions/render", self.render_completion, Access.KEY, of_text),
+            ("POST", "/v1/chat/completions/render", self.render_chat, Access.KEY, of_text),
+            ("GET", "/kv_event_sources", self.tell_event_sources, Access.KEY, {}),
+            ("GET", "/server_info", self.server_info, Access.KEY, {}),
+            ("GET", "/get_server_info", self.server_info, Access.KEY, {}),
+            ("GET", "/is_sleeping", self.is_sleeping, Access.KEY, {}),
+            ("POST", "/reset_prefix_cache", self.reset_prefix_cache, Access.ADMIN, {}),
+            ("POST", "/sleep", self.sleep, Access.ADMIN, {}),
+            ("POST", "/wake_up", self.wake_up, Access.ADMIN, {}),
+            ("POST", "/abort_requests", self.abort_requests, Access.ADMIN, {}),
+            ("POST", "/v1/load_lora_adapter", self.load_adapter, Access.ADMIN, {}),
+            ("POST", "/v1/unload_lora_adapter", self.unload_adapter, Access.ADMIN, {}),
+        ]
+        return [
+            Route(method=method, path=path, handler=handler, access=access, **limits)
+            for method, path, handler, access, limits in rows
+        ]
+
+    # Status -----------------------------------------------------------------------------------------------
+
+    async def health(self, exchange: Exchange) -> None:
+        """Answer 200 if requests are admitted, and 503 while the server starts or drains, or if its engine is dead."""
+        served = self._models.first
+        if not self._models.is_alive:
+            raise ApiError(503, "the engine has stopped after an error")
+        if served.is_starting or served.is_draining or served.is_leaving:
+            raise ApiError(503, "the server is starting" if served.is_starting else "the server is shutting down")
+        await exchange.response.whole(b"", without_body=exchange.request.method == "HEAD")
+
+    async def version(self, exchange: Exchange) -> None:
+        """Return the version of kvarts, and the version of vLLM that it follows."""
+        await self._tell(exchange, {"version": "0.32.0", "kvarts": __version__})
+
+    async def load(self, exchange: Exchange) -> None:
+        """Return the number of requests under way."""
+        await self._tell(exchange, {"server_load": self._models.num_live})
+
+    async def metrics(self, exchange: Exchange) -> None:
+        """Return the metrics."""
+        if self._metrics is None:
+            of = self._metrics = await asyncio.to_thread(_metrics_of, self._engines, self._gone)
+        else:
+            of = self._metrics
+        # In turn, and off the event loop: a client that requests metrics continuously does not delay the others.
+        payload, content_type = await exchange.work(of.exposition, num_bytes=INLINE_BYTES + 1)
+        await exchange.response.whole(
+            payload, content_type=content_type.encode(), without_body=exchange.request.method == "HEAD"
+        )
+
+    async def models(self, exchange: Exchange) -> None:
+        """List the names of each model, and its adapters."""
+        names = [name for served in self._models for name in (*served.names, *served.adapters)]
+        await self._tell(exchange, {"object": "list", "data": [self._model(name) for name in names]})
+
+    async def model(self, exchange: Exchange) -> None:
+        """Return one of these models."""
+        name = exchange.request.path.removeprefix("/v1/models/")
+        await self._tell(exchange, self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        served = self._models.of(name)
+        is_adapter = name in served.adapters
+        return {
+            "id": name,
+            "object": "model",
+            "created": served.created_s,
+            "owned_by": "kvarts",
+            "root": name,
+            "parent": served.names[0] if is_adapter else None,
+            "max_model_len": None if is_adapter else served.limits.max_model_len,
+            "permission": [],
+        }
+
+    async def server_info(self, exchange: Exchange) -> None:
+        """Return the configuration of the engine; with several models, of each engine, and the first one twice."""
+        told = [_facts_of(served) for served in self._engines]
+        await self._tell(exchange, told[0] if len(told) == 1 else {**told[0], "models": told})
+
+    async def tell_event_sources(self, exchange: Exchange) -> None:
+        """Return where KV events are published: as a map by rank, like vLLM, or on request as a list.
+
+        The list is for consumers other than vLLM's. With several models, each model has the rank of its position.
+        """
+        await self._tell(exchange, _sources_told(exchange, self.event_sources))
+
+    # Tokens -----------------------------------------------------------------------------------------------
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        """Return the tokens of a prompt or of a conversation."""
+
+        def answer() -> bytes:
+            body = exchange.take_body(_TokenizeBody)
+            served = self._models.of(body.model)
+            if body.messages is not None:
+                options = {
+                    "add_generation_prompt": body.add_generation_prompt is not False,
+                    "tools": body.tools,
+                    "chat_template": body.chat_template,
+                }
+                text, adds = (
+                    served.conversation(messages_of(body.messages, served.media()), options),
+                    bool(body.add_special_tokens),
+                )
+            elif body.prompt is not None:
+                text, adds = body.prompt, body.add_special_tokens is not False
+            else:
+                raise ApiError(400, "give a prompt or messages", param="prompt")
+            tokens = served.encode(text, exchange.budget, add_special_tokens=adds, most_tokens=MOST_TOKENIZED).tolist()
+            strings = [served.text.decode([token]) for token in tokens] if body.return_token_strs else None
+            limit = served.limits.max_model_len
+            return encode({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
+
+        await exchange.response.whole(await exchange.apart(answer))
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """Return the text of tokens."""
+
+        def answer() -> bytes:
+            body = exchange.take_body(_DetokenizeBody)
+            served = self._models.of(body.model)
+            if any(not 0 <= token < served.host.vocab_size for token in body.tokens):
+                raise ApiError(400, f"token ids must be from 0 to {served.host.vocab_size - 1}", param="tokens")
+            return encode({"prompt": served.text.decode(body.tokens)})
+
+        await exchange.response.whole(await exchange.apart(answer))
+
+    async def render_completion(self, exchange: Exchange) -> None:
+        """Return the token ids of each prompt of a completion, and generate nothing."""
+
+        def answer() -> bytes:
+            body = exchange.take_body(CompletionBody)
+            served = self._models.of(body.model)
+            asks, _ = completion_asks(served, body, exchange)
+            return encode(
+                [
+                    _rendered(f"cmpl-{exchange.request_id}-{number}", served, body, ask)
+                    for number, ask in enumerate(asks[:: body.num_choices])
+                ]
+            )
+
+        await exchange.response.whole(await exchange.apart(answer))
+
+    async def render_chat(self, exchange: Exchange) -> None:
+        """Return the token ids of the prompt of a conversation, and generate nothing."""
+
+        def answer() -> bytes:
+            body = exchange.take_body(ChatBody)
+            served = self._models.of(body.model)
+            ask = chat_asks(served, body, exchange)[0]
+            return encode(_rendered(f"chatcmpl-{exchange.request_id}", served, body, ask))
+
+        await exchange.response.whole(await exchange.apart(answer))
+
+    # Switches ---------------------------------------------------------------------------------------------
+
+    async def reset_prefix_cache(self, exchange: Exchange) -> None:
+        """Evict every cached page. Pages in use stay."""
+        for served in self._engines:
+            await served.forget_cached()
+        await exchange.response.whole(b"")
+
+    async def sleep(self, exchange: Exchange) -> None:
+        """Evict the cache, and refuse requests until /wake_up."""
+        level = parse_qs(exchange.request.query).get("level", ["1"])[0]
+        if level not in ("0", "1", "2"):
+            raise ApiError(400, f"level must be 0, 1 or 2, got {level!r}", param="level")
+        for served in self._models:
+            served.sleep_level = max(1, int(level))
+        for served in self._engines:
+            await served.forget_cached()
+        await exchange.response.whole(b"")
+
+    async def wake_up(self, exchange: Exchange) -> None:
+        """Admit requests again."""
+        for served in self._models:
+            served.sleep_level = 0
+        await exchange.response.whole(b"")
+
+    async def is_sleeping(self, exchange: Exchange) -> None:
+        """Return whether the server sleeps."""
+        await self._tell(exchange, {"is_sleeping": bool(self._models.first.sleep_level)})
+
+    async def abort_requests(self, exchange: Exchange) -> None:
+        """End all requests that are under way."""
+        self._models.abort_all()
+        await exchange.response.whole(b"")
+
+    async def load_adapter(self, exchange: Exchange) -> None:
+        """Add a name to a model, by default the first; requests by that name have separate KV."""
+        body = exchange.take_body(_AdapterBody)
+        name, adapters = body.lora_name, self._models.of(body.model).adapters
+        if not name or APART in name:
+            raise ApiError(400, "a name is needed, without NUL", param="lora_name")
+        if any(name in (*served.names, *served.adapters) for served in self._models):
+            raise ApiError(400, f"{name!r} is there already", param="lora_name")
+        if len(name) > MAX_NAME_CHARS or len(adapters) >= MAX_ADAPTERS:
+            raise ApiError(
+                400, f"at most {MAX_ADAPTERS} adapters, with {MAX_NAME_CHARS} characters each", param="lora_name"
+            )
+        adapters[name] = max(adapters.values(), default=0) + 1
+        told = f"Success: LoRA adapter '{name}' added successfully.".encode()
+        await exchange.response.whole(told, content_type=b"text/plain; charset=utf-8")
+
+    async def unload_adapter(self, exchange: Exchange) -> None:
+        """Remove such a name."""
+        name = exchange.take_body(_AdapterBody).lora_name
+        for served in self._models:
+            if name in served.adapters:
+                del served.adapters[name]
+                break
+        else:
+            raise ApiError(404, f"there is no adapter {name!r}", param="lora_name")
+        told = f"Success: LoRA adapter '{name}' removed successfully.".encode()
+        await exchange.response.whole(told, content_type=b"text/plain; charset=utf-8")
+
+    async def _tell(self, exchange: Exchange, told: Any) -> None:
+        await exchange.response.whole(encode(told), without_body=exchange.request.method == "HEAD")
+
+
+def _sources_told(exchange: Exchange, sources: Sequence[dict[str, Any]]) -> Any:
+    """Return `sources` in the form that a request to /kv_event_sources asks for. Raise ApiError for another form."""
+    form = parse_qs(exchange.request.query).get("form", ["map"])[0]
+    if form not in ("map", "list"):
+        raise ApiError(400, f"form must be map or list, got {brief(form)}", param="form")
+    if form == "list":
+        return sources
+    return {source.get("worker", number): source for number, source in enumerate(sources)}
+
+
+def _metrics_of(engines: Sequence[Served], gone: Sequence[GoneEngines]) -> ServerMetrics:
+    from kvarts.doors.openai.metrics import ServerMetrics
+
+    return ServerMetrics(engines, gone)
+
+
+def _facts_of(served: Served) -> dict[str, Any]:
+    config = served.host.config
+    return {
+        "model": served.names[0],
+        "block_size": config.page_size,
+        "num_gpu_blocks": served.host.core.scheduler.cache.pool.total,
+        "max_model_len": served.limits.max_model_len,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        **served.facts,
+    }
+
+
+def _rendered(request_id: str, served: Served, body: CompletionBody | ChatBody, ask: Ask) -> dict[str, Any]:
+    return {
+        "request_id": request_id,
+        "token_ids": list(ask.tokens),
+        "sampling_params": msgspec.to_builtins(ask.params),
+        "model": body.model or served.names[0],
+        "stream": bool(body.stream),
+        "cache_salt": body.cache_salt,
+        "priority": body.priority or 0,
+        "kv_transfer_params": body.kv_transfer_params,
+    }

@@ -1,1 +1,0 @@
-"""Real models on the wall clock."""

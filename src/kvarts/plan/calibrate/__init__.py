@@ -1,0 +1,48 @@
+"""Calibration: fit a cost model to a measured engine, and state how far a replay is from the measurement.
+
+The package is callable: `kvarts.calibrate(run, config)` returns a Calibration.
+"""
+
+from __future__ import annotations
+
+import sys
+from inspect import signature
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from kvarts.plan.calibrate.calibrating import fit
+from kvarts.plan.calibrate.comparison import Comparison, compare
+from kvarts.plan.calibrate.fitting import Calibration, calibrate_runs
+from kvarts.plan.calibrate.measured import Measured, Series, load_measured, load_series
+from kvarts.plan.calibrate.run import CalibrationRun
+from kvarts.plan.calibrate.stepfit import StepFit, fit_steps
+
+if TYPE_CHECKING:
+    from kvarts.plan.calibrate.calibrating import fit as calibrate
+else:
+    calibrate = sys.modules[__name__]
+
+__all__ = [
+    "Calibration",
+    "CalibrationRun",
+    "Comparison",
+    "Measured",
+    "Series",
+    "StepFit",
+    "calibrate",
+    "calibrate_runs",
+    "compare",
+    "fit_steps",
+    "load_measured",
+    "load_series",
+]
+
+
+class CallableCalibrate(ModuleType):
+    """The type of this package, which is called as `fit`."""
+
+    __call__ = staticmethod(fit)
+    __signature__ = signature(fit)
+
+
+sys.modules[__name__].__class__ = CallableCalibrate

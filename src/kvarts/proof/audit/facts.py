@@ -1,0 +1,80 @@
+"""What all checks of an audit share: the ledger, the requests as their events tell them, and the findings."""
+
+from __future__ import annotations
+
+from kvarts.core.content import Content
+from kvarts.proof.audit.ledger import Findings, Ledger
+from kvarts.proof.audit.request_parts import KnownRequest, PageDigests, RequestParts
+
+__all__ = ["Facts"]
+
+
+class Facts:
+    """Owner of the requests in the `ledger` of one engine. The other arguments are those of Auditor."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        digests: PageDigests,
+        found: Findings,
+        page_size: int,
+        *,
+        has_groups: bool,
+        at_branches: bool,
+        plans_ahead: bool,
+        finds_prefixes: bool,
+    ) -> None:
+        self.ledger = ledger
+        self.digests = digests
+        self.found = found
+        self.page_size = page_size
+        self.has_groups = has_groups
+        self.unit = "blocks" if has_groups else "pages"
+        self.has_states = has_groups and any(group.is_state for group in ledger.groups)
+        self.finds_branches = at_branches and self.has_states
+        self.page_blocks = sum(group.part_blocks for group in ledger.groups if not group.is_state)
+        self.held = RequestParts(ledger, digests, found, page_size, names_private=has_groups)
+        self.requests: dict[int, KnownRequest] = {}
+        self.holders: dict[int, KnownRequest] = {}
+        """The same requests by the owner of their content. The turns of a session share one, and run one at a time."""
+        self.decoding: dict[int, None] = {}
+        """In the order in which they computed their prompts: not that of admission, if long prompts are bounded."""
+        self.plans_ahead = plans_ahead
+        self.finds_prefixes = finds_prefixes
+        self.lags = int(plans_ahead)
+
+    def hit(self, known: KnownRequest, request: int, num_hit: int, reach: tuple[int, ...] | None) -> None:
+        """Hold the longest resident prefix of a request, and compare its length and what each group could go on from.
+
+        Law L4: the engine's hits are those of the ledger.
+        """
+        # The last token is always computed.
+        num_pages = (known.known - 1) // self.page_size if self.finds_prefixes else 0
+        digests = self.digests.upto(known.content, num_pages)[:num_pages]
+        longest, by_group = self.ledger.reach(digests, self.page_size)
+        if num_hit < longest:
+            self.find(f"could be hit, {longest} pages far, and {num_hit} pages were", request, num_hit)
+        if reach is not None and tuple(by_group) != reach:
+            self.find(f"groups could go on from {by_group} pages, and the engine says {reach}", request)
+        self.held.hit(known, num_hit)
+        branch = self.ledger.branch(digests) if self.finds_branches else 0
+        known.branch = branch * self.page_size if branch > num_hit else 0
+
+    def close(self, request: int, known: KnownRequest, *, num_unread: int = 0, keeps_state: bool = False) -> None:
+        """Release the parts of a request, which runs no longer."""
+        self.decoding.pop(request, None)
+        self.held.close(known, num_unread=num_unread, keeps_state=keeps_state)
+        if request not in self.requests:
+            self.holders.pop(known.content.owner, None)
+
+    def digest(self, content: Content, page: int) -> bytes:
+        """Return the digest of a page."""
+        return self.digests.of(content, page)
+
+    def find_page(self, what: str, group: int, digest: bytes) -> None:
+        """Add a finding about the page of a digest."""
+        self.find(f"{what}{self.ledger.words(group)}", *self.digests.place(digest))
+
+    def find(self, what: str, request: int | None = None, page: int | None = None) -> None:
+        """Add a finding."""
+        self.found.add(what, request, page)

@@ -1,0 +1,345 @@
+"""Dynamo's traces: a reader for `dynamo.request.trace.v1`, and `dynamo.agentic_mooncake` in and out.
+
+Request traces are JSON lines. The reader uses `request_end` records: `request.request_received_ms`,
+`request.output_tokens`, and `request.replay` with `trace_block_size`, `input_length` and `input_sequence_hashes`, one
+hash per block that covers all blocks before it; also `agent_context.session_id` if present. Other records are ignored.
+
+In agentic traces, version 2, requests wait for requests. The first line is a header with `block_size` and
+`hash_id_scope`. A row has `request_id`, `play_id`, `session_id`, `input_length`, `output_length`, `hash_ids`,
+`not_before_ms`, and `dependencies`. Each dependency has a `request_id`, a `trigger` (its `dispatch` or its
+`completion`) and a `delay_ms` after that. A request is sent when all of its dependencies have passed, and not before
+`not_before_ms`. Ids of scope `local` are only valid within their play. With `cancel_after_ms`, the client abandons a
+request that long after sending it. Other fields are ignored. An `output_length` of 0 is read as 1, because computing a
+prompt yields a token.
+
+The first version lacks a header: its rows are Mooncake's, with a `wait_for` (sim/traffic/mooncake.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+
+from kvarts.base.errors import InputError, parts_of
+from kvarts.base.limits import LATEST_NS, MOST_COUNT
+from kvarts.core.content import UNIT_BYTES, pack_units
+from kvarts.core.hints import Hints
+from kvarts.sim.traffic.graph import components
+from kvarts.sim.traffic.trace import Trace, TraceRequest, spell
+from kvarts.sim.traffic.trace_file import NO_ID, TraceFile, by_arrival, load_rows, nothing_left, unlike_any_other
+from kvarts.sim.traffic.trace_request import After
+
+__all__ = ["agentic_lines", "load_agentic", "load_dynamo"]
+
+NS_PER_MS = 1_000_000
+
+PromptTokens = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+OutputTokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Hash = Annotated[int, msgspec.Meta(ge=0)]
+SCHEMA, VERSION = "dynamo.agentic_mooncake", 2
+
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=LATEST_NS / NS_PER_MS)]
+HashId = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Replay(msgspec.Struct, gc=False):
+    trace_block_size: PromptTokens
+    input_length: PromptTokens
+    input_sequence_hashes: list[Hash]
+
+
+class _Ended(msgspec.Struct, gc=False):
+    request_received_ms: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+    replay: _Replay
+    output_tokens: OutputTokens
+    request_id: str | None = None
+
+
+class _Agent(msgspec.Struct, gc=False):
+    session_id: str | None = None
+
+
+class _Record(msgspec.Struct, gc=False):
+    event_type: str
+    request: msgspec.Raw = msgspec.Raw()
+    agent_context: _Agent | None = None
+
+
+def load_dynamo(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
+    """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input."""
+    block_size = 0
+    decoder = msgspec.json.Decoder(_Ended)
+
+    def request(row: int, record: _Record) -> TraceRequest | None:
+        nonlocal block_size
+        if record.event_type != "request_end":
+            return None
+        if not bytes(record.request):
+            raise InputError("is missing", field="request")
+        try:
+            ended = decoder.decode(record.request)
+        except msgspec.ValidationError as error:
+            raise _within(error) from error
+        replay = ended.replay
+        if block_size and replay.trace_block_size != block_size:
+            raise InputError(
+                f"is {replay.trace_block_size}, and {block_size} before", field="request.replay.trace_block_size"
+            )
+        block_size = replay.trace_block_size
+        num_whole, num_rest = divmod(replay.input_length, block_size)
+        hashes = replay.input_sequence_hashes
+        if len(hashes) not in {num_whole, num_whole + bool(num_rest)}:
+            raise InputError(
+                f"{len(hashes)} hashes, and {replay.input_length} tokens have {num_whole} whole blocks of {block_size}",
+                field="request.replay.input_sequence_hashes",
+            )
+        if any(each >= 1 << 64 for each in hashes):
+            raise InputError("hashes must be below 2**64", field="request.replay.input_sequence_hashes")
+        units = pack_units(hashes[:num_whole])
+        if num_rest:
+            units += np.array([NO_ID + row], np.uint64).tobytes()
+        return TraceRequest(
+            row,
+            ended.request_received_ms * NS_PER_MS,
+            units,
+            replay.input_length,
+            max(1, ended.output_tokens),
+            session_id=None if record.agent_context is None else record.agent_context.session_id,
+            request_id=ended.request_id,
+        )
+
+    trace = load_rows(TraceFile.of(path), _Record, request, skip_bad_lines=skip_bad_lines)
+    trace.unit_tokens = block_size
+    return trace
+
+
+def _within(error: msgspec.ValidationError) -> InputError:
+    what, field = parts_of(error)
+    return InputError(what, field=f"request.{field}" if field else "request")
+
+
+class _Header(msgspec.Struct, gc=False):
+    schema: Literal["dynamo.agentic_mooncake"]
+    version: Literal[2]
+    block_size: Tokens
+    hash_id_scope: Literal["local", "global"] = "local"
+
+
+class _Dependency(msgspec.Struct, gc=False):
+    request_id: str
+    trigger: Literal["dispatch", "completion"]
+    delay_ms: Milliseconds = 0.0
+
+
+class _Row(msgspec.Struct, gc=False):
+    request_id: str
+    play_id: str
+    session_id: str
+    input_length: Tokens
+    output_length: Count
+    not_before_ms: Milliseconds
+    hash_ids: list[HashId] | None = None
+    output_token_ids: list[HashId] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)] | None = None
+    dependencies: list[_Dependency] = []
+    cancel_after_ms: Milliseconds | None = None
+    hints: Hints | None = None
+    model: str | None = None
+
+
+def load_agentic(path: Path | str | TraceFile) -> Trace:
+    """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input."""
+    file = TraceFile.of(path)
+    records = file.records()
+    header_line, data = next(records, (1, b""))
+    header: _Header = _decoded(file, header_line, data, _Header)
+    rows = [(line, _decoded(file, line, data, _Row)) for line, data in records]
+    if not rows:
+        raise nothing_left(file)
+    number_of = {row.request_id: number for number, (_, row) in enumerate(rows)}
+    if len(number_of) < len(rows):
+        seen: set[str] = set()
+        line = next(line for line, row in rows if row.request_id in seen or seen.add(row.request_id))  # type: ignore[func-returns-value]
+        raise InputError("is that of another row", path=file.path, line=line, field="request_id")
+    names: dict[tuple[str, int], int] = {}
+    requests = [_request(file, line, number, row, header, names, number_of) for number, (line, row) in enumerate(rows)]
+    num_without_ids = sum(row.hash_ids is None for _, row in rows)
+    warnings = []
+    if 0 < num_without_ids < len(rows):
+        warnings.append(f"{num_without_ids:,} of {len(rows):,} rows have no hash_ids: their prompts share nothing")
+    return Trace(
+        by_arrival(_placed(requests), file),
+        unit_tokens=header.block_size,
+        has_output_tokens=any(row.output_token_ids is not None for _, row in rows),
+        knows_prefixes=num_without_ids < len(rows),
+        name=file.name,
+        warnings=warnings,
+    )
+
+
+def _decoded(file: TraceFile, line: int, data: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        what, field = parts_of(error)
+        hint = "A play without one of its requests is another play." if kind is _Row else "The first line is a header."
+        raise InputError(what, path=file.path, line=line, field=field, hint=hint) from error
+    except RecursionError:
+        raise InputError("is nested too deeply", path=file.path, line=line) from None
+
+
+def _request(
+    file: TraceFile,
+    line: int,
+    number: int,
+    row: _Row,
+    header: _Header,
+    names: dict[tuple[str, int], int],
+    number_of: dict[str, int],
+) -> TraceRequest:
+    for place, each in enumerate(row.dependencies):
+        if each.request_id not in number_of:
+            raise InputError(
+                f"{each.request_id[:40]!r} is not the request_id of a row",
+                path=file.path,
+                line=line,
+                field=f"dependencies[{place}].request_id",
+            )
+    num_ids = -(-row.input_length // header.block_size)
+    if row.hash_ids is not None and len(row.hash_ids) != num_ids:
+        raise InputError(
+            f"{len(row.hash_ids)} ids, and {row.input_length} tokens have {num_ids} blocks of {header.block_size}",
+            path=file.path,
+            line=line,
+            field="hash_ids",
+        )
+    num_output = max(1, row.output_length)
+    if row.output_token_ids is not None and len(row.output_token_ids) != num_output:
+        raise InputError(
+            f"has {len(row.output_token_ids)} ids, but output_length is {row.output_length}",
+            path=file.path,
+            line=line,
+            field="output_token_ids",
+        )
+    if row.hash_ids is None:
+        units = unlike_any_other(number, row.input_length, header.block_size, beside_ids=True)
+    else:
+        play = row.play_id if header.hash_id_scope == "local" else ""
+        units = pack_units(names.setdefault((play, name), len(names)) for name in row.hash_ids)
+    return TraceRequest(
+        number,
+        round(row.not_before_ms * NS_PER_MS),
+        units,
+        row.input_length,
+        num_output,
+        output_units=None if row.output_token_ids is None else pack_units(row.output_token_ids),
+        priority=row.priority or 0,
+        session_id=f"{row.play_id}/{row.session_id}",
+        request_id=row.request_id,
+        cancel_after_ns=None if row.cancel_after_ms is None else round(row.cancel_after_ms * NS_PER_MS),
+        hints=row.hints,
+        after=tuple(
+            After(number_of[each.request_id], round(each.delay_ms * NS_PER_MS), each.trigger == "dispatch")
+            for each in row.dependencies
+        ),
+        model=row.model or None,
+    )
+
+
+def _placed(requests: list[TraceRequest]) -> list[TraceRequest]:
+    """Return the requests sorted by arrival, after delaying each to no earlier than those it waits for.
+
+    A request without dependencies loses its session unless it is the session's first, since it does not wait for the
+    turn before it.
+    """
+    arrivals = [request.arrival_ns for request in requests]
+    waiters: dict[int, list[int]] = {}
+    for request in requests:
+        for each in request.after:
+            waiters.setdefault(each.row, []).append(request.row)
+    moved = list(range(len(requests)))
+    for _ in requests:  # no chain of dependencies is longer than this
+        moved = [waiter for row in moved for waiter in waiters.get(row, ()) if arrivals[waiter] < arrivals[row]]
+        if not moved:
+            break
+        for waiter in moved:
+            arrivals[waiter] = max(arrivals[each.row] for each in requests[waiter].after)
+    begun: set[str | None] = set()
+    placed = []
+    for request, arrival_ns in sorted(zip(requests, arrivals, strict=True), key=lambda each: each[1]):
+        session_id = None if not request.after and request.session_id in begun else request.session_id
+        begun.add(session_id)
+        placed.append(msgspec.structs.replace(request, arrival_ns=arrival_ns, session_id=session_id))
+    return placed
+
+
+def agentic_lines(trace: Trace) -> Iterator[bytes]:
+    """Return a header, then a line per request. Ids have scope `local`, unless plays share some of them.
+
+    A turn that waits for the previous turn depends on it. An arrival time without effect is written as 0.
+    """
+    requests = trace.requests or list(trace)
+    plays = components(requests)
+    scope = "global" if _share_ids(trace, requests, plays) else "local"
+    encoder = msgspec.json.Encoder()
+    source = {"format": "kvarts", "digest": trace.name}
+    header = {"schema": SCHEMA, "version": VERSION, "block_size": trace.unit_tokens, "hash_id_scope": scope}
+    yield encoder.encode({**header, "source": source}) + b"\n"
+    before: dict[str, int] = {}
+    for request, play in zip(requests, plays, strict=True):
+        waits = list(request.after)
+        if not waits and request.session_id in before:
+            waits = [After(before[request.session_id], request.delay_ns or 0)]
+        if request.session_id is not None:
+            before[request.session_id] = request.row
+        yield encoder.encode(_line(trace, request, play, waits)) + b"\n"
+
+
+def _line(trace: Trace, request: TraceRequest, play: int, waits: list[After]) -> dict[str, Any]:
+    num_ids = -(-request.num_prompt_tokens // trace.unit_tokens)
+    ids = np.frombuffer(spell(request.units)[: num_ids * UNIT_BYTES], np.uint64).tolist()
+    row: dict[str, Any] = {
+        "request_id": str(request.row),
+        "play_id": f"play-{play}",
+        "session_id": request.session_id or str(request.row),
+        "model": request.model or "",
+        "input_length": request.num_prompt_tokens,
+        "output_length": request.num_output_tokens,
+        "hash_ids": ids,
+        "not_before_ms": request.arrival_ns / NS_PER_MS if not waits or request.delay_ns is None else 0.0,
+    }
+    if request.output_units is not None:
+        row["output_token_ids"] = np.frombuffer(spell(request.output_units), np.uint64).tolist()
+    if request.priority:
+        row["priority"] = request.priority
+    if request.cancel_after_ns is not None:
+        row["cancel_after_ms"] = request.cancel_after_ns / NS_PER_MS
+    if request.hints is not None:
+        row["hints"] = request.hints
+    if waits:
+        row["dependencies"] = [
+            {
+                "request_id": str(each.row),
+                "relation": "sequence",
+                "trigger": "dispatch" if each.of_arrival else "completion",
+                "delay_ms": each.delay_ns / NS_PER_MS,
+            }
+            for each in waits
+        ]
+    return row
+
+
+def _share_ids(trace: Trace, requests: Sequence[TraceRequest], plays: list[int]) -> bool:
+    """Return whether two plays share an id, so that ids must be global."""
+    play_of: dict[int, int] = {}
+    for request, play in zip(requests, plays, strict=True):
+        for name in np.unique(np.frombuffer(spell(request.units), np.uint64)).tolist():
+            if play_of.setdefault(name, play) != play:
+                return True
+    return False

@@ -1,0 +1,230 @@
+"""Readers for logs: of served requests, and of KV caches, some without answers.
+
+Qwen-Bailian (usage traces of Alibaba): `chat_id`, `parent_chat_id` (-1 for a first turn), `timestamp` in seconds,
+`input_length`, `output_length`, `hash_ids` of 16 tokens each. A chat with a parent is a later turn of its session.
+
+A log of responses: `created` (seconds) and `usage` with `prompt_tokens` and `completion_tokens`, as in responses of the
+OpenAI API. A spend log: `startTime`, `prompt_tokens`, `completion_tokens`, `status`, `session_id`. Neither records the
+contents of prompts, so no two prompts share a prefix; `prompt_tokens_details` is ignored.
+
+Other fields are ignored.
+
+A run recorded by a live engine is JSON lines, one request with its tokens per line, by arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from kvarts.base.errors import ConfigError, InputError, parts_of
+from kvarts.core.content import pack_units
+from kvarts.core.hints import Hints
+from kvarts.sim.traffic.trace import Trace, TraceRequest
+from kvarts.sim.traffic.trace_file import TraceFile, date_ns, load_rows, unlike_any_other
+from kvarts.sim.traffic.trace_request import DirectRequest
+
+__all__ = [
+    "RecordedRow",
+    "load_bailian",
+    "load_recorded",
+    "load_spend_log",
+    "load_usage_log",
+    "recorded_trace",
+]
+
+BAILIAN_TOKENS = 16
+
+Tokens = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
+
+
+class _Chat(msgspec.Struct, gc=False):
+    chat_id: int
+    timestamp: Seconds
+    input_length: Tokens
+    output_length: Tokens
+    hash_ids: list[int]
+    parent_chat_id: int = -1
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: Tokens
+    completion_tokens: Count
+
+
+class _Response(msgspec.Struct, gc=False):
+    created: Seconds
+    usage: _Usage
+
+
+class _Spend(msgspec.Struct, gc=False):
+    start: str = msgspec.field(name="startTime")
+    prompt_tokens: Count
+    completion_tokens: Count
+    request_id: str | None = None
+    status: str | None = None
+
+
+def load_bailian(
+    path: Path | str | TraceFile, *, trace_block_size: int | None = None, skip_bad_lines: bool = False
+) -> Trace:
+    """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input."""
+    unit_tokens = trace_block_size or BAILIAN_TOKENS
+    first_turns: dict[int, int] = {}
+
+    def request(row: int, chat: _Chat) -> TraceRequest:
+        if len(chat.hash_ids) * unit_tokens < chat.input_length:
+            raise InputError(
+                f"{len(chat.hash_ids)} ids of {unit_tokens} tokens cover {len(chat.hash_ids) * unit_tokens} of the "
+                f"{chat.input_length} tokens of input_length",
+                field="hash_ids",
+            )
+        try:
+            units = pack_units(chat.hash_ids)
+        except ConfigError:
+            raise InputError("ids must be from 0 to 2**64 - 1", field="hash_ids") from None
+        first = first_turns[chat.chat_id] = first_turns.get(chat.parent_chat_id, chat.chat_id)
+        return TraceRequest(
+            row,
+            round(chat.timestamp * 1e9),
+            units,
+            chat.input_length,
+            chat.output_length,
+            session_id=str(first),
+        )
+
+    return load_rows(TraceFile.of(path), _Chat, request, unit_tokens=unit_tokens, skip_bad_lines=skip_bad_lines)
+
+
+def load_usage_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
+    """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input."""
+
+    def request(row: int, response: _Response) -> TraceRequest:
+        usage = response.usage
+        units = unlike_any_other(row, usage.prompt_tokens)
+        # The prompt of an aborted request was computed, which yields a token.
+        num_output = max(1, usage.completion_tokens)
+        return TraceRequest(row, round(response.created * 1e9), units, usage.prompt_tokens, num_output)
+
+    return load_rows(TraceFile.of(path), _Response, request, skip_bad_lines=skip_bad_lines, knows_prefixes=False)
+
+
+def load_spend_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
+    """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input.
+
+    Rows with the `status` `failure`, and rows without prompt tokens (images, audio), are left out and counted.
+    """
+
+    def request(row: int, spend: _Spend) -> TraceRequest | str:
+        start_ns = date_ns(spend.start, "startTime")
+        if spend.status == "failure":
+            return "failed"
+        if not spend.prompt_tokens:
+            return "without prompt tokens"
+        units = unlike_any_other(row, spend.prompt_tokens)
+        num_output = max(1, spend.completion_tokens)
+        return TraceRequest(row, start_ns, units, spend.prompt_tokens, num_output, request_id=spend.request_id)
+
+    return load_rows(TraceFile.of(path), _Spend, request, skip_bad_lines=skip_bad_lines, knows_prefixes=False)
+
+
+class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One request. `output`: the tokens it generated. `ended`: its state when the record was written.
+
+    A request that was refused because its pages could never fit generated nothing; its `num_output_tokens` is the
+    number it asked for, so that a replay refuses it too. `began_ns`: start of the run, in runs that have other records.
+    `cancel_after_ns`: time after arrival at which its client gave it up, of a run on a fleet: `output` then has the
+    tokens that would have followed, too. `worker`, `is_left`, `fetches`: see DirectRequest; the last is a line, from 0.
+    `model`: the name by which it asked for one of several.
+    """
+
+    arrival_ns: int
+    prompt: list[int]
+    num_output_tokens: int
+    output: list[int] = []
+    max_tokens: int = 0
+    priority: int = 0
+    tenant: str | None = None
+    model: str | msgspec.UnsetType = msgspec.UNSET
+    hints: Hints | msgspec.UnsetType = msgspec.UNSET
+    request_id: str | None = None
+    ended: str = "finished"
+    began_ns: int | msgspec.UnsetType = msgspec.UNSET
+    cancel_after_ns: int | msgspec.UnsetType = msgspec.UNSET
+    worker: int | msgspec.UnsetType = msgspec.UNSET
+    is_left: bool | msgspec.UnsetType = msgspec.UNSET
+    fetches: int | msgspec.UnsetType = msgspec.UNSET
+
+
+def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
+    """Read a recorded run. Raise MissingFileError, or InputError with file and line."""
+    file = TraceFile.of(path)
+    rows: list[RecordedRow] = []
+    num_skipped = 0
+    decoder = msgspec.json.Decoder(RecordedRow)
+    for number, line in file.records():
+        try:
+            row = decoder.decode(line)
+            _request(0, row, 0, {})
+        except (msgspec.DecodeError, ConfigError) as error:
+            if not skip_bad_lines:
+                what, field = parts_of(error)
+                raise InputError(what, path=file.path, line=number, field=field) from error
+            num_skipped += 1
+        else:
+            rows.append(row)
+    if not rows:
+        raise InputError("has no requests", path=file.path, hint="A line is a request of a recorded run.")
+    return recorded_trace(rows, name=file.name, num_skipped_lines=num_skipped)
+
+
+def recorded_trace(
+    rows: list[RecordedRow], *, name: str = "recorded", num_skipped_lines: int = 0, began_ns: int | None = None
+) -> Trace:
+    """Return recorded rows as a trace, without requests that were cancelled before their first token.
+
+    `began_ns`: start of the trace; default: that given in the rows, else the first arrival.
+    """
+    first_ns = min((row.arrival_ns for row in rows), default=0) if began_ns is None else began_ns
+    if began_ns is None and rows and isinstance(rows[0].began_ns, int):
+        first_ns = rows[0].began_ns
+    kept = [row for row in rows if row.num_output_tokens]
+    places = {line: index for index, line in enumerate(line for line, row in enumerate(rows) if row.num_output_tokens)}
+    requests = [_request(index, row, first_ns, places) for index, row in enumerate(kept)]
+    requests.sort(key=lambda request: request.arrival_ns)
+    return Trace(
+        requests,
+        has_output_tokens=True,
+        name=name,
+        num_skipped_lines=num_skipped_lines,
+        left_out={"cancelled before a token": len(rows) - len(kept)} if len(kept) < len(rows) else None,
+    )
+
+
+def _request(index: int, row: RecordedRow, first_ns: int, places: Mapping[int, int]) -> TraceRequest:
+    """Return row `index` of a trace. `places`: the rows of the lines of the file."""
+    is_whole = len(row.output) == row.num_output_tokens
+    direct = None
+    if isinstance(row.worker, int):
+        fetches = places.get(row.fetches) if isinstance(row.fetches, int) else None
+        direct = DirectRequest(row.worker, row.is_left is True, fetches)
+    return TraceRequest(
+        index,
+        row.arrival_ns - first_ns,
+        pack_units(row.prompt),
+        len(row.prompt),
+        row.num_output_tokens,
+        pack_units(row.output) if is_whole else None,
+        row.priority,
+        request_id=row.request_id,
+        tenant=row.tenant,
+        cancel_after_ns=row.cancel_after_ns if isinstance(row.cancel_after_ns, int) else None,
+        hints=row.hints if isinstance(row.hints, Hints) else None,
+        direct=direct,
+        model=row.model if isinstance(row.model, str) else None,
+    )

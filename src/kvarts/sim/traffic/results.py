@@ -1,0 +1,447 @@
+"""Reads per-request results of load generators, as traffic to replay and as measurements to fit a cost model.
+
+- `vllm bench serve --save-detailed` and SGLang's `bench_serving --output-details`: `input_lens`, `output_lens`,
+  `start_times` (not in SGLang), `ttfts` and `itls` in seconds, `errors`.
+- GuideLLM: in each of `benchmarks`, `requests.successful` with `prompt_tokens`, `output_tokens`, `request_start_time`
+  (`start_time` in earlier versions), `first_token_time`, `last_token_time`, or the `info.timings` of version 2, in
+  seconds.
+- AIPerf's `profile_export.jsonl`: `metadata.request_start_ns` (`timestamp_ns` until October 2025), and in `metrics`
+  `input_sequence_length`, `output_sequence_length`, `time_to_first_token` (`ttft`) and `request_latency`.
+
+None of them records the contents of prompts. Failed and warm-up requests are left out and counted. So are cancelled
+ones, except where AIPerf records the length of the prompt (`error_isl`) and the time of cancellation
+(`cancellation_time_ns`): these become requests that their clients abandon after the same time. Their output length is
+not recorded; the longest output of the file is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from kvarts.base.errors import InputError, parts_of
+from kvarts.sim.traffic.trace import Trace, TraceRequest
+from kvarts.sim.traffic.trace_file import SKIP_HINT, UNIT_TOKENS, TraceFile, by_arrival, nothing_left, unlike_any_other
+
+__all__ = ["RESULT_FIELDS", "Result", "Results", "load_results", "read_results"]
+
+RESULT_FIELDS = (
+    frozenset({"metadata", "metrics"}),
+    frozenset({"metadata", "error"}),
+    frozenset({"input_lens", "output_lens"}),
+    frozenset({"benchmarks"}),
+)
+"""A file with all fields of one of these sets is a result file."""
+
+CANCELLED = "metadata.cancellation_time_ns"
+NS_PER_S = 1_000_000_000
+UNITS_NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": NS_PER_S, "sec": NS_PER_S}
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Tokens = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
+Nanoseconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+KindT = TypeVar("KindT")
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One successful request. Times are in nanoseconds of the file's clock; None if not recorded.
+
+    `line`: line in the file, or index among its requests from 1. `token_field`: name of the field with its token times.
+    """
+
+    line: int
+    start_ns: int | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    first_token_ns: int | None = None
+    last_token_ns: int | None = None
+    token_field: str = ""
+    session_id: str | None = None
+
+
+class Results(msgspec.Struct):
+    """Requests of a result file, in file order, with counts and warnings. `rate`: requests sent per second."""
+
+    rows: list[Result]
+    left_out: Counter[str]
+    cancelled: list[Result] = []
+    """Requests that were cancelled, at `last_token_ns`."""
+    warnings: list[str] = []
+    rate: float = inf
+    num_skipped: int = 0
+
+
+class _Bench(msgspec.Struct, gc=False):
+    input_lens: list[Count]
+    output_lens: list[Count]
+    start_times: list[Seconds] | None = None
+    ttfts: list[Seconds] | None = None
+    itls: list[list[Seconds]] | None = None
+    errors: list[str | None] | None = None
+    request_rate: float | str | None = None
+
+
+class _Timings(msgspec.Struct, gc=False):
+    request_start: Seconds | None = None
+    first_token_iteration: Seconds | None = None
+    last_token_iteration: Seconds | None = None
+
+
+class _Info(msgspec.Struct, gc=False):
+    timings: _Timings = msgspec.field(default_factory=_Timings)
+
+
+class _Request(msgspec.Struct, gc=False):
+    prompt_tokens: Tokens
+    output_tokens: Count | None = None
+    request_start_time: Seconds | None = None
+    start_time: Seconds | None = None
+    first_token_time: Seconds | None = None
+    last_token_time: Seconds | None = None
+    info: _Info = msgspec.field(default_factory=_Info)
+
+
+class _Requests(msgspec.Struct, gc=False):
+    successful: list[_Request]
+    incomplete: list[msgspec.Raw] | None = None
+    errored: list[msgspec.Raw] | None = None
+
+
+class _Totals(msgspec.Struct, gc=False):
+    successful: Count | None = None
+
+
+class _BenchmarkMetrics(msgspec.Struct, gc=False):
+    request_totals: _Totals = msgspec.field(default_factory=_Totals)
+
+
+class _Benchmark(msgspec.Struct, gc=False):
+    requests: _Requests
+    metrics: _BenchmarkMetrics = msgspec.field(default_factory=_BenchmarkMetrics)
+
+
+class _Report(msgspec.Struct, gc=False):
+    benchmarks: list[_Benchmark]
+
+
+class _Value(msgspec.Struct, gc=False):
+    value: Annotated[float, msgspec.Meta(ge=0, lt=1 << 53)]
+    unit: str = "ms"
+
+
+class _Length(msgspec.Struct, gc=False):
+    value: Annotated[float, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class _Metrics(msgspec.Struct, gc=False):
+    input_sequence_length: _Length | None = None
+    output_sequence_length: _Length | None = None
+    output_token_count: _Length | None = None
+    error_isl: _Length | None = None
+    time_to_first_token: _Value | None = None
+    ttft: _Value | None = None
+    request_latency: _Value | None = None
+
+
+class _Metadata(msgspec.Struct, gc=False):
+    request_start_ns: Nanoseconds | None = None
+    timestamp_ns: Nanoseconds | None = None
+    benchmark_phase: str | None = None
+    credit_phase: str | None = None
+    was_cancelled: bool = False
+    cancellation_time_ns: Nanoseconds | None = None
+    conversation_id: str | None = None
+    x_correlation_id: str | None = None
+    turn_index: Count | None = None
+
+
+class _Failure(msgspec.Struct, gc=False):
+    type: str | None = None
+
+
+class _Record(msgspec.Struct, gc=False):
+    metadata: _Metadata
+    metrics: _Metrics | None = None
+    error: _Failure | str | None = None
+
+
+def load_results(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
+    """Read a result file as traffic. Raise MissingFileError, or InputError with line and field.
+
+    Requests without start times are spaced evenly at the rate at which they were sent, with a warning.
+    """
+    file = TraceFile.of(path)
+    results = read_results(file, skip_bad_lines=skip_bad_lines)
+    if not results.rows and not results.cancelled:
+        raise nothing_left(file, results.left_out, results.num_skipped)
+    warnings = list(results.warnings)
+    if results.rows and results.rows[0].start_ns is None:
+        spread = f"evenly, {results.rate:g} per second" if results.rate < inf else "all at once"
+        warnings.append(f"the results have no start times: requests arrive {spread}")
+    longest = max((row.num_output_tokens for row in results.rows), default=1)
+    rows = sorted(
+        [
+            *((row, row.num_output_tokens, None) for row in results.rows),
+            *((row, longest, (row.last_token_ns or 0) - (row.start_ns or 0)) for row in results.cancelled),
+        ],
+        key=lambda each: each[0].line,
+    )
+    requests = [
+        TraceRequest(
+            index,
+            round(index / results.rate * NS_PER_S) if row.start_ns is None else row.start_ns,
+            unlike_any_other(index, row.num_prompt_tokens),
+            row.num_prompt_tokens,
+            num_output,
+            session_id=row.session_id,
+            cancel_after_ns=cancel_after_ns,
+        )
+        for index, (row, num_output, cancel_after_ns) in enumerate(rows)
+    ]
+    return Trace(
+        by_arrival(requests, file),
+        unit_tokens=UNIT_TOKENS,
+        knows_prefixes=False,
+        name=file.name,
+        num_skipped_lines=results.num_skipped,
+        left_out=results.left_out,
+        warnings=warnings,
+    )
+
+
+def read_results(file: TraceFile, *, skip_bad_lines: bool = False) -> Results:
+    """Return the requests of a result file. Raise InputError, with line and field, for malformed input.
+
+    `skip_bad_lines`: skip and count malformed lines of an AIPerf export.
+    """
+    results = Results([], Counter())
+    names = file.first_fields[0] if file.first_fields else frozenset()
+    if {"metadata", "metrics"} <= names or {"metadata", "error"} <= names:
+        _read_aiperf(file, results, skip_bad_lines=skip_bad_lines)
+    elif "benchmarks" in names:
+        for _, data in file.records():
+            _read_guidellm(file, _decoded(file, data, _Report), results)
+    else:
+        for line, data in file.records():
+            _read_bench(file, line, _decoded(file, data, _Bench, line), results)
+    return results
+
+
+def _read_bench(file: TraceFile, line: int, bench: _Bench, results: Results) -> None:
+    """Add the requests of one run. A file may contain several runs, one per line."""
+    count = len(bench.input_lens)
+    columns: dict[str, Sequence[object] | None] = {
+        name: getattr(bench, name) for name in ("output_lens", "start_times", "ttfts", "itls", "errors")
+    }
+    for name, column in columns.items():
+        if column is not None and len(column) != count:
+            raise InputError(
+                f"has {len(column)} values, and input_lens {count}",
+                path=file.path,
+                line=_several(file, line),
+                field=name,
+            )
+    if isinstance(bench.request_rate, int | float) and bench.request_rate > 0:
+        results.rate = float(bench.request_rate)
+    token_field = next((name for name in ("ttfts", "itls") if columns[name] is None), "start_times")
+    for place, (num_prompt, num_output) in enumerate(zip(bench.input_lens, bench.output_lens, strict=True)):
+        if bench.errors and bench.errors[place]:
+            results.left_out["failed"] += 1
+            continue
+        if not num_output:
+            results.left_out["without output tokens"] += 1
+            continue
+        if not num_prompt:
+            raise InputError(
+                "must be at least 1, got 0", path=file.path, line=_several(file, line), field=f"input_lens[{place}]"
+            )
+        start_ns = None if bench.start_times is None else _ns(bench.start_times[place])
+        first_ns = last_ns = None
+        if bench.start_times is not None and bench.ttfts is not None and bench.itls is not None:
+            first_s = bench.start_times[place] + bench.ttfts[place]
+            first_ns, last_ns = _ns(first_s), _ns(first_s + sum(bench.itls[place]))
+        results.rows.append(
+            Result(
+                line=place + 1,
+                start_ns=start_ns,
+                num_prompt_tokens=num_prompt,
+                num_output_tokens=num_output,
+                first_token_ns=first_ns,
+                last_token_ns=last_ns,
+                token_field=token_field,
+            )
+        )
+
+
+def _several(file: TraceFile, line: int) -> int | None:
+    return line if file.is_json_lines else None
+
+
+def _read_guidellm(file: TraceFile, report: _Report, results: Results) -> None:
+    for number, benchmark in enumerate(report.benchmarks):
+        requests, total = benchmark.requests, benchmark.metrics.request_totals.successful
+        place_of = f"benchmarks[{number}].requests"
+        results.left_out["failed"] += len(requests.errored or ())
+        results.left_out["incomplete"] += len(requests.incomplete or ())
+        if total and not requests.successful:
+            raise InputError(
+                f"is empty, and {total:,} requests were successful: the report was written without their details",
+                path=file.path,
+                field=f"{place_of}.successful",
+                hint="Run guidellm without a limit of samples (before 0.7 --sample-requests, from then on sample_size "
+                "of --metrics).",
+            )
+        if total is not None and total > len(requests.successful):
+            results.warnings.append(
+                f"the report has the details of {len(requests.successful):,} of {total:,} successful requests: a "
+                "sample of the traffic"
+            )
+        for place, request in enumerate(requests.successful):
+            results.rows.append(
+                _guidellm_result(file, request, f"{place_of}.successful[{place}]", len(results.rows) + 1)
+            )
+    results.left_out = +results.left_out  # drops zero counts
+
+
+def _guidellm_result(file: TraceFile, request: _Request, place_of: str, line: int) -> Result:
+    timings = request.info.timings
+    start_s = _first(request.request_start_time, request.start_time, timings.request_start)
+    if start_s is None:
+        raise InputError("is missing", path=file.path, field=f"{place_of}.request_start_time")
+    first_s = _first(request.first_token_time, timings.first_token_iteration)
+    last_s = _first(request.last_token_time, timings.last_token_iteration)
+    return Result(
+        line=line,
+        start_ns=_ns(start_s),
+        num_prompt_tokens=request.prompt_tokens,
+        num_output_tokens=max(1, request.output_tokens or 1),
+        first_token_ns=None if first_s is None else _ns(first_s),
+        last_token_ns=None if last_s is None else _ns(last_s),
+        token_field=f"{place_of}.{'first' if first_s is None else 'last'}_token_time",
+    )
+
+
+def _first(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _read_aiperf(file: TraceFile, results: Results, *, skip_bad_lines: bool) -> None:
+    decoder = msgspec.json.Decoder(_Record)
+    sessions: Counter[str] = Counter()
+    for line, data in file.records():
+        try:
+            try:
+                row = _aiperf_result(line, decoder.decode(data))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                what, field = parts_of(error)
+                raise InputError(what, field=field) from error
+            except RecursionError:
+                raise InputError("is nested too deeply") from None
+        except InputError as error:
+            if not skip_bad_lines:
+                raise InputError(error.what, path=file.path, line=line, field=error.field, hint=SKIP_HINT) from error
+            results.num_skipped += 1
+            continue
+        if isinstance(row, str):
+            results.left_out[row] += 1
+            continue
+        (results.cancelled if row.token_field == CANCELLED else results.rows).append(row)
+        if row.session_id is not None:
+            sessions[row.session_id] += 1
+    # A benchmark without turns gives each request a separate conversation id.
+    results.rows, results.cancelled = (
+        [
+            msgspec.structs.replace(row, session_id=None) if row.session_id and sessions[row.session_id] == 1 else row
+            for row in rows
+        ]
+        for rows in (results.rows, results.cancelled)
+    )
+
+
+def _aiperf_result(line: int, record: _Record) -> Result | str:
+    """Return the request of a record, or the reason why it is left out."""
+    metadata, metrics = record.metadata, record.metrics
+    start_ns = metadata.timestamp_ns if metadata.request_start_ns is None else metadata.request_start_ns
+    if start_ns is None:
+        raise InputError("is missing", field="metadata.request_start_ns")
+    is_cancelled = isinstance(record.error, _Failure) and "Cancel" in (record.error.type or "")
+    is_warm_up = (metadata.benchmark_phase or metadata.credit_phase or "profiling") != "profiling"
+    if metadata.was_cancelled or is_cancelled:
+        cancelled_ns = metadata.cancellation_time_ns
+        length = metrics and (metrics.error_isl or metrics.input_sequence_length)
+        if is_warm_up or not length or length.value < 1 or cancelled_ns is None or cancelled_ns < start_ns:
+            return "cancelled"
+        return Result(
+            line=line,
+            start_ns=start_ns,
+            num_prompt_tokens=int(length.value),
+            num_output_tokens=1,
+            last_token_ns=cancelled_ns,
+            token_field=CANCELLED,
+            session_id=metadata.x_correlation_id or metadata.conversation_id,
+        )
+    if record.error is not None:
+        return "failed"
+    if is_warm_up:
+        return "of a warm-up"
+    if metrics is None:
+        return "without metrics"
+    output = metrics.output_sequence_length or metrics.output_token_count
+    for name, length in (("input", metrics.input_sequence_length), ("output", output)):
+        if length is None:
+            raise InputError("is missing", field=f"metrics.{name}_sequence_length")
+    assert metrics.input_sequence_length is not None and output is not None
+    num_prompt = int(metrics.input_sequence_length.value)
+    if num_prompt < 1:
+        raise InputError("must be at least 1, got 0", field="metrics.input_sequence_length.value")
+    ttft = metrics.time_to_first_token or metrics.ttft
+    return Result(
+        line=line,
+        start_ns=start_ns,
+        num_prompt_tokens=num_prompt,
+        num_output_tokens=max(1, int(output.value)),
+        first_token_ns=None if ttft is None else start_ns + _duration_ns(ttft, "time_to_first_token"),
+        last_token_ns=None
+        if metrics.request_latency is None
+        else start_ns + _duration_ns(metrics.request_latency, "request_latency"),
+        token_field="metrics.time_to_first_token" if ttft is None else "metrics.request_latency",
+        session_id=metadata.x_correlation_id or metadata.conversation_id,
+    )
+
+
+def _duration_ns(value: _Value, name: str) -> int:
+    if value.unit not in UNITS_NS:
+        raise InputError(f"{value.unit!r} is not known", field=f"metrics.{name}.unit")
+    return round(value.value * UNITS_NS[value.unit])
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * NS_PER_S)
+
+
+def _decoded(file: TraceFile, data: bytes, kind: type[KindT], line: int | None = None) -> KindT:
+    line = line if file.is_json_lines else None
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        what, field = parts_of(error)
+        raise InputError(what, path=file.path, line=line, field=field) from error
+    except RecursionError:
+        raise InputError("is nested too deeply", path=file.path, line=line) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        what = str(error)
+    try:
+        value = json.loads(data)  # rates and percentiles may be Infinity or NaN, which standard JSON lacks
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        what, field = parts_of(error)
+        raise InputError(what, path=file.path, line=line, field=field) from error
+    except (ValueError, RecursionError):
+        raise InputError(what, path=file.path, line=line) from None

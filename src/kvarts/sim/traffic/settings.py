@@ -1,0 +1,92 @@
+"""The traffic of a replay as settings: a trace and how to read it, or a workload."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+
+from kvarts.base.errors import ConfigError, parts_of
+from kvarts.base.settings import AtLeastOne, Given, Section, setting
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvarts.sim.traffic.trace import Trace
+
+__all__ = ["SECTION", "TrafficSettings", "load_given", "reading_of"]
+
+
+class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Traffic settings of a file. On the command line, the trace is an argument instead."""
+
+    trace: Annotated[str | None, setting("Path of a trace, relative to this file.", flag=None)] = None
+    trace_block_size: Annotated[
+        AtLeastOne | None,
+        setting("Tokens per hash id of the trace.", metavar="TOKENS", default="512"),
+    ] = None
+    skip_bad_lines: Annotated[bool, setting("Skip lines that cannot be read; the report has their number.")] = False
+    session_turns: Annotated[
+        Literal["whole", "deltas"] | None,
+        setting(
+            "Whether later turns of sessions in Mooncake's form have whole prompts, or only their new part.",
+            metavar="KIND",
+            default="whole, refused if they look like deltas",
+        ),
+    ] = None
+    answers: Annotated[
+        Literal["recorded", "implied"],
+        setting(
+            "Whether answers that the trace lacks are taken from the next turn's prompt, if it contains them.",
+            metavar="KIND",
+        ),
+    ] = "recorded"
+    workload: Annotated[Any, setting("Table of a Workload: traffic made from a seed.", flag=None)] = None
+
+
+SECTION = Section(struct=TrafficSettings, title="Traffic")
+
+
+def reading_of(given: Given) -> dict[str, Any]:
+    """Return the given options of `load_trace`."""
+    return {key: given[key] for key in ("trace_block_size", "skip_bad_lines", "session_turns") if key in given}
+
+
+def load_given(given: Given, trace: Path | str | None = None) -> Trace | None:
+    """Load `trace`, or else the traffic named in `given`; None if there is neither.
+
+    Raise ConfigError for an invalid workload or one given together with a trace; InputError for a trace.
+    """
+    if "workload" in given:
+        if trace is not None or "trace" in given:
+            raise given.error("workload", "cannot be combined with a trace", hint="Keep one of them.")
+        return _workload(given)
+    if trace is None and "trace" in given:
+        trace = given.path_of("trace")
+    if trace is None:
+        return None
+    from kvarts.sim.traffic.formats import load_trace
+
+    return _answered(load_trace(trace, **reading_of(given)), given)
+
+
+def _answered(trace: Trace, given: Given) -> Trace:
+    """Return the trace with implied answers, if the settings ask for them."""
+    if "answers" not in given or given["answers"] == "recorded":
+        return trace
+    from kvarts.sim.traffic.implied import with_implied_answers
+
+    return with_implied_answers(trace)
+
+
+def _workload(given: Given) -> Trace:
+    from kvarts.sim.traffic.workload import Workload
+
+    try:
+        return msgspec.convert(given["workload"], Workload).trace()
+    except msgspec.ValidationError as error:
+        what, inner = parts_of(error)
+        raise given.named(ConfigError(what, field=f"workload.{inner}" if inner else "workload"), ()) from error
+    except ConfigError as error:
+        inner = (error.field or "").removeprefix("workload.")
+        raise given.named(ConfigError(error.what, field=f"workload.{inner}", hint=error.hint), ()) from error

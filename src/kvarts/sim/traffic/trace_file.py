@@ -1,0 +1,412 @@
+"""Input file of a trace: decompressed if needed; a pipe is read only once. And what all readers of its rows share.
+
+JSON records become requests, prompts of unknown content are made, and requests are put in the order of arrival.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
+
+import msgspec
+
+from kvarts.base.errors import InputError, parts_of
+from kvarts.base.files import place_of, reading, where_samples_are
+from kvarts.base.limits import LATEST_NS, brief
+from kvarts.core.content import pack_units
+from kvarts.sim.traffic.trace import Trace, TraceRequest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = [
+    "BLOCK_BYTES",
+    "NO_ID",
+    "SKIP_HINT",
+    "UNIT_TOKENS",
+    "TraceFile",
+    "by_arrival",
+    "date_ns",
+    "load_rows",
+    "nothing_left",
+    "unlike_any_other",
+]
+
+BLOCK_BYTES = 1 << 20
+MOST_LINE_BYTES = 1 << 24
+LINE_BYTES = 1 << 17
+"""Bytes of a file that are read at a time where lines are: a session of an agent is one."""
+MOST_RECORDS = 20
+GZIP = b"\x1f\x8b"
+UNIT_TOKENS = 512
+NO_ID = 1 << 63
+"""NO_ID plus the row number is a unit that no other prompt has."""
+SKIP_HINT = "Mend the line, or pass --set skip_bad_lines=true to leave such lines out and count them."
+
+TIME = r"(?a)(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9})\d*)?(Z|[+-]\d\d:?\d\d)?"
+
+RowT = TypeVar("RowT")
+
+
+class TraceFile:
+    """Bytes of one file. Reading raises MissingFileError, or InputError if the file is not readable.
+
+    A regular file is opened again for each use; a pipe or a device is read completely, once.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.place = place_of(path)
+        """The path, as text."""
+        self._data: bytes | None = None
+
+    @classmethod
+    def of(cls, path: Path | str | TraceFile) -> TraceFile:
+        """Return `path` as a TraceFile."""
+        return path if isinstance(path, TraceFile) else cls(path)
+
+    @cached_property
+    def path(self) -> Path:
+        """The file, or directory."""
+        from pathlib import Path
+
+        return Path(self.place)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        name = os.path.basename(self.place)  # noqa: PTH119
+        return name if name not in ("", ".") else self.path.resolve().name
+
+    @cached_property
+    def is_directory(self) -> bool:
+        """Whether the path is a directory."""
+        with self._reading():
+            return os.path.isdir(self.place)  # noqa: PTH112
+
+    def read(self) -> bytes:
+        """Return the whole content."""
+        with self._open() as file, self._unpacking():
+            return file.read()
+
+    def text(self) -> str:
+        """Return the whole content as text; line ends are normalised, as in `Path.read_text`."""
+        return self._text_of(self.read())
+
+    def _text_of(self, data: bytes) -> str:
+        try:
+            return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
+        except UnicodeDecodeError as error:
+            raise InputError(f"cannot be read: {error}", path=self.path) from error
+
+    def blocks(self, size: int = BLOCK_BYTES) -> Iterator[bytes]:
+        """Iterate over the bytes, at most `size` of them at a time."""
+        with self._open() as file:
+            while True:
+                with self._unpacking():
+                    data = file.read(size)
+                if not data:
+                    return
+                yield data
+
+    @cached_property
+    def is_json_lines(self) -> bool:
+        """Whether the file has one JSON value per line: its first line is one, or the whole file is not one."""
+        if not self.is_json:
+            return False
+        is_array = self._beginning[0].startswith(b"[")
+        if len(self._beginning) == 1 and not is_array:
+            return True
+        if self._first_lines[0][1] is not None:
+            return not is_array
+        return _fields(self.read()) is None
+
+    @cached_property
+    def is_json(self) -> bool:
+        """Whether the file is JSON, by its first character."""
+        return bool(self._beginning) and self._beginning[0].lstrip(b"\xef\xbb\xbf \t\r")[:1] in {b"{", b"["}
+
+    def records(self) -> Iterator[tuple[int, bytes]]:
+        """Iterate over the JSON values of the file, with numbers from 1.
+
+        The number is the line in JSON lines, or the position in an array. A file with a single object yields one value.
+        """
+        if self.is_json_lines:
+            beginning, is_whole = self._start
+            for line, row in beginning if is_whole else enumerate(self._lines(), 1):
+                if row.strip() and (row[0] in b'{["' or not row.decode(errors="replace").isspace()):
+                    yield line, row.rstrip(b"\n")
+            return
+        data = self.read().strip()
+        if not data.startswith(b"["):
+            yield 1, data
+            return
+        try:
+            elements = msgspec.json.decode(data, type=list[msgspec.Raw])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"is not JSON: {error}", path=self.path, line=_line_of(error, data)) from error
+        except RecursionError:
+            raise InputError("is nested too deeply", path=self.path) from None
+        for place, element in enumerate(elements, 1):
+            yield place, bytes(element)
+
+    def _lines(self) -> Iterable[bytes]:
+        """Return the lines of the whole content; their ends are normalised."""
+        data = self.read()
+        return io.BytesIO(data if data.isascii() and b"\r" not in data else self._text_of(data).encode())
+
+    @cached_property
+    def first_fields(self) -> list[frozenset[str]]:
+        """Field names of the first records that are JSON objects; empty for other kinds of files."""
+        if not self.is_json:
+            return []
+        if self.is_json_lines:
+            return [fields for _, fields in self._first_lines if fields]
+        data = self.read().strip()
+        if not data.startswith(b"["):
+            fields = _fields(data)
+            return [fields] if fields else []
+        try:
+            elements = msgspec.json.decode(data, type=list[msgspec.Raw])[:MOST_RECORDS]
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return []
+        return [fields for fields in map(_fields, map(bytes, elements)) if fields]
+
+    def malformed(self) -> InputError:
+        """Return the error for a file that begins like JSON but contains no JSON object."""
+        data = self.read()
+        what, line = "has no JSON object", None
+        try:
+            msgspec.json.decode(data)
+        except RecursionError:
+            what = "is nested too deeply"
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            what, line = f"is not JSON: {error}", _line_of(error, data)
+        return InputError(
+            what, path=self.path, line=line, hint="`kvarts trace forms` lists the forms that can be read."
+        )
+
+    @cached_property
+    def header(self) -> tuple[str, ...]:
+        """Column names in the first line; empty for JSON."""
+        if self.is_json or not self._beginning:
+            return ()
+        line = self._beginning[0].removeprefix(b"\xef\xbb\xbf")
+        return tuple(name.strip().strip('"') for name in line.decode("utf-8", "replace").split(","))
+
+    @cached_property
+    def _first_lines(self) -> list[tuple[bytes, frozenset[str] | None]]:
+        """The first non-blank lines, each with its field names if it is a JSON object, None if it is not JSON."""
+        return [(line, _fields(line)) for line in self._beginning]
+
+    @cached_property
+    def _beginning(self) -> list[bytes]:
+        """The first non-blank lines."""
+        return [line.strip() for _, line in self._start[0]]
+
+    @cached_property
+    def _start(self) -> tuple[list[tuple[int, bytes]], bool]:
+        """The first non-blank lines with their numbers; whether no others follow, and these need no normalisation."""
+        lines: list[tuple[int, bytes]] = []
+        is_plain = True
+        with self._open() as file, self._unpacking():
+            for number, line in enumerate(_lines_of(file), 1):
+                if len(lines) == MOST_RECORDS:
+                    return lines, False
+                is_plain = is_plain and len(line) < MOST_LINE_BYTES and line.isascii() and b"\r" not in line
+                if line.strip():
+                    lines.append((number, line))
+        return lines, is_plain
+
+    def _open(self) -> BinaryIO:
+        with self._reading():
+            if self._data is None and not os.path.isfile(self.place) and not self.is_directory:  # noqa: PTH113
+                self._data = self.path.read_bytes()
+            if self._data is not None:
+                data = io.BytesIO(self._data)
+                return _unpacked(data) if self._data.startswith(GZIP) else data
+            file = io.BufferedReader(io.FileIO(self.place), LINE_BYTES)
+            try:
+                is_packed = file.peek(2).startswith(GZIP)
+            except BaseException:
+                file.close()
+                raise
+            if not is_packed:
+                return file
+            file.close()
+            return _unpacked(self.path)
+
+    def _reading(self) -> AbstractContextManager[None]:
+        return reading(self.place, hint=where_samples_are(self.place))
+
+    @contextmanager
+    def _unpacking(self) -> Iterator[None]:
+        try:
+            with self._reading():
+                yield
+        except Exception as error:
+            import zlib  # few traces are compressed
+
+            if not isinstance(error, EOFError | zlib.error):
+                raise
+            raise InputError(f"cannot be read: {error}", path=self.path) from error
+
+
+def _lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of `file` without their ends. Its own `readline` compares bytes one by one.
+
+    Of a line that is longer than MOST_LINE_BYTES, yield parts, all but the last one at least as long.
+    """
+    parts: list[bytes] = []
+    while data := file.read(LINE_BYTES):
+        start = 0
+        while end := data.find(b"\n", start) + 1:
+            yield b"".join((*parts, data[start : end - 1]))
+            parts.clear()
+            start = end
+        parts.append(data[start:])
+        if sum(map(len, parts)) >= MOST_LINE_BYTES:
+            yield b"".join(parts)
+            parts.clear()
+    yield b"".join(parts)
+
+
+def _unpacked(source: Path | BinaryIO) -> BinaryIO:
+    import gzip  # few traces are compressed
+
+    return cast(BinaryIO, gzip.open(source))
+
+
+def _fields(data: bytes) -> frozenset[str] | None:
+    """Return the field names of a JSON object; empty for another JSON value; None if `data` is not JSON."""
+    try:
+        return frozenset(msgspec.json.decode(data, type=dict[str, msgspec.Raw]))
+    except (msgspec.ValidationError, RecursionError):
+        return frozenset()
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    import json
+
+    try:
+        value = json.loads(data)  # accepts NaN and Infinity, which Python writes but standard JSON lacks
+    except (ValueError, RecursionError):
+        return None
+    return frozenset(value) if isinstance(value, dict) else frozenset()
+
+
+def _line_of(error: Exception, data: bytes) -> int | None:
+    place = re.search(r"\(byte (\d+)\)", str(error))
+    return None if place is None else data.count(b"\n", 0, int(place[1])) + 1
+
+
+def load_rows(
+    files: TraceFile | Sequence[TraceFile],
+    kind: type[RowT],
+    request_of: Callable[[int, RowT], TraceRequest | str | None],
+    *,
+    unit_tokens: int = UNIT_TOKENS,
+    skip_bad_lines: bool,
+    knows_prefixes: bool = True,
+) -> Trace:
+    """Read the JSON records of one or several files, decoded as `kind`; the first arrival becomes 0.
+
+    `request_of` returns a request; a reason to leave a record out, which is counted; or None for an unrelated record.
+    Raise InputError, with line and field, for malformed input, unless `skip_bad_lines`, which skips and counts it.
+    """
+    requests: list[TraceRequest] = []
+    left_out: Counter[str] = Counter()
+    num_skipped = 0
+    decoder = msgspec.json.Decoder(kind)
+    files = [files] if isinstance(files, TraceFile) else files
+    for file in files:
+        for line, row in file.records():
+            try:
+                request = _decoded(decoder, row, request_of, len(requests))
+            except InputError as error:
+                if not skip_bad_lines:
+                    raise InputError(
+                        error.what, path=file.path, line=line, field=error.field, hint=error.hint or SKIP_HINT
+                    ) from error
+                num_skipped += 1
+                continue
+            if isinstance(request, str):
+                left_out[request] += 1
+            elif request is not None:
+                requests.append(request)
+    if not requests:
+        raise nothing_left(files[0], left_out, num_skipped)
+    return Trace(
+        by_arrival(requests, files[0]),
+        unit_tokens=unit_tokens,
+        knows_prefixes=knows_prefixes,
+        name=files[0].name,
+        num_skipped_lines=num_skipped,
+        left_out=left_out,
+    )
+
+
+def _decoded(
+    decoder: msgspec.json.Decoder[RowT],
+    row: bytes,
+    request_of: Callable[[int, RowT], TraceRequest | str | None],
+    index: int,
+) -> TraceRequest | str | None:
+    try:
+        return request_of(index, decoder.decode(row))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        what, field = parts_of(error)
+        raise InputError(what, field=field) from error
+    except RecursionError:
+        raise InputError("is nested too deeply") from None
+
+
+def nothing_left(
+    file: TraceFile, left_out: Mapping[str, int] = MappingProxyType({}), num_skipped: int = 0
+) -> InputError:
+    """Return the error for a file without requests, with the numbers of records left out."""
+    counts = [f"{count:,} {reason}" for reason, count in left_out.items()]
+    if num_skipped:
+        counts.append(f"{num_skipped:,} that cannot be read")
+    why = f": {', '.join(counts)}" if counts else ""
+    return InputError(
+        f"has no requests{why}",
+        path=file.path,
+        hint="A trace has one request per line or row.",
+    )
+
+
+def by_arrival(requests: Sequence[TraceRequest], file: TraceFile) -> list[TraceRequest]:
+    """Return requests stably sorted by arrival, the first at 0. Raise InputError if they span more than 73 years."""
+    first_ns = min(request.arrival_ns for request in requests)
+    if max(request.arrival_ns for request in requests) - first_ns > LATEST_NS:
+        raise InputError("has times more than 73 years apart", path=file.path)
+    moved = [msgspec.structs.replace(request, arrival_ns=request.arrival_ns - first_ns) for request in requests]
+    moved.sort(key=lambda request: request.arrival_ns)
+    return moved
+
+
+def date_ns(text: str, field: str) -> int:
+    """Return nanoseconds since 1970 for a date and time, in UTC unless it has an offset. Raise InputError."""
+    from datetime import datetime  # a hundredth of a short replay, which has no dates
+
+    match = re.fullmatch(TIME, text)
+    try:
+        if match is None:
+            raise ValueError
+        whole, fraction, offset = match.groups()
+        time = datetime.fromisoformat(whole + (offset or "+00:00").replace("Z", "+00:00"))
+    except (ValueError, OverflowError):
+        raise InputError(f"{brief(text)} is not a time such as 2024-05-10 00:00:00.01+00:00", field=field) from None
+    return int(time.timestamp()) * 1_000_000_000 + int((fraction or "").ljust(9, "0"))
+
+
+def unlike_any_other(index: int, num_tokens: int, unit_tokens: int = UNIT_TOKENS, *, beside_ids: bool = False) -> bytes:
+    """Return units of `unit_tokens` tokens that only row `index` has. `beside_ids`: other rows have hash ids."""
+    first = (NO_ID if beside_ids else 0) + (index << 32)
+    return pack_units(range(first, first - (-num_tokens // unit_tokens)))

@@ -1,0 +1,129 @@
+"""Doors that other machines reach: TLS and a token on each of them, or --insecure twice; KV events have neither."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("grpc", reason="needs kvarts[grpc]")
+pytest.importorskip("uvicorn", reason="needs kvarts[serve]")
+pytest.importorskip("zmq", reason="needs kvarts[serve]")
+
+from kvarts.base.errors import ConfigError
+from kvarts.doors.grpc.server import Binding
+from kvarts.doors.kv_events.batches import KvEventsConfig
+from kvarts.doors.openai.server import Address
+
+from builders.certificates import make_certificate
+from builders.server_process import kvarts_process
+
+OUTSIDE = ("0.0.0.0", "[::]", "192.168.1.4", "example.org")
+INSIDE = ("127.0.0.1", "[::1]", "localhost", "127.9.9.9")
+
+
+def http_door(host: str, has_token: bool, tls: dict[str, Any], insecure: int) -> object:
+    return Address(host=host.strip("[]"), has_keys=has_token, insecure=insecure, **tls)
+
+
+def grpc_door(host: str, has_token: bool, tls: dict[str, Any], insecure: int) -> object:
+    return Binding(address=f"{host}:0", asks_for_token=has_token, insecure=insecure, **tls)
+
+
+@pytest.mark.parametrize("door", [http_door, grpc_door])
+def test_both_doors_keep_one_rule(door: Any, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    for host in (*OUTSIDE, *INSIDE):
+        for has_token in (False, True):
+            for tls in ({}, {"tls_cert": cert, "tls_key": key}):
+                for insecure in (0, 1, 2):
+                    if host in INSIDE or (has_token and tls) or insecure == 2:
+                        door(host, has_token, tls, insecure)
+                        continue
+                    with pytest.raises(ConfigError, match="--insecure twice"):
+                        door(host, has_token, tls, insecure)
+
+
+@pytest.mark.parametrize("field", ["endpoint", "replay_endpoint"])
+def test_kv_events_stay_on_this_machine_unless_insecure_is_given_twice(field: str) -> None:
+    here: dict[str, Any] = {"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://[::1]:5558"}
+    KvEventsConfig(**here)
+    KvEventsConfig(**{**here, field: "ipc:///tmp/events"})
+    for endpoint in ("tcp://*:5559", "tcp://0.0.0.0:5559", "tcp://eth0:5559", "tcp://[::]:5559"):
+        for insecure in (0, 1):
+            with pytest.raises(ConfigError, match=r"tokens of all prompts.*--insecure twice"):
+                KvEventsConfig(**{**here, field: endpoint}, insecure=insecure)
+        KvEventsConfig(**{**here, field: endpoint}, insecure=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["serve", "sessions", "--mock", "--bind", "0.0.0.0:0"], "bind"),
+        (["serve", "sessions", "--mock", "--bind", "127.0.0.1:0", "--http", "0.0.0.0:0"], "http"),
+        (["mock", "--host", "0.0.0.0", "--port", "0"], "host"),
+        (["serve", "--model", "nowhere", "--host", "0.0.0.0"], "host"),
+        (["mock", "--port", "0", "--kv-events", "tcp://*:0"], "kv_events"),
+        (["mock", "--port", "0", "--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://*:0"],
+         "kv_events_replay"),
+        (["replay", "--kv-events", "tcp://*:0"], "kv_events"),
+    ],
+)  # fmt: skip
+def test_commands_refuse_to_open_a_door_to_others_without_protection(
+    arguments: list[str], option: str, run_command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    protection = {"serve": ["--api-key-file"], "mock": ["--api-key-file"], "replay": []}[arguments[0]]
+    if "sessions" in arguments:
+        protection = ["--token-file"]
+    with_token = [*protection, str(token)] if protection else []
+    for more in ([], ["--insecure"], with_token, [*with_token, "--insecure"]):
+        assert run_command(*arguments, *more) == 2
+        error = capsys.readouterr().err
+        assert f"{option.replace('_', '-')}: other machines reach" in error.replace("_", "-"), error
+        assert "--insecure twice" in error
+
+
+def read_health(connection: http.client.HTTPConnection) -> None:
+    connection.request("GET", "/health")
+    connection.getresponse()
+
+
+def test_both_doors_of_a_session_server_are_encrypted_with_one_certificate(tmp_path: Path) -> None:
+    import grpc
+
+    from kvarts.doors.proto.kvarts.v1 import sessions_pb2 as added
+    from kvarts.doors.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
+
+    cert, key = make_certificate(tmp_path)
+    tokens = tmp_path / "tokens"
+    tokens.write_text("ann:secret\n")
+    options = ["--tls-cert", str(cert), "--tls-key", str(key), "--token-file", str(tokens)]
+    doors = ["--bind", "0.0.0.0:0", "--http", "0.0.0.0:0"]
+    with kvarts_process("serve", "sessions", "--mock", "--speedup", "100", *doors, *options) as server:
+        grpc_port = int(server.wait_for(r"listening on 0\.0\.0\.0:(\d+) .*\(TLS, a token is asked for\)")[1])
+        http_port = int(server.wait_for(r"https://0\.0\.0\.0:(\d+)/v1")[1])
+        trusting = ssl.create_default_context(cafile=str(cert))
+        asked = {"model": "mock", "prompt": "hello", "max_tokens": 3, "session_id": "one"}
+        for token, status in (("wrong", 401), ("secret", 200)):
+            connection = http.client.HTTPSConnection("127.0.0.1", http_port, context=trusting, timeout=20)
+            headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(asked), headers)
+            answer = connection.getresponse()
+            assert answer.status == status, answer.read()
+            connection.close()
+        plain = http.client.HTTPConnection("127.0.0.1", http_port, timeout=20)
+        with pytest.raises((OSError, http.client.HTTPException)):
+            read_health(plain)
+        plain.close()
+        with grpc.secure_channel(f"127.0.0.1:{grpc_port}", grpc.ssl_channel_credentials(cert.read_bytes())) as channel:
+            listed = SessionsStub(channel).List(
+                added.ListRequest(), metadata=(("authorization", "Bearer secret"),), timeout=20
+            )
+            assert [session.label for session in listed.sessions] == ["one"]
+        assert server.stop() == 0

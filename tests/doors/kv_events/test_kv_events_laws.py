@@ -1,0 +1,141 @@
+"""A consumer that has the events alone holds what the caches hold, after any sequence of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.core.content import Content
+from kvarts.core.event_log import EventReader
+from kvarts.core.events import Event, PagesRemoved, PagesStored
+from kvarts.core.keys import BlockKey, BlockKeys
+from kvarts.doors.kv_events.batches import Batch, BlocksCleared, BlocksRemoved, BlocksStored, Wire
+from kvarts.doors.kv_events.reader import KvEventReader
+
+from builders.case import Case, cases
+from builders.kv_events import run_consumed
+from builders.reader_contract import EventReaderContract
+from builders.tiered import Tiered, tiered
+from oracles.naive_kv_events import NaiveConsumer, chain
+
+forms = st.sampled_from([("map", False), ("map", True), ("array", False)])
+
+
+@pytest.mark.laws
+@given(cases(), forms, st.booleans(), st.booleans())
+def test_a_consumer_holds_what_the_cache_holds(case: Case, form: Any, clears: bool, slowly: bool) -> None:
+    consumed = run_consumed(case, form=form[0], hash_bytes=form[1], clears=clears, step_by_step=slowly)
+    for each in consumed:
+        each.compare()
+
+
+@pytest.mark.laws
+@given(tiered(lists=True), forms)
+def test_a_consumer_holds_what_all_tiers_hold(of: Tiered, form: Any) -> None:
+    for each in run_consumed(of.case, form=form[0], hash_bytes=form[1], offload=of.offload):
+        each.compare()
+
+
+class Kept:
+    """A sink that keeps what was told, flat: in how many batches it came is not looked at."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.reader = KvEventReader(self)
+
+    def put(self, batch: Batch) -> None:
+        self.told += batch.told
+
+    def pace(self) -> None:
+        pass
+
+    wants_details = True
+
+    def observe(self, events: list[Event]) -> None:
+        self.reader.observe(events)
+
+
+class TestContract(EventReaderContract):
+    def make(self, path: Path) -> EventReader:
+        return Kept()  # type: ignore[return-value]
+
+    def outcome(self, reader: EventReader, path: Path) -> object:
+        assert isinstance(reader, Kept)
+        consumer = NaiveConsumer()
+        for told in reader.told:
+            consumer.apply(Wire("map").encode([told], 0.0))
+        return consumer.content(), reader.reader.snapshot().told
+
+
+class OneBatch:
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+
+    def put(self, batch: Batch) -> None:
+        self.batches.append(batch)
+
+    def pace(self) -> None:
+        pass
+
+
+def content(*tokens: int, owner: int = 0, salt: str | None = None) -> Content:
+    return Content.from_tokens(tokens, page_size=2, owner=owner, salt=salt)
+
+
+def test_names_are_those_of_vllm_from_its_root_on() -> None:
+    """By a CBOR written by hand; and a tenant's name is in the names of all its blocks."""
+    tokens = [0, 23, 24, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, 2**64 - 1]
+    for salt in (None, "tenant"):
+        assert list(BlockKeys(content(*tokens, salt=salt), algorithm="sha256_cbor")) == chain(tokens, 2, salt)
+    assert chain([1, 2, 3, 4], 2, "a")[1] != chain([1, 2, 3, 4], 2)[1]
+
+
+def test_a_sequence_that_goes_on_is_told_with_its_parent() -> None:
+    sink = OneBatch()
+    reader = KvEventReader(sink)
+    first, second = content(1, 2, 3, 4, 5), content(1, 2, 3, 4, 9, 9, owner=1, salt=None)
+    reader.observe([PagesStored(first, 0, 2, None)])
+    reader.observe([PagesStored(second, 2, 3, first)])
+    names = chain([1, 2, 3, 4, 9, 9], 2)
+    (stored,) = sink.batches[1].told
+    assert isinstance(stored, BlocksStored)
+    assert (stored.parent, list(stored.keys), sink.batches[1].seq) == (names[1], names[2:], 1)
+
+
+def test_events_that_say_nothing_of_blocks_make_no_batch_and_no_number() -> None:
+    sink = OneBatch()
+    reader = KvEventReader(sink)
+    reader.observe([])
+    reader.observe([PagesStored(content(1), 0, 1, None), PagesRemoved(content(1), 0, 1)])
+    assert (sink.batches, reader.num_batches, reader.num_unnamed_pages) == ([], 0, 1)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_the_last_block_that_goes_clears_everything_where_one_rank_is_all_there_is(clears: bool) -> None:
+    sink = OneBatch()
+    reader = KvEventReader(sink, clears=clears)
+    of = content(1, 2, 3, 4)
+    reader.observe([PagesStored(of, 0, 2, None), PagesStored(of, 0, 1, None, "host"), PagesRemoved(of, 0, 2)])
+    reader.observe([PagesRemoved(of, 0, 1, "host")])
+    names = [BlockKey(name) for name in chain([1, 2, 3, 4], 2)]
+    assert sink.batches[0].told[2] == BlocksRemoved((names[1], names[0]), "GPU")
+    assert sink.batches[1].told == [BlocksCleared() if clears else BlocksRemoved((names[0],), "CPU")]
+    assert reader.snapshot().told == [BlocksCleared()]
+
+
+def test_full_state_names_parents_first_whatever_order_they_came_in() -> None:
+    """A page of host memory may follow one that only the device has, and come to host memory before it."""
+    sink = OneBatch()
+    reader = KvEventReader(sink)
+    of = content(1, 2, 3, 4, 5, 6)
+    reader.observe(
+        [PagesStored(of, 0, 3, None), PagesStored(of, 1, 3, of, "host"), PagesStored(of, 0, 1, None, "host")]
+    )
+    reader.observe([PagesRemoved(of, 0, 3)])
+    consumer = NaiveConsumer()
+    consumer.apply(Wire("map").encode(reader.snapshot().told, 0.0))
+    assert {medium: len(blocks) for medium, blocks in consumer.content().items()} == {"CPU": 3}

@@ -1,0 +1,67 @@
+"""Weights that would run code are refused, in words of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="needs kvarts[torch]")
+pytest.importorskip("transformers", reason="needs kvarts[torch]")
+import torch
+
+from kvarts.base.errors import InputError
+from kvarts.run.torch.loading import load_model, load_tokenizer
+from kvarts.run.torch.tiny import write_tiny
+
+
+class Runs:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (self.command,)
+
+
+def test_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
+    model, ran = tmp_path / "model", tmp_path / "ran"
+    write_tiny("llama", model)
+    (model / "model.safetensors").unlink()
+    torch.save({"weight": Runs(f"touch {ran}")}, model / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"a pickle that holds more than tensors.*Convert them to safetensors") as said:
+        load_model(model)
+    assert "weights_only" not in str(said.value)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", -1),
+        ("num_hidden_layers", "4"),
+        ("num_hidden_layers", 10**9),
+        ("head_dim", 64.5),
+        ("hidden_size", 10**12),
+        ("vocab_size", -5),
+    ],
+)
+def test_sizes_that_cannot_be_are_named_before_anything_is_built(tmp_path: Path, field: str, value: object) -> None:
+    model = tmp_path / "model"
+    write_tiny("llama", model)
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(InputError) as said:
+        load_model(model)
+    assert str(said.value).startswith(f"{path}: {field}: Expected")
+    assert said.value.exit_code == 4
+
+
+def test_a_tokenizer_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    write_tiny("llama", model)
+    (model / "tokenizer.json").write_text('{"model":' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(InputError, match=r"tokenizer\.json: is nested too deeply"):
+        load_tokenizer(model)
