@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from kvarts.core.build import build_engine, preparation_of
 from kvarts.core.config import EngineConfig
@@ -16,6 +16,7 @@ from kvarts.core.request import Request
 from kvarts.core.sched.scheduler import Scheduler
 from kvarts.cost.polynomial import LinearCost
 from kvarts.cost.simulated import SimExecutor
+from kvarts.proof.audit.opening import audit_of
 from kvarts.sim.replica import Replica
 
 __all__ = ["make_replica", "make_scheduler", "request_of", "run", "whole_pages"]
@@ -28,11 +29,14 @@ def make_replica(
     readers: Sequence[EventReader] = (),
     step_by_step: bool = False,
     offload: Any = None,
+    audit: bool | Literal["laws"] = False,
     **kwargs: Any,
 ) -> Replica:
     """An engine in virtual time; a step takes a millisecond unless `executor` says otherwise."""
     executor = executor or SimExecutor(LinearCost(step_ms=1.0))
-    engine = build_engine(config, executor, readers=readers, tiers=preparation_of(offload), **kwargs)
+    engine = build_engine(
+        config, executor, readers=readers, tiers=preparation_of(offload), audit=audit_of(audit), **kwargs
+    )
     return Replica(engine, executor, step_by_step=step_by_step)
 
 
