@@ -1,4 +1,4 @@
-"""Runs a tiny random model in vLLM; started by tests/doors/vllm/test_inside_vllm.py with a Python that has vLLM.
+"""Runs a tiny random model in vLLM; started by tests/doors/inside_vllm/test_inside_vllm.py with a Python that has vLLM.
 
 Reads rounds of prompts from standard input, one JSON object a line: `prompts`, `max_tokens`. Prints for each round the
 tokens generated and the prompt tokens that were found; last of all the counts of kvarts' tiers. `ports`: of its KV

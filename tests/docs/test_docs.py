@@ -105,7 +105,6 @@ SLOW = {
     "guide-notebook.md-4",
     "guide-offload.md-3",
     "guide-offload.md-4",
-    "guide-offload.md-7",
     "guide-policies.md-4",
     "guide-replay.md-2",
     "guide-sharing.md-0",

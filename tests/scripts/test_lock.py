@@ -53,7 +53,7 @@ def test_what_is_bundled_is_listed_with_its_licence() -> None:
     ours = {
         "README.md",
         "charts.js",
-        *(f"{page}.{kind}" for page in ("live", "report") for kind in ("css", "html", "js")),
+        *(f"{page}.{kind}" for page in ("live", "lines", "report") for kind in ("css", "html", "js")),
     }
     for folder in ("src/kvarts/data", "src/kvarts/sim/report/assets"):
         for path in (ROOT / folder).rglob("*"):

@@ -103,24 +103,11 @@ class OpenedAudit(Protocol):
         """Return the reader that checks the engine's events. `account`: returns the engine's cache, once it has one."""
 
 
-class OpenAudit(Protocol):
-    """Opens an independent ledger for an engine: `kvarts.proof.audit.opening.open_audit`, which this module cannot
-    import."""
+OpenAudit: TypeAlias = Callable[..., OpenedAudit]
+"""Opens an independent ledger for an engine: `kvarts.proof.audit.opening.open_audit`, which is passed in from above.
 
-    def __call__(
-        self,
-        config: EngineConfig,
-        make_order: Callable[[], EvictionOrder],
-        *,
-        has_groups: bool,
-        has_tiers: bool,
-        plans_ahead: bool,
-        hands_over: bool,
-        shares_device: bool,
-        drafts_first: bool,
-    ) -> OpenedAudit:
-        """Raise ConfigError for a part of the engine that the ledger does not follow."""
-
+Raises ConfigError for a part of the engine that the ledger does not follow.
+"""
 
 Audit: TypeAlias = OpenAudit | Literal["laws"] | None
 """How an engine is audited: by its laws and by an independent ledger, by its laws alone, or not."""

@@ -185,7 +185,7 @@ class ReplayConfig(
     ] = msgspec.field(default_factory=_default_cost)
     cost_factor: Annotated[
         float,
-        setting("Multiply the time of each step by X, to see how much depends on the cost model.", metavar="X"),
+        setting("Factor on the time of each step: shows how much depends on the cost model.", metavar="X"),
     ] = 1.0
     replicas: Annotated[
         int,
@@ -556,7 +556,7 @@ class ReplayConfig(
 
 
 def _stated(cost: msgspec.Struct) -> dict[str, Any]:
-    values: dict[str, Any] = msgspec.to_builtins(cost)
+    values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(cost))  # lists for tuples, as a report has them
     values.pop("uncertainty", None)  # the report contains its results
     return values
 

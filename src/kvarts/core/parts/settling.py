@@ -23,7 +23,7 @@ class Settling:
     """Owner of the releases of decodes: all are settled between two steps, or each at its turn.
 
     `places`: the places in a page at which a token no longer needs a page that the token before it needed. `waits`: the
-    releases wait for the next step, as nobody else takes or releases parts between steps who could use them.
+    releases wait for the next step, as nothing else takes or releases parts between steps and could use them.
     """
 
     __slots__ = ("_drafts", "_handoffs", "_places", "_scheduler", "_unsettled", "_waits", "pending")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvarts.core.parts.ahead import PlansAhead
     from kvarts.core.parts.settling import Settling
     from kvarts.core.sched.drafts import Drafts
+    from kvarts.core.sched.handoffs import Handoffs
     from kvarts.core.sched.input_batch import InputBatch
 
 __all__ = ["Scheduler"]
@@ -83,6 +84,8 @@ class Scheduler(SchedulerState):
             finds_prefixes=finds_prefixes,
             num_kept=num_kept,
         )
+        self.handoffs: Handoffs | None = None
+        """Requests that two engines work on."""
         self.drafts: Drafts | None = None
         """Drafted tokens, for an executor that reports which drafts are right."""
         self.ahead: PlansAhead | None = None

@@ -22,7 +22,6 @@ from kvarts.core.sched.step import Hooks
 from kvarts.core.sched.wheel import DecodeWheel
 
 if TYPE_CHECKING:
-    from kvarts.core.sched.handoffs import Handoffs
     from kvarts.core.sched.input_batch import InputBatch
     from kvarts.core.sched.loads import Loads
     from kvarts.core.sched.lower_tiers import LowerTiers
@@ -80,8 +79,6 @@ class SchedulerState:
         self.leaps = Horizon(self.running, waiting, cache, pages, orders_matter=tell is not None)
         self.loads: Loads | None = None
         """Requests that wait for a tier below the device."""
-        self.handoffs: Handoffs | None = None
-        """Requests that two engines work on."""
         self.hooks = Hooks((self.memory.find, self.memory.fits))
         self.blocked = NOT_BLOCKED
         """Why the head waits; NOT also if no request waits, or if the head was not examined since a change."""

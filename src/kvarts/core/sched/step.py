@@ -133,7 +133,7 @@ class Step:
         self.begin(now_ns)
 
     def begin(self, now_ns: int) -> None:
-        """Begin the plan of the step that starts at `now_ns`. Who writes one of the other fields does so every time."""
+        """Begin the plan of the step that starts at `now_ns`. The other fields are written for every step."""
         self.now_ns = now_ns
         self.chunks: list[Chunk] = []
         self.admitted: list[int] = []
