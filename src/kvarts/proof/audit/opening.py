@@ -10,13 +10,13 @@ from kvarts.core.build import Audit
 from kvarts.core.config import EngineConfig
 from kvarts.core.kv.cache import Memory
 from kvarts.core.kv.eviction import EvictionOrder, LruOrder
-from kvarts.proof.audit.auditor import Auditor
-from kvarts.proof.audit.ledger import LedgerGroup
-from kvarts.proof.audit.tiers import OrderWatch
 
 if TYPE_CHECKING:
     from kvarts.core.kv.groups import GroupMemory
     from kvarts.core.kv.transfer import LoadKv
+    from kvarts.proof.audit.auditor import Auditor
+    from kvarts.proof.audit.ledger import LedgerGroup
+    from kvarts.proof.audit.tiers import OrderWatch
 
 __all__ = ["AuditOpening", "audit_of", "not_followed", "open_audit"]
 
@@ -98,7 +98,11 @@ class AuditOpening:
 
     def __init__(self, make_order: Callable[[], EvictionOrder]) -> None:
         self._is_lru = make_order is LruOrder
-        self._watch = None if self._is_lru else OrderWatch(make_order)
+        self._watch: OrderWatch | None = None
+        if not self._is_lru:
+            from kvarts.proof.audit.tiers import OrderWatch
+
+            self._watch = OrderWatch(make_order)
         self.make_order = make_order if self._watch is None else self._watch.make
 
     def open(
@@ -113,6 +117,8 @@ class AuditOpening:
         account: Callable[[], Memory],
     ) -> Auditor:
         """Return the auditor. Arguments are those of build_engine; `account`: returns its cache, once it has one."""
+        from kvarts.proof.audit.auditor import Auditor  # which engines without an audit do not import
+
         return Auditor(
             config.num_pages if memory is None or num_blocks is None else num_blocks,
             config.page_size,
@@ -137,6 +143,8 @@ def _names(below: AuditedTiers | None) -> Sequence[str]:
 
 
 def _groups(memory: GroupMemory) -> tuple[LedgerGroup, ...]:
+    from kvarts.proof.audit.ledger import LedgerGroup
+
     make: Any = LedgerGroup  # layers that share the KV of others, or have none, are in no group
     return tuple(
         make(
