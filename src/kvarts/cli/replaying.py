@@ -14,7 +14,6 @@ from kvarts.cli.effects import TABLES
 from kvarts.cli.outputs import check_opening, write_run_page
 from kvarts.cli.process import Progress, is_compiled, say, tell_whole_pages
 from kvarts.sim.config import SECTIONS, resolve_replay
-from kvarts.sim.replaying import replay
 from kvarts.sim.report.run_directory import REPORT
 from kvarts.sim.traffic.settings import SECTION as TRAFFIC
 from kvarts.sim.traffic.settings import load_given
@@ -95,6 +94,8 @@ def run_replay(
     `parts`: those whose options the command line may have. `places`: the options of results. `check_effects` is called
     with a function that returns whether an option is set.
     """
+    from kvarts.sim.replaying import replay  # which a mock, whose settings are read here as well, does not need
+
     for part in parts:
         part.check(given)
     check_effects(set_by(given, sections))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from kvarts.core.event_log import EventReader
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.fleet.config import FleetConfig, FleetWorker
-from kvarts.sim.fleet.replay import replay_fleet
-from kvarts.sim.fleet.report import FleetReport
 from kvarts.sim.replay import Traffic, replay_with_spread
 from kvarts.sim.report.report import Report
 from kvarts.sim.sharing.config import ObserversOf, SharingConfig
-from kvarts.sim.sharing.replay import replay_several
-from kvarts.sim.sharing.report import SharedReport
+
+if TYPE_CHECKING:
+    from kvarts.sim.fleet.report import FleetReport
+    from kvarts.sim.sharing.report import SharedReport
 
 __all__ = ["Replayable", "replay"]
 
@@ -76,8 +76,12 @@ def replay(
     """
     match config:
         case FleetConfig():
+            from kvarts.sim.fleet.replay import replay_fleet  # few replays are of a fleet or of several models
+
             return replay_fleet(trace, config, on_progress=on_progress, observers_of=observers_of)
         case SharingConfig():
+            from kvarts.sim.sharing.replay import replay_several
+
             return replay_several(trace, config, on_progress=on_progress, observers_of=observers_of)
     config = config or ReplayConfig()
     return replay_with_spread(trace, config, workers=workers, on_progress=on_progress, observers_of=observers_of)
