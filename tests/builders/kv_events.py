@@ -148,7 +148,7 @@ def named(event: Any) -> dict[str, Any]:
 
 
 class GroupConsumer:
-    """Reads the same events twice: as they are, and as bytes."""
+    """Reads the same events twice: as they are, and as bytes. Arrays name no group where there are no groups."""
 
     wants_details = True
 
@@ -172,7 +172,7 @@ class GroupConsumer:
             if event["type"] == "AllBlocksCleared":
                 there.clear()
                 continue
-            blocks = {(event["medium"], event["group_idx"], name) for name in event["block_hashes"]}
+            blocks = {(event["medium"], event.get("group_idx", 0), name) for name in event["block_hashes"]}
             if event["type"] == "BlockStored":
                 assert not there & blocks, "stored twice"
                 assert len(event["token_ids"]) == len(event["block_hashes"]) * event["block_size"]

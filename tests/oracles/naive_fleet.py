@@ -711,7 +711,7 @@ class NaiveFleet:
             if target.end_ns is None:
                 self.send(target.try_to_reserve(now))
         elif what == "transfer":
-            if any(each[2] is handoff for each in self.transfers):
+            if any(each[2] is handoff for each in self.transfers) or handoff.reserved_ns < 0:
                 return
             if self.cut & {self.workers.index(source), self.workers.index(target)}:
                 if not self.num_layers or self.is_held(handoff):
@@ -905,7 +905,8 @@ class NaiveFleet:
                     else:
                         self.fail_transfer(handoff, now)
                     continue
-                if any(each[2] is handoff for each in self.transfers):
+                is_to_be_sent = ("transfer", handoff) in self.actions
+                if is_to_be_sent or any(each[2] is handoff for each in self.transfers):
                     self.fail_transfer(handoff, now)
                 elif handoff in target.pending:
                     target.pending.remove(handoff)

@@ -99,6 +99,14 @@ PRIORITY_BEHIND_A_FAULT = FleetCase(
 """A worker fails while a request of a larger priority keeps another from the pages that it needs there."""
 
 
+LOST_BEFORE_IT_IS_SENT = FleetCase(
+    Case([Row(0, [0], 1, 1, None, 0, None)] * 2, 1, 1, 2, 4, 2, "mocker", 1),
+    1, 1, 1, 1, None, 3.0, only_missing=False, faults=(Fault("down", 0, 5_000_000), Fault("cut", 0, 17_000_000)),
+)  # fmt: skip
+"""A worker fails, and the first prompt that it loses makes room for the next, whose KV it loses as well."""
+
+
+@example(LOST_BEFORE_IT_IS_SENT)
 @example(PRIORITY_BEHIND_A_FAULT)
 @given(st.tuples(st.booleans(), st.booleans()).flatmap(lambda each: fleets(cancels=each[0], faults=each[1])))
 def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -> None:

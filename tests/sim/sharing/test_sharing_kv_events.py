@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("zmq")
 
-from test_sharing_groups_laws import Device, devices
+from test_sharing_groups_laws import Device, OneOf, devices
 
 from kvarts import replay
 from kvarts.core.events import Event
@@ -25,6 +25,8 @@ from kvarts.doors.kv_events.batches import Form
 from kvarts.sim.sharing import replay as sharing_replay
 
 from builders import preforked
+from builders.case import Case, Row
+from builders.grouped import FULL
 from builders.kv_event_client import open_client
 from builders.kv_events import GroupConsumer
 
@@ -48,7 +50,18 @@ class Follower(GroupConsumer):
         self.num_compared += bool(there)
 
 
+WITH_AND_WITHOUT_GROUPS = Device(
+    [
+        OneOf(Case([Row(0, [0], 1, 1, None, 0, None)], 1, 1, 1, 4, 1, "default", 1), groups, "all", 1)
+        for groups in ((PartGroup(FULL, 1, 1),), ())
+    ],
+    1, 3, 1, 0.0,
+)  # fmt: skip
+"""Events in arrays name the group of the first model's blocks; those of the second model, none."""
+
+
 @pytest.mark.laws
+@example(WITH_AND_WITHOUT_GROUPS, "array")
 @given(devices(), st.sampled_from(["map", "array"]))
 def test_a_consumer_of_each_model_holds_what_that_model_holds(case: Device, form: Form) -> None:
     """Whatever others evict of it; and publishing changes nothing."""

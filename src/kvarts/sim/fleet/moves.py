@@ -654,8 +654,8 @@ class Moves:
                         layer_wise.supply(handoff, computed)
 
     def _transfer(self, handoff: Handoff, now_ns: int) -> None:
-        """Begin a transfer, unless it has begun."""
-        if handoff.transfer_ns >= 0:
+        """Begin a transfer, unless it has begun, or its source was lost after pages were reserved for it."""
+        if handoff.transfer_ns >= 0 or not handoff.is_coming:
             return
         if not self._cut.isdisjoint((handoff.source, handoff.target)):
             if handoff.is_held:
@@ -932,8 +932,8 @@ class Moves:
             target.pending.remove(handoff)
             self._compute_here(handoff, target, now_ns)
             self._try_again(target, now_ns, is_busy=is_busy)
-        elif handoff.is_coming and (not is_held or handoff in self._links.under_way()):
-            self._fail_transfer(handoff, now_ns)
+        elif handoff.is_coming and (not is_held or handoff.transfer_ns < 0 or handoff in self._links.under_way()):
+            self._fail_transfer(handoff, now_ns)  # also if requests that the source lost before have just made room
 
     def _end_waits(self, now_ns: int) -> None:
         """Let requests go on that have waited for writes of other workers to the store."""
