@@ -1,4 +1,4 @@
-"""kvarts' order of eviction and files behind vLLM's own managers; started by tests/doors/inside_vllm/test_vllm_doors.py.
+"""kvarts' order of eviction and files behind vLLM's own managers: run by tests/doors/inside_vllm/test_vllm_doors.py.
 
 Runs with a Python that has vLLM. Arguments: what to check, a directory, and a seed. Prints "held" at the end.
 """
