@@ -254,7 +254,12 @@ def test_a_replay_takes_a_policy_by_its_name(
     setting = ("--page-size", 512, "--pages", 3000, "--cost", COST, "--replicas", 2)
     plain = asked("replay", trace, *setting, "--json")
     hits = {"lru": plain["prefix_hit_ratio"]}
-    for name in (*ALL_POLICIES, "queue_orders:ArcOrder", "published_orders:WorkloadAwareOrder"):
+    for name in (
+        *ALL_POLICIES,
+        "queue_orders:ArcOrder",
+        "published_orders:TailOptimisedOrder",
+        "published_orders:WorkloadAwareOrder",
+    ):
         summary = asked("replay", trace, *setting, "--eviction", name, "--json")
         if name == "lru":
             assert summary == plain
