@@ -23,7 +23,7 @@ from pathlib import Path
 from processes import run
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA = ROOT / "tests" / "fleet" / "data"
+DATA = ROOT / "tests" / "sim" / "fleet" / "data"
 sys.path.append(str(ROOT / "tests"))
 
 from kvarts.sim.replaying import replay  # noqa: E402

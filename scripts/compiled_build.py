@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = (
     "tests/core/kv",
     "tests/core/sched",
-    "tests/sim",
+    *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests" / "sim").glob("test_*.py"))),
     "tests/sim/sharing",
     "tests/core/tiers",
     "tests/proof/record",

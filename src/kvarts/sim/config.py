@@ -185,7 +185,7 @@ class ReplayConfig(
     ] = msgspec.field(default_factory=_default_cost)
     cost_factor: Annotated[
         float,
-        setting("Factor on the time of each step: how much depends on the cost model?", metavar="X"),
+        setting("Factor on the time of each step, to see what depends on it.", metavar="X"),
     ] = 1.0
     replicas: Annotated[
         int,

@@ -251,8 +251,8 @@ def load_mooncake(
         requests = accumulated(requests, unit_tokens, file.path)
         unit_tokens, has_output_tokens = 1, True
     elif session_turns is None and knows_prefixes and reader.has_sessions:
-        _refuse_deltas(requests, file.place)
-    requests = _in_arrival_order(requests, file.place)
+        _refuse_deltas(requests, file.path)
+    requests = _in_arrival_order(requests, file.path)
     return Trace(
         requests,
         unit_tokens=unit_tokens,
@@ -264,7 +264,7 @@ def load_mooncake(
     )
 
 
-def _refuse_deltas(requests: Sequence[TraceRequest], path: str) -> None:
+def _refuse_deltas(requests: Sequence[TraceRequest], path: Path) -> None:
     """Raise InputError if the later turns of sessions appear to be deltas."""
     from kvarts.sim.traffic.implied import broken_sessions
 
@@ -311,7 +311,7 @@ def _with_waits(requests: Sequence[TraceRequest], waits: dict[int, MooncakeRow],
     return waiting
 
 
-def _in_arrival_order(requests: Sequence[TraceRequest], path: str) -> Sequence[TraceRequest]:
+def _in_arrival_order(requests: Sequence[TraceRequest], path: Path) -> Sequence[TraceRequest]:
     """Return requests sorted by time; a request without a time is placed directly after the one it waits for."""
     if isinstance(requests, RequestColumns):
         return requests.in_arrival_order()
