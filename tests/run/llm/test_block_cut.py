@@ -100,9 +100,9 @@ def test_groups_of_a_model_are_those_of_its_config(family: str, tmp_path: Path, 
     """What is counted from a config.json and what is allocated are the same, group by group, to the byte."""
     from kvarts.run.torch.probe import examine
 
-    (tmp_path / "config.json").write_text(json.dumps({**config_of(family).to_dict(), "dtype": "float32"}))
+    (tmp_path / "config.json").write_text(json.dumps({**config_of(family).to_dict(), "dtype": "bfloat16"}))
     counted = [group for group in local_kv_groups(load_geometry(tmp_path), page_size=16) if group.layer.keeps_tokens]
-    groups = cut_blocks(examine(windowed(family)[0]).layers, page_size=16, dtype=torch.float32).memory.groups
+    groups = cut_blocks(examine(windowed(family)[0]).layers, page_size=16, dtype=torch.bfloat16).memory.groups
     assert [(group.part_bytes, group.num_layers, group.layer) for group in groups] == [
         (group.page_bytes, group.num_layers, group.layer) for group in counted
     ]
