@@ -184,6 +184,19 @@ def test_known_arrivals_are_those_of_a_loop_in_which_requests_could_wait(
     assert everything(known) == everything(replay(traces, case.config(**load)))
 
 
+def test_a_model_that_gets_work_after_the_device_was_idle_is_due_then() -> None:
+    """It was due at the start of the turn before the idle time, where requests could have waited for others."""
+    of_a = Case([Row(0, [0] * 4, 4, 1, None, 0, None)], 1, 1, 3, 4, 1, "default", 1)
+    of_b = Case([Row(360, [0] * 4, 8, 3, None, 0, None)], 2, 1, 17, 4, 1, "default", 1)
+    of_c = Case([Row(400, [0] * 6, 12, 1, None, 0, None)], 2, 1, 18, 8192, 2, "default", 1)
+    case = Sharing([of_a, of_b, of_c], 1, [2, 3, 2], [0, 0, 30], [1, 2, 1], [0] * 3, [600, 1000, None], 61, 64, 1)
+    traces = {f"m{place}": of_model.trace() for place, of_model in enumerate(case.cases)}
+    known = replay(traces, case.config())
+    for trace in traces.values():
+        trace.has_sessions = True
+    assert everything(known) == everything(replay(traces, case.config()))
+
+
 def test_turns_after_one_without_a_step_end_before_the_next_arrival() -> None:
     """A turn in which only the head was found not to fit was followed by turns past requests that arrived."""
     of_a = [Row(200, [0] * 6, 12, 8, None, 0, None), Row(200, [0] * 9, 18, 7, None, 0, None),

@@ -205,6 +205,10 @@ class TurnOrder:
             return first
         return min(able, key=self._last_turn.__getitem__)
 
+    def rest(self) -> None:
+        """Note that the device was idle: a model that gets work now is due now, not at the start of the last turn."""
+        self.able = []
+
     def pass_turn(self, tenant: Tenant, now_ns: int) -> None:
         """Begin the turn of `tenant`."""
         self._since_ns = now_ns

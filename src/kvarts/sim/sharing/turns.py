@@ -354,6 +354,7 @@ class TurnLoop:
             self.now_ns = now_ns
         elif not self._is_under_way and now_ns > self.now_ns:
             self.now_ns = now_ns
+            self._order.rest()
 
     def start(self, now_ns: int, until_ns: int = NEVER_NS) -> int:
         """Start a turn at `now_ns`, and all that are certain to be identical and start before `until_ns`.
