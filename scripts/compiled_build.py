@@ -25,12 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = (
     "tests/core/kv",
     "tests/core/sched",
-    *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests" / "sim").glob("test_*.py"))),
-    "tests/sim/sharing",
+    "tests/sim",
     "tests/core/tiers",
     "tests/proof/record",
     "tests/package",
-    "tests/sim/traffic",
 )
 OWN = "tests/package/test_compiled.py"
 CASES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import isdatadescriptor
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from kvarts.sim.replay import open_replica
 
 from builders.engines import make_scheduler
 
-HOOKS = tuple(name for name in Hooks.__slots__ if name != "gates")
+# A compiled class has attributes, but no __slots__.
+HOOKS = tuple(sorted(name for name, kind in vars(Hooks).items() if isdatadescriptor(kind) and name != "gates"))
 
 
 def gates_of(scheduler: Scheduler) -> list[str]:
