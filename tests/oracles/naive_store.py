@@ -80,22 +80,22 @@ class NaiveFlow:
     is_read: bool
     begin_ns: int
     num_bytes: int
-    left: float
+    left: Fraction
 
 
 @dataclass
 class NaiveStoreLinks:
     """Rates in bytes per nanosecond. Of all flows in a direction the store's is shared, and those of each engine."""
 
-    store_rate: float
-    engine_rate: float
+    store_rate: Fraction
+    engine_rate: Fraction
     latency_ns: int
     coming: list[NaiveFlow] = field(default_factory=list)
     flows: list[NaiveFlow] = field(default_factory=list)
     now_ns: int = 0
     time_ns: int = 0  # of the fleet
 
-    def rate(self, engine: int, is_read: bool, more: int = 0) -> float:
+    def rate(self, engine: int, is_read: bool, more: int = 0) -> Fraction:
         same = [flow for flow in self.flows if flow.is_read is is_read]
         num_here = sum(flow.engine == engine for flow in same)
         return min(self.store_rate / (len(same) + more), self.engine_rate / (num_here + more))
@@ -107,7 +107,7 @@ class NaiveStoreLinks:
         self.now_ns = now_ns
 
     def begin(self, engine: int, number: int, is_read: bool, num_bytes: int, now_ns: int) -> None:
-        flow = NaiveFlow(engine, number, is_read, now_ns + self.latency_ns, num_bytes, float(num_bytes))
+        flow = NaiveFlow(engine, number, is_read, now_ns + self.latency_ns, num_bytes, Fraction(num_bytes))
         self.coming.append(flow)
 
     def next_ns(self) -> int:
@@ -119,7 +119,7 @@ class NaiveStoreLinks:
         if now_ns < self.next_ns():
             return []
         self.advance(now_ns)
-        ended = [flow for flow in self.flows if flow.left <= 1e-6]
+        ended = [flow for flow in self.flows if flow.left <= 0]
         self.flows = [flow for flow in self.flows if flow not in ended]
         begins = sorted((flow for flow in self.coming if flow.begin_ns <= now_ns), key=lambda flow: flow.begin_ns)
         self.coming = [flow for flow in self.coming if flow not in begins]

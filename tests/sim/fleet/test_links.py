@@ -136,6 +136,27 @@ def test_shared_links_are_as_exact_sharing(jobs: list[tuple[int, int, int, int]]
         assert -1e-3 <= end_ns - exact[index] <= 2 * len(jobs)
 
 
+@pytest.mark.laws
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 500), st.integers(0, 1), st.integers(2, 3), st.integers(1, 1000)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.lists(
+        st.tuples(st.integers(0, 500), st.integers(4, 5), st.integers(6, 7), st.integers(1, 1000)),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_transfers_elsewhere_change_nothing(
+    jobs: list[tuple[int, int, int, int]], elsewhere: list[tuple[int, int, int, int]]
+) -> None:
+    """To the nanosecond, at a rate that no float holds exactly."""
+    alone, beside = (ends_of(SharedLinks(GB_PER_S / 10, 0), each) for each in (jobs, jobs + elsewhere))
+    assert {index: beside[index] for index in alone} == alone
+
+
 Step = tuple[int, int, int]
 """How long after the one before it a step begins, how long it takes, and the bytes of KV that it computes."""
 Prompt = tuple[int, int, int, list[Step]]

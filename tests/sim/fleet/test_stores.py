@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -204,7 +205,7 @@ def test_workers_that_share_a_store_are_as_the_naive_ones(
     case.profile, case.replicas = "default", num_workers
     page_bytes = BYTES_PER_TOKEN * case.page_size
     rate, worker_rate = rates
-    links = NaiveStoreLinks(rate / 1e9, worker_rate / 1e9, latency_us * 1000)
+    links = NaiveStoreLinks(Fraction(rate, 10**9), Fraction(worker_rate, 10**9), latency_us * 1000)
     naive = NaiveStoreFleet(NaiveStore(num_pages), links, page_bytes)
     settings = {**naive_settings(tiers), "cost": a_token_a_ms, "swaps": has_host and offload.preemption_mode == "swap"}
     settings["tiers"] = settings["tiers"] if has_host else []

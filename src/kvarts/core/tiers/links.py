@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from math import ceil
 from typing import Protocol, cast
 
+from kvarts.core.tiers.channel import NS_PER_S
 from kvarts.core.tiers.rates import NEVER_NS, End, Job, SharedRates
 
 __all__ = ["FixedRate", "LinkTransfer", "Links", "PeerLinks", "Pull", "SharedLinks", "StoreLinks"]
@@ -119,7 +121,7 @@ class SharedLinks:
 
     def __init__(self, bytes_per_s: float, latency_ns: int, link_of: Mapping[int, int] | None = None) -> None:
         self._link_of = link_of
-        self._bytes_per_ns = bytes_per_s / 1e9
+        self._bytes_per_ns = Fraction(bytes_per_s) / NS_PER_S
         self._latency = FixedRate(None, latency_ns)
         self._shared = SharedRates()
         self._factors: dict[int, int] = {}
@@ -142,7 +144,7 @@ class SharedLinks:
         ends = self._ends_of(handoff.source, handoff.target)
         return Job(handoff, num_bytes, ends, slower_of(self._factors, handoff))
 
-    def _ends_of(self, source: int, target: int) -> tuple[tuple[End, float], ...]:
+    def _ends_of(self, source: int, target: int) -> tuple[tuple[End, Fraction], ...]:
         if self._link_of is not None:
             source, target = self._link_of[source], self._link_of[target]
         rate = self._bytes_per_ns
@@ -162,7 +164,7 @@ class SharedLinks:
         self._shared.advance(now_ns)
         self._factors[worker] = factor
         for job in self._shared.jobs:
-            job.factor = slower_of(self._factors, cast(LinkTransfer, job.owner))
+            self._shared.slow_down(job, slower_of(self._factors, cast(LinkTransfer, job.owner)))
         self._latency.slow_down(worker, factor, now_ns)
 
     def under_way(self) -> list[LinkTransfer]:
@@ -253,9 +255,11 @@ class StoreLinks:
         latency_ns: int,
         write_bytes_per_s: float | None = None,
     ) -> None:
-        self._store_rate = store_bytes_per_s / 1e9
-        self._worker_rate = worker_bytes_per_s / 1e9
-        self._write_rate = self._worker_rate if write_bytes_per_s is None else write_bytes_per_s / 1e9
+        self._store_rate = Fraction(store_bytes_per_s) / NS_PER_S
+        self._worker_rate = Fraction(worker_bytes_per_s) / NS_PER_S
+        self._write_rate = self._worker_rate
+        if write_bytes_per_s is not None:
+            self._write_rate = Fraction(write_bytes_per_s) / NS_PER_S
         self._latency_ns = latency_ns
         self._shared = SharedRates()
         self._coming: list[tuple[int, int, StoreTransfer]] = []
@@ -331,6 +335,6 @@ class StoreLinks:
             self._shared.begin(Job(transfer, transfer.num_bytes, ends), now_ns)
         return ended
 
-    def _ends(self, worker: int, *, is_read: bool) -> tuple[tuple[End, float], ...]:
+    def _ends(self, worker: int, *, is_read: bool) -> tuple[tuple[End, Fraction], ...]:
         direction, rate = ("read", self._worker_rate) if is_read else ("write", self._write_rate)
         return ((direction, -1), self._store_rate), ((direction, worker), rate)

@@ -249,7 +249,7 @@ class SharedLayerWise(SharedLinks):
                 heappush(self._ready, (stream.coming[0].ready_ns, number, handoff))
             if stream.job is not None:
                 self._shared.advance(now_ns)
-                stream.job.num_left += num_bytes
+                self._shared.add(stream.job, num_bytes)
             elif num_bytes:
                 stream.job = self.job_of(handoff, num_bytes)
                 self._shared.begin(stream.job, now_ns)
