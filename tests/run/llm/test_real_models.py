@@ -350,7 +350,7 @@ def test_a_bad_model_is_named(tiny: Callable[[str], Path], tmp_path: Path) -> No
         ("encoder", '{"model_type": "t5"}', "t5 has an encoder; only decoders are supported"),
         ("mamba", '{"model_type": "mamba"}', "mamba has .* layers, which keep no KV in pages"),
         ("nonsense", '{"model_type": "nothing-known"}', "is no model that transformers knows"),
-        ("broken", "{", "is no model that transformers knows"),
+        ("broken", "{", r"broken/config\.json: is not readable JSON"),
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
