@@ -9,7 +9,7 @@ import numpy as np
 
 from equal.ranks import run_ranks
 from equal.workload import FULL, NEVER, STEP_NS, Step, TracedAsk, Workload
-from kvarts.core.build import build_engine
+from kvarts.core.build import Planning, Storage, Watching, build_engine
 from kvarts.core.config import EngineConfig
 from kvarts.core.content import Content
 from kvarts.core.event_log import EventReader
@@ -121,15 +121,14 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
     engine = build_engine(
         config,
         executor,
-        memory=memory_of(workload.groups),
-        num_blocks=workload.num_blocks,
-        readers=readers,
-        plans_ahead=workload.is_async,
-        finds_prefixes=workload.finds_prefixes,
-        below=tiers,
-        drafter=drafter,
-        num_draft_slots=workload.num_draft_slots,
-        moves_pages=False,
+        Storage(memory=memory_of(workload.groups), num_blocks=workload.num_blocks, below=tiers, moves_pages=False),
+        Planning(
+            drafter=drafter,
+            num_draft_slots=workload.num_draft_slots,
+            plans_ahead=workload.is_async,
+            finds_prefixes=workload.finds_prefixes,
+        ),
+        Watching(readers),
     )
     requests: list[Request] = []
     preempted: set[int] = set()
