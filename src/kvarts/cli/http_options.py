@@ -76,7 +76,7 @@ def http_options() -> list[click.Option]:
                help="Given twice: allow an address that other machines reach, without TLS or without a key."),
         option(listening, "--served-model-name", "names", metavar="NAME", multiple=True,
                help="Name of the model for clients. May be repeated."),
-        option(listening, "--lora", "adapters", metavar="NAME", multiple=True,
+        option(listening, "--lora", "adapters", metavar="NAME[=PATH]", multiple=True,
                help="One more model name, with separate KV, like a LoRA adapter. May be repeated."),
         option(listening, "--startup-delay", metavar="SECONDS", type=AT_LEAST_ZERO, default=0.0,
                help="Answer for this long that the server is starting."),

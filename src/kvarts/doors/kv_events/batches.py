@@ -14,7 +14,7 @@ import msgspec
 
 from kvarts.base.errors import ConfigError
 from kvarts.core.content import Content
-from kvarts.core.keys import VLLM_DEFAULT_SEED, BlockKey, KeyAlgorithm
+from kvarts.core.keys import VLLM_DEFAULT_SEED, BlockKey, KeyAlgorithm, salt_parts
 from kvarts.doors.exposure import check_endpoint, check_reach
 
 __all__ = [
@@ -287,7 +287,7 @@ class Wire:
                 "block_size": told.content.page_size,
                 "lora_id": None,
                 "medium": told.medium,
-                "lora_name": None,
+                "lora_name": _lora_name(told),
                 "extra_keys": _extra_keys(told),
                 "group_idx": told.group or 0,
                 **self._kept_by(told),
@@ -304,7 +304,8 @@ class Wire:
     def _as_array(self, told: Told) -> list[Any]:
         if isinstance(told, BlocksStored):
             hashes, parent = self._hashes(told.keys), self._parent(told)
-            stored = ["BlockStored", hashes, parent, _token_ids(told), told.content.page_size, None, told.medium, None]
+            stored = ["BlockStored", hashes, parent, _token_ids(told), told.content.page_size, None, told.medium]
+            stored.append(_lora_name(told))
             return (
                 stored
                 if told.group is None
@@ -336,7 +337,14 @@ def _token_ids(told: BlocksStored) -> list[int]:
     return told.content.tokens(start, start + len(told.keys) * size).tolist()
 
 
+def _lora_name(told: BlocksStored) -> str | None:
+    adapter, _ = salt_parts(told.content.salt)
+    return None if adapter is None else adapter.name
+
+
 def _extra_keys(told: BlocksStored) -> list[tuple[str, ...] | None]:
-    content = told.content
-    first = (content.salt,) if content.salt is not None and not told.start_page else None
-    return [first, *[None] * (len(told.keys) - 1)]
+    """Return the extra keys of each block. In events, vLLM leaves out what they are, and the paths of adapters."""
+    adapter, salt = salt_parts(told.content.salt)
+    every = () if adapter is None else (adapter.name,)
+    first = (*every, salt) if salt and not told.start_page else every
+    return [first or None, *[every or None] * (len(told.keys) - 1)]
