@@ -126,6 +126,8 @@ def write_configs(configs: Path) -> int:
             if quantization is None and beside.exists():
                 quantization = model_config._read_json(beside)
             kept.pop("quantization_config", None)
+            for key in ("rope_scaling", "rope_parameters"):  # forms that do not change the length
+                kept.pop(key, None)
             made = Path(folder) / "config.json"
 
             def read(own: dict[str, Any] | None, kept: dict[str, Any] = kept, made: Path = made) -> Geometry:
