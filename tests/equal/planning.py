@@ -15,7 +15,6 @@ import random
 import sys
 import time
 from collections import Counter
-from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,9 +100,7 @@ def draw_job(seed: int, version: str) -> Job:
         kinds = [msgspec.structs.replace(one, block_size=kinds[0].block_size, padded_bytes=None) for one in kinds]
     if any(one.tokens_per_entry > one.block_size for one in kinds):
         kinds = [msgspec.structs.replace(one, tokens_per_entry=1, padded_bytes=None) for one in kinds]
-    kinds = [
-        msgspec.structs.replace(one, stride_unit=None) if one.kernel_block is not None else one for one in kinds
-    ]
+    kinds = [msgspec.structs.replace(one, stride_unit=None) if one.kernel_block is not None else one for one in kinds]
     layers: list[LayerSpec] = []
     if rng.random() < 0.5:
         pattern = [one for one in kinds for _ in range(rng.choice((1, 1, 2, 5)))]
@@ -268,7 +265,9 @@ class Vllm:
                 (tuple(group.layer_names), group.kv_cache_spec.block_size) for group in configs[0].kv_cache_groups
             ],
             "blocks": whole.num_blocks,
-            "block_bytes": configs[0].kv_cache_tensors[0].size // whole.num_blocks if configs[0].kv_cache_tensors else None,
+            "block_bytes": configs[0].kv_cache_tensors[0].size // whole.num_blocks
+            if configs[0].kv_cache_tensors
+            else None,
             "length": config.model_config.max_model_len,
             "tokens": tokens,
             "concurrency": concurrency,

@@ -186,7 +186,9 @@ KEYS = (
 )
 
 
-@model_command.command("show", cls=Command, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS), *START_OPTIONS])
+@model_command.command(
+    "show", cls=Command, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS), *START_OPTIONS]
+)
 @click.option(
     "--sequence-tokens", metavar="N", type=int, help="Also print the bytes of a sequence of N tokens. [32768]"
 )

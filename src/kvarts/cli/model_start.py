@@ -9,13 +9,12 @@ from kvarts.base.units import parse_bytes
 from kvarts.cli.options import GroupedOption
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from kvarts.cost.hardware.device import Device
     from kvarts.cost.hardware.geometry import Geometry
-    from kvarts.cost.vllm.memory import Available
     from kvarts.cost.vllm.planning import Plan
-    from kvarts.cost.vllm.start import Start
+    from kvarts.cost.vllm.start import Available, Start
     from kvarts.sim.hardware import DeviceSettings
 
 __all__ = ["START_OPTIONS", "Started", "started"]
@@ -131,8 +130,7 @@ def started(
         return None
     if device is None:
         raise ConfigError("needs a device", field="--engine", hint="Give --device h100.")
-    from kvarts.cost.vllm.memory import Available, available_bytes
-    from kvarts.cost.vllm.start import StartSettings, parse_engine, start
+    from kvarts.cost.vllm.start import Available, StartSettings, available_bytes, parse_engine, start
 
     wanted = StartSettings(
         version=parse_engine(engine),
@@ -164,5 +162,3 @@ def _names() -> list[str]:
 def start_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Take the options of a start out of `settings`, and return them."""
     return {name: settings.pop(name) for name in _names()}
-
-

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from equal.planning import Job, draw_job
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.naive_plan import longest_length, most_blocks
 
+from equal.planning import Job, draw_job
 from kvarts.cost.vllm.planning import LayerSpec, Plan, PlanSettings, plan
+
+from oracles.naive_plan import longest_length, most_blocks
 
 SEEDS = st.integers(0, 10**9)
 VERSIONS = st.sampled_from(("0.32", "0.33"))

@@ -1,4 +1,4 @@
-"""Public start-up logs of vLLM: with their memory, blocks and tokens to the token; with the device, within the interval.
+"""Public start-up logs of vLLM: with their memory equal to the token, with the device within the interval.
 
 `starts.toml` has the logs with their addresses. Logs state memory in 0.01 GiB, so that several numbers of blocks can be
 meant: a log is met if one of them gives both of its figures.
@@ -16,9 +16,8 @@ from kvarts.base.units import parse_bytes
 from kvarts.cost.hardware.device import Device, load_device
 from kvarts.cost.hardware.geometry import Geometry
 from kvarts.cost.hardware.model_config import load_geometry
-from kvarts.cost.vllm.memory import available_bytes
 from kvarts.cost.vllm.planning import Plan
-from kvarts.cost.vllm.start import Start, StartSettings, start
+from kvarts.cost.vllm.start import Start, StartSettings, available_bytes, start
 
 TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("starts.toml").read_text())
 LOGS: list[dict[str, Any]] = TABLE["starts"]

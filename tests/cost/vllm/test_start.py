@@ -1,7 +1,7 @@
 """vLLM's start for published models: what its own configuration, model classes and planning give on several devices.
 
 `plans.json`: for a model, a device, a version, a tensor parallelism and a format of KV, the block, tokens a step,
-sequences and length that vLLM's EngineArgs give, and plans by bytes for KV: blocks, tokens, whether full CUDA graphs are
+sequences and length that vLLM's EngineArgs give, and plans by bytes for KV: blocks, tokens, whether CUDA graphs are
 refused, and groups by block and number of layers; or how the refusal begins, and the length that it names.
 """
 
@@ -31,7 +31,9 @@ def started(name: str, device: str = "h100", **settings: Any) -> Start:
 @pytest.mark.parametrize("key", PLANS)
 def test_start_is_vllms(key: str) -> None:
     model, device, version, ways, kv_dtype = key.split(" ")
-    own = started(model, device, version=VERSIONS[version], tensor_parallel=int(ways[2:]), kv_dtype=kv_of(key, kv_dtype))
+    own = started(
+        model, device, version=VERSIONS[version], tensor_parallel=int(ways[2:]), kv_dtype=kv_of(key, kv_dtype)
+    )
     block_size, tokens, seqs, length, plans = PLANS[key]
     assert (own.block_size, own.max_num_batched_tokens, own.max_num_seqs) == (block_size, tokens, seqs)
     assert own.max_model_len == length
@@ -83,7 +85,10 @@ def test_states_take_blocks_and_too_many_sequences_are_refused() -> None:
     refused = started("Qwen/Qwen3.5-27B").plan(20 << 30)
     assert refused.refusal is not None and "max_num_seqs (1024) exceeds" in refused.refusal
     assert refused.num_blocks is not None
-    assert started("Qwen/Qwen3.5-27B", max_num_seqs=refused.num_blocks, max_model_len=32_768).plan(20 << 30).refusal is None
+    assert (
+        started("Qwen/Qwen3.5-27B", max_num_seqs=refused.num_blocks, max_model_len=32_768).plan(20 << 30).refusal
+        is None
+    )
 
 
 def test_the_longest_sequence_fits_and_one_more_token_does_not() -> None:

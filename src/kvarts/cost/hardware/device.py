@@ -51,7 +51,8 @@ class Device(msgspec.Struct, frozen=True):
 
     `link_bytes_per_s`: one-way bandwidth to peer devices; 0 if the device has no link. `link_kind`: `nvlink` for a
     dedicated link of any maker; `pcie-peer` for PCIe with peer access, `pcie` without. `capability`: NVIDIA's compute
-    capability, without its minor number; 0 if unknown. `usable_gib`: the memory that the driver offers, at least and at most.
+    capability, without its minor number; 0 if unknown. `usable_gib`: the memory that the driver offers, at least and at
+    most.
     """
 
     name: str

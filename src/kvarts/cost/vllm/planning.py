@@ -76,7 +76,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a block of the layer. Raises Refused if the padded size is below the content."""
+        """Bytes of a block of the layer. Raises RefusedError if the padded size is below the content."""
         if self.padded_bytes is None:
             return self.content_bytes
         _assure(self.padded_bytes >= self.content_bytes, "a padded page is smaller than its content")
@@ -149,7 +149,7 @@ class Plan(msgspec.Struct, frozen=True):
     longest: int | None = None
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """vLLM's refusal, with its words. `longest`: the length that its message names."""
 
     def __init__(self, words: str, longest: int | None = None) -> None:
@@ -158,14 +158,14 @@ class Refused(Exception):
         self.longest = longest
 
 
-class _Unequal(Exception):
+class _UnequalError(Exception):
     """Pages that cannot be made equal."""
 
 
 def _assure(is_true: bool, words: str) -> None:
     """Refuse where vLLM has an assertion."""
     if not is_true:
-        raise Refused(f"AssertionError: {words}")
+        raise RefusedError(f"AssertionError: {words}")
 
 
 def _rounded_up(value: int, unit: int) -> int:
@@ -213,7 +213,7 @@ class _Group:
 def _merged(specs: Sequence[LayerSpec]) -> LayerSpec | None:
     """Return the spec of layers that share a block table and a page, or None if they cannot.
 
-    Raise Refused if two full-attention layers have different windows, as vLLM does. Fields that are compared: all; for
+    Raise RefusedError if two full-attention layers have different windows, as vLLM does. Fields that are compared: all; for
     full attention all except spans; for windows of MLA the format and the span, and not the size of the page.
     """
     first = specs[0]
@@ -223,7 +223,7 @@ def _merged(specs: Sequence[LayerSpec]) -> LayerSpec | None:
         windows = {spec.window for spec in specs if spec.window is not None}
         chunks = {spec.chunk for spec in specs if spec.chunk is not None}
         if len(windows) > 1 or len(chunks) > 1:
-            raise Refused("All attention layers in the same KV cache group must have the same window size.")
+            raise RefusedError("All attention layers in the same KV cache group must have the same window size.")
         window, chunk = next(iter(windows), None), next(iter(chunks), None)
         plain = [_changed(spec, window=None, chunk=None) for spec in specs]
         if any(spec != plain[0] for spec in plain) or (window is not None and chunk is not None):
@@ -266,7 +266,7 @@ def _is_one_type(specs: Mapping[str, LayerSpec]) -> bool:
 def _counted_as_full(specs: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
     """Return the layers with windows and chunks counted as full attention.
 
-    Raise Refused if that does not make them one type.
+    Raise RefusedError if that does not make them one type.
     """
     promoted = dict(specs)
     if _merged(list(promoted.values())) is not None or _is_one_type(promoted):
@@ -278,19 +278,19 @@ def _counted_as_full(specs: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
             if spec.kind not in ("window", "window_mla", "chunk"):
                 continue
             if spec.kind == "window_mla":
-                raise Refused("MLAAttentionSpec.__init__() got an unexpected keyword argument 'bounded_replay'")
+                raise RefusedError("MLAAttentionSpec.__init__() got an unexpected keyword argument 'bounded_replay'")
             block_size = next(iter(blocks)) if len(blocks) == 1 else spec.block_size
             padded = spec.padded_bytes
             if padded is not None:
                 padded = max(padded, spec.content_bytes * block_size // spec.block_size)
             promoted[name] = _changed(spec, kind="full", block_size=block_size, padded_bytes=padded, num_retained=0)
     if _merged(list(promoted.values())) is None and not _is_one_type(promoted):
-        raise Refused("Failed to promote local KV cache specs to one unified type.")
+        raise RefusedError("Failed to promote local KV cache specs to one unified type.")
     return promoted
 
 
 def _groups(specs: dict[str, LayerSpec], layout: str, has_hybrid_manager: bool) -> list[_Group]:
-    """Return the groups of all layers of a model. Raise Refused as vLLM does."""
+    """Return the groups of all layers of a model. Raise RefusedError as vLLM does."""
     if not has_hybrid_manager:
         for is_sharded in dict.fromkeys(_is_shared_out(spec) for spec in specs.values()):
             own = {name: spec for name, spec in specs.items() if _is_shared_out(spec) == is_sharded}
@@ -306,10 +306,10 @@ def _groups(specs: dict[str, LayerSpec], layout: str, has_hybrid_manager: bool) 
         return _packed(specs)
     try:
         return _of_equal_pages(_with_equal_pages(specs))
-    except _Unequal as error:
+    except _UnequalError as error:
         groups = _all_full(specs)
         if groups is None:
-            raise Refused(str(error)) from error
+            raise RefusedError(str(error)) from error
         return groups
 
 
@@ -324,7 +324,7 @@ def _all_full(specs: dict[str, LayerSpec]) -> list[_Group] | None:
         return None
     try:
         promoted = _counted_as_full(specs)
-    except Refused:
+    except RefusedError:
         return None
     return [_Group(list(promoted), promoted)] if _is_one_type(promoted) else None
 
@@ -332,7 +332,7 @@ def _all_full(specs: dict[str, LayerSpec]) -> list[_Group] | None:
 def _with_equal_pages(specs: dict[str, LayerSpec]) -> dict[str, LayerSpec]:
     """Return the layers with pages of one size: longer blocks where the sizes divide, else padding.
 
-    Raise _Unequal for a page of MLA that does not divide the largest.
+    Raise _UnequalError for a page of MLA that does not divide the largest.
     """
     largest = max(spec.page_bytes for spec in specs.values())
     equal: dict[str, LayerSpec] = {}
@@ -347,7 +347,7 @@ def _with_equal_pages(specs: dict[str, LayerSpec]) -> dict[str, LayerSpec]:
         elif spec.kind != "mla":
             changed = _changed(spec, padded_bytes=largest)
         else:
-            raise _Unequal(
+            raise _UnequalError(
                 f"Layer {name}: page size is not divisible by the maximum page size and cannot be padded. "
                 "Padding is only supported for non-MLA attention layers."
             )
@@ -366,7 +366,7 @@ def _of_equal_pages(specs: dict[str, LayerSpec]) -> list[_Group]:
         for known, members in buckets:
             try:
                 merged = _merged([*known, spec])
-            except Refused:
+            except RefusedError:
                 continue
             if merged is not None:
                 members.extend(names)
@@ -442,8 +442,7 @@ def _packed(specs: dict[str, LayerSpec]) -> list[_Group]:
             continue
         rows = list(zip(*one.by_page.values(), strict=False))
         _assure(len(rows) >= count, "a group has no layers")
-        for index in range(count):
-            groups.append(_Group([name for row in rows[index::count] for name in row], one.specs))
+        groups += [_Group([name for row in rows[index::count] for name in row], one.specs) for index in range(count)]
     return groups
 
 
@@ -459,12 +458,12 @@ def _least_padding(counts: Sequence[int], floor: int) -> int:
 
 
 def _layout(specs: Sequence[LayerSpec], settings: PlanSettings) -> str:
-    """Return the memory order of all layers. Raise Refused if no order of the backends has room for them."""
+    """Return the memory order of all layers. Raise RefusedError if no order of the backends has room for them."""
     candidates = list(settings.layouts)
     if len({(spec.num_heads, spec.num_entries, spec.page_bytes) for spec in specs}) > 1:
         candidates = [name for name in candidates if set(name[:2]) == {"L", "B"}]
         if not candidates:
-            raise Refused(
+            raise RefusedError(
                 "Specs with mixed HNC shapes need a block-compact layout, but none is in every supported set: "
                 f"{list(settings.layouts)}."
             )
@@ -472,7 +471,7 @@ def _layout(specs: Sequence[LayerSpec], settings: PlanSettings) -> str:
     if len(sharded) > 1 and len({spec.page_bytes for spec in specs}) > 1:
         candidates = [name for name in candidates if name[0] == "B"]
         if not candidates:
-            raise Refused(
+            raise RefusedError(
                 "DCP with a replicated draft and mixed KV page sizes requires a block-outer KV cache layout; "
                 f"supported sets: {list(settings.layouts)}."
             )
@@ -480,7 +479,7 @@ def _layout(specs: Sequence[LayerSpec], settings: PlanSettings) -> str:
         return candidates[0]
     wanted = {"NHD": "LBNHC", "HND": "LBHNC"}.get(settings.layout, settings.layout)
     if wanted not in candidates:
-        raise Refused(
+        raise RefusedError(
             f"VLLM_KV_CACHE_LAYOUT={settings.layout} does not satisfy every supported set; valid layouts: {candidates}."
         )
     return wanted
@@ -499,7 +498,7 @@ def _block_bytes(groups: Sequence[_Group], layout: str) -> int:
 
 
 def _check_layout(of_ranks: Sequence[Sequence[_Group]], layout: str, num_layers: int) -> None:
-    """Raise Refused if pages of these sizes cannot be laid out in this order, on some rank.
+    """Raise RefusedError if pages of these sizes cannot be laid out in this order, on some rank.
 
     Packing loses layers where it splits a bucket of windows with different numbers of pages of each size.
     """
@@ -509,7 +508,7 @@ def _check_layout(of_ranks: Sequence[Sequence[_Group]], layout: str, num_layers:
     for groups in of_ranks:
         sizes = {group.spec_of(name).page_bytes for group in groups for name in group.names}
         if len(sizes) > 1 and (not is_compact or (len(groups) > 1 and layout[0] == "L")):
-            raise Refused(
+            raise RefusedError(
                 f"KV cache layout {layout} cannot express this model's mixed page sizes ({sorted(sizes)}); a backend "
                 "should declare block-outermost supported layouts (e.g. BLHNC), or set VLLM_KV_CACHE_LAYOUT=BLHNC."
             )
@@ -574,9 +573,9 @@ def _gib(size_bytes: int) -> str:
 def _check_memory(
     groups: Sequence[_Group], block_bytes: int, memory_bytes: int, max_model_len: int, settings: PlanSettings
 ) -> None:
-    """Raise Refused if `memory_bytes` do not hold one request of the maximum length."""
+    """Raise RefusedError if `memory_bytes` do not hold one request of the maximum length."""
     if memory_bytes <= 0:
-        raise Refused(
+        raise RefusedError(
             "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the "
             "engine (this flag also controls CPU memory reservation on the CPU backend, despite its name). See "
             "https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
@@ -590,7 +589,7 @@ def _check_memory(
     estimate = ""
     if longest > 0:
         estimate = f"Based on the available memory, the estimated maximum model length is {longest}. "
-    raise Refused(
+    raise RefusedError(
         f"To serve at least one request with the model's max seq len ({max_model_len}), ({_gib(needed)} GiB KV cache "
         f"is needed, which is larger than the available KV cache memory ({_gib(memory_bytes)} GiB). {estimate}"
         "Try increasing `gpu_memory_utilization` (which also controls CPU memory on the CPU backend) or decreasing "
@@ -608,7 +607,7 @@ def plan(ranks: Sequence[Mapping[str, LayerSpec]], available_bytes: Sequence[int
     """
     try:
         return _plan(ranks, available_bytes, settings)
-    except Refused as refused:
+    except RefusedError as refused:
         return Plan(refusal=refused.words, longest=refused.longest)
 
 
@@ -665,7 +664,7 @@ def _plan(ranks: Sequence[Mapping[str, LayerSpec]], available_bytes: Sequence[in
 def _fitting_length(
     of_ranks: Sequence[Sequence[_Group]], sizes: Sequence[int], usable: Sequence[int], settings: PlanSettings
 ) -> int:
-    """Return the longest length of a request that fits on all ranks. Raise Refused if one token does not."""
+    """Return the longest length of a request that fits on all ranks. Raise RefusedError if one token does not."""
     lengths = [
         _longest(
             settings.max_model_len,
@@ -674,7 +673,7 @@ def _fitting_length(
         for own, size, left in zip(of_ranks, sizes, usable, strict=True)
     ]
     if min(lengths) <= 0:
-        raise Refused(
+        raise RefusedError(
             "Cannot auto-fit max_model_len: not enough GPU memory available to serve even a single token. Try "
             "increasing `gpu_memory_utilization`."
         )

@@ -1,13 +1,17 @@
-"""vLLM's start for a model on devices: settings by device, specs of layers, and the lines that it prints.
+"""vLLM's start for a model on devices: settings by device, specs of layers, memory for KV, and the lines of its log.
 
 A table stands for the attention backends: the blocks of tokens that their kernels take, and their memory orders. It was
 compared with vLLM's own classes on devices of compute capability 8, 9 and 10 (tests/cost/vllm/test_start.py).
+
+The memory is an interval with its parts, or the figure of a log: vLLM measures it. Available = share x total - weights
+- peak of activations - CUDA graphs - what is not PyTorch's (v1/worker/gpu_worker.py, determine_available_memory). Only
+weights can be counted; the bounds of the other parts enclose what public logs state (tests/cost/vllm/starts.toml).
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
-from math import lcm
+from math import ceil, lcm
 from typing import Literal
 
 import msgspec
@@ -16,12 +20,13 @@ from kvarts.base.errors import ConfigError
 from kvarts.core.kv.layers import KvLayer
 from kvarts.core.kv.number_formats import dtype_bits, is_fp8
 from kvarts.cost.hardware.device import Device
+from kvarts.cost.hardware.fit import local_weight_bytes
 from kvarts.cost.hardware.geometry import Geometry
 from kvarts.cost.vllm.planning import LAYOUTS, LayerSpec, Plan, PlanSettings, Version, plan
 
-__all__ = ["NEWEST", "Start", "StartSettings", "parse_engine", "start"]
+__all__ = ["NEWEST", "Available", "Part", "Start", "StartSettings", "available_bytes", "parse_engine", "start"]
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 NEWEST: Version = "0.33"
 DEFAULT_BLOCK = 16
 UNSTATED_LENGTH = 2048
@@ -139,7 +144,8 @@ def batch_defaults(device: Device, version: Version) -> tuple[int, int]:
 class _Kernels(msgspec.Struct, frozen=True):
     """Tokens of a block that the kernels of all attention layers take.
 
-    `preferred`: the size without a wish of the user; `smallest`: the least; `layouts`: memory orders, preferred first; `splits`: kernels divide longer blocks into such of `splits`.
+    `preferred`: the block if the user asks for none; `smallest`: the least, of which a block has a multiple; `layouts`:
+    memory orders, preferred first; `splits`: the kernel's blocks, if longer blocks are divided into them.
     """
 
     preferred: int = DEFAULT_BLOCK
@@ -299,11 +305,15 @@ def _specs(
     is_packed = any(layer.own_dtype for layer in geometry.layers)
     ways = settings.tensor_parallel
     layers = list(enumerate(geometry.layers))
-    layers += [(geometry.num_layers + index, geometry.draft) for index in range(bool(settings.num_drafts)) if geometry.draft]
+    layers += [
+        (geometry.num_layers + index, geometry.draft) for index in range(bool(settings.num_drafts)) if geometry.draft
+    ]
     for index, layer in layers:
         if layer.keeps_tokens:
             if layer.fixed_bytes:
-                key = KvLayer(kind="latent", num_heads=1, num_vectors=1, packed_bytes=layer.fixed_bytes, own_dtype="fp8")
+                key = KvLayer(
+                    kind="latent", num_heads=1, num_vectors=1, packed_bytes=layer.fixed_bytes, own_dtype="fp8"
+                )
                 specs[f"{index}.indexer"] = _spec_of(key, kernels, block_size, kept, 1, "indexer")
             specs[f"{index}"] = _window_of_v4(layer) if is_packed else _spec_of(layer, kernels, block_size, kept, ways)
             if token_pages is None:
@@ -406,3 +416,90 @@ def _stages(specs: dict[str, LayerSpec], num_layers: int, num_stages: int) -> li
         index = int(name.split(".")[0])
         stages[next((stage for stage, end in enumerate(ends) if index < end), num_stages - 1)][name] = spec
     return stages
+
+
+# Memory ---------------------------------------------------------------------------------------------------
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A part of the memory of one device, in bytes."""
+
+    name: str
+    least: int
+    most: int
+
+
+class Available(msgspec.Struct, frozen=True):
+    """Bytes for KV on one device, at least and at most. `parts`: the memory and what it is used for; none if given."""
+
+    least: int
+    most: int
+    parts: tuple[Part, ...] = ()
+
+    @classmethod
+    def exactly(cls, size_bytes: int) -> Available:
+        """Return the figure of a log."""
+        return cls(size_bytes, size_bytes)
+
+    def lines(self) -> list[str]:
+        """Return the interval and its parts as text, in GiB."""
+        if not self.parts:
+            return [f"{self.least / GIB:.2f} GiB, as given"]
+        total, *used = self.parts
+        text = f"{self.least / GIB:.2f} to {self.most / GIB:.2f} GiB: {_range(total)} to use"
+        return [text, *(f"- {_range(part)} {part.name}" for part in used)]
+
+    def values(self) -> dict[str, object]:
+        """Return the JSON fields."""
+        parts = {part.name: {"least_bytes": part.least, "most_bytes": part.most} for part in self.parts}
+        return {"least_bytes": self.least, "most_bytes": self.most, "parts": parts}
+
+
+def _range(part: Part) -> str:
+    low, high = f"{part.least / GIB:.2f}", f"{part.most / GIB:.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def available_bytes(geometry: Geometry, device: Device, settings: StartSettings, start: Start) -> Available:
+    """Return the bytes that vLLM leaves for KV on each device of a model.
+
+    Activations: those of a step of the most tokens, and the logits and sampling buffers of the most sequences.
+    """
+    usable = device.usable_bytes
+    parts = (
+        Part("to use", *(ceil(size * settings.memory_fraction) for size in usable)),
+        _weights(geometry, settings),
+        _activations(geometry, settings, start),
+        _graphs(geometry, settings),
+        Part("NCCL", *((0, 0) if settings.tensor_parallel * settings.pipeline_parallel == 1 else (150 * MIB, 2 * GIB))),
+        Part("context", 0, 900 * MIB),
+    )
+    least = parts[0].least - sum(part.most for part in parts[1:])
+    most = parts[0].most - sum(part.least for part in parts[1:])
+    return Available(least, most, parts)
+
+
+def _weights(geometry: Geometry, settings: StartSettings) -> Part:
+    """Return the weights: at least those counted; at most with a vision tower and what loaders add."""
+    size = local_weight_bytes(geometry, settings.tensor_parallel, 1, settings.pipeline_parallel)
+    return Part("weights", int(size * 0.98), int(size * 1.04) + 3 * GIB // 2)
+
+
+def _activations(geometry: Geometry, settings: StartSettings, start: Start) -> Part:
+    """Return the peak of the profile batch."""
+    number = float(dtype_bits(geometry.dtype, field="dtype")) / 8
+    width = geometry.intermediate_size
+    if geometry.experts is not None:
+        experts = geometry.experts
+        width = max(width if geometry.num_dense_layers else 0, experts.per_token * experts.intermediate_size)
+    token = (
+        2 * geometry.hidden_size + (geometry.num_heads * geometry.head_dim + width) / settings.tensor_parallel
+    ) * number
+    step = start.max_num_batched_tokens * token
+    logits = 4 * start.max_num_seqs * geometry.vocab_size
+    return Part("activations", int(step / 2), int(4 * step + 3 * logits) + GIB // 2)
+
+
+def _graphs(geometry: Geometry, settings: StartSettings) -> Part:
+    """Return the CUDA graphs of the sizes that vLLM captures."""
+    return Part("CUDA graphs", 0, GIB // 2 + geometry.num_layers * 24 * MIB)
