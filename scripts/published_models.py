@@ -187,9 +187,8 @@ def table() -> str:
 
 def _fitting(geometry: Geometry, device: Device, split: int) -> str:
     """Return the tokens that vLLM plans on `split` devices for sequences of at most LENGTH tokens."""
-    ways = {"tensor_parallel": split}
     try:
-        check_split(geometry, **ways)
+        check_split(geometry, tensor_parallel=split)
         memory = fit_memory(
             msgspec.structs.replace(geometry, state=None, layers=_without_states(geometry)),
             device,
@@ -197,12 +196,16 @@ def _fitting(geometry: Geometry, device: Device, split: int) -> str:
             memory_fraction=0.92,
             max_num_batched_tokens=8192,
             max_num_seqs=1024,
-            **ways,
+            tensor_parallel=split,
         )
     except ConfigError:
         return ""
     own = geometry.on(device)
-    plan = start(own, device, StartSettings(max_model_len=LENGTH, max_num_seqs=1, max_num_batched_tokens=8192, **ways))
+    plan = start(
+        own,
+        device,
+        StartSettings(tensor_parallel=split, max_model_len=LENGTH, max_num_seqs=1, max_num_batched_tokens=8192),
+    )
     tokens = plan.plan(memory.kv_bytes).kv_cache_tokens
     return f"{tokens / 1e6:,.2f} M" if tokens else ""
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from equal.planning import Job, draw_job
 from kvarts.cost.vllm.planning import LayerSpec, Plan, PlanSettings, plan
 
-from oracles.naive_plan import longest_length, most_blocks
+from oracles.naive_start import longest_length, most_blocks
 
 SEEDS = st.integers(0, 10**9)
 VERSIONS = st.sampled_from(("0.32", "0.33"))

@@ -213,7 +213,7 @@ class _Group:
 def _merged(specs: Sequence[LayerSpec]) -> LayerSpec | None:
     """Return the spec of layers that share a block table and a page, or None if they cannot.
 
-    Raise RefusedError if two full-attention layers have different windows, as vLLM does. Fields that are compared: all; for
+    Raise RefusedError if two full-attention layers have different windows, as vLLM does. All fields are compared; for
     full attention all except spans; for windows of MLA the format and the span, and not the size of the page.
     """
     first = specs[0]
