@@ -63,7 +63,7 @@ def started(log: dict[str, Any]) -> tuple[Geometry, Device, StartSettings, Start
 def meets(log: dict[str, Any], plan: Plan) -> bool:
     """Return whether a plan has the figures of a log."""
     tokens = plan.kv_cache_tokens
-    if tuple(map(int, log["vllm"].split(".")[:2])) < (0, 19):
+    if log.get("is_divided"):
         assert plan.num_blocks is not None
         tokens = plan.num_blocks // len(plan.groups) * min(group.block_size for group in plan.groups)
     return tokens == log["tokens"] and log.get("concurrency") in (None, round(plan.max_concurrency or 0, 2))

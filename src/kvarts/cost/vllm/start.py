@@ -482,7 +482,7 @@ def available_bytes(geometry: Geometry, device: Device, settings: StartSettings,
 def _weights(geometry: Geometry, settings: StartSettings) -> Part:
     """Return the weights: at least those counted; at most with a vision tower and what loaders add."""
     size = local_weight_bytes(geometry, settings.tensor_parallel, 1, settings.pipeline_parallel)
-    return Part("weights", int(size * 0.98), int(size * 1.04) + 3 * GIB // 2)
+    return Part("weights", int(size * 0.98), int(size * 1.02) + 5 * GIB // 4)
 
 
 def _activations(geometry: Geometry, settings: StartSettings, start: Start) -> Part:
@@ -497,9 +497,9 @@ def _activations(geometry: Geometry, settings: StartSettings, start: Start) -> P
     ) * number
     step = start.max_num_batched_tokens * token
     logits = 4 * start.max_num_seqs * geometry.vocab_size
-    return Part("activations", int(step / 2), int(4 * step + 3 * logits) + GIB // 2)
+    return Part("activations", int(step / 2), int(3 * step + 2 * logits) + 400 * MIB)
 
 
 def _graphs(geometry: Geometry, settings: StartSettings) -> Part:
     """Return the CUDA graphs of the sizes that vLLM captures."""
-    return Part("CUDA graphs", 0, GIB // 2 + geometry.num_layers * 24 * MIB)
+    return Part("CUDA graphs", 0, 350 * MIB + geometry.num_layers * 20 * MIB)
