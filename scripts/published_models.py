@@ -20,11 +20,13 @@ from typing import Any
 import msgspec
 
 from kvarts.base.errors import ConfigError
+from kvarts.core.kv.layers import KvLayer
 from kvarts.cost.hardware import model_config
 from kvarts.cost.hardware.config_layers import ConfigFields
 from kvarts.cost.hardware.device import Device, load_device
-from kvarts.cost.hardware.fit import check_split, fit_memory, fit_sequences
+from kvarts.cost.hardware.fit import check_split, fit_memory
 from kvarts.cost.hardware.geometry import Geometry
+from kvarts.cost.vllm.start import StartSettings, start
 
 PATH = Path(__file__).parents[1] / "src/kvarts/cost/hardware/presets/hub.json"
 DOCS = Path(__file__).parents[1] / "docs/models.md"
@@ -126,6 +128,8 @@ def write_configs(configs: Path) -> int:
             if quantization is None and beside.exists():
                 quantization = model_config._read_json(beside)
             kept.pop("quantization_config", None)
+            for key in ("rope_scaling", "rope_parameters"):  # forms that do not change the length
+                kept.pop(key, None)
             made = Path(folder) / "config.json"
 
             def read(own: dict[str, Any] | None, kept: dict[str, Any] = kept, made: Path = made) -> Geometry:
@@ -158,19 +162,23 @@ def table() -> str:
     """Return the rows of all models that are known by the ids of the hub."""
     device = load_device(DEVICE)
     lines = [
-        "| model | weights | KV a token | in fp8 | states | groups | " + " | ".join(f"{n}x" for n in SPLITS) + " |"
+        "| model | weights | KV a token | in fp8 | states | groups | block | "
+        + " | ".join(f"{n}x" for n in SPLITS)
+        + " |"
     ]
-    lines.append("|---|---:|---:|---:|---:|---:|" + "---:|" * len(SPLITS))
+    lines.append("|---|---:|---:|---:|---:|---:|---:|" + "---:|" * len(SPLITS))
     for name in sorted(model_config.hub_models(), key=str.lower):
         geometry = model_config.load_geometry(name)
-        groups = [group for group in geometry.kv_groups if group.layer.keeps_tokens or group.layer.kind == "state"]
+        planned = start(geometry.on(device), device, StartSettings(max_model_len=LENGTH)).plan(1 << 40)
+        blocks = sorted({group.block_size for group in planned.groups})
         cells = [
             f"[{name}]({geometry.source.partition(', ')[0]})",
             f"{geometry.weight_bytes / 1e9:,.1f} GB",
             f"{geometry.kv_bytes_per_token('auto'):,}",
             f"{geometry.kv_bytes_per_token('fp8'):,}",
             f"{geometry.state_bytes / 1e6:,.1f} MB" if geometry.state_bytes else "",
-            str(len(groups)),
+            str(len(planned.groups)),
+            ", ".join(map(str, blocks)),
             *(_fitting(geometry, device, split) for split in SPLITS),
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -178,15 +186,33 @@ def table() -> str:
 
 
 def _fitting(geometry: Geometry, device: Device, split: int) -> str:
-    """Return the tokens of sequences of LENGTH tokens that fit on `split` devices."""
-    sizes: dict[str, Any] = {"page_size": 16, "tensor_parallel": split, "max_num_batched_tokens": 8192}
+    """Return the tokens that vLLM plans on `split` devices for sequences of at most LENGTH tokens."""
     try:
         check_split(geometry, tensor_parallel=split)
-        fit = fit_memory(geometry, device, memory_fraction=0.92, max_num_seqs=1, **sizes)
+        memory = fit_memory(
+            msgspec.structs.replace(geometry, state=None, layers=_without_states(geometry)),
+            device,
+            page_size=16,
+            memory_fraction=0.92,
+            max_num_batched_tokens=8192,
+            max_num_seqs=1024,
+            tensor_parallel=split,
+        )
     except ConfigError:
         return ""
-    sequences = fit_sequences(geometry, LENGTH, memory=fit, **sizes).num_sequences or 0
-    return f"{sequences * LENGTH / 1e6:,.2f} M" if sequences else ""
+    own = geometry.on(device)
+    plan = start(
+        own,
+        device,
+        StartSettings(tensor_parallel=split, max_model_len=LENGTH, max_num_seqs=1, max_num_batched_tokens=8192),
+    )
+    tokens = plan.plan(memory.kv_bytes).kv_cache_tokens
+    return f"{tokens / 1e6:,.2f} M" if tokens else ""
+
+
+def _without_states(geometry: Geometry) -> tuple[KvLayer, ...]:
+    """Return the layers, those with a state as layers that keep nothing: vLLM keeps states in the pool."""
+    return tuple(KvLayer(kind="none") if layer.kind == "state" else layer for layer in geometry.layers)
 
 
 def main() -> int:

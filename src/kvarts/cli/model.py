@@ -12,6 +12,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.base.settings import Section, given_by_flags
 from kvarts.base.units import as_memory
 from kvarts.cli import llm_model
+from kvarts.cli.model_start import START_OPTIONS, start_settings, started
 from kvarts.cli.options import INPUT, Command, Group, options_of
 from kvarts.cli.process import print_json
 from kvarts.core.config import EngineConfig
@@ -185,7 +186,9 @@ KEYS = (
 )
 
 
-@model_command.command("show", cls=Command, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS)])
+@model_command.command(
+    "show", cls=Command, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS), *START_OPTIONS]
+)
 @click.option(
     "--sequence-tokens", metavar="N", type=int, help="Also print the bytes of a sequence of N tokens. [32768]"
 )
@@ -213,6 +216,7 @@ def show_command(
         local_kv_groups,
     )
 
+    asked = {**settings, **start_settings(settings)}
     given = given_by_flags(settings, SECTIONS)
     formats, on, engine = given.build(ModelSettings), given.build(DeviceSettings), given.build(EngineConfig)
     page_size, tensor_parallel, kv_dtype = engine.page_size, on.tensor_parallel, formats.kv_dtype
@@ -220,8 +224,9 @@ def show_command(
         device = None if on.device is None else load_device(on.device)
         geometry = _geometry(model, None if kv_layout is None else Path(kv_layout), formats.weight_dtype).on(device)
         check_split(geometry, **{ways: getattr(on, ways) for ways in WAYS})
+        vllm = started(geometry, device, on, asked, kv_dtype)
         fit = None
-        if device is not None:
+        if device is not None and vllm is None:
             fit = fit_memory(
                 geometry,
                 device,
@@ -271,11 +276,15 @@ def show_command(
             "sequence": msgspec.to_builtins(sequence),
             "fit": None if fit is None else {**msgspec.to_builtins(fit), "equation": fit.equation},
         }
+        if vllm is not None:
+            values["vllm"] = vllm.values()
         print_json(values)
         return
     rows = _rows(geometry, token_bytes, page_size, on, kv_dtype, fit)
     if sequence_tokens is not None or geometry.keeps_less:
         rows += sequence_rows(groups, page_size, sequence)
+    if vllm is not None:
+        rows += vllm.rows()
     for name, text in rows:
         click.echo(f"{name:<14}{text}")
 

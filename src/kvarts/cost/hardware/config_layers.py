@@ -22,6 +22,7 @@ __all__ = [
     "FAMILIES",
     "ConfigFields",
     "like",
+    "max_length_of",
     "num_layers_of",
     "read_caches",
     "read_draft",
@@ -68,6 +69,10 @@ class ConfigFields(msgspec.Struct):
     dtype: str | None = None
     quantization_config: dict[str, Any] | None = None
     expert_dtype: str | None = None
+    max_position_embeddings: Count | None = None
+    original_max_position_embeddings: Count | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
     # KV of layers.
     sliding_window: Some | None = None
     use_sliding_window: bool | None = None
@@ -329,6 +334,26 @@ def _compressed_types(config: ConfigFields, num_layers: int, path: Path | None) 
     return [names[ratio] for ratio in ratios]
 
 
+def max_length_of(config: ConfigFields) -> int | None:
+    """Return the longest sequence that a config states; None if it states none.
+
+    As vLLM 0.33 derives it (config/model.py, _get_and_verify_max_len): a scaling factor counts only in forms whose
+    `max_position_embeddings` is the length before scaling; LongRoPE stays at the length before it.
+    """
+    length = config.max_position_embeddings
+    ropes = [rope for rope in (config.rope_parameters, config.rope_scaling) if rope]
+    ropes += [own for rope in ropes for own in rope.values() if isinstance(own, dict)]
+    if length is None or config.model_type.startswith("gemma3"):
+        return length
+    for rope in ropes:
+        kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
+        if kind == "longrope":
+            return config.original_max_position_embeddings or rope.get("original_max_position_embeddings") or length
+        if kind in ("linear", "dynamic", "ntk") and isinstance(factor, int | float):
+            return int(length * factor)
+    return length
+
+
 def read_layers(
     config: ConfigFields, num_layers: int, head_dim: int, state_bytes: int, path: Path | None
 ) -> tuple[KvLayer, ...]:
@@ -588,6 +613,9 @@ def _mamba(
         matrix=hidden * projected + width * hidden,
         small=conv * (kernel + has_bias) + 3 * heads + width + biases,
         recurrent_dtype=dtype,
+        conv_rows=kernel - 1,
+        num_groups=groups,
+        group_numbers=2 * size,
     )
 
 
@@ -632,6 +660,8 @@ def _kimi_delta(config: ConfigFields, _: str) -> State:
         matrix=4 * hidden * all_heads + width * (hidden + all_heads) + gate + hidden * heads,
         small=3 * all_heads * kernel + heads + all_heads + width,
         recurrent_dtype="float32",
+        kind="kda",
+        conv_rows=kernel - 1,
     )
 
 
@@ -648,6 +678,8 @@ def _delta_rule(config: ConfigFields, dtype: str) -> State:
         matrix=hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden,
         small=conv * kernel + 2 * heads + config.linear_value_head_dim,
         recurrent_dtype=config.mamba_ssm_dtype or config.mamba_ssm_cache_dtype or dtype,
+        kind="gdn",
+        conv_rows=kernel - 1,
     )
 
 

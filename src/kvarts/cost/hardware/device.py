@@ -51,7 +51,8 @@ class Device(msgspec.Struct, frozen=True):
 
     `link_bytes_per_s`: one-way bandwidth to peer devices; 0 if the device has no link. `link_kind`: `nvlink` for a
     dedicated link of any maker; `pcie-peer` for PCIe with peer access, `pcie` without. `capability`: NVIDIA's compute
-    capability, without its minor number; 0 if unknown.
+    capability, without its minor number; 0 if unknown. `usable_gib`: the memory that the driver offers, at least and at
+    most.
     """
 
     name: str
@@ -62,6 +63,15 @@ class Device(msgspec.Struct, frozen=True):
     link_bytes_per_s: float = 0.0
     link_kind: LinkKind = "nvlink"
     capability: int = 0
+    usable_gib: tuple[float, float] | None = None
+
+    @property
+    def usable_bytes(self) -> tuple[int, int]:
+        """The memory that the driver offers to programs, at least and at most."""
+        if self.usable_gib is not None:
+            low, high = self.usable_gib
+            return round(low * GIB), round(high * GIB)
+        return self.memory_bytes * 93 // 100, self.memory_bytes
 
     @property
     def is_cpu(self) -> bool:
@@ -111,6 +121,7 @@ def load_device(name: str) -> Device:
         preset["link_gb_per_s"] * 1e9,
         preset.get("link", "nvlink"),
         preset.get("capability", 0),
+        tuple(preset["usable_gib"]) if "usable_gib" in preset else None,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -74,7 +74,9 @@ class State(msgspec.Struct, frozen=True):
     """A layer that keeps a state instead of tokens: Mamba-2, or linear attention with a gated delta rule.
 
     `conv_numbers`: inputs kept for the convolution of the next token; `recurrent_numbers`: the state itself. `matrix`:
-    numbers in the matrices of the layer; `small`: in its convolution, norm, biases and decays.
+    numbers in the matrices of the layer; `small`: in its convolution, norm, biases and decays. `kind`: Mamba-2, a gated
+    delta net, or Kimi Delta Attention. The convolution keeps `conv_rows` inputs; each of `num_groups` groups of Mamba-2
+    has `group_numbers` in a row.
     """
 
     conv_numbers: int
@@ -82,6 +84,24 @@ class State(msgspec.Struct, frozen=True):
     matrix: int
     small: int
     recurrent_dtype: str = "float32"
+    kind: Literal["mamba2", "gdn", "kda"] = "mamba2"
+    conv_rows: int = 3
+    num_groups: int = 0
+    group_numbers: int = 0
+
+    def local_bytes(self, dtype: str, tensor_parallel: int = 1, num_drafts: int = 0) -> int:
+        """Return the bytes of the state of a sequence on one device, as vLLM lays it out.
+
+        Each drafted token adds a row of inputs to the convolution. Devices divide heads and groups; if they do not
+        divide the groups, each device has one (vLLM's MambaStateShapeCalculator).
+        """
+        row = self.conv_numbers // self.conv_rows
+        if self.num_groups and self.num_groups % tensor_parallel:
+            row += (tensor_parallel - self.num_groups) * self.group_numbers
+        conv = row // tensor_parallel * (self.conv_rows + num_drafts)
+        bits = conv * dtype_bits(dtype, field="dtype")
+        bits += self.recurrent_numbers // tensor_parallel * dtype_bits(self.recurrent_dtype, field="recurrent_dtype")
+        return whole_bytes(bits)
 
     def num_bytes(self, dtype: str) -> int:
         """Return the bytes of the state of a sequence, with its convolution inputs in `dtype`."""
@@ -108,7 +128,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     the weights, as stated by the index of a checkpoint. `kv_dtype`: format of KV that the checkpoint names. `caches`:
     further KV of layers, next to `layers`. `draft`: the KV of a layer that drafts. `fp8_block`: rows and columns of a
     scale. `notes`: differences from the text of the config. `counts_weights`: False if the number of weights is not
-    known.
+    known. `max_model_len`: the longest sequence that the config states.
     """
 
     name: str
@@ -146,6 +166,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     fp8_block: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
     counts_weights: bool = True
+    max_model_len: int | None = None
 
     @property
     def num_layers(self) -> int:

@@ -18,6 +18,7 @@ from kvarts.cost.hardware.config_layers import (
     Layers,
     block_types,
     like,
+    max_length_of,
     num_layers_of,
     read_caches,
     read_draft,
@@ -319,6 +320,7 @@ def _geometry(
         caches=read_caches(config, num_layers, head_dim, path),
         draft=read_draft(config, layers, head_dim, path),
         fp8_block=fp8_block_of(config.quantization_config),
+        max_model_len=max_length_of(config),
         **{**facts, **family_facts},
     )
     quantization = config.quantization_config

@@ -1,0 +1,164 @@
+"""`kvarts model show --engine vllm`: the lines that vLLM prints when it starts, and its plan as JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvarts.base.errors import ConfigError
+from kvarts.base.units import parse_bytes
+from kvarts.cli.options import GroupedOption
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvarts.cost.hardware.device import Device
+    from kvarts.cost.hardware.geometry import Geometry
+    from kvarts.cost.vllm.planning import Plan
+    from kvarts.cost.vllm.start import Available, Start
+    from kvarts.sim.hardware import DeviceSettings
+
+__all__ = ["START_OPTIONS", "Started", "started"]
+
+_GIB = 1 << 30
+
+
+def _option(name: str, text: str, **attributes: Any) -> GroupedOption:
+    return GroupedOption([name], group="vLLM", help=text, **attributes)
+
+
+START_OPTIONS = (
+    _option("--engine", "Print what this version prints when it starts: vllm (0.33), vllm==0.32.", metavar="NAME"),
+    _option(
+        "--available-kv-memory",
+        "Bytes for KV on each device, as vLLM logs them: 44.1GiB. [an interval, from the device]",
+        metavar="SIZE",
+    ),
+    _option(
+        "--max-model-len",
+        "Longest sequence, or -1 for the longest that fits. [that of the model]",
+        metavar="TOKENS",
+        type=int,
+    ),
+    _option("--no-prefix-caching", "Without the prefix cache: states are kept whole.", is_flag=True),
+    _option("--no-async-scheduling", "Plan each step after the one before it has ended.", is_flag=True),
+)
+"""Options of `model show` that need --engine, and --engine."""
+
+
+class Started:
+    """A start of vLLM with its plan: of the given memory, or of the least and the most that the device leaves."""
+
+    def __init__(self, start: Start, available: Available) -> None:
+        self.start = start
+        self.available = available
+        self.plans: list[Plan] = [start.plan(size) for size in dict.fromkeys((available.least, available.most))]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the rows of the table: the settings, the memory with its parts, and vLLM's lines."""
+        start, available = self.start, self.available
+        text = f"{start.block_size} tokens, {start.max_num_batched_tokens:,} tokens a step of {start.max_num_seqs:,} "
+        rows = [("vLLM", f"{start.version}: blocks of {text}sequences, KV in {start.kv_dtype}")]
+        rows += [("for KV" if not index else "", line) for index, line in enumerate(available.lines())]
+        for index, plan in enumerate(self.plans):
+            size = (available.least, available.most)[index]
+            title = "" if len(self.plans) == 1 else ("at least", "at most")[index]
+            if plan.num_blocks is not None:
+                layers = ", ".join(
+                    f"{len(group.layers)} {'+'.join(group.kinds)} of {group.block_size}" for group in plan.groups
+                )
+                rows.append((title or "plan", f"{plan.num_blocks:,} blocks; groups: {layers}"))
+                title = ""
+            rows += [(title if not place else "", line) for place, line in enumerate(start.lines(plan, size))]
+            if plan.refusal is not None:
+                rows.append(("", self._what_to_change(plan)))
+        return rows
+
+    def _what_to_change(self, plan: Plan) -> str:
+        if plan.num_blocks is not None:
+            return f"Give --max-seqs {plan.num_blocks}."
+        if plan.longest:
+            return f"Give --max-model-len {plan.longest}, or -1 for the longest that fits."
+        return "Give more devices (--tensor-parallel), a larger one, or a larger share (--memory-fraction)."
+
+    def values(self) -> dict[str, Any]:
+        """Return the object `vllm` of the JSON. With an interval, its figures are those of the least memory."""
+        values = _values(self.start, self.plans[0])
+        values["available_kv_memory"] = self.available.values()
+        if len(self.plans) > 1:
+            values["at_most"] = {
+                key: value for key, value in _values(self.start, self.plans[1]).items() if key not in ("version",)
+            }
+        return values
+
+
+def _values(start: Start, plan: Plan) -> dict[str, Any]:
+    return {
+        "version": start.version,
+        "block_size": min((group.block_size for group in plan.groups), default=start.block_size),
+        "num_blocks": plan.num_blocks,
+        "kv_cache_tokens": plan.kv_cache_tokens,
+        "max_concurrency": plan.max_concurrency,
+        "max_model_len": plan.max_model_len or start.max_model_len,
+        "max_num_batched_tokens": start.max_num_batched_tokens,
+        "max_num_seqs": start.max_num_seqs,
+        "groups": [
+            {
+                "kind": "+".join(group.kinds),
+                "layers": len(group.layers),
+                "block_size": group.block_size,
+                "window": group.window,
+                "blocks_per_request": group.blocks_per_request,
+            }
+            for group in plan.groups
+        ],
+        "refusal": plan.refusal,
+    }
+
+
+def started(
+    geometry: Geometry, device: Device | None, on: DeviceSettings, settings: Mapping[str, Any], kv_dtype: str | None
+) -> Started | None:
+    """Return the start that the options ask for; None without --engine.
+
+    Raise ConfigError for options of a start without --engine, and for --engine without a device.
+    """
+    asked = {name: settings[name] for name in _names() if settings[name] not in (None, False)}
+    engine = asked.pop("engine", None)
+    if engine is None:
+        if asked:
+            raise ConfigError("needs --engine vllm", field=f"--{next(iter(asked)).replace('_', '-')}")
+        return None
+    if device is None:
+        raise ConfigError("needs a device", field="--engine", hint="Give --device h100.")
+    from kvarts.cost.vllm.start import Available, StartSettings, available_bytes, parse_engine, start
+
+    wanted = StartSettings(
+        version=parse_engine(engine),
+        tensor_parallel=on.tensor_parallel,
+        pipeline_parallel=on.pipeline_parallel,
+        max_model_len=settings["max_model_len"],
+        max_num_batched_tokens=settings["set_max_batched_tokens"],
+        max_num_seqs=settings["set_max_seqs"],
+        kv_dtype=kv_dtype,
+        block_size=settings["set_page_size"],
+        memory_fraction=0.92 if settings["set_memory_fraction"] is None else on.memory_fraction,
+        has_prefix_caching=not settings["no_prefix_caching"],
+        has_async_scheduling=not settings["no_async_scheduling"],
+    )
+    decided = start(geometry, device, wanted)
+    if (given := settings["available_kv_memory"]) is None:
+        return Started(decided, available_bytes(geometry, device, wanted, decided))
+    try:
+        size = parse_bytes(given)
+    except ConfigError as error:
+        raise ConfigError(error.what, field="--available-kv-memory", hint=error.hint) from error
+    return Started(decided, Available.exactly(size))
+
+
+def _names() -> list[str]:
+    return [option.name or "" for option in START_OPTIONS]
+
+
+def start_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of a start out of `settings`, and return them."""
+    return {name: settings.pop(name) for name in _names()}

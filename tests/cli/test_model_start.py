@@ -1,0 +1,132 @@
+"""`kvarts model show --engine vllm`: vLLM's lines, its plan as JSON, and its refusals with what to change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvarts.base.errors import KvartsError
+from kvarts.cli.commands import cli
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(cli, ["model", "show", *arguments])
+    if isinstance(result.exception, KvartsError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def start(*arguments: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(run(*arguments, "--json"))["vllm"]
+    return values
+
+
+def test_the_figures_of_a_log() -> None:
+    """gpt-oss-20b on an H100 with the bytes that a log states, in both versions."""
+    for version in ("0.32", "0.33"):
+        values = start("gpt-oss-20b", "--device", "h100", "--engine", f"vllm=={version}", *GIVEN)
+        assert values["version"] == version
+        assert (values["block_size"], values["num_blocks"], values["kv_cache_tokens"]) == (16, 150_186, 2_133_894)
+        assert round(values["max_concurrency"], 2) == 16.28 and values["refusal"] is None
+        kinds = [(group["kind"], group["layers"], group["block_size"]) for group in values["groups"]]
+        assert kinds == [("window", 12, 16), ("full", 12, 16)]
+        assert values["available_kv_memory"] == {"least_bytes": BYTES, "most_bytes": BYTES, "parts": {}}
+
+
+BYTES = 59_055_804_641
+GIVEN = ("--available-kv-memory", str(BYTES))
+
+
+def test_options_of_vllm_change_the_plan_as_in_vllm() -> None:
+    own = start("qwen3.5-27b", "--device", "h100", "--engine", "vllm", "--available-kv-memory", "40GiB")
+    assert own["groups"][0] == {
+        "kind": "state",
+        "layers": 16,
+        "block_size": 832,
+        "window": None,
+        "blocks_per_request": 3,
+    }
+    arguments = ("qwen3.5-27b", "--device", "h100", "--engine", "vllm", "--available-kv-memory", "40GiB")
+    eight = start(*arguments, "--kv-cache-dtype", "fp8")
+    assert (eight["block_size"], eight["num_blocks"]) == (1600, 819)
+    plain = start(*arguments, "--no-enable-prefix-caching", "--max-num-seqs", "256")
+    assert [group["blocks_per_request"] for group in plain["groups"]] == [1, 1, 1, 335]
+    short = start(*arguments, "--max-model-len", "8192", "--max-num-seqs", "16", "--max-num-batched-tokens", "4096")
+    assert (short["max_model_len"], short["max_num_seqs"], short["max_num_batched_tokens"]) == (8192, 16, 4096)
+    assert short["refusal"] is None
+    large = start("qwen3-32b", "--device", "h100", "--engine", "vllm", "--block-size", "64", *GIVEN)
+    assert large["block_size"] == 64
+    two = start("qwen3-32b", "--device", "h100", "--engine", "vllm", "--tensor-parallel-size", "2", *GIVEN)
+    assert two["num_blocks"] == 2 * start("qwen3-32b", "--device", "h100", "--engine", "vllm", *GIVEN)["num_blocks"]
+
+
+def test_a_window_holds_the_tokens_in_flight() -> None:
+    """Asynchronous scheduling has two steps in flight, and windows keep the tokens of both."""
+    arguments = ("gpt-oss-120b", "--device", "h200", "--engine", "vllm", "--available-kv-memory", "40GiB")
+    blocks = [start(*arguments, *more)["groups"][0]["blocks_per_request"] for more in ((), ("--no-async-scheduling",))]
+    assert blocks == [-(-(127 + 2 * 8192) // 16) + 1, -(-(127 + 8192) // 16) + 1]
+
+
+def test_refusals_are_vllms_words_with_what_to_change() -> None:
+    short = run("qwen3-32b", "--device", "h100", "--engine", "vllm", "--available-kv-memory", "2.1GiB")
+    assert "To serve at least one request with the model's max seq len (40960), (10.00 GiB KV cache is needed" in short
+    assert "Give --max-model-len 8576, or -1" in short
+    fitted = start(
+        "qwen3-32b", "--device", "h100", "--engine", "vllm", "--available-kv-memory", "2.1GiB", "--max-model-len", "-1"
+    )
+    assert fitted["max_model_len"] == 8576
+    states = run("qwen3.5-27b", "--device", "h100", "--engine", "vllm", "--available-kv-memory", "22.1GiB")
+    assert (
+        "max_num_seqs (1024) exceeds available Mamba cache blocks (435)" in states and "Give --max-seqs 435." in states
+    )
+    none = run("qwen3-32b", "--device", "l4", "--engine", "vllm")
+    assert "No available memory for the cache blocks" in none and "Give more devices" in none
+
+
+def test_the_memory_is_an_interval_with_its_parts() -> None:
+    values = start("gpt-oss-120b", "--device", "h200", "--engine", "vllm")
+    memory = values["available_kv_memory"]
+    total, *used = memory["parts"].values()
+    assert list(memory["parts"]) == ["to use", "weights", "activations", "CUDA graphs", "NCCL", "context"]
+    assert memory["least_bytes"] == total["least_bytes"] - sum(part["most_bytes"] for part in used)
+    assert memory["most_bytes"] == total["most_bytes"] - sum(part["least_bytes"] for part in used)
+    assert values["num_blocks"] < values["at_most"]["num_blocks"]
+    less = start("gpt-oss-120b", "--device", "h200", "--engine", "vllm", "--gpu-memory-utilization", "0.8")
+    assert less["num_blocks"] < values["num_blocks"]
+    text = run("gpt-oss-120b", "--device", "h200", "--engine", "vllm")
+    assert "at least" in text and "at most" in text and text.count("GPU KV cache size:") == 2
+
+
+def test_a_layout_file_is_planned(tmp_path: Path) -> None:
+    path = tmp_path / "model.toml"
+    path.write_text(
+        'weights = "54GB"\nlayers = [\n  {count = 10, kind = "full", heads = 16, head_dim = 128},\n'
+        '  {count = 52, kind = "window", window = 1024, heads = 16, head_dim = 128},\n]\n'
+    )
+    arguments = ("any", "--kv-layout", str(path), "--device", "h100", "--engine", "vllm", "--max-model-len", "8192")
+    own = start(*arguments, *GIVEN)
+    assert [group["layers"] for group in own["groups"]] == [10, 9, 9, 9, 9, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--engine", "vllm==0.30"), "'vllm==0.30' is not understood"),
+        (("--max-model-len", "100"), "needs --engine vllm"),
+        (("--engine", "vllm", "--max-model-len", "0"), "must be at least 1"),
+        (("--engine", "vllm", "--available-kv-memory", "44.1GX"), "is not a size in bytes"),
+    ],
+)
+def test_options_that_are_refused(arguments: tuple[str, ...], says: str) -> None:
+    with pytest.raises(KvartsError, match=says):
+        run("qwen3-8b", "--device", "h100", *arguments)
+
+
+def test_a_start_needs_a_device() -> None:
+    with pytest.raises(KvartsError, match="needs a device"):
+        run("qwen3-8b", "--engine", "vllm")
