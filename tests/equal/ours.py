@@ -114,10 +114,10 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
     readers: list[EventReader] = [recorder]
     if workload.publishes:
         from equal.published import Published  # decodes with vLLM's classes
-        from kvarts.doors.kv_events.reader import KvEventReader
+        from kvarts.doors.kv_events.copies import CopiesReader
 
         sink = Published(recorder, workload.groups)
-        readers.append(KvEventReader(sink, algorithm="sha256", clears=False))
+        readers.append(CopiesReader(sink, algorithm="sha256", clears=False))
     engine = build_engine(
         config,
         executor,

@@ -42,8 +42,10 @@ def server_options() -> list[click.Option]:
             help="Answer requests for past events, and for full state, at ENDPOINT.",
         ),
         GroupedOption(
-            ["--kv-events-format"], group=TITLE, type=click.Choice(["map", "array"]), default="map",
-            help="Events as maps, as vLLM writes them, or as arrays, as it did before. [map]",
+            ["--kv-events-format"], group=TITLE, default="map",
+            type=click.Choice(["map", "array", "copies", "reports"]),
+            help="Events as maps, as vLLM writes them, or as arrays, as it did before; maps with all copies of blocks, "
+            "as vLLM stores and removes them, or also with the reports of its kv_cache_report_mode full. [map]",
         ),
         GroupedOption(
             ["--kv-events-topic"], group=TITLE, metavar="TEXT", default="",
@@ -163,13 +165,15 @@ def _config_of(values: Mapping[str, Any]) -> KvEventsConfig | None:
         import zmq  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"KV events need ZeroMQ ({error})", hint="pip install 'kvarts[serve]'.") from None
-    from kvarts.doors.kv_events.batches import KvEventsConfig
+    from kvarts.doors.kv_events.batches import Extent, KvEventsConfig
 
+    extents: dict[str, Extent] = {"copies": "copies", "reports": "reports"}
     with _as_options():
         return KvEventsConfig(
             endpoint=values["kv_events"],
             replay_endpoint=values["kv_events_replay"],
-            form=values["kv_events_format"],
+            form="array" if values["kv_events_format"] == "array" else "map",
+            extent=extents.get(values["kv_events_format"], "blocks"),
             topic=values["kv_events_topic"],
             insecure=values["insecure"],
         )

@@ -50,8 +50,8 @@ MOST_WAITING = 1 << 16
 @of_engine("--metrics", metavar="URL", help="Look at the engine's metrics: http://HOST:PORT/metrics.")
 @of_engine("--total-blocks", metavar="N", type=click.IntRange(min=1),
            help="Blocks of the device. [from the metrics]")  # fmt: skip
-@of_engine("--allow-copies", is_flag=True,
-           help="Permit a second store of a block, for engines that publish each copy.")  # fmt: skip
+@of_engine("--no-copies", is_flag=True,
+           help="Forbid a second store of a block, for engines that publish a block once, as kvarts' do.")  # fmt: skip
 @of_engine("--max-blocks", metavar="N", type=click.IntRange(min=1), default=524_288, show_default=True,
            help="Blocks that are kept in mind at once, about 250 bytes each; of more, nothing is judged.")  # fmt: skip
 @of_engine("--ui", "ui_port", metavar="PORT", type=click.IntRange(0, 65535),
@@ -101,7 +101,7 @@ def watch_command(endpoint: str, **values: Any) -> int:
             stack.callback(journal.close)
         watched = Watched(
             total_blocks=values["total_blocks"],
-            allows_copies=values["allow_copies"],
+            allows_copies=not values["no_copies"],
             max_blocks=values["max_blocks"],
             journal=journal,
         )

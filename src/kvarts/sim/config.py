@@ -382,10 +382,10 @@ class ReplayConfig(
 
     def source(self, trace: Trace) -> Source:
         """Return the source that determines when the requests of `trace` arrive."""
-        from kvarts.sim.traffic.source import source_of
+        from kvarts.sim.traffic.source import source_of, with_pauses
 
         return source_of(
-            trace,
+            with_pauses(trace) if self.profile == "mocker" else trace,
             concurrency=self.concurrency,
             speedup=self.speedup,
             delay_ns=self.frontend_ns,

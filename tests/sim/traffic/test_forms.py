@@ -38,6 +38,7 @@ LEFT_OUT = {
     "burstgpt.csv": {"without output tokens": 1},
     "guidellm-v2.json": {"incomplete": 1},
     "litellm.jsonl": {"failed": 1},
+    "openai.jsonl": {"without output tokens": 1},
     "sglang.jsonl": {"failed": 1},
     "vllm-bench.json": {"failed": 1},
 }

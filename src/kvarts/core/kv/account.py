@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from kvarts.core.content import Content
 from kvarts.core.event_log import Tell
-from kvarts.core.events import CopiesRemoved, PagesRemoved, PagesStored, PartsGivenBack
+from kvarts.core.events import CopiesRemoved, CopiesStored, PagesRemoved, PagesStored, PartsGivenBack
 from kvarts.core.hints import Hints
 from kvarts.core.kv.eviction import EvictionOrder, noter_of, ranges_read_by
 from kvarts.core.kv.groups import GroupMemory
@@ -555,6 +555,8 @@ class RunEvents:
         self._offset = offset
         self._came: list[list[tuple[int, int, Content | None]]] = []
         """By group, runs that became findable: pages, and the content before the first of them."""
+        self._copied: list[tuple[int, int, int, Content | None]] = []
+        """Runs that have one more copy: the group, the pages, and the content before the first of them."""
         self._by: Content | None = None
         """The content with which they became findable."""
         # The last evicted pages, and the fields that they have in common with those before them.
@@ -569,11 +571,16 @@ class RunEvents:
     def came(self, content: Content, group: int, span: Span, start: int, end: int) -> None:
         """Record that pages [start, end) of `span`, which `content` has, become findable in a group.
 
-        Pages that have a resident copy are left out. The pages of a group must be recorded in their order.
+        Those that have a resident copy get one more. The pages of a group must be recorded in their order.
         """
         self._by = content
-        for first, stop in _uncovered(span.parts[self._offset + group], start, end):
-            self.came_new(content, group, span, first, stop)
+        position = start
+        for first, stop in (*_uncovered(span.parts[self._offset + group], start, end), (end, end)):
+            if position < first:
+                self._copied.append((group, position, first, _content_before(span, position)))
+            if first < stop:
+                self.came_new(content, group, span, first, stop)
+            position = stop
 
     def came_new(self, content: Content, group: int, span: Span, start: int, end: int) -> None:
         """Do the same for pages without a resident copy."""
@@ -627,6 +634,10 @@ class RunEvents:
             for start, end, before in runs:
                 self.tell(PagesStored(by, start, end, before, self._medium, group))
             runs.clear()
+        for group, start, end, before in self._copied:
+            if self._medium == "device":
+                self.tell(CopiesStored(by, start, end, before, group))
+        self._copied.clear()
 
     def goes_alone(self, run: PartRun, span: Span, start: int, end: int, copy: int | None, *, is_dropped: bool) -> None:
         """Record the same for pages that all have the same copies: `copy` is the place of `run` among them, or None."""

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvarts.core.content import NOTHING, Content
 from kvarts.core.event_log import Tell
-from kvarts.core.events import CopiesRemoved, PagesRemoved, PagesStored
+from kvarts.core.events import CopiesRemoved, CopiesStored, PagesRemoved, PagesStored
 from kvarts.core.kv.cache import Match
 from kvarts.core.kv.eviction import EvictionOrder, HeldPages, Node, Path, TreeWatcher, walk
 from kvarts.core.kv.pool import PageId
@@ -244,6 +244,8 @@ class PrefixTree:
                     self.on_copied()
                     first_copy = last.children[key]
                 node = self._add_twin(first_copy, content, end, last)
+                if self.tell is not None:
+                    self.tell(CopiesStored(content, start, node.end, last.content if start else None))
             if page_ids is not None:
                 node.page_ids = page_ids[start : node.end]
             path.append(node)

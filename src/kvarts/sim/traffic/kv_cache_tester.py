@@ -18,7 +18,7 @@ Conversion to requests of a trace:
 - The prompt tokens after the last whole block have no id, so no other prompt can hit them. Generated tokens can be hit
   only once they are part of a later prompt.
 - A request with the `stop` `tool_use` has the hint `tool`: the client runs a tool, whose name the files do not hold.
-- An `out` of 0 (an aborted request) is read as 1, because computing a prompt yields a token.
+- A request with an `out` of 0 is left out; requests that wait for it wait for what it waits for.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from kvarts.base.errors import InputError, parts_of
 from kvarts.base.files import reading
 from kvarts.core.content import UNIT_BYTES, pack_units
 from kvarts.core.hints import Hints
-from kvarts.sim.traffic.graph import RecordedTimes, linked
+from kvarts.sim.traffic.graph import RecordedTimes, linked, with_output
 from kvarts.sim.traffic.trace import Trace, TraceRequest
-from kvarts.sim.traffic.trace_file import NO_ID, TraceFile
+from kvarts.sim.traffic.trace_file import NO_ID, TraceFile, nothing_left
 from kvarts.sim.traffic.trace_request import After
 
 __all__ = ["load_kv_cache_tester"]
@@ -149,6 +149,9 @@ def load_kv_cache_tester(path: Path | str | TraceFile) -> Trace:
             place_of_session[session_id] = place
         left_out["sub-agents without requests"] += session.num_empty
     requests.sort(key=lambda request: request.arrival_ns)
+    requests = with_output(requests, left_out)
+    if not requests:
+        raise nothing_left(file, +left_out)
     return Trace(requests, unit_tokens=plays[0][1].block_size, name=file.name, left_out=+left_out)
 
 
@@ -410,7 +413,7 @@ class _Session:
                     start_ns,
                     units,
                     turn.num_input,
-                    max(turn.num_output, 1),
+                    turn.num_output,
                     session_id=session_id,
                     delay_ns=delay_ns,
                     hints=RUNS_TOOL if turn.stop == TOOL_USE else None,

@@ -23,8 +23,9 @@ import msgspec
 from kvarts.base.errors import ConfigError, InputError, parts_of
 from kvarts.core.content import pack_units
 from kvarts.core.hints import Hints
+from kvarts.sim.traffic.graph import NO_OUTPUT
 from kvarts.sim.traffic.trace import Trace, TraceRequest
-from kvarts.sim.traffic.trace_file import TraceFile, date_ns, load_rows, unlike_any_other
+from kvarts.sim.traffic.trace_file import TraceFile, date_ns, load_rows, nothing_left, unlike_any_other
 from kvarts.sim.traffic.trace_request import DirectRequest
 
 __all__ = [
@@ -47,7 +48,7 @@ class _Chat(msgspec.Struct, gc=False):
     chat_id: int
     timestamp: Seconds
     input_length: Tokens
-    output_length: Tokens
+    output_length: Count
     hash_ids: list[int]
     parent_chat_id: int = -1
 
@@ -77,7 +78,7 @@ def load_bailian(
     unit_tokens = trace_block_size or BAILIAN_TOKENS
     first_turns: dict[int, int] = {}
 
-    def request(row: int, chat: _Chat) -> TraceRequest:
+    def request(row: int, chat: _Chat) -> TraceRequest | str:
         if len(chat.hash_ids) * unit_tokens < chat.input_length:
             raise InputError(
                 f"{len(chat.hash_ids)} ids of {unit_tokens} tokens cover {len(chat.hash_ids) * unit_tokens} of the "
@@ -89,6 +90,8 @@ def load_bailian(
         except ConfigError:
             raise InputError("ids must be from 0 to 2**64 - 1", field="hash_ids") from None
         first = first_turns[chat.chat_id] = first_turns.get(chat.parent_chat_id, chat.chat_id)
+        if not chat.output_length:
+            return NO_OUTPUT
         return TraceRequest(
             row,
             round(chat.timestamp * 1e9),
@@ -104,12 +107,12 @@ def load_bailian(
 def load_usage_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
     """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input."""
 
-    def request(row: int, response: _Response) -> TraceRequest:
+    def request(row: int, response: _Response) -> TraceRequest | str:
         usage = response.usage
+        if not usage.completion_tokens:
+            return NO_OUTPUT
         units = unlike_any_other(row, usage.prompt_tokens)
-        # The prompt of an aborted request was computed, which yields a token.
-        num_output = max(1, usage.completion_tokens)
-        return TraceRequest(row, round(response.created * 1e9), units, usage.prompt_tokens, num_output)
+        return TraceRequest(row, round(response.created * 1e9), units, usage.prompt_tokens, usage.completion_tokens)
 
     return load_rows(TraceFile.of(path), _Response, request, skip_bad_lines=skip_bad_lines, knows_prefixes=False)
 
@@ -117,7 +120,8 @@ def load_usage_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False
 def load_spend_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
     """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input.
 
-    Rows with the `status` `failure`, and rows without prompt tokens (images, audio), are left out and counted.
+    Rows with the `status` `failure`, and rows without prompt tokens (images, audio) or output tokens, are left out and
+    counted.
     """
 
     def request(row: int, spend: _Spend) -> TraceRequest | str:
@@ -126,8 +130,10 @@ def load_spend_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False
             return "failed"
         if not spend.prompt_tokens:
             return "without prompt tokens"
+        if not spend.completion_tokens:
+            return NO_OUTPUT
         units = unlike_any_other(row, spend.prompt_tokens)
-        num_output = max(1, spend.completion_tokens)
+        num_output = spend.completion_tokens
         return TraceRequest(row, start_ns, units, spend.prompt_tokens, num_output, request_id=spend.request_id)
 
     return load_rows(TraceFile.of(path), _Spend, request, skip_bad_lines=skip_bad_lines, knows_prefixes=False)
@@ -178,9 +184,10 @@ def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False)
             num_skipped += 1
         else:
             rows.append(row)
-    if not rows:
-        raise InputError("has no requests", path=file.path, hint="A line is a request of a recorded run.")
-    return recorded_trace(rows, name=file.name, num_skipped_lines=num_skipped)
+    trace = recorded_trace(rows, name=file.name, num_skipped_lines=num_skipped)
+    if not trace.requests:
+        raise nothing_left(file, trace.left_out, num_skipped)
+    return trace
 
 
 def recorded_trace(

@@ -26,6 +26,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from kvarts.base.errors import InputError, parts_of
+from kvarts.sim.traffic.graph import NO_OUTPUT
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 from kvarts.sim.traffic.trace_file import SKIP_HINT, UNIT_TOKENS, TraceFile, by_arrival, nothing_left, unlike_any_other
 
@@ -256,7 +257,7 @@ def _read_bench(file: TraceFile, line: int, bench: _Bench, results: Results) -> 
             results.left_out["failed"] += 1
             continue
         if not num_output:
-            results.left_out["without output tokens"] += 1
+            results.left_out[NO_OUTPUT] += 1
             continue
         if not num_prompt:
             raise InputError(
@@ -304,6 +305,9 @@ def _read_guidellm(file: TraceFile, report: _Report, results: Results) -> None:
                 "sample of the traffic"
             )
         for place, request in enumerate(requests.successful):
+            if request.output_tokens == 0:
+                results.left_out[NO_OUTPUT] += 1
+                continue
             results.rows.append(
                 _guidellm_result(file, request, f"{place_of}.successful[{place}]", len(results.rows) + 1)
             )
@@ -321,7 +325,7 @@ def _guidellm_result(file: TraceFile, request: _Request, place_of: str, line: in
         line=line,
         start_ns=_ns(start_s),
         num_prompt_tokens=request.prompt_tokens,
-        num_output_tokens=max(1, request.output_tokens or 1),
+        num_output_tokens=request.output_tokens or 1,
         first_token_ns=None if first_s is None else _ns(first_s),
         last_token_ns=None if last_s is None else _ns(last_s),
         token_field=f"{place_of}.{'first' if first_s is None else 'last'}_token_time",
@@ -401,12 +405,14 @@ def _aiperf_result(line: int, record: _Record) -> Result | str:
     num_prompt = int(metrics.input_sequence_length.value)
     if num_prompt < 1:
         raise InputError("must be at least 1, got 0", field="metrics.input_sequence_length.value")
+    if output.value < 1:
+        return NO_OUTPUT
     ttft = metrics.time_to_first_token or metrics.ttft
     return Result(
         line=line,
         start_ns=start_ns,
         num_prompt_tokens=num_prompt,
-        num_output_tokens=max(1, int(output.value)),
+        num_output_tokens=int(output.value),
         first_token_ns=None if ttft is None else start_ns + _duration_ns(ttft, "time_to_first_token"),
         last_token_ns=None
         if metrics.request_latency is None
