@@ -25,13 +25,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
 from kvarts.base.errors import InputError, parts_of
 from kvarts.base.files import reading
 from kvarts.core.hints import MOST_TOOL_CHARS, Hints
+from kvarts.sim.traffic.bounds import Count
 from kvarts.sim.traffic.graph import RecordedTimes, linked, with_output
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 from kvarts.sim.traffic.trace_file import SKIP_HINT, TraceFile, by_arrival, date_ns, nothing_left
@@ -45,8 +45,6 @@ CHAIN_BITS = 36
 INFERRED = (
     "the files do not identify prefixes that prompts share: these are inferred from their lengths and from cache reads"
 )
-
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class _Usage(msgspec.Struct, gc=False):

@@ -26,9 +26,9 @@ import msgspec
 import numpy as np
 
 from kvarts.base.errors import InputError, parts_of
-from kvarts.base.limits import LATEST_NS, MOST_COUNT
 from kvarts.core.content import UNIT_BYTES, pack_units
 from kvarts.core.hints import Hints
+from kvarts.sim.traffic.bounds import Count, Priority, SpanMs, Tokens
 from kvarts.sim.traffic.graph import NO_OUTPUT, components, with_output
 from kvarts.sim.traffic.trace import Trace, TraceRequest, spell
 from kvarts.sim.traffic.trace_file import NO_ID, TraceFile, by_arrival, load_rows, nothing_left, unlike_any_other
@@ -38,27 +38,22 @@ __all__ = ["agentic_lines", "load_agentic", "load_dynamo"]
 
 NS_PER_MS = 1_000_000
 
-PromptTokens = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-OutputTokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Hash = Annotated[int, msgspec.Meta(ge=0)]
 SCHEMA, VERSION = "dynamo.agentic_mooncake", 2
 
-Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
-Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=LATEST_NS / NS_PER_MS)]
 HashId = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Replay(msgspec.Struct, gc=False):
-    trace_block_size: PromptTokens
-    input_length: PromptTokens
+    trace_block_size: Tokens
+    input_length: Tokens
     input_sequence_hashes: list[Hash]
 
 
 class _Ended(msgspec.Struct, gc=False):
     request_received_ms: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
     replay: _Replay
-    output_tokens: OutputTokens
+    output_tokens: Count
     request_id: str | None = None
 
 
@@ -137,7 +132,7 @@ class _Header(msgspec.Struct, gc=False):
 class _Dependency(msgspec.Struct, gc=False):
     request_id: str
     trigger: Literal["dispatch", "completion"]
-    delay_ms: Milliseconds = 0.0
+    delay_ms: SpanMs = 0.0
 
 
 class _Row(msgspec.Struct, gc=False):
@@ -146,12 +141,12 @@ class _Row(msgspec.Struct, gc=False):
     session_id: str
     input_length: Tokens
     output_length: Count
-    not_before_ms: Milliseconds
+    not_before_ms: SpanMs
     hash_ids: list[HashId] | None = None
     output_token_ids: list[HashId] | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)] | None = None
+    priority: Priority | None = None
     dependencies: list[_Dependency] = []
-    cancel_after_ms: Milliseconds | None = None
+    cancel_after_ms: SpanMs | None = None
     hints: Hints | None = None
     model: str | None = None
 

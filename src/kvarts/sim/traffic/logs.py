@@ -21,8 +21,10 @@ from typing import Annotated
 import msgspec
 
 from kvarts.base.errors import ConfigError, InputError, parts_of
+from kvarts.base.limits import LATEST_NS
 from kvarts.core.content import pack_units
 from kvarts.core.hints import Hints
+from kvarts.sim.traffic.bounds import Count, DateNs, DateSeconds, Priority, SpanNs, Tokens
 from kvarts.sim.traffic.graph import NO_OUTPUT
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 from kvarts.sim.traffic.trace_file import TraceFile, date_ns, load_rows, nothing_left, unlike_any_other
@@ -39,14 +41,10 @@ __all__ = [
 
 BAILIAN_TOKENS = 16
 
-Tokens = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
-
 
 class _Chat(msgspec.Struct, gc=False):
     chat_id: int
-    timestamp: Seconds
+    timestamp: DateSeconds
     input_length: Tokens
     output_length: Count
     hash_ids: list[int]
@@ -59,7 +57,7 @@ class _Usage(msgspec.Struct, gc=False):
 
 
 class _Response(msgspec.Struct, gc=False):
-    created: Seconds
+    created: DateSeconds
     usage: _Usage
 
 
@@ -149,22 +147,22 @@ class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `model`: the name by which it asked for one of several.
     """
 
-    arrival_ns: int
-    prompt: list[int]
-    num_output_tokens: int
+    arrival_ns: DateNs
+    prompt: Annotated[list[int], msgspec.Meta(min_length=1)]
+    num_output_tokens: Count
     output: list[int] = []
     max_tokens: int = 0
-    priority: int = 0
+    priority: Priority = 0
     tenant: str | None = None
     model: str | msgspec.UnsetType = msgspec.UNSET
     hints: Hints | msgspec.UnsetType = msgspec.UNSET
     request_id: str | None = None
     ended: str = "finished"
-    began_ns: int | msgspec.UnsetType = msgspec.UNSET
-    cancel_after_ns: int | msgspec.UnsetType = msgspec.UNSET
-    worker: int | msgspec.UnsetType = msgspec.UNSET
+    began_ns: DateNs | msgspec.UnsetType = msgspec.UNSET
+    cancel_after_ns: SpanNs | msgspec.UnsetType = msgspec.UNSET
+    worker: Count | msgspec.UnsetType = msgspec.UNSET
     is_left: bool | msgspec.UnsetType = msgspec.UNSET
-    fetches: int | msgspec.UnsetType = msgspec.UNSET
+    fetches: Count | msgspec.UnsetType = msgspec.UNSET
 
 
 def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
@@ -173,10 +171,13 @@ def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False)
     rows: list[RecordedRow] = []
     num_skipped = 0
     decoder = msgspec.json.Decoder(RecordedRow)
+    began_ns: int | None = None
     for number, line in file.records():
         try:
             row = decoder.decode(line)
-            _request(0, row, 0, {})
+            if began_ns is None:
+                began_ns = row.began_ns if isinstance(row.began_ns, int) else row.arrival_ns
+            _request(0, row, began_ns, {})
         except (msgspec.DecodeError, ConfigError) as error:
             if not skip_bad_lines:
                 what, field = parts_of(error)
@@ -199,7 +200,7 @@ def recorded_trace(
     """
     first_ns = min((row.arrival_ns for row in rows), default=0) if began_ns is None else began_ns
     if began_ns is None and rows and isinstance(rows[0].began_ns, int):
-        first_ns = rows[0].began_ns
+        first_ns = min(first_ns, rows[0].began_ns)
     kept = [row for row in rows if row.num_output_tokens]
     places = {line: index for index, line in enumerate(line for line, row in enumerate(rows) if row.num_output_tokens)}
     requests = [_request(index, row, first_ns, places) for index, row in enumerate(kept)]
@@ -215,6 +216,8 @@ def recorded_trace(
 
 def _request(index: int, row: RecordedRow, first_ns: int, places: Mapping[int, int]) -> TraceRequest:
     """Return row `index` of a trace. `places`: the rows of the lines of the file."""
+    if abs(row.arrival_ns - first_ns) > LATEST_NS:
+        raise InputError("is more than 73 years from the start of the run", field="arrival_ns")
     is_whole = len(row.output) == row.num_output_tokens
     direct = None
     if isinstance(row.worker, int):

@@ -26,6 +26,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from kvarts.base.errors import InputError, parts_of
+from kvarts.sim.traffic.bounds import Count, DateNs, DateSeconds, Tokens
 from kvarts.sim.traffic.graph import NO_OUTPUT
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 from kvarts.sim.traffic.trace_file import SKIP_HINT, UNIT_TOKENS, TraceFile, by_arrival, nothing_left, unlike_any_other
@@ -44,10 +45,6 @@ CANCELLED = "metadata.cancellation_time_ns"
 NS_PER_S = 1_000_000_000
 UNITS_NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": NS_PER_S, "sec": NS_PER_S}
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Tokens = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
-Nanoseconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 KindT = TypeVar("KindT")
 
 
@@ -82,17 +79,17 @@ class Results(msgspec.Struct):
 class _Bench(msgspec.Struct, gc=False):
     input_lens: list[Count]
     output_lens: list[Count]
-    start_times: list[Seconds] | None = None
-    ttfts: list[Seconds] | None = None
-    itls: list[list[Seconds]] | None = None
+    start_times: list[DateSeconds] | None = None
+    ttfts: list[DateSeconds] | None = None
+    itls: list[list[DateSeconds]] | None = None
     errors: list[str | None] | None = None
     request_rate: float | str | None = None
 
 
 class _Timings(msgspec.Struct, gc=False):
-    request_start: Seconds | None = None
-    first_token_iteration: Seconds | None = None
-    last_token_iteration: Seconds | None = None
+    request_start: DateSeconds | None = None
+    first_token_iteration: DateSeconds | None = None
+    last_token_iteration: DateSeconds | None = None
 
 
 class _Info(msgspec.Struct, gc=False):
@@ -102,10 +99,10 @@ class _Info(msgspec.Struct, gc=False):
 class _Request(msgspec.Struct, gc=False):
     prompt_tokens: Tokens
     output_tokens: Count | None = None
-    request_start_time: Seconds | None = None
-    start_time: Seconds | None = None
-    first_token_time: Seconds | None = None
-    last_token_time: Seconds | None = None
+    request_start_time: DateSeconds | None = None
+    start_time: DateSeconds | None = None
+    first_token_time: DateSeconds | None = None
+    last_token_time: DateSeconds | None = None
     info: _Info = msgspec.field(default_factory=_Info)
 
 
@@ -152,12 +149,12 @@ class _Metrics(msgspec.Struct, gc=False):
 
 
 class _Metadata(msgspec.Struct, gc=False):
-    request_start_ns: Nanoseconds | None = None
-    timestamp_ns: Nanoseconds | None = None
+    request_start_ns: DateNs | None = None
+    timestamp_ns: DateNs | None = None
     benchmark_phase: str | None = None
     credit_phase: str | None = None
     was_cancelled: bool = False
-    cancellation_time_ns: Nanoseconds | None = None
+    cancellation_time_ns: DateNs | None = None
     conversation_id: str | None = None
     x_correlation_id: str | None = None
     turn_index: Count | None = None
