@@ -1,4 +1,4 @@
-"""Eviction orders from publications, as orders of one's own: `kvarts plan TRACE --policy published_orders:LpcOrder`.
+"""Eviction orders from publications: `kvarts plan policies TRACE --policy published_orders:LpcOrder`.
 
 None closes more of the gap to the optimum than the orders that kvarts has, see the league of policies in
 docs/performance.md. Orders with several queues are in queue_orders.py. An order is not given prompt text, so features

@@ -49,28 +49,28 @@ USAGE = [
     "kvarts replay small.jsonl --model llama-3.1-70b --device l40s",
     "kvarts replay small.jsonl --model llama-3.1-8b --device l40s --tensor-parallel 0",
     "kvarts replay small.jsonl --model llama-3.1-8b --device l40s --kv-memory much",
-    "kvarts replay small.jsonl --model llama-3.1-8b --device l40s --memory-fraction 2",
-    "kvarts replay small.jsonl --model llama-3.1-8b --device l40s --kv-dtype int3",
+    "kvarts replay small.jsonl --model llama-3.1-8b --device l40s --set memory_fraction=2",
+    "kvarts replay small.jsonl --model llama-3.1-8b --device l40s --set kv_dtype=int3",
     "kvarts replay small.jsonl --model llama-3.1-8b --model qwen3-8b",
     "kvarts replay small.jsonl --static-split",
     "kvarts replay small.jsonl --trace chat=small.jsonl",
-    "kvarts replay small.jsonl --health chat=dead@3",
+    "kvarts replay small.jsonl --set health=chat=dead@3",
     "kvarts replay small.jsonl --loans l.jsonl",
 ]
 
 TIERS = [
     "kvarts replay small.jsonl --offload lazy",
-    "kvarts replay small.jsonl --h2d 3GB/s",
+    "kvarts replay small.jsonl --set offload.h2d=3GB/s",
     "kvarts replay small.jsonl --host-pages 3 --host-memory 3GiB",
     "kvarts replay small.jsonl --host-pages -3",
     "kvarts replay small.jsonl --host-memory lots",
-    "kvarts replay small.jsonl --host-pages 30 --h2d 0",
-    "kvarts replay small.jsonl --host-pages 30 --d2h fast",
-    "kvarts replay small.jsonl --host-pages 30 --transfer-latency-us -1",
-    "kvarts replay small.jsonl --host-pages 30 --kv-bytes-per-token 0",
-    "kvarts replay small.jsonl --host-pages 30 --offload lazy --target-free -1",
-    "kvarts replay small.jsonl --disk-pages 30",
-    "kvarts replay small.jsonl --host-pages 30 --disk-pages 3 --disk-memory 3GiB",
+    "kvarts replay small.jsonl --host-pages 30 --set offload.h2d=0",
+    "kvarts replay small.jsonl --host-pages 30 --set offload.d2h=fast",
+    "kvarts replay small.jsonl --host-pages 30 --set offload.latency_us=-1",
+    "kvarts replay small.jsonl --host-pages 30 --set offload.kv_bytes_per_token=0",
+    "kvarts replay small.jsonl --host-pages 30 --offload lazy --set offload.target_free=-1",
+    "kvarts replay small.jsonl --set offload.disk_pages=30",
+    "kvarts replay small.jsonl --host-pages 30 --set offload.disk_pages=3 --set offload.disk_memory=3GiB",
 ]
 
 SHARED = "kvarts replay --model a=llama-3.1-8b{a} --model b=qwen3-8b{b} --trace a=chat-200.csv {rest}"
@@ -88,9 +88,9 @@ MODELS = [
     SHARED.format(a=":floor=600,ceiling=300", b="", rest=BOTH),
     SHARED.format(a=":guarantee=0.8", b=":guarantee=0.8", rest=BOTH),
     SHARED.format(a=":guarantee=900GiB", b="", rest=BOTH),
-    SHARED.format(a="", b="", rest=f"{BOTH} --health c=dead@3"),
-    SHARED.format(a="", b="", rest=f"{BOTH} --health a=asleep@3"),
-    SHARED.format(a="", b="", rest=f"{BOTH} --health a=dead"),
+    SHARED.format(a="", b="", rest=f"{BOTH} --set health=c=dead@3"),
+    SHARED.format(a="", b="", rest=f"{BOTH} --set health=a=asleep@3"),
+    SHARED.format(a="", b="", rest=f"{BOTH} --set health=a=dead"),
     SHARED.format(a="", b="", rest=f"{BOTH} --pages 300"),
     SHARED.format(a="", b="", rest="--trace b=code-200.csv --device rtx-4090"),
     "[3] " + SHARED.format(a="", b="", rest="--trace b=missing.csv --device h100-80gb"),
@@ -103,7 +103,7 @@ READ = [
     "[3] kvarts replay --config missing.toml",
     "[4] kvarts replay model",
     "[4] kvarts replay small.jsonl --trace-block-size 16",
-    "[4] kvarts replay empty.jsonl --skip-bad-lines",
+    "[4] kvarts replay empty.jsonl --set skip_bad_lines=true",
     *(
         f"[4] kvarts replay {name}"
         for name in (

@@ -22,7 +22,7 @@ RUNS = {
     "guide": f"{PAIR} {TRACES} {DEVICE.format(memory='4GiB')}",
     "tight": f"{PAIR} {TRACES} {DEVICE.format(memory='1500MiB')}",
     "static-split": f"{PAIR} {TRACES} {DEVICE.format(memory='4GiB')} --static-split",
-    "auto-memory": f"{PAIR} {SMALL} --device h100-80gb --memory-fraction 0.5",
+    "auto-memory": f"{PAIR} {SMALL} --device h100-80gb --set memory_fraction=0.5",
     "priority": f"--model chat=llama-3.1-8b --model code=qwen3-8b:priority=1 {TRACES} {DEVICE.format(memory='2GiB')}",
     "floor-ceiling": "--model chat=llama-3.1-8b:floor=100,ceiling=600 --model code=qwen3-8b:weight=3,floor=50 "
     f"{TRACES} {DEVICE.format(memory='3GiB')} --max-batched-tokens 1024 --max-seqs 32",
@@ -30,9 +30,9 @@ RUNS = {
     f"{TRACES} {DEVICE.format(memory='2GiB')}",
     "dtypes": "--model chat=llama-3.1-8b:weight_dtype=fp8,kv_dtype=fp8 --model code=qwen3-8b:kv_dtype=fp8 "
     f"{SMALL} {DEVICE.format(memory='1GiB')} --page-size 32",
-    "dead": f"{PAIR} {TRACES} {DEVICE.format(memory='2GiB')} --health code=dead@60",
-    "health": f"{PAIR} {TRACES} {DEVICE.format(memory='2GiB')} --health chat=degraded@20 --health chat=healthy@50 "
-    "--health code=dead@60 --health code=healthy@90",
+    "dead": f"{PAIR} {TRACES} {DEVICE.format(memory='2GiB')} --set health=code=dead@60",
+    "health": f"{PAIR} {TRACES} {DEVICE.format(memory='2GiB')} --set health=chat=degraded@20 "
+    "--set health=chat=healthy@50 --set health=code=dead@60 --set health=code=healthy@90",
     "three": "--model a=llama-3.1-8b:weight=2 --model b=qwen3-8b --model c=qwen3-0.6b:priority=2 "
     f"--trace a=chat-400.csv --trace b=code-200.csv --trace c=chat-200.csv {DEVICE.format(memory='2GiB')}",
     "closed-loop": f"{PAIR} {SMALL} {DEVICE.format(memory='1GiB')} --concurrency 20",

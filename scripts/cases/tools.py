@@ -35,7 +35,7 @@ def verify_cases() -> Iterator[Case]:
         "verify/produced",
         f"{timeline}\n{SAMPLE_RUN} --timeline t.jsonl.gz\n{SAMPLE_RUN} --timeline t.parquet\n"
         f"{SAMPLE_RUN} --timeline thin.jsonl --timeline-every 9\n"
-        f"{SESSIONS_RUN} --timeline tiers.json --host-pages 500 --disk-pages 900\n"
+        f"{SESSIONS_RUN} --timeline tiers.json --host-pages 500 --set offload.disk_pages=900\n"
         "kvarts verify t.json\nkvarts verify t.jsonl.gz\nkvarts verify t.parquet\n"
         "kvarts verify thin.jsonl\nkvarts verify t.json --json\nkvarts verify tiers.json --json\n"
         "kvarts verify t.json t.jsonl.gz t.parquet thin.jsonl\nkvarts verify t.json thin.jsonl --json\n"
@@ -68,8 +68,8 @@ def story_cases() -> Iterator[Case]:
         "default": (SAMPLE_RUN, "59", "20"),
         "mocker": (f"{SAMPLE_RUN} --profile mocker", "59", "20"),
         "sessions": (SESSIONS_RUN, "s0-0", "s7-0"),
-        "tiers": (f"{SESSIONS_RUN} --host-pages 400 --disk-pages 5000", "s0-0", "s7-0"),
-        "lazy": (f"{SESSIONS_RUN} --host-pages 400 --offload lazy --target-free 30", "s20-0", "s7-0"),
+        "tiers": (f"{SESSIONS_RUN} --host-pages 400 --set offload.disk_pages=5000", "s0-0", "s7-0"),
+        "lazy": (f"{SESSIONS_RUN} --host-pages 400 --offload lazy --set offload.target_free=30", "s20-0", "s7-0"),
         "priorities": (REPLAY.format(trace="priorities.jsonl --trace-block-size 16", pages=200), "14", "100"),
         "replicas": (f"{SESSIONS_RUN} --replicas 3 --router prefix", "s0-0", "s7-0"),
     }
@@ -102,12 +102,13 @@ def model_cases() -> Iterator[Case]:
         "model/fit",
         "kvarts model show llama-3.1-8b --device h100-80gb\n"
         "kvarts model show llama-3.1-8b --device rtx-4090 --max-batched-tokens 2048 --max-seqs 64 --page-size 32\n"
-        "kvarts model show qwen3-32b --device a100-80gb --tensor-parallel 2 --weight-dtype fp8 --kv-dtype fp8 --json\n"
-        "kvarts model show deepseek-v3 --device b200-180gb --tensor-parallel 8 --memory-fraction 0.8\n"
+        "kvarts model show qwen3-32b --device a100-80gb --tensor-parallel 2 --set weight_dtype=fp8 "
+        "--set kv_dtype=fp8 --json\n"
+        "kvarts model show deepseek-v3 --device b200-180gb --tensor-parallel 8 --set memory_fraction=0.8\n"
         "kvarts model show model/config.json --device cpu:cores=8,bandwidth=80GB/s,memory=16GiB\n"
         "[2] kvarts model show llama-3.1-70b --device rtx-4090\n[3] kvarts model show nothing\n"
         "[2] kvarts model show llama-3.1-8b --device nothing\n"
-        "[2] kvarts model show llama-3.1-8b --kv-dtype int3",
+        "[2] kvarts model show llama-3.1-8b --set kv_dtype=int3",
     )
 
 

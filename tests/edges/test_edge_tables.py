@@ -19,7 +19,7 @@ from builders.calls import CALLS, PathParam, commands, path_params, snapshot, wi
 Run = Callable[..., tuple[int, bytes, str]]
 
 DOCUMENTED = {0, 2, 3, 4, 5, 6, 7}
-NOT_INSTALLED = set() if find_spec("matplotlib") else {"plan --plot"}
+NOT_INSTALLED = set() if find_spec("matplotlib") else {"plan curve --plot", "plan slo --plot"}
 OUTPUTS = [
     each
     for each in path_params("output", "derived")

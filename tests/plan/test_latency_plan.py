@@ -97,7 +97,7 @@ def test_worlds_are_counted_by_replays(
         kept = 5
         for middle in (0.55, 0.65, 0.75, 0.85, 0.95):
             factor = (1 + error) ** (NormalDist().inv_cdf(middle) / NormalDist().inv_cdf(0.9))
-            summary = replayed(asked, f"{step['command']} --cost-factor {factor:.3f}")
+            summary = replayed(asked, f"{step['command']} --set cost_factor={factor:.3f}")
             kept += summary["goodput"]["ratio"] >= 0.9
         assert worlds == {"kept": kept, "of": 10}
         assert any(text.startswith(f"it keeps the SLO in {kept} of 10 worlds") for text in step["would_change"])
@@ -234,7 +234,7 @@ def test_traces_with_nothing_to_hit_have_options_too(
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     setting = ["--cost", COST, "--page-size", page_size, "--pages", 900, "--slo-ttft-ms", 4000, "--price", "host=1"]
-    plan = asked("plan", trace, *setting, "--policy", "auto", "--json")
+    plan = asked("plan", trace, *setting, "--json")
     assert [option["name"] for option in plan["latency"]["options"]] == ["cheapest", "knee", "best"]
     for option in plan["latency"]["options"]:
         assert option["keeps_slo"]
@@ -263,5 +263,5 @@ def test_a_request_that_is_refused_does_not_keep_the_slo(tmp_path: Path, asked: 
 
 
 def test_curves_alone_replay_nothing(asked: Callable[..., Any]) -> None:
-    assert "latency" not in asked("plan", SAMPLE, "--cost", COST, "--curves-only", "--page-size", 512, "--json")
+    assert "latency" not in asked("plan", "curve", SAMPLE, "--page-size", 512, "--json")
     assert "latency" not in asked("plan", SAMPLE, "--page-size", 512, "--json")

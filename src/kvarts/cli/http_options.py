@@ -100,7 +100,7 @@ def http_options() -> list[click.Option]:
                help="Without a key, let web pages of this origin ask: http://localhost:3000. May be repeated."),
         option(keys, "--allow-host", "hosts", metavar="NAME", multiple=True,
                help="Without a key: a host name that requests may use, besides addresses and localhost."),
-        option(taking, "--max-model-len", metavar="TOKENS", type=click.IntRange(min=2),
+        option(taking, "--max-model-len", key="max_model_len", metavar="TOKENS", type=click.IntRange(min=2),
                help="Most tokens of a prompt and its answer. [the model's limit, or the tokens of all pages]"),
         option(taking, "--max-queued", metavar="N", type=click.IntRange(min=0), default=1024, show_default=True,
                help="Requests beyond those that may run at once; more get 429."),

@@ -24,7 +24,7 @@ from kvarts.cli.http_options import (
     need_http,
     serve_http,
 )
-from kvarts.cli.options import INPUT, Command, GroupedOption, options_of
+from kvarts.cli.options import INPUT, Command, GroupedOption, options_of, vllm_option
 from kvarts.cli.parts import ReadersOf, check_engine_options, engine_options, with_engine_options
 from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.replaying import all_sections
@@ -83,7 +83,7 @@ def _options() -> list[click.Parameter]:
     options += kv_events.server_options()
     options += http_sessions.server_options()
     options += mock_fleet.server_options()
-    return options
+    return [*options, vllm_option()]
 
 
 @click.command("mock", cls=Command, params=_options())

@@ -12,7 +12,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.base.settings import Section, given_by_flags
 from kvarts.base.units import as_memory
 from kvarts.cli import llm_model
-from kvarts.cli.options import INPUT, Command, Group, options_of
+from kvarts.cli.options import INPUT, Command, Group, options_of, vllm_option
 from kvarts.cli.process import print_json
 from kvarts.core.config import EngineConfig
 from kvarts.core.kv.number_formats import is_fp8, kv_bits
@@ -185,7 +185,9 @@ KEYS = (
 )
 
 
-@model_command.command("show", cls=Command, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS)])
+@model_command.command(
+    "show", cls=Command, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS), vllm_option()]
+)
 @click.option(
     "--sequence-tokens", metavar="N", type=int, help="Also print the bytes of a sequence of N tokens. [32768]"
 )

@@ -42,7 +42,7 @@ class OffloadPart(CommandPart):
                 ["--tier", "tiers"], group=TIERS.title, multiple=True, metavar="NAME:KEY=VALUE,...",
                 help="A tier below the device, the fastest first, or changes to that [[tier]] of the file: "
                 f"{', '.join(each.field for each in settings_of_struct(TIERS.struct))}. Instead of --host-memory "
-                "and --disk-memory, for other tiers than host memory and files.",
+                "and offload.disk_memory, for other tiers than host memory and files.",
             ),
         )  # fmt: skip
 

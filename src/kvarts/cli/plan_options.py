@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,8 @@ class PlanOptions(CommandLines):
     """All options, and the trace. `config`: None if nothing is replayed.
 
     `options`: the plan's own options that belong in every command line it prints; `own`: its other options.
-    `workers`: processes that replay; None: as many as there are cores, where that pays.
+    `workers`: processes that replay; None: as many as there are cores, where that pays. `command`: that of `kvarts
+    plan`, which has the options `flags`.
     """
 
     def __init__(
@@ -46,8 +47,13 @@ class PlanOptions(CommandLines):
         options: Sequence[str],
         own: Sequence[str],
         workers: int | None,
+        *,
+        command: str,
+        flags: Collection[str],
     ) -> None:
         self._given = given
+        self._command = command
+        self._flags = flags
         self._trace = trace
         self._config_file = config_file
         self._traffic = traffic
@@ -60,14 +66,20 @@ class PlanOptions(CommandLines):
 
     def plan(self, *more: str) -> str:
         """Return the command line of the plan; with `more`, that of another plan of the same trace."""
-        words = shlex.split(self.replay({}))
-        return shlex.join(["kvarts", "plan", *words[2:], *self._options, *(more or self._own)])
+        command = ("plan", *([] if self._command == "slo" else [self._command]))
+        changes = self._changes({})
+        sections, trace, file = all_sections(), self._trace, self._config_file
+        words = command_line(self._given, sections, trace, file, changes, command=command, options=self._flags)
+        return " ".join(filter(None, (words, shlex.join([*self._options, *(more or self._own)]))))
 
     def replay(self, changes: Mapping[str, Any]) -> str:
         """Return the command line of a replay with `changes`."""
+        return command_line(self._given, all_sections(), self._trace, self._config_file, self._changes(changes))
+
+    def _changes(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._config is not None and self._config.whole_pages:
-            changes = {"kv_groups": "off", **changes}  # what led to that may be an option of the plan
-        return command_line(self._given, all_sections(), self._trace, self._config_file, changes)
+            return {"kv_groups": "off", **changes}  # what led to that may be an option of the plan
+        return changes
 
     def make(
         self,
@@ -75,8 +87,8 @@ class PlanOptions(CommandLines):
         sizes: Sequence[int] | None,
         page_size: int,
         count_outputs: bool,
-        policies: Sequence[str],
-        prices: dict[str, float] | None,
+        policies: Sequence[str] = (),
+        prices: dict[str, float] | None = None,
     ) -> Plan:
         """Return the plan. Raise ConfigError that names options."""
         from kvarts.plan.planning import make_plan
@@ -100,12 +112,7 @@ class PlanOptions(CommandLines):
                     on_replay=progress.update,
                 )
         except SettingError as error:
-            raise self._as_options(error) from error
-
-    def _as_options(self, error: SettingError) -> ConfigError:
-        """Return `error` with options in place of the arguments of a plan."""
-        options = {"policy": "--league"} if "--league" in self._own and "--policy" not in self._own else {}
-        return _as_options(error, options)
+            raise _as_options(error) from error
 
     def users(self, low: int, high: int) -> dict[str, Any]:
         """Return how many users fit."""
@@ -148,7 +155,7 @@ class PlanOptions(CommandLines):
         except SettingError as error:
             of_names = ("router", "routers")
             error.fields = tuple("routers" if field in of_names else "router_ages" for field in error.fields)
-            raise self._as_options(error) from error
+            raise _as_options(error) from error
         return self._answer(config, routers=routers)
 
     def fleets(self, kinds: FleetKinds) -> dict[str, Any]:
@@ -194,7 +201,7 @@ class PlanOptions(CommandLines):
         if copies == 1:
             return self.replay(changes)
         if self._trace is None:
-            return f"kvarts plan --users {users}"
+            return f"kvarts plan users --users {users}"
         # Lines of the copies do not contain the tokens per hash id, so the command line does.
         again = command_line(
             self._given,
@@ -244,14 +251,14 @@ def fleet_kinds(given: Given, most_devices: int, routers: str | None, stores: st
     return kinds
 
 
-def _as_options(error: SettingError, options: Mapping[str, str] | None = None) -> ConfigError:
-    """Return `error` with options in place of the arguments of a plan; `options`: those that have other names."""
+def _as_options(error: SettingError) -> ConfigError:
+    """Return `error` with options in place of the arguments of a plan."""
 
     def spelled(text: str) -> str:
         return re.sub(r"\{(\w+)\}", lambda match: _option(match[1]), text)
 
     what, hint, (field, *_) = parts_of_error(error)
-    return ConfigError(spelled(what), field=(options or {}).get(field, _option(field)), hint=hint and spelled(hint))
+    return ConfigError(spelled(what), field=_option(field), hint=hint and spelled(hint))
 
 
 def _option(name: str) -> str:

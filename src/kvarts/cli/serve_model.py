@@ -41,7 +41,7 @@ def _options() -> list[click.Parameter]:
 @lambda command: snapshots_option(command, cls=GroupedOption, group="Engine")
 @lambda command: speculation_option(command, cls=GroupedOption, group="Engine")
 @click.option("--eviction", metavar="NAME", cls=GroupedOption, group="Engine",
-              help="Which cached pages go next: a policy of `kvarts plan --league`, such as hinted; or module:Class. "
+              help="Which cached pages go next: a policy of `kvarts plan policies`, such as hinted; or module:Class. "
                    "[lru]")  # fmt: skip
 @click.option("--tool-call-parser", metavar="NAME", default="auto", cls=GroupedOption, group="Model",
               help="How the model writes calls of tools: hermes (Qwen, too), llama3_json, mistral, gemma, or auto, by "

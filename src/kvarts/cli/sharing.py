@@ -94,8 +94,8 @@ class SharingPart(CommandPart):
         )
         return (
             GroupedOption(
-                ["--model", "models"], group="Model and device", default=None, multiple=True, metavar="NAME",
-                help=model.help + several,
+                ["--model", "models"], group="Model and device", key="model", default=None, multiple=True,
+                metavar="NAME", help=model.help + several,
             ),
             GroupedOption(
                 ["--trace", "traces"], group=TITLE, multiple=True, metavar="NAME=FILE",

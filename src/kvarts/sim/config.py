@@ -190,7 +190,7 @@ class ReplayConfig(
     replicas: Annotated[
         int,
         setting(
-            "Engines of this configuration, each with all ranks of --data-parallel; with several models, devices with "
+            "Engines of this configuration, each with all ranks of data_parallel; with several models, devices with "
             "all of them.",
             metavar="N",
         ),
@@ -231,7 +231,7 @@ class ReplayConfig(
     stop_tokens: Annotated[
         bool,
         setting(
-            "Requests end with a stop token. With --async-scheduling, an engine has planned one more token of theirs "
+            "Requests end with a stop token. With async_scheduling, an engine has planned one more token of theirs "
             "when it knows that."
         ),
     ] = False
@@ -258,7 +258,7 @@ class ReplayConfig(
         setting("Time after which a client gives up a request that has not ended.", metavar="S"),
     ] = None
     retries: Annotated[
-        int, setting("How often clients repeat a request that they gave up after --client-timeout-s.", metavar="N")
+        int, setting("How often clients repeat a request that they gave up after client_timeout_s.", metavar="N")
     ] = 0
     retry_after_s: Annotated[float, setting("Seconds between giving up and repeating a request.", metavar="S")] = 0.0
     slo: Slo = Slo()

@@ -94,8 +94,7 @@ class AuditedTiers(Protocol):
 
 
 class AuditOpening:
-    """The audit of an engine that is about to be built. `make_order`: makes its eviction order, watched where
-    needed."""
+    """Audit of an engine that is about to be built. `make_order` makes its eviction order, watched where needed."""
 
     def __init__(self, make_order: Callable[[], EvictionOrder]) -> None:
         self._is_lru = make_order is LruOrder

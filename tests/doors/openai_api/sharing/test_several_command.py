@@ -51,7 +51,7 @@ def test_two_models_are_served_and_their_records_are_replayed(tmp_path: Path, ru
         (("--eviction", "session-aware"), "--eviction: 'session-aware' needs a trace"),
         (("--model", "more=qwen3-8b:eviction=session-aware"), "--model more: eviction: 'session-aware' needs a trace"),
         (("--model", "more=qwen3-8b:eviction=nothing"), "--model more: eviction: 'nothing' is not a policy"),
-        (("--max-itl-ms", "5"), "--max-itl-ms: does not go with several models on a device"),
+        (("--set", "max_itl_ms=5"), "--set max_itl_ms: does not go with several models on a device"),
     ],
 )
 def test_what_several_models_do_not_combine_with_is_refused(
