@@ -247,7 +247,7 @@ def test_what_is_laid_over_a_file_drops_what_it_stands_for(
         ("", "--set memory_fraction=2 --model qwen3-8b --device l40s",
          "--set memory_fraction: must be above 0 and at most 1"),
         ("tensor_parallel = 2", "--model qwen3-8b --device cpu:", "c.toml: tensor_parallel: cpu: has no link"),
-        ("", "--model qwen3-8b --device l40s --set kv_dtype=bf8", "--set kv_dtype: 'bf8' is not known"),
+        ("", "--model qwen3-8b --device l40s --kv-dtype bf8", "--kv-dtype: 'bf8' is not known"),
         ("[cost]\nmodel = 'linear'\nstep_ms = -1", "", "c.toml: cost.step_ms: must be at least 0"),
         ("", "--cost linear:step_ms=-1", "--cost: step_ms: must be at least 0"),
         ("[slo]\ne2e_ms = 'soon'", "", "c.toml: slo.e2e_ms: Expected `float | null`, got `str`"),
@@ -279,7 +279,7 @@ def test_from_python_an_error_names_the_field_that_was_given() -> None:
 
 def test_a_calibrated_cost_is_named_for_what_it_says(tmp_path: Path) -> None:
     (tmp_path / "cost.toml").write_text("[cost]\nmodel = 'roofline'\nllm = 'llama-3.1-70b'\ndevice = 'l40s'\n")
-    given = parsed("--cost", str(tmp_path / "cost.toml"), "--set", "kv_dtype=fp8")
+    given = parsed("--cost", str(tmp_path / "cost.toml"), "--kv-dtype", "fp8")
     with pytest.raises(ConfigError, match=r"--cost: device: llama-3\.1-70b does not fit l40s"):
         OneRun(given, None, SECTIONS)
 

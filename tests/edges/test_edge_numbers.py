@@ -124,10 +124,10 @@ def test_no_value_is_answered_by_a_traceback(name: str, here: Path, call: Run) -
         ("--replicas 2 --pages 9 --store pages=0", "--store pages: must be at least 1"),
         ("--replicas 2 --router llm-d:prefix=3,prefix=4", "--router: llm-d has prefix twice"),
         (
-            "--replicas 2 --host-pages 9 --pull-from-peers --store pages=5 --transfer rate=1GB/s",
-            "--pull-from-peers: does not go with a store",
+            "--replicas 2 --host-pages 9 --set transfer.pull=true --store pages=5 --transfer rate=1GB/s",
+            "--set transfer.pull: does not go with a store",
         ),
-        ("--replicas 2 --pull-from-peers --transfer rate=1GB/s,token_bytes=8", "Give --host-memory as well"),
+        ("--replicas 2 --set transfer.pull=true --transfer rate=1GB/s,token_bytes=8", "Give --host-memory as well"),
     ],
 )
 def test_what_is_out_of_its_limits_is_named_as_it_was_typed(arguments: str, says: str, here: Path, call: Run) -> None:
@@ -143,10 +143,10 @@ LAYER_WISE = "--prefill replicas=1 --decode replicas=1 --transfer rate=1B/s,mode
     [
         "--replicas 2 --store pages=500,rate=1B/s",
         "--replicas 2 --store pages=500,worker_rate=1B/s",
-        "--host-pages 500 --d2h 1B/s",
+        "--host-pages 500 --set offload.d2h=1B/s",
         "--prefill replicas=1 --decode replicas=1 --transfer rate=1B/s,sharing=worker",
-        "--prefill replicas=1 --decode replicas=1 --transfer rate=1B/s --faults slow:0:1000000=0s",
-        f"{LAYER_WISE} --faults slow:0:1000000=0s",
+        "--prefill replicas=1 --decode replicas=1 --transfer rate=1B/s --set faults.script=slow:0:1000000=0s",
+        f"{LAYER_WISE} --set faults.script=slow:0:1000000=0s",
     ],
 )
 def test_transfers_that_last_longer_than_virtual_time_are_refused(arguments: str, here: Path, call: Run) -> None:
