@@ -15,7 +15,7 @@ MODEL = ("--model", "llama-3.1-8b", "--device", "h100-80gb")
 
 @pytest.mark.long
 def test_mixed_workers_are_replicas(asked: Callable[..., Any]) -> None:
-    options = ("--slo-ttft-ms", 200, "--slo-tpot-ms", 20, "--speedup", 10, "--slo-share", 1)
+    options = ("--slo-ttft-ms", 200, "--slo-tpot-ms", 20, "--set", "speedup=10", "--slo-share", 1)
     plan = asked(
         "plan", "fleet", "sample:azure-chat", *MODEL, *options, "--gpus", 3, "--set", "router=least-loaded", "--json"
     )
@@ -34,7 +34,7 @@ def test_mixed_workers_are_replicas(asked: Callable[..., Any]) -> None:
 
 @pytest.mark.slow
 def test_a_cost_without_a_model_has_one_device_per_worker(asked: Callable[..., Any]) -> None:
-    cost = ("--cost", "linear:step_ms=5,chunk_token_ms=0.02", "--pages", 4000)
+    cost = ("--cost", "linear:step_ms=5,chunk_token_ms=0.02", "--set", "pages=4000")
     plan = asked("plan", "fleet", "sample:azure-chat", *cost, "--slo-ttft-ms", 300, "--gpus", 2, "--json")["fleets"]
     assert plan["num_replayed"] <= BATCH + 2
     assert {pool["tensor_parallel"] for point in plan["points"] for pool in point["pools"]} == {1}

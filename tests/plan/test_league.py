@@ -224,7 +224,7 @@ def test_a_policy_of_ones_own_takes_part(
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:200]))
     monkeypatch.syspath_prepend(tmp_path)
-    setting = ("--page-size", 512, "--at", 2000, "--pages", 2000, "--cost", COST, "--slo-ttft-ms", 5000)
+    setting = ("--page-size", 512, "--at", 2000, "--pages", 2000, "--cost", COST, "--set", "slo.ttft_ms=5000")
     plan = asked("plan", "policies", trace, *setting, "--policy", "my_policies:Newest", "--policy", "auto", "--json")
     rows = [row for row in plan["league"] if "replayed" not in row]
     assert [row["policy"] for row in rows] == ["lru", "my_policies:Newest", "auto"]

@@ -144,12 +144,10 @@ OPTIONS = frozenset(
         "profile",
         "slo.ttft_ms",
         "slo.tpot_ms",
-        "slo.e2e_ms",
         "trace_block_size",
         "offload.host_pages",
         "offload.host_memory",
         "offload.policy",
-        "static_split",
     ]
 )
 """The settings with an option of their own, by key. All others are given as `--set KEY=VALUE`, or in a file."""

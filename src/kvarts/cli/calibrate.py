@@ -12,7 +12,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.base.files import check_writable, is_standard_output, write_whole
 from kvarts.base.limits import MOST_COUNT, check_whole
 from kvarts.base.settings import Given, given_by_flags, given_in
-from kvarts.cli.options import INPUT, OUTPUT, Command, open_option, options_of
+from kvarts.cli.options import INPUT, OUTPUT, Command, key_option, open_option, options_of
 from kvarts.cli.outputs import check_opening, open_page
 from kvarts.cli.process import Progress, print_json
 from kvarts.sim.config import SECTIONS, resolve_replay
@@ -46,21 +46,23 @@ KEYS = (
     "router",
 )
 """Settings of a replay that describe the measured engine."""
+SHOWN = ("model", "device", "tensor_parallel", "cost", "pages", "max_batched_tokens")
+"""Those with an option of their own."""
 
 
-@click.command("calibrate", cls=Command, params=[RUNS, *options_of(SECTIONS, KEYS)])
+@click.command("calibrate", cls=Command, params=[RUNS, *options_of(SECTIONS, KEYS, SHOWN)])
 @click.option("--prompts", metavar="FILE", type=INPUT,
               help="Mooncake trace of the same requests in the same order: which share prefixes.")  # fmt: skip
-@click.option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1), default=512, show_default=True,
+@key_option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1), default=512, show_default=True,
               help="Tokens that a hash id of it stands for.")  # fmt: skip
 @click.option("--series", metavar="FILE", type=INPUT,
               help="CSV of t, running, waiting and kv_cache_pct, second by second.")  # fmt: skip
-@click.option("--column", "columns", metavar="FIELD=NAME", multiple=True,
+@key_option("--column", "columns", metavar="FIELD=NAME", multiple=True,
               help="The name in the run of request_id, arrival, scheduled, first_token, last_token, prompt_tokens or "
                    "output_tokens. May be repeated.")  # fmt: skip
-@click.option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
+@key_option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
 @click.option("--fit-on", metavar="N", type=int, help="Fit to the first N requests, and hold out the rest.")
-@click.option(
+@key_option(
     "--seed",
     metavar="N",
     type=int,
@@ -253,9 +255,9 @@ def _progress(runs: list[CalibrationRun]) -> Progress:
 @click.option("--series", metavar="FILE", type=INPUT,
               help="CSV of t, running, waiting and kv_cache_pct, second by second. REPLAY must be a run "
               "directory.")  # fmt: skip
-@click.option("--column", "columns", metavar="FIELD=NAME", multiple=True,
+@key_option("--column", "columns", metavar="FIELD=NAME", multiple=True,
               help="The name of a field in MEASURED, as in `kvarts calibrate`.")  # fmt: skip
-@click.option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
+@key_option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
 @click.option("--html", "html_file", metavar="FILE", type=OUTPUT,
               help="Write one page that needs no network: the distributions and the curves of both.")  # fmt: skip
 @open_option()

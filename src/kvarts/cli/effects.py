@@ -47,16 +47,22 @@ class Mode(NamedTuple):
 
 
 NO_REPLAY = "no replay"
-SLO = ("--slo-ttft-ms", "--slo-tpot-ms", "--slo-e2e-ms")
+SLO = ("--slo-ttft-ms", "--slo-tpot-ms", "--set slo.e2e_ms")
 READING = ("--set trace_block_size", "--set skip_bad_lines")
 PLAN_RESULTS = ("--json", "--html", "--open", "--config", "--page-size", *READING)
-OF_MODEL = ("--dtype", "--quantization", "--device", "--attention", "--layers")
-OF_FIT = ("--column", "--time-unit", "--trace-block-size", "--seed")
+OF_MODEL = ("--dtype", "--quantization", "--device", "--set attention", "--set layers")
+OF_FIT = ("--set column", "--set time_unit", "--set trace_block_size", "--set seed")
 
 NEEDS = (
-    Need(("--timeline-every",), ("--timeline", "--run-dir")),
+    Need(("--set timeline_every",), ("--timeline", "--run-dir")),
     Need(
-        ("--kv-events-replay", "--kv-events-format", "--kv-events-topic", "--kv-events-wait", "--kv-events-stay"),
+        (
+            "--kv-events-replay",
+            "--set kv_events_format",
+            "--set kv_events_topic",
+            "--set kv_events_wait",
+            "--set kv_events_stay",
+        ),
         ("--kv-events",),
     ),
     *(
@@ -78,16 +84,16 @@ NEEDS = (
         unless=("--prefill", "--decode", "[[pool]]"),
         commands=("replay",),
     ),
-    Need(("--slo-share", "--cost-error"), SLO, commands=("plan slo", "plan users", "plan fleet")),
+    Need(("--slo-share", "--set cost_error"), SLO, commands=("plan slo", "plan users", "plan fleet")),
     Need(("--gpus",), SLO, commands=("plan fleet",)),
-    Need(("--trace-block-size",), ("--prompts",), commands=("calibrate",)),
+    Need(("--set trace_block_size",), ("--prompts",), commands=("calibrate",)),
     Need(("--hold-out",), ("--points",), commands=("calibrate",)),
-    Need(("--speedup",), ("--mock",), commands=("serve sessions",)),
-    Need(("--top-k", "--top-p", "--min-p"), ("--temperature",), commands=("generate", "profile")),
+    Need(("--set speedup",), ("--mock",), commands=("serve sessions",)),
+    Need(("--set top_k", "--set top_p", "--set min_p"), ("--temperature",), commands=("generate", "profile")),
     Need(("--open",), ("--html",)),
-    Need(("--server-pid",), ("--address",), commands=("soak",)),
-    Need(("--every",), unless=("--quiet",), commands=("watch",)),
-    Need(("--max-rss-growth",), ("--server-pid",), unless=("--virtual",), commands=("soak",)),
+    Need(("--set server_pid",), ("--address",), commands=("soak",)),
+    Need(("--set every",), unless=("--quiet",), commands=("watch",)),
+    Need(("--set max_rss_growth",), ("--set server_pid",), unless=("--virtual",), commands=("soak",)),
 )
 
 TABLES = {"--prefill", "--decode"}
@@ -95,7 +101,7 @@ TABLES = {"--prefill", "--decode"}
 INLINE_VALUE = r"(?:^|,)(\w+)=([^,]*)"
 
 MODES = (
-    *(Mode(command, NO_REPLAY, keeps=(own, "--at", "--outputs", *PLAN_RESULTS),
+    *(Mode(command, NO_REPLAY, keeps=(own, "--at", "--set outputs", *PLAN_RESULTS),
            why="has no effect: nothing is replayed", hint="Give --model and --device, or --cost.")
       for command, own in (("plan slo", "--plot"), ("plan policies", "--policy"))),
     Mode("calibrate", "--points", keeps=("--points", "--prior", "--hold-out", "--workers", "--out", "--json")),

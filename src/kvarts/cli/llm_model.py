@@ -12,7 +12,7 @@ import msgspec
 from kvarts.base.files import new_directory, writing
 from kvarts.base.limits import MOST_SEED, check_whole
 from kvarts.cli.llm import kv_groups_option, need_torch
-from kvarts.cli.options import DIRECTORY, Command
+from kvarts.cli.options import DIRECTORY, Command, key_option
 from kvarts.cli.process import print_json
 
 if TYPE_CHECKING:
@@ -29,17 +29,17 @@ EXIT_DIFFERENT = 5
               help="Random prompts to compare.")  # fmt: skip
 @click.option("--max-tokens", metavar="N", type=click.IntRange(min=1), default=16, show_default=True,
               help="Tokens to generate for each.")  # fmt: skip
-@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the prompts.")
+@key_option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the prompts.")
 @click.option("--dtype", metavar="DTYPE", default="auto", show_default=True,
               help="auto, float32, bfloat16 or float16.")  # fmt: skip
 @click.option("--device", metavar="NAME", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--attention", metavar="NAME", default="auto", show_default=True,
-              help="Attention backend: auto, flash, numba, sdpa or triton.")  # fmt: skip
-@click.option("--layers", metavar="NAME", default="auto", show_default=True,
-              help="How layers are computed: auto, compiled or model.")  # fmt: skip
-@click.option("--quantization", metavar="NAME", help="Weights in 8 or 4 bits, on a CPU: int8 or int4.")
-@click.option("--trust-remote-code", is_flag=True,
-              help="Run the Python code in the model's directory, with all your permissions.")  # fmt: skip
+@key_option("--attention", metavar="NAME", default="auto", show_default=True,
+            help="Attention backend: auto, flash, numba, sdpa or triton.")  # fmt: skip
+@key_option("--layers", metavar="NAME", default="auto", show_default=True,
+            help="How layers are computed: auto, compiled or model.")  # fmt: skip
+@key_option("--quantization", metavar="NAME", help="Weights in 8 or 4 bits, on a CPU: int8 or int4.")
+@key_option("--trust-remote-code", is_flag=True,
+            help="Run the Python code in the model's directory, with all your permissions.")  # fmt: skip
 @kv_groups_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
 def check_command(

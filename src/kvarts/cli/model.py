@@ -183,10 +183,12 @@ KEYS = (
     "max_batched_tokens",
     "max_seqs",
 )
+SHOWN = ("device", "tensor_parallel", "page_size", "weight_dtype", "kv_dtype", "max_batched_tokens", "max_seqs")
+"""The settings with an option of their own, among KEYS."""
 
 
 @model_command.command(
-    "show", cls=Command, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS), vllm_option()]
+    "show", cls=Command, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS, SHOWN), vllm_option()]
 )
 @click.option(
     "--sequence-tokens", metavar="N", type=int, help="Also print the bytes of a sequence of N tokens. [32768]"

@@ -422,10 +422,10 @@ def _print_all(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
 
 
 def grouped(group: str) -> Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Return `click.option` for options under the title `group`."""
+    """Return `click.option` for options under the title `group`; with `cls=KeyOption`, for keys of `--set`."""
 
     def option(*names: str, **attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        return click.option(*names, cls=GroupedOption, group=group, **attributes)
+        return click.option(*names, **{"cls": GroupedOption, "group": group, **attributes})
 
     return option
 

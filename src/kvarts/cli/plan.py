@@ -15,7 +15,19 @@ from kvarts.base.limits import MOST_PAGES, brief
 from kvarts.base.settings import given_by_flags
 from kvarts.cli.effects import NO_REPLAY, check_effects
 from kvarts.cli.fleet import PART as FLEET
-from kvarts.cli.options import DIRECTORY, INPUT, OUTPUT, Command, Group, grouped, open_option, options_of, vllm_option
+from kvarts.cli.options import (
+    DIRECTORY,
+    INPUT,
+    OUTPUT,
+    Command,
+    Group,
+    KeyOption,
+    grouped,
+    key_option,
+    open_option,
+    options_of,
+    vllm_option,
+)
 from kvarts.cli.outputs import check_opening, open_page
 from kvarts.cli.parts import engine_options, load_parts, with_engine_options
 from kvarts.cli.plan_options import PlanOptions, fleet_kinds
@@ -35,14 +47,14 @@ MOST_USERS = 100_000
 OWN = ("sizes", "policies", "prices", "slo_share", "cost_error")
 # A test compares these names with the league's.
 POLICY_NAMES = "auto, soonest-return, hinted, session-aware"
+OUTPUTS = ("--set", "outputs=true")
 PICTURES = ("png", "svg")
 
 _TIMED = {"model", "device", "cost", "slo.ttft_ms", "slo.tpot_ms"}
-_SIZED = {"tensor_parallel", "kv_memory", "page_size", "max_batched_tokens", "max_seqs", "kv_groups", "eviction"}
+_SIZED = {"tensor_parallel", "page_size", "max_batched_tokens", "max_seqs"}
 SHOWN = {
     "curve": {"page_size"},
-    "slo": {*_TIMED, *_SIZED, "pages", "replicas", "router", "speedup", "slo.e2e_ms", "offload.host_pages",
-            "offload.host_memory"},
+    "slo": {*_TIMED, *_SIZED, "pages", "replicas", "router", "offload.host_memory"},
     "users": {*_TIMED, "pages", "replicas", "offload.host_memory"},
     "fleet": {*_TIMED, "tensor_parallel"},
     "routers": {"model", "device", "cost", "pages", "replicas"},
@@ -207,7 +219,7 @@ config_option = click.option(
     help="TOML file with settings by their keys, and trace or a [workload] table. Options given here win.",
 )  # fmt: skip
 json_option = results("--json", "as_json", is_flag=True, help="Print the plan as JSON instead of tables.")
-workers_option = click.option(
+workers_option = key_option(
     "--workers", metavar="N", type=click.IntRange(min=1),
     help="Processes that replay. [as many as there are cores, if the plan takes longer than a second]",
 )  # fmt: skip
@@ -219,7 +231,7 @@ at_option = click.option(
     "--at", "sizes", metavar="PAGES", type=_Sizes(),
     help="Sizes to look at, such as 4000,16000. [the knees, and sizes for 50 to 100 % of the hits]",
 )  # fmt: skip
-outputs_option = click.option(
+outputs_option = key_option(
     "--outputs", "count_outputs", is_flag=True,
     help="Let generated tokens that are not known take pages as well, as an engine's do.",
 )  # fmt: skip
@@ -346,7 +358,7 @@ def curve_command(
     from kvarts.plan import tables
 
     asked = _Asked(trace, config_file, Pictures(html_file, plot_files, opens=opens), params, replays=False)
-    options = asked.options(None, outputs=["--outputs"] if count_outputs else [])
+    options = asked.options(None, outputs=OUTPUTS if count_outputs else [])
     plan = options.make(sizes=sizes, page_size=_page_size(asked.given), count_outputs=count_outputs)
     asked.write(plan.values, as_json, tables.render)
 
@@ -361,7 +373,7 @@ def curve_command(
         "price.",
     ),
     slo_share_option,
-    click.option(
+    key_option(
         "--cost-error", metavar="X", default=None, type=click.FloatRange(0, 1, min_open=True, max_open=True),
         help="Error of the cost model as a share: the search is repeated with steps shorter and longer by it. "
         "[its error in 1 of 10 measurements; 0.15 if nothing was measured]",
@@ -394,7 +406,7 @@ def slo_command(
     asked = _Asked(trace, config_file, pictures, params, facts=(NO_REPLAY,))
     options = asked.options(
         asked.config(), workers=workers, slo_share=slo_share, cost_error=cost_error,
-        outputs=["--outputs"] if count_outputs else [],
+        outputs=OUTPUTS if count_outputs else [],
     )  # fmt: skip
     page_size = _page_size(asked.given)
     plan = options.make(sizes=sizes, page_size=page_size, count_outputs=count_outputs, prices=prices)
@@ -533,7 +545,7 @@ def policies_command(
     from kvarts.plan.league import ALL_POLICIES
 
     asked = _Asked(trace, config_file, Pictures(html_file, (), opens=opens), params, facts=(NO_REPLAY,))
-    options = asked.options(asked.config(), workers=workers, outputs=["--outputs"] if count_outputs else [])
+    options = asked.options(asked.config(), workers=workers, outputs=OUTPUTS if count_outputs else [])
     page_size = _page_size(asked.given)
     names = policies or ALL_POLICIES
     plan = options.make(sizes=sizes, page_size=page_size, count_outputs=count_outputs, policies=names)
@@ -541,15 +553,16 @@ def policies_command(
 
 
 def _own_options(context: click.Context) -> list[str]:
-    """Return the typed options of this command that determine the plan, except --outputs."""
+    """Return the typed options of this command that determine the plan, except the key `outputs`."""
+    assert isinstance(context.command, Command)
     words: list[str] = []
-    for param in context.command.params:
+    for param in context.command.every:
         name = param.name or ""
         if name not in OWN or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
             continue
         value, flag = context.params[name], param.opts[0]
-        if value is True:
-            words.append(flag)
+        if isinstance(param, KeyOption):
+            words += ["--set", f"{param.key}={value:g}"]
         elif isinstance(value, dict):
             words += [flag, ",".join(f"{key}={number:g}" for key, number in value.items())]
         elif name == "policies":

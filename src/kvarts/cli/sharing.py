@@ -18,7 +18,7 @@ from kvarts.base.units import as_duration, as_percent
 from kvarts.cli import (
     kv_events,
 )
-from kvarts.cli.options import DERIVED, GroupedOption
+from kvarts.cli.options import DERIVED, GroupedOption, KeyOption
 from kvarts.cli.outputs import ReplayFiles, as_bytes
 from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.process import Progress, print_bytes, tell_whole_pages
@@ -101,7 +101,7 @@ class SharingPart(CommandPart):
                 ["--trace", "traces"], group=TITLE, multiple=True, metavar="NAME=FILE",
                 help="The traffic of one.",
             ),
-            GroupedOption(
+            KeyOption(
                 ["--loans", "loans_file"], group=TITLE, metavar="FILE", type=DERIVED,
                 help="Write which model owed which one memory, and when, to FILE, a JSON line for "
                 "each period without a pause.",
@@ -177,7 +177,7 @@ class SharingPart(CommandPart):
             if key in given:
                 raise given.error(key, why, hint=hint)
         if loans_file is not None:
-            raise ConfigError(why, field="--loans", hint=hint)
+            raise ConfigError(why, field="loans", hint=hint)
         return None
 
 

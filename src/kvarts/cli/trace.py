@@ -39,8 +39,8 @@ def _reading(command: Callable[..., None]) -> Callable[..., None]:
     command = key_option("--session-turns", type=click.Choice(["whole", "deltas"]),
                          help="Whether later turns of sessions in Mooncake's form have whole prompts, or only "
                               "their new part.")(command)  # fmt: skip
-    return click.option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1),
-                        help="Tokens that a hash id stands for.")(command)  # fmt: skip
+    return key_option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1),
+                      help="Tokens that a hash id stands for.")(command)  # fmt: skip
 
 
 def _writing(command: Callable[..., None]) -> Callable[..., None]:
