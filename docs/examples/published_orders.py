@@ -5,7 +5,7 @@ docs/performance.md. Orders with several queues are in queue_orders.py. An order
 of text are replaced, as each class says.
 
 - MarconiOrder: Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs", MLSys 2025. The other half of the
-  publication, which states are kept at all, is `--snapshots branches`.
+  publication, which states are kept at all, is `--set snapshots=branches`.
 - TailOptimisedOrder: Zhang et al., "Tail-Optimized Caching for LLM Inference", NeurIPS 2025.
 - WorkloadAwareOrder: Wang et al., "KVCache Cache in the Wild: Characterizing and Optimizing KVCache Cache at a Large
   Cloud Provider", USENIX ATC 2025.

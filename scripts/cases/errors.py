@@ -39,7 +39,7 @@ USAGE = [
     "kvarts replay small.jsonl --slo-ttft-ms 0",
     "kvarts replay small.jsonl --trace-block-size 0",
     "kvarts replay small.jsonl --timeline t.csv",
-    "kvarts replay small.jsonl --timeline t.json --timeline-every 0",
+    "kvarts replay small.jsonl --timeline t.json --set timeline_every=0",
     "kvarts replay small.jsonl --model llama-3.1-8b --pages 9000 --kv-memory 4GiB --device l40s",
     "kvarts replay small.jsonl --model llama-3.1-8b",
     "kvarts replay small.jsonl --device l40s",
@@ -52,10 +52,10 @@ USAGE = [
     "kvarts replay small.jsonl --model llama-3.1-8b --device l40s --set memory_fraction=2",
     "kvarts replay small.jsonl --model llama-3.1-8b --device l40s --set kv_dtype=int3",
     "kvarts replay small.jsonl --model llama-3.1-8b --model qwen3-8b",
-    "kvarts replay small.jsonl --static-split",
+    "kvarts replay small.jsonl --set static_split=true",
     "kvarts replay small.jsonl --trace chat=small.jsonl",
     "kvarts replay small.jsonl --set health=chat=dead@3",
-    "kvarts replay small.jsonl --loans l.jsonl",
+    "kvarts replay small.jsonl --set loans=l.jsonl",
 ]
 
 TIERS = [

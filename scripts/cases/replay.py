@@ -21,9 +21,9 @@ kvarts replay {trace} {more} --timeline t.jsonl
 kvarts replay {trace} {more} --timeline t.jsonl.gz
 kvarts replay {trace} {more} --timeline t.json.gz
 kvarts replay {trace} {more} --timeline t.parquet
-kvarts replay {trace} {more} --timeline thin.json --timeline-every 10
-kvarts replay {trace} {more} --timeline thin.jsonl.gz --timeline-every 37
-kvarts replay {trace} {more} --timeline thin.parquet --timeline-every 3
+kvarts replay {trace} {more} --timeline thin.json --set timeline_every=10
+kvarts replay {trace} {more} --timeline thin.jsonl.gz --set timeline_every=37
+kvarts replay {trace} {more} --timeline thin.parquet --set timeline_every=3
 kvarts replay {trace} {more} --events e.jsonl
 kvarts replay {trace} {more} --events e.jsonl.gz
 kvarts replay {trace} {more} --json {files}
@@ -55,7 +55,7 @@ BOTH_WAYS = [
     ("few-tokens", "small.jsonl", f"--pages 16384 {EXPLICIT} --max-batched-tokens 300 --max-seqs 5"),
     ("azure-chat", "chat.csv", f"--pages 2000 {EXPLICIT} --max-seqs 64"),
     ("azure-code", "code.csv", f"--pages 2000 {EXPLICIT} --speedup 3"),
-    ("slo", "slice.jsonl", f"--pages 32768 {EXPLICIT} --slo-ttft-ms 2000 --slo-tpot-ms 40 --slo-e2e-ms 20000"),
+    ("slo", "slice.jsonl", f"--pages 32768 {EXPLICIT} --slo-ttft-ms 2000 --slo-tpot-ms 40 --set slo.e2e_ms=20000"),
     ("slo-ttft", "chat.csv", f"--pages 2000 {EXPLICIT} --slo-ttft-ms 100"),
     ("sessions", SESSIONS, f"--pages 400 {EXPLICIT} --max-seqs 16"),
     ("sessions-pages-of-1", SESSIONS, "--pages 4000 --page-size 1 --cost polynomial --max-seqs 16"),

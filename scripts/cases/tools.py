@@ -34,7 +34,7 @@ def verify_cases() -> Iterator[Case]:
     yield case(
         "verify/produced",
         f"{timeline}\n{SAMPLE_RUN} --timeline t.jsonl.gz\n{SAMPLE_RUN} --timeline t.parquet\n"
-        f"{SAMPLE_RUN} --timeline thin.jsonl --timeline-every 9\n"
+        f"{SAMPLE_RUN} --timeline thin.jsonl --set timeline_every=9\n"
         f"{SESSIONS_RUN} --timeline tiers.json --host-pages 500 --set offload.disk_pages=900\n"
         "kvarts verify t.json\nkvarts verify t.jsonl.gz\nkvarts verify t.parquet\n"
         "kvarts verify thin.jsonl\nkvarts verify t.json --json\nkvarts verify tiers.json --json\n"
@@ -123,7 +123,7 @@ def measured_cases() -> Iterator[Case]:
         f"kvarts compare run {requests} --series vllm-rtx4090/timeseries.csv --html page.html\n"
         f"kvarts compare q.jsonl {requests} --series vllm-rtx4090/timeseries.csv\n"
         f"[4] kvarts compare run vllm-rtx4090/requests.jsonl\n[3] kvarts compare run missing.jsonl\n"
-        f"[4] kvarts compare run {requests} --column arrival=when",
+        f"[4] kvarts compare run {requests} --set column=arrival=when",
     )
     steps = "--model llama-3.1-8b --device rtx-4090"
     yield case(
@@ -144,12 +144,12 @@ def program_cases() -> Iterator[Case]:
     generate = (
         "kvarts generate --model tiny --max-tokens 12 --ignore-eos --kv-memory 64kB --page-size 4 --dtype float32"
     )
-    sampled = "--temperature 0.9 --top-k 40 --top-p 0.95 --min-p 0.01 --repetition-penalty 1.1 --seed 5"
+    sampled = "--temperature 0.9 --set top_k=40 --set top_p=0.95 --set min_p=0.01 --set repetition_penalty=1.1 --seed 5"
     yield case(
         "torch/generate",
         f"kvarts model tiny tiny --family qwen3\n{generate} --prompt hello\n{generate} --prompts prompts.jsonl\n"
         f"{generate} --prompts prompts.jsonl --logprobs\n{generate} --prompts prompts.jsonl {sampled}\n"
-        f"{generate} --prompt hello {sampled} --attention sdpa",
+        f"{generate} --prompt hello {sampled} --set attention=sdpa",
         needs_torch=True,
     )
 

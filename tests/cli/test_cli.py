@@ -125,7 +125,7 @@ def test_every_flag_reaches_the_replay(kvarts: Run, trace: Path) -> None:
     flags = (
         "--pages 99 --page-size 8 --profile mocker --cost linear:step_ms=5 --max-batched-tokens 64 --max-seqs 3 "
         "--set long_prefill_token_threshold=9 --set watermark=0.25 "
-        f"--replicas 2 --router {ROUTERS[-1]} --concurrency 4 --slo-ttft-ms 9 --slo-tpot-ms 8 --slo-e2e-ms 7"
+        f"--replicas 2 --router {ROUTERS[-1]} --concurrency 4 --slo-ttft-ms 9 --slo-tpot-ms 8 --set slo.e2e_ms=7"
         f" --audit"
     )
     ran = kvarts("replay", trace, *flags.split(), "--json")

@@ -58,7 +58,7 @@ VALUES = {
 def test_a_plan_that_replays_nothing_takes_only_what_curves_need(flag: str, call: Call, tmp_path: Path) -> None:
     (mode,) = (mode for mode in MODES if mode.when == NO_REPLAY and mode.command == "plan slo")
     param = next(param for param in EVERY["plan slo"].every if flag in param.opts)
-    if flag in mode.keeps or flag in {"--price", "--model", "--device", "--cost", "--trace", "--loans", "--eviction"}:
+    if flag in mode.keeps or flag in {"--price", "--model", "--device", "--cost", "--trace", "--set loans", "--eviction"}:
         return
     option, *key = flag.split(" ")
     value = "true" if getattr(param, "type", None) is click.BOOL else _value(flag, param)
@@ -84,7 +84,7 @@ def _value(flag: str, param: object) -> str:
             "replay --router prefix",
             "--router: has no effect without --replicas, --set data_parallel, --prefill, --decode or",
         ),
-        ("replay --timeline-every 3", "--timeline-every: has no effect without --timeline or --run-dir"),
+        ("replay --set timeline_every=3", "--set timeline_every: has no effect without --timeline or --run-dir"),
         (
             "replay --pages 40000 --prefill replicas=1,memory_fraction=0.5",
             "--prefill memory_fraction: has no effect with --pages",
@@ -94,15 +94,15 @@ def _value(flag: str, param: object) -> str:
             "--decode memory_fraction: has no effect with --decode kv_memory",
         ),
         ("replay --open", "--open: has no effect without --html"),
-        ("replay --kv-events-topic x", "--kv-events-topic: has no effect without --kv-events"),
-        ("soak --virtual --server-pid 1", "--server-pid: has no effect without --address"),
+        ("replay --set kv_events_topic=x", "--set kv_events_topic: has no effect without --kv-events"),
+        ("soak --virtual --set server_pid=1", "--set server_pid: has no effect without --address"),
         ("serve sessions --mock --dtype float32", "--dtype: has no effect with --mock"),
-        ("calibrate --design --time-unit ms", "--time-unit: has no effect with --design"),
-        ("calibrate --points x --seed 3", "--seed: has no effect with --points"),
+        ("calibrate --design --set time_unit=ms", "--set time_unit: has no effect with --design"),
+        ("calibrate --points x --set seed=3", "--set seed: has no effect with --points"),
         ("calibrate --points x --model a", "--model: has no effect with --points"),
         ("calibrate --design --prior x", "--prior: has no effect with --design"),
         ("calibrate --hold-out gpu", "--hold-out: has no effect without --points"),
-        ("watch tcp://127.0.0.1:1 --quiet --every 3", "--every: has no effect with --quiet"),
+        ("watch tcp://127.0.0.1:1 --quiet --set every=3", "--set every: has no effect with --quiet"),
     ],
 )
 def test_what_has_no_effect_is_refused(arguments: str, says: str, call: Call) -> None:

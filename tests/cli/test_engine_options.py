@@ -14,17 +14,17 @@ GIVEN = {
     "page_size": ("--page-size 8", 8),
     "max_num_batched_tokens": ("--max-batched-tokens 99", 99),
     "max_num_seqs": ("--max-seqs 3", 3),
-    "max_itl_ms": ("--max-itl-ms 7.5", 7.5),
+    "max_itl_ms": ("--set max_itl_ms=7.5", 7.5),
     "dtype": ("--dtype float16", "float16"),
     "device": ("--device cuda", "cuda"),
-    "attention": ("--attention sdpa", "sdpa"),
-    "layers": ("--layers model", "model"),
+    "attention": ("--set attention=sdpa", "sdpa"),
+    "layers": ("--set layers=model", "model"),
     "quantization": ("--quantization int4", "int4"),
-    "trust_remote_code": ("--trust-remote-code", True),
+    "trust_remote_code": ("--set trust_remote_code=true", True),
     "kv_groups": ("--kv-groups all", "all"),
-    "snapshots": ("--snapshots branches", "branches"),
+    "snapshots": ("--set snapshots=branches", "branches"),
     "kv_dtype": ("--kv-dtype fp8", "fp8"),
-    "enforce_eager": ("--enforce-eager", True),
+    "enforce_eager": ("--set enforce_eager=true", True),
 }
 """By field: words of a command line, and the value that they give the field."""
 

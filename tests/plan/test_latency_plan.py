@@ -66,7 +66,7 @@ def test_longer_steps_never_make_the_answer_cheaper(
     trace = tmp_path / "trace.jsonl"
     assert run_command("trace", "slice", SAMPLE, "--count", 100, "-o", trace) == 0
     setting = ["--cost", COST, "--page-size", 512, "--pages", 400, "--slo-ttft-ms", 3000, "--slo-share", 0.9]
-    more = ["--speedup", 2, "--cost-error", 0.5, "--at", 400]
+    more = ["--speedup", 2, "--set", "cost_error=0.5", "--at", 400]
     latency = asked("plan", trace, *setting, *more, "--json")["latency"]
     cheapest = latency["options"][0]
     steps = [(answer["cheapest"]["replicas"], answer["cheapest"]["pages"]) for answer in _answers(latency)]
@@ -90,7 +90,7 @@ def test_worlds_are_counted_by_replays(
     assert run_command("trace", "slice", SAMPLE, "--count", 100, "-o", trace) == 0
     setting = ["--cost", COST, "--page-size", 512, "--slo-ttft-ms", 3000, "--slo-share", 0.9, "--speedup", 2]
     for error in (0.1, 0.5):
-        latency = asked("plan", trace, *setting, "--pages", 400, "--cost-error", error, "--at", 400, "--json")[
+        latency = asked("plan", trace, *setting, "--pages", 400, "--set", f"cost_error={error}", "--at", 400, "--json")[
             "latency"
         ]
         step, worlds = latency["options"][0], latency["sensitivity"]["worlds"]

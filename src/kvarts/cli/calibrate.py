@@ -184,7 +184,7 @@ def _fit_points(
 
 
 def _columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
-    """Return the column names of `--column FIELD=NAME` by field; None without the option."""
+    """Return the column names of the key `column`, FIELD=NAME, by field; None without it."""
     columns = {}
     for text in given:
         field, equals, name = text.partition("=")

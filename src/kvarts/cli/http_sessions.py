@@ -38,7 +38,7 @@ GIVEN = {
 
 
 def server_options() -> list[click.Option]:
-    """Return the session options of an HTTP server. Sessions are on unless `--no-sessions` is given."""
+    """Return the session options of an HTTP server. Sessions are on unless `no_sessions` is."""
     title = "Sessions, of requests that name one"
 
     def key(*names: str, **attributes: Any) -> click.Option:
@@ -81,7 +81,7 @@ def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) 
     if why:
         if given:
             raise ConfigError(f"is of sessions: {why}", field=given[0], hint="Leave it out.")
-        if not values["no_sessions"]:  # with --no-sessions, session names are ignored
+        if not values["no_sessions"]:  # with no_sessions, session names are ignored
             for served in opened.models:
                 served.why_no_sessions = f"there are no sessions here: {why}"
         return
@@ -120,7 +120,7 @@ def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) 
 def _why_not(opened: Opened, values: dict[str, Any]) -> str:
     """Return why the server cannot have sessions; empty if it can."""
     if values["no_sessions"]:
-        return "--no-sessions was given"
+        return "--set no_sessions=true was given"
     given = ["sessions"]
     if len(opened.models) > 1:
         given.append("several")

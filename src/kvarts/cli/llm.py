@@ -124,7 +124,7 @@ def engine_options_of(values: dict[str, Any]) -> EngineOptions:
 
 
 def kv_groups_option(command: Command, **attributes: Any) -> Command:
-    """Add the option `--kv-groups`: which KV the layers retain. `attributes` are passed to it."""
+    """Add the key `kv_groups`: which KV the layers retain. `attributes` are passed to it."""
     text = (
         "KV that layers with a window keep. off: all tokens. all, tails: the tokens that later tokens attend to, "
         "and for later requests everything while there is room, or the tokens that a hit at the end of a prompt "
@@ -134,7 +134,7 @@ def kv_groups_option(command: Command, **attributes: Any) -> Command:
 
 
 def snapshots_option(command: Command, **attributes: Any) -> Command:
-    """Add the option `--snapshots`: where layers with a state leave snapshots. `attributes` are passed to it."""
+    """Add the key `snapshots`: where layers with a state leave snapshots. `attributes` are passed to it."""
     return key_option(
         "--snapshots",
         type=click.Choice(get_args(Snapshots)),

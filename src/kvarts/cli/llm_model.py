@@ -137,7 +137,7 @@ def _print_lines(model: str, check: ModelCheck) -> None:
 @click.argument("directory", type=DIRECTORY)
 @click.option("--family", metavar="NAME", default="qwen3", show_default=True,
               help="qwen3, llama, mistral (sliding window), gemma2 (soft caps), gemma3 (mixed windows) "
-                   "or qwen3-next (layers with a state, which need --kv-groups).")  # fmt: skip
+                   "or qwen3-next (layers with a state, which need --set kv_groups=all).")  # fmt: skip
 @click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the weights.")
 def tiny_command(directory: Path, family: str, seed: int) -> None:
     """Write a small model with random weights and a byte tokenizer to DIRECTORY, new or empty.

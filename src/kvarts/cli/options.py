@@ -439,7 +439,7 @@ def set_option() -> click.Option:
     """Return `--set` of a command with keys, which is read before the command line is parsed."""
     return click.Option(
         ["--set"], metavar="KEY=VALUE", multiple=True, expose_value=False,
-        help="A setting without an option of its own, by its key in a file: --help-all lists them. May be repeated.",
+        help="A setting without an option of its own; --help-all lists them. May be repeated.",
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ class RecordPart(CommandPart):
     """Timelines and journals."""
 
     def options(self) -> Sequence[click.Option]:
-        """Return `--timeline`, `--timeline-every` and `--events`."""
+        """Return `--timeline`, the key `timeline_every` and `--events`."""
         return (
             GroupedOption(
                 ["--timeline", "timeline_file"], group=TITLE, metavar="FILE", type=DERIVED,

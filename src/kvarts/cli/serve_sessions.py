@@ -50,13 +50,13 @@ of_address = grouped("Address")
     is_flag=True,
     help="Go on beyond the positions that the model was trained for.",
 )
-@of_session("--retention", cls=KeyOption, type=click.Choice(["pin", "cache", "host"]), default="cache", show_default=True,
-            help="With --window all: where KV is between turns.")  # fmt: skip
+@of_session("--retention", cls=KeyOption, type=click.Choice(["pin", "cache", "host"]), default="cache",
+            show_default=True, help="With --window all: where KV is between turns.")  # fmt: skip
 @of_session(
     "--ttl", cls=KeyOption, metavar="SECONDS", type=float, help="Time after which idle sessions expire. [never]"
 )
-@of_all("--max-sessions", cls=KeyOption, metavar="N", type=click.IntRange(min=1), default=MAX_SESSIONS, show_default=True,
-        help="As many sessions at most.")  # fmt: skip
+@of_all("--max-sessions", cls=KeyOption, metavar="N", type=click.IntRange(min=1), default=MAX_SESSIONS,
+        show_default=True, help="As many sessions at most.")  # fmt: skip
 @of_all("--max-history-tokens", cls=KeyOption, metavar="N", type=click.IntRange(min=1),
         help="Their histories have as many tokens together, 8 bytes each. [16777216]")  # fmt: skip
 @of_all("--session-memory", metavar="SIZE", help="Their KV takes as much at most: 4GiB.")
@@ -64,7 +64,7 @@ of_address = grouped("Address")
         help="Without room for a session: refuse it, or evict the one that is idle longest.")  # fmt: skip
 @of_all("--state-dir", metavar="DIR", type=DIRECTORY,
         help="Keep sessions here, also beyond the end of the process.")  # fmt: skip
-@of_all("--host-memory", metavar="SIZE", help="Host memory below the pages, for --retention host: 8GiB.")
+@of_all("--host-memory", metavar="SIZE", help="Host memory below the pages, for retention in the host: 8GiB.")
 @of_address("--bind", metavar="HOST:PORT", default="127.0.0.1:50051", show_default=True,
             help="Port 0: a free one.")  # fmt: skip
 @of_address("--http", metavar="HOST:PORT",

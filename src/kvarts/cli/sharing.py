@@ -85,7 +85,7 @@ class SharingPart(CommandPart):
     )
 
     def options(self) -> Sequence[click.Option]:
-        """Return `--model`, which may be repeated for several models, `--trace` and `--loans`."""
+        """Return `--model`, which may be repeated for several models, `--trace` and the key `loans`."""
         (model,) = (each for each in settings_of(ModelSettings) if each.key == "model")
         several = (
             " Several models on one device: --model NAME=MODEL for each, and after a colon its weight=2, floor=100, "

@@ -238,7 +238,7 @@ class ReplayConfig(
     mamba_cache_mode: Annotated[
         StateMode,
         setting(
-            "States that layers keep for prefixes. snapshots: as --snapshots; as in vLLM, all: after every page, or "
+            "States that layers keep for prefixes. snapshots: as the key `snapshots`; as in vLLM, all: after every page, or "
             "align: at the ends of chunks, which end at pages."
         ),
     ] = "snapshots"

@@ -123,10 +123,10 @@ def test_a_check_compares_with_generate(kvarts: Kvarts, directory: Path, monkeyp
     [
         (["--kv-groups", "some"], "--kv-groups: must be off, all or tails, got 'some'"),
         pytest.param(
-            ["--kv-groups", "all", "--host-memory", "1MiB", "--disk-memory", "1", "--disk-path", "."],
+            ["--kv-groups", "all", "--host-memory", "1MiB", "--set", "disk_memory=1", "--set", "disk_path=."],
             "--disk-memory: 1 bytes hold no block of",
         ),
-        (["--kv-groups", "all", "--layers", "compiled"], "--layers: "),
+        (["--kv-groups", "all", "--set", "layers=compiled"], "--layers: "),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(kvarts: Kvarts, directory: Path, options: list[str], told: str) -> None:

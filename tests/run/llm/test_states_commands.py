@@ -93,7 +93,7 @@ def test_a_profile_counts_states(kvarts: Kvarts, directory: Path, tmp_path: Path
     ("options", "told"),
     [
         (["--kv-groups", "off"], "--kv-groups: qwen3_next has 3 layers that keep a state instead of tokens"),
-        (["--kv-groups", "all", "--layers", "compiled"], "3 layers keep a state"),
+        (["--kv-groups", "all", "--set", "layers=compiled"], "3 layers keep a state"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(kvarts: Kvarts, directory: Path, options: list[Any], told: str) -> None:

@@ -31,7 +31,7 @@ def test_the_command_line_is_laid_over_the_tables_of_a_file() -> None:
         "models": {"a": {**NUMBERS, "weight": 2}, "b": {**NUMBERS, "guarantee": 0.25}},
     }
     command = "--model c=:cost=polynomial,kv_bytes_per_token=8 --model a=:weight=3,priority=1 --set health=b=dead@3"
-    given = parsed(*command.split(), "--slo-ttft-ms", "5", "--static-split").over(given_in(file, SECTIONS))
+    given = parsed(*command.split(), "--slo-ttft-ms", "5", "--set", "static_split=true").over(given_in(file, SECTIONS))
     config = resolve_shares(given, SECTIONS)
     assert config.models == {
         "a": ModelShare(**NUMBERS, weight=3.0, priority=1),
@@ -155,7 +155,7 @@ def test_sessions_of_several_models_are_refused() -> None:
             "",
             "c.toml: models.a.priority: is 2, and the mocker knows no priorities. Leave out profile, or the priority.",
         ),
-        ("", "--loans x", "--loans: is for several models on one device."),
+        ("", "--set loans=x", "--loans: is for several models on one device."),
         ("", "--trace a=x", "--trace a: is for several models on one device."),
         (
             "device = 'l40s'\n[models.a]\nmodel = 'qwen3-8b'\nkv_dtype = 'x'",

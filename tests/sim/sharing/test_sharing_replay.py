@@ -28,7 +28,7 @@ def test_the_command_writes_everything_and_says_the_same_twice(
 ) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
     command = ["replay", *MODELS, *short_traces, *DEVICE, "--json"]
-    assert run_command(*command, "--run-dir", first, "--loans", tmp_path / "loans.jsonl") == 0
+    assert run_command(*command, "--run-dir", first, "--set", f"loans={tmp_path / 'loans.jsonl'}") == 0
     printed = capsysbinary.readouterr().out
     # Observed, it goes step by step; unobserved, many turns at once.
     assert run_command(*command) == 0
@@ -51,7 +51,7 @@ def test_the_command_writes_everything_and_says_the_same_twice(
 
 
 def test_a_split_lends_nothing(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--static-split") == 0
+    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--set", "static_split=true") == 0
     printed = capsys.readouterr().out
     assert "split, nothing is lent" in printed
     assert "loans" not in printed
@@ -85,7 +85,7 @@ def test_a_split_is_what_the_baseline_says(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], short_traces: list[str]
 ) -> None:
     """The TTFT beside it is that of a replay with --static-split."""
-    assert run_command("replay", *MODELS, *short_traces, *DEVICE, "--static-split", "--json") == 0
+    assert run_command("replay", *MODELS, *short_traces, *DEVICE, "--set", "static_split=true", "--json") == 0
     split = msgspec.json.decode(capsys.readouterr().out)["models"]
     assert run_command("replay", *MODELS, *short_traces, *DEVICE, "--set", "baselines=true", "--json") == 0
     shared = msgspec.json.decode(capsys.readouterr().out)
@@ -155,7 +155,7 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
             "--set health: is of 'x', which is no model. There are: chat, code.",
         ),
         (["--model", "llama-3.1-8b", "--model", "qwen3-8b"], "--model: several models need names."),
-        (["--static-split"], "--static-split: is for several models on one device."),
+        (["--set", "static_split=true"], "--static-split: is for several models on one device."),
         (
             ["--model", "a=llama-3.1-8b:wieght=2"],
             "--model a: 'wieght=2' is not known. Known: weight_dtype, kv_dtype, speculative_tokens, acceptance,",

@@ -267,15 +267,15 @@ MODELS = ("--model", "chat=llama-3.1-8b", "--model", "code=qwen3-8b", "--device"
             "--session-window: is of sessions: sessions cannot be combined with several models on a device",
         ),
         (
-            ("--record", "x.jsonl", "--max-sessions", "3"),
+            ("--record", "x.jsonl", "--set", "max_sessions=3"),
             "cannot be combined with sessions, since it is replayed request by request",
         ),
-        (("--no-sessions", "--state-dir", "x"), "--no-sessions was given"),
+        (("--set", "no_sessions=true", "--state-dir", "x"), "--set no_sessions=true was given"),
         (("--session-memory", "1GiB"), "--session-memory: is of sessions with a window"),
-        (("--session-window", "8", "--session-retention", "pin"), "is of sessions without a window"),
+        (("--session-window", "8", "--set", "session_retention=pin"), "is of sessions without a window"),
         (("--cost", "linear:step_ms=1", "--session-window", "8", "--session-memory", "1GiB"), "how many bytes a token"),
         (("--pages", "10", "--session-window", "200"), "one session needs"),
-        (("--session-retention", "host", "--pages", "64"), "needs host memory"),
+        (("--set", "session_retention=host", "--pages", "64"), "needs host memory"),
     ],
 )
 def test_what_sessions_cannot_be_is_refused(

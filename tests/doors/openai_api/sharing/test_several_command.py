@@ -46,7 +46,7 @@ def test_two_models_are_served_and_their_records_are_replayed(tmp_path: Path, ru
         (("--pages", "10"), "--pages: is for one model"),
         (("--cost", "linear:step_ms=1"), "--cost: is for one model"),
         (("--served-model-name", "x"), "--served-model-name: is for one model"),
-        (("--lora", "code"), "'code' is the name of two models"),
+        (("--set", "lora=code"), "'code' is the name of two models"),
         (("--model", "chat=qwen3-8b"), "is given twice"),
         (("--eviction", "session-aware"), "--eviction: 'session-aware' needs a trace"),
         (("--model", "more=qwen3-8b:eviction=session-aware"), "--model more: eviction: 'session-aware' needs a trace"),
@@ -62,5 +62,5 @@ def test_what_several_models_do_not_combine_with_is_refused(
 
 
 def test_what_is_of_several_models_is_refused_for_one(run_command: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command("mock", "--static-split", "--port", "0") == 2
+    assert run_command("mock", "--set", "static_split=true", "--port", "0") == 2
     assert "--static-split: is for several models" in capsys.readouterr().err
