@@ -58,7 +58,8 @@ VALUES = {
 def test_a_plan_that_replays_nothing_takes_only_what_curves_need(flag: str, call: Call, tmp_path: Path) -> None:
     (mode,) = (mode for mode in MODES if mode.when == NO_REPLAY and mode.command == "plan slo")
     param = next(param for param in EVERY["plan slo"].every if flag in param.opts)
-    if flag in mode.keeps or flag in {"--price", "--model", "--device", "--cost", "--trace", "--set loans", "--eviction"}:
+    others = {"--price", "--model", "--device", "--cost", "--trace", "--set loans", "--eviction"}
+    if flag in mode.keeps or flag in others:
         return
     option, *key = flag.split(" ")
     value = "true" if getattr(param, "type", None) is click.BOOL else _value(flag, param)
@@ -79,7 +80,7 @@ def _value(flag: str, param: object) -> str:
     ("arguments", "says"),
     [
         ("plan sample:mooncake --slo-ttft-ms 300", "--slo-ttft-ms: has no effect: nothing is replayed. Give --model"),
-        ("plan --slo-share 0.9", "--slo-share: has no effect without --slo-ttft-ms, --slo-tpot-ms or --slo-e2e-ms"),
+        ("plan --slo-share 0.9", "--slo-share: has no effect without --slo-ttft-ms, --slo-tpot-ms or --set slo.e2e_ms"),
         (
             "replay --router prefix",
             "--router: has no effect without --replicas, --set data_parallel, --prefill, --decode or",
@@ -107,8 +108,6 @@ def _value(flag: str, param: object) -> str:
 )
 def test_what_has_no_effect_is_refused(arguments: str, says: str, call: Call) -> None:
     words = arguments.split()
-    if " ".join(words[:2]) not in EVERY and words[0] not in EVERY:
-        pytest.skip("there is no such command")
     code, err = call(*words)
     assert (code, says in err) == (2, True), err
 

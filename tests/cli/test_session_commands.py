@@ -100,9 +100,10 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
     engine = {"options": EngineOptions(), "at_capacity": "refuse"}
     assert kvarts("serve", "sessions", "--mock")[0] == 130
     assert opened.pop() == {"mock": True, "defaults": SessionSettings(), "max_sessions": 16_384, **engine}
-    options = "--sink 0 --window all --set retention=pin --set past_max_positions=true --set max_sessions=9 --session-memory 2GiB"
+    options = "--sink 0 --window all --set retention=pin --set past_max_positions=true --set max_sessions=9"
     options += (
-        f" --set at_capacity=evict --state-dir {tmp_path} --page-size 4 --dtype float32 --kv-groups tails --set enforce_eager=true"
+        f" --session-memory 2GiB --set at_capacity=evict --state-dir {tmp_path} --set page_size=4 --dtype float32"
+        " --set kv_groups=tails --set enforce_eager=true"
     )
     assert kvarts("serve", "sessions", "--model", "here", *options.split())[0] == 130
     assert opened.pop() == {
@@ -116,7 +117,7 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
         "state_dir": tmp_path,
         "options": EngineOptions(page_size=4, dtype="float32", kv_groups="tails", enforce_eager=True),
     }
-    assert kvarts("serve", "sessions", "--mock", "--speedup", "2.5")[0] == 130
+    assert kvarts("serve", "sessions", "--mock", "--set", "speedup=2.5")[0] == 130
     assert opened.pop()["speedup"] == 2.5
 
 
@@ -125,7 +126,11 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
     [
         ("", 2, "model: give either. Give --model DIR or --mock."),
         ("--mock --model x", 2, "model: give either. Give --model DIR or --mock."),
-        ("--model x --speedup 2", 2, "--speedup: has no effect without --mock. Give --mock as well, or leave it out."),
+        (
+            "--model x --set speedup=2",
+            2,
+            "--set speedup: has no effect without --mock. Give --mock as well, or leave it out.",
+        ),
         ("--mock --set positions=cache --window all", 2, "positions: 'cache' needs a window"),
         ("--mock --set ttl=0", 2, "ttl_s: must be above 0, got 0.0"),
         ("--mock --session-memory much", 2, "'much' is not a size in bytes"),

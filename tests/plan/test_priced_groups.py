@@ -336,7 +336,17 @@ def test_workers_do_not_change_a_byte(
         capsysbinary.readouterr()
         assert (
             run_command(
-                "plan", "policies", trace, *GEMMA, "--at", 60, "--policy", "auto", "--workers", workers, "--json"
+                "plan",
+                "policies",
+                trace,
+                *GEMMA,
+                "--at",
+                60,
+                "--policy",
+                "auto",
+                "--set",
+                f"workers={workers}",
+                "--json",
             )
             == 0
         )

@@ -136,9 +136,10 @@ _REPLAYED = (
     "--slo-tpot-ms",
     "--host-memory",
     "--config",
+    "--set",
+    "--vllm-args",
     "--json",
     "--html",
-    "--open",
 )
 _HTTP = ("--model", "--host", "--port", "--api-key", "--served-model-name", "--max-model-len")
 

@@ -139,7 +139,7 @@ def failure_options() -> list[click.Option]:
     failing = "Failures on purpose"
     return [
         GroupedOption(["--fail"], group=failing, metavar="SCRIPT",
-                      help="Script of failures: 'first 2: 429 retry_after=1; every 10th: cut after 5 chunks'."),
+                      help="Script of failures. Such as 'first 2: 429 retry_after=1; every 10th: cut after 5 chunks'."),
         GroupedOption(["--allow-failures"], group=failing, is_flag=True,
                       help="Permit requests to choose their failure, and /admin/config to set another script."),
     ]  # fmt: skip

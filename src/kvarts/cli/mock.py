@@ -58,7 +58,7 @@ KEYS = (
 )
 TABLES = ("offload.",)
 SHOWN = ("model", "device", "tensor_parallel", "kv_memory", "pages", "page_size", "max_batched_tokens", "max_seqs",
-         "cost", "offload.host_memory")  # fmt: skip
+         "cost", "audit", "kv_groups", "offload.host_memory")  # fmt: skip
 """The settings with an option of their own, among those of KEYS and TABLES."""
 DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100-80gb"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -207,6 +208,13 @@ class KeyOption(GroupedOption):
             attributes = {"type": click.BOOL, "default": False, **attributes}
         super().__init__([SET + key, param], key=key, hidden=True, **attributes)
 
+    def record_of_key(self, ctx: click.Context) -> tuple[str, str]:
+        """Return the lines of the help for the key: its name and value, and its meaning."""
+        shown = copy(self)
+        shown.hidden = False
+        record = shown.get_help_record(ctx)
+        return f"{self.key}={self.make_metavar(ctx)}", record[1] if record else ""
+
 
 class Command(click.Command):
     """Base class of all commands.
@@ -292,8 +300,7 @@ class Command(click.Command):
             if isinstance(param, KeyOption):
                 num_left += not is_all
                 if is_all:
-                    name = f"{param.key}={param.make_metavar(ctx)}"
-                    groups.setdefault(f"{param.group}: keys of --set", []).append((name, param.help or ""))
+                    groups.setdefault(f"{param.group}: keys of --set", []).append(param.record_of_key(ctx))
                 continue
             record = param.get_help_record(ctx) if param.param_type_name == "option" else None
             if record is None:
@@ -301,13 +308,12 @@ class Command(click.Command):
             if common and param.opts[0] not in common and not {"--help", "--help-all"}.intersection(param.opts):
                 num_left += 1
                 continue
-            if common:
-                record = record[0], _first_sentence(record[1])
             groups.setdefault(getattr(param, "group", "Options"), []).append(record)
         for title, records in groups.items():
             if records:
                 with formatter.section(title):
-                    formatter.write_dl(records)
+                    room = formatter.width - formatter.current_indent - max(len(name) for name, _ in records) - 2
+                    formatter.write_dl([(name, _in_short(text, room)) for name, text in records] if common else records)
         if num_left:
             formatter.write_paragraph()
             formatter.write_text(f"{num_left} more options: {ctx.command_path} --help-all")
@@ -398,13 +404,18 @@ class Group(click.Group):
                     formatter.write(f"{'':>{formatter.current_indent}}{name:<{width}}{line}\n")
 
 
-def _first_sentence(text: str) -> str:
-    """Return the first sentence of an option's help, and its default."""
-    sentence, dot, rest = text.partition(". ")
-    if not dot:
-        return text
-    default = re.search(r"\[[^\[]*\](?:  \[.*\])?$", rest)
-    return f"{sentence}. {default[0]}" if default else f"{sentence}."
+def _in_short(text: str, room: int) -> str:
+    """Return the beginning of an option's help, in `room` characters where it can be cut, and its default.
+
+    It is the first sentence, or less if that is long.
+    """
+    match = re.search(r" \[([^\[;]*)[^\[]*\](?:  \[.*\])?$", text)
+    default = f" [{match[1]}]" if match else ""
+    said = text[: match.start()] if match else text
+    for end in (". ", "; ", ", ", " (", ": "):
+        if len(said) + len(default) > room or end == ". ":
+            said = said.partition(end)[0].rstrip(".") + "."
+    return said + default
 
 
 def _help_all(*, hidden: bool) -> click.Option:
@@ -439,7 +450,7 @@ def set_option() -> click.Option:
     """Return `--set` of a command with keys, which is read before the command line is parsed."""
     return click.Option(
         ["--set"], metavar="KEY=VALUE", multiple=True, expose_value=False,
-        help="A setting without an option of its own; --help-all lists them. May be repeated.",
+        help="Any other setting; --help-all lists their keys. May be repeated.",
     )  # fmt: skip
 
 

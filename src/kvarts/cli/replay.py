@@ -107,8 +107,8 @@ def _declared(sections: Sequence[Section] | None) -> list[click.Parameter]:
 
 @click.command("replay", cls=ReplayCommand, no_args_is_help=False, checks_effects=True)
 @click.option("--config", "config_file", metavar="FILE", type=INPUT,
-              help="TOML file with these settings by their long names (max_seqs for --max-seqs), and trace "
-              "or a [workload] table. Options given here win.")  # fmt: skip
+              help="TOML file with settings by their keys (max_seqs for --max-seqs), and trace or a [workload] "
+              "table. Options given here win.")  # fmt: skip
 @click.option("--workers", metavar="N", type=click.IntRange(min=1),
               help="Processes for replicas that do not affect each other, behind --router round-robin. [as many as "
               "there are cores, for 20,000 requests or more]")  # fmt: skip
@@ -132,10 +132,9 @@ def replay_command(
 ) -> int:
     """Replay traffic through the KV-cache control plane, in virtual time.
 
-    TRACE is a Mooncake JSONL file, a .csv of Azure's 2023 traces, or a .json of kv-cache-tester or a directory of them.
-    Without it, a bundled sample is replayed: twelve sessions of coding agents, and without --config on llama-3.1-8b on
-    an h100-80gb, unless options override that. The report is printed on standard output, everything else on standard
-    error. The exit code is 6 if no request fits into the memory.
+    TRACE is in a form that `kvarts trace forms` lists. Without it, twelve bundled sessions of coding agents are
+    replayed, on llama-3.1-8b on an h100-80gb if neither options nor --config say otherwise. The exit code is 6 if no
+    request fits into the memory.
     """
     context = click.get_current_context()
     assert isinstance(context.command, ReplayCommand)

@@ -208,12 +208,14 @@ class ReplayConfig(
     concurrency: Annotated[
         int | None,
         setting(
-            "Closed loop: keep N requests (or sessions) in flight, whatever their times in the trace.",
+            "Keep N requests (or sessions) in flight, in a closed loop: whatever their times in the trace.",
             metavar="N",
             replaces=("speedup",),
         ),
     ] = None
-    speedup: Annotated[float, setting("Open loop: divide arrival times and session delays by X.", metavar="X")] = 1.0
+    speedup: Annotated[
+        float, setting("Divide arrival times by X, and session delays too, in an open loop.", metavar="X")
+    ] = 1.0
     engine: Annotated[
         EngineName,
         setting(
@@ -238,8 +240,8 @@ class ReplayConfig(
     mamba_cache_mode: Annotated[
         StateMode,
         setting(
-            "States that layers keep for prefixes. snapshots: as the key `snapshots`; as in vLLM, all: after every page, or "
-            "align: at the ends of chunks, which end at pages."
+            "States that layers keep for prefixes. snapshots: as the key `snapshots`; as in vLLM, all: after every "
+            "page, or align: at the ends of chunks, which end at pages."
         ),
     ] = "snapshots"
     no_prefix_caching: Annotated[

@@ -294,7 +294,8 @@ def test_a_replay_publishes_and_a_watch_follows_it(
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--pages", "70", "--page-size", "16", "--max-seqs", "2"]
-    publish = ["--kv-events", live, "--kv-events-replay", replay, "--set", "kv_events_wait=20", "--set", "kv_events_stay=1"]
+    publish = ["--kv-events", live, "--kv-events-replay", replay]
+    publish += ["--set", "kv_events_wait=20", "--set", "kv_events_stay=1"]
     with preforked.start("replay", trace, *options, *publish) as process:
 
         def end_the_watch() -> None:

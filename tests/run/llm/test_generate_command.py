@@ -24,7 +24,8 @@ TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor 
 
 @pytest.fixture
 def options(tiny: Callable[[str], Path]) -> tuple[Any, ...]:
-    return ("--model", tiny("qwen3"), "--max-tokens", 5, "--ignore-eos", "--kv-memory", "1MiB", "--set", "attention=sdpa")
+    engine = ("--kv-memory", "1MiB", "--set", "attention=sdpa")
+    return ("--model", tiny("qwen3"), "--max-tokens", 5, "--ignore-eos", *engine)
 
 
 def lines_of(printed: bytes) -> list[dict[str, Any]]:

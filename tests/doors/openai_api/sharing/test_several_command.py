@@ -48,7 +48,7 @@ def test_two_models_are_served_and_their_records_are_replayed(tmp_path: Path, ru
         (("--served-model-name", "x"), "--served-model-name: is for one model"),
         (("--set", "lora=code"), "'code' is the name of two models"),
         (("--model", "chat=qwen3-8b"), "is given twice"),
-        (("--eviction", "session-aware"), "--eviction: 'session-aware' needs a trace"),
+        (("--set", "eviction=session-aware"), "--set eviction: 'session-aware' needs a trace"),
         (("--model", "more=qwen3-8b:eviction=session-aware"), "--model more: eviction: 'session-aware' needs a trace"),
         (("--model", "more=qwen3-8b:eviction=nothing"), "--model more: eviction: 'nothing' is not a policy"),
         (("--set", "max_itl_ms=5"), "--set max_itl_ms: does not go with several models on a device"),
