@@ -12,7 +12,7 @@ __all__ = ["tool_cases"]
 REPLAY = "kvarts replay {trace} --page-size 16 --cost polynomial --pages {pages}"
 SAMPLE_RUN = REPLAY.format(trace="slice.jsonl", pages=9000)
 SESSIONS_RUN = REPLAY.format(trace="sessions.jsonl --trace-block-size 4 --max-seqs 16", pages=250)
-CALIBRATE = "--model llama-3.1-8b --device rtx-4090 --pages 600 --page-size 16 --max-batched-tokens 2048"
+CALIBRATE = "--model llama-3.1-8b --device rtx-4090 --pages 600 --set page_size=16 --max-batched-tokens 2048"
 
 # What the verifier says of each damage: 5 violated, 6 inconclusive; the rest is violated.
 VERDICTS = {"rows-none": 6, "rows-one": 6, "rows-few": 0, "zero": 6, "no-flux": 0}
@@ -133,8 +133,8 @@ def measured_cases() -> Iterator[Case]:
         "kvarts replay small.jsonl --cost cost.toml --pages 9000 --page-size 16 --json\n"
         "[2] kvarts calibrate steps.jsonl\n[3] kvarts calibrate missing.jsonl --model llama-3.1-8b --device l40s",
     )
-    text = f"kvarts calibrate {requests} {CALIBRATE} --prompts {prompts} --trace-block-size 16 --out cost.toml"
-    yield case("calibrate/requests", f"{text} --seed 1 --fit-on 25")
+    text = f"kvarts calibrate {requests} {CALIBRATE} --prompts {prompts} --set trace_block_size=16 --out cost.toml"
+    yield case("calibrate/requests", f"{text} --set seed=1 --fit-on 25")
 
 
 def program_cases() -> Iterator[Case]:
@@ -142,13 +142,13 @@ def program_cases() -> Iterator[Case]:
     yield case("python/api", "python programs/api.py")
     yield case("python/ledger", "python programs/ledger.py")
     generate = (
-        "kvarts generate --model tiny --max-tokens 12 --ignore-eos --kv-memory 64kB --page-size 4 --dtype float32"
+        "kvarts generate --model tiny --max-tokens 12 --ignore-eos --kv-memory 64kB --set page_size=4 --dtype float32"
     )
     sampled = "--temperature 0.9 --set top_k=40 --set top_p=0.95 --set min_p=0.01 --set repetition_penalty=1.1 --seed 5"
     yield case(
         "torch/generate",
         f"kvarts model tiny tiny --family qwen3\n{generate} --prompt hello\n{generate} --prompts prompts.jsonl\n"
-        f"{generate} --prompts prompts.jsonl --logprobs\n{generate} --prompts prompts.jsonl {sampled}\n"
+        f"{generate} --prompts prompts.jsonl --set logprobs=true\n{generate} --prompts prompts.jsonl {sampled}\n"
         f"{generate} --prompt hello {sampled} --set attention=sdpa",
         needs_torch=True,
     )

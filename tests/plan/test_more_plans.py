@@ -229,7 +229,7 @@ def test_tiers_that_save_nothing_have_a_sentence_and_no_chart(asked: Callable[..
     ("arguments", "said"),
     [
         ([SAMPLE, "--users", "2..1"], "--users"),
-        ([SAMPLE, "--set", "workers=2"], "--set workers"),
+        ([SAMPLE, "--workers", "2"], "--workers"),
         ([SAMPLE, "--users", "0..1"], "--users"),
         ([SAMPLE, "--users", "2", "--cost", COST], "--users"),
         ([SAMPLE, "--users", "2"], "--users"),

@@ -344,8 +344,8 @@ def test_workers_do_not_change_a_byte(
                 60,
                 "--policy",
                 "auto",
-                "--set",
-                f"workers={workers}",
+                "--workers",
+                workers,
                 "--json",
             )
             == 0

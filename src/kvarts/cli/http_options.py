@@ -140,7 +140,7 @@ def failure_options() -> list[click.Option]:
     return [
         GroupedOption(["--fail"], group=failing, metavar="SCRIPT",
                       help="Script of failures. Such as 'first 2: 429 retry_after=1; every 10th: cut after 5 chunks'."),
-        GroupedOption(["--allow-failures"], group=failing, is_flag=True,
+        KeyOption(["--allow-failures"], group=failing, is_flag=True,
                       help="Permit requests to choose their failure, and /admin/config to set another script."),
     ]  # fmt: skip
 

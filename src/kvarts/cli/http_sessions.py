@@ -26,7 +26,7 @@ DRAIN_S = 5.0
 MAX_SESSIONS = 1024
 TTL_S = 3600.0
 GIVEN = {
-    "session_window": "--session-window",
+    "session_window": "--set session_window",
     "session_sink": "--set session_sink",
     "session_retention": "--set session_retention",
     "session_memory": "--set session_memory",
@@ -45,7 +45,7 @@ def server_options() -> list[click.Option]:
         return KeyOption(list(names), group=title, **attributes)
 
     return [
-        GroupedOption(["--session-window"], group=title, metavar="N", type=WINDOW,
+        key("--session-window", metavar="N", type=WINDOW,
                help="Keep the KV of the last N tokens, in pages that are reserved; all: of all tokens, in the prefix "
                "cache. [all]"),
         key("--session-sink", metavar="N", type=click.IntRange(min=0),
@@ -87,7 +87,7 @@ def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) 
         return
     for name in ("session_sink", "session_memory"):
         if values[name] is not None and not values["session_window"]:
-            raise ConfigError("is of sessions with a window", field=GIVEN[name], hint="Give --session-window N.")
+            raise ConfigError("is of sessions with a window", field=GIVEN[name], hint="Give --set session_window=N.")
     if values["session_retention"] is not None and values["session_window"]:
         raise ConfigError("is of sessions without a window", field=GIVEN["session_retention"], hint="Leave one out.")
     from kvarts.doors.openai.served import SessionsOnDemand

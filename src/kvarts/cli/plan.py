@@ -219,7 +219,7 @@ config_option = click.option(
     help="TOML file with settings by their keys, and trace or a [workload] table. Options given here win.",
 )  # fmt: skip
 json_option = results("--json", "as_json", is_flag=True, help="Print the plan as JSON instead of tables.")
-workers_option = key_option(
+workers_option = click.option(
     "--workers", metavar="N", type=click.IntRange(min=1),
     help="Processes that replay. [as many as there are cores, if the plan takes longer than a second]",
 )  # fmt: skip

@@ -38,10 +38,10 @@ of_address = grouped("Address")
             help="Keep the KV of the first N tokens,")  # fmt: skip
 @of_session("--window", metavar="N", type=WINDOW, default=64, show_default=True,
             help="and of the last N; all: of all tokens.")  # fmt: skip
-@of_session("--keep", type=click.Choice(["window", "h2o", "snapkv"]), default="window", show_default=True,
-            help="Also keep pages of `heavy` tokens between these, by the attention that they receive.")  # fmt: skip
+@of_session("--keep", cls=KeyOption, type=click.Choice(["window", "h2o", "snapkv"]), default="window",
+            show_default=True, help="Also keep pages of `heavy` tokens between these, by the attention that they receive.")  # fmt: skip
 @of_session("--heavy", cls=KeyOption, metavar="N", type=click.IntRange(min=0), default=0, show_default=True,
-            help="With --keep h2o or snapkv: as many tokens.")  # fmt: skip
+            help="With keep=h2o or snapkv: as many tokens.")  # fmt: skip
 @of_session("--positions", cls=KeyOption, type=click.Choice(["global", "cache"]), default="global", show_default=True,
             help="Count positions in the history, or among the tokens that are kept.")  # fmt: skip
 @of_session(
@@ -64,7 +64,9 @@ of_address = grouped("Address")
         help="Without room for a session: refuse it, or evict the one that is idle longest.")  # fmt: skip
 @of_all("--state-dir", metavar="DIR", type=DIRECTORY,
         help="Keep sessions here, also beyond the end of the process.")  # fmt: skip
-@of_all("--host-memory", metavar="SIZE", help="Host memory below the pages, for retention in the host: 8GiB.")
+@of_all(
+    "--host-memory", cls=KeyOption, metavar="SIZE", help="Host memory below the pages, for retention in the host: 8GiB."
+)
 @of_address("--bind", metavar="HOST:PORT", default="127.0.0.1:50051", show_default=True,
             help="Port 0: a free one.")  # fmt: skip
 @of_address("--http", metavar="HOST:PORT",

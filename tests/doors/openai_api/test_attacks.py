@@ -477,7 +477,7 @@ def test_sharing_the_prefix_cache_is_an_option(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fail", ["die", "stall 99999999s", "503"])
 def test_failures_are_off_unless_they_are_allowed(server: Server, fail: str) -> None:
     refused = server.call(COMPLETIONS, {"prompt": "a"}, {**ATTACKER, "x-kvarts-fail": fail})
-    assert refused.status == 403 and "--allow-failures" in refused.error["message"]
+    assert refused.status == 403 and "--set allow_failures=true" in refused.error["message"]
     assert server.call(COMPLETIONS, {"prompt": "a"}, {**ATTACKER, "x-return-error": "503"}).status == 403
     for asked in ({"health": {"mock": "dead"}}, {"fail": "all: die"}):
         assert server.call("/admin/config", asked, ATTACKER).status == 403
@@ -486,7 +486,7 @@ def test_failures_are_off_unless_they_are_allowed(server: Server, fail: str) -> 
 
 
 def test_a_stall_has_an_end() -> None:
-    with started("--allow-failures") as server:
+    with started("--set", "allow_failures=true") as server:
         refused = server.call(COMPLETIONS, {"prompt": "a"}, {"x-kvarts-fail": "stall 99999999s"})
         assert refused.status == 400 and "300 s" in refused.error["message"]
         assert server.call(COMPLETIONS, {"prompt": "a"}, {"x-kvarts-fail": "stall 1ms"}).status == 200

@@ -127,7 +127,7 @@ def test_processes_do_not_change_a_byte(
 ) -> None:
     printed = []
     for workers in (1, 2):
-        command = ("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 3, "--set", f"workers={workers}", "--json")
+        command = ("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 3, "--workers", workers, "--json")
         assert run_command(*command) == 0
         printed.append(capsysbinary.readouterr().out)
     assert printed[0] == printed[1]
