@@ -39,7 +39,8 @@ of_address = grouped("Address")
 @of_session("--window", metavar="N", type=WINDOW, default=64, show_default=True,
             help="and of the last N; all: of all tokens.")  # fmt: skip
 @of_session("--keep", cls=KeyOption, type=click.Choice(["window", "h2o", "snapkv"]), default="window",
-            show_default=True, help="Also keep pages of `heavy` tokens between these, by the attention that they receive.")  # fmt: skip
+            show_default=True,
+            help="Also keep pages of `heavy` tokens between these, by the attention that they receive.")  # fmt: skip
 @of_session("--heavy", cls=KeyOption, metavar="N", type=click.IntRange(min=0), default=0, show_default=True,
             help="With keep=h2o or snapkv: as many tokens.")  # fmt: skip
 @of_session("--positions", cls=KeyOption, type=click.Choice(["global", "cache"]), default="global", show_default=True,
