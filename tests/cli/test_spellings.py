@@ -17,7 +17,7 @@ EVERY = commands()
 
 
 def test_aliases_stand_for_options_that_exist() -> None:
-    flags = {getattr(param, "flag", param.opts[0]) for param in EVERY["replay"].every}
+    flags = {getattr(param, "flag", param.opts[0]) for command in EVERY.values() for param in command.every}
     assert set(ALIASES.values()) <= flags
     assert not set(ANSWERS) & set(ALIASES)
 
@@ -37,6 +37,18 @@ def test_options_without_the_same_are_answered(
 ) -> None:
     assert run_command("replay", name, "4") == 2
     assert answer in capsys.readouterr().err
+
+
+def test_options_of_vllm_are_keys_where_they_have_no_option(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = EVERY["serve model"]
+    theirs = "--model m --enforce-eager --max-num-seqs 7 --kv-cache-dtype=fp8 --tool-call-parser hermes".split()
+    with server.make_context("model", theirs) as context:
+        given = {name: context.params[name] for name in ("enforce_eager", "max_seqs", "kv_dtype", "tool_call_parser")}
+    assert given == {"enforce_eager": True, "max_seqs": 7, "kv_dtype": "fp8", "tool_call_parser": "hermes"}
+    assert run_command("mock", "--max-queued", "5") == 2
+    assert "No such option: --max-queued: give --set max_queued=VALUE." in capsys.readouterr().err
 
 
 def test_a_command_with_such_an_option_keeps_it() -> None:

@@ -74,8 +74,19 @@ ALIASES = {
     "--kv-cache-dtype": "--kv-dtype",
     "--kv-cache-memory-bytes": "--kv-memory",
     "--no-enable-prefix-caching": "--no-prefix-caching",
+    **{
+        name: name
+        for name in (
+            "--enforce-eager",
+            "--kv-cache-metrics",
+            "--kv-cache-metrics-sample",
+            "--tool-call-parser",
+            "--trust-remote-code",
+            "--trust-request-chat-template",
+        )
+    },
 }
-"""Options of `vllm serve`, and the option here with the same meaning and values."""
+"""Options of `vllm serve`, and the option here with the same meaning and values; it may be a key of `--set`."""
 
 ANSWERS = {
     "--cpu-offload-gb": "kvarts keeps weights on the device; for KV below it, give --host-memory 64GiB",
