@@ -30,7 +30,7 @@ from kvarts.cli.options import (
 )
 from kvarts.cli.outputs import check_opening, open_page
 from kvarts.cli.parts import engine_options, load_parts, with_engine_options
-from kvarts.cli.plan_options import PlanOptions, fleet_kinds
+from kvarts.cli.plan_options import PlanCall, PlanOptions, fleet_kinds
 from kvarts.cli.process import Progress, print_bytes, print_json, tell_whole_pages
 from kvarts.cli.replaying import all_sections, load_traffic, over_sample_settings, paths_in, read_settings, set_by
 from kvarts.core.config import EngineConfig
@@ -47,7 +47,6 @@ MOST_USERS = 100_000
 OWN = ("sizes", "policies", "prices", "slo_share", "cost_error")
 # A test compares these names with the league's.
 POLICY_NAMES = "auto, soonest-return, hinted, session-aware"
-OUTPUTS = ("--set", "outputs=true")
 PICTURES = ("png", "svg")
 
 _TIMED = {"model", "device", "cost", "slo.ttft_ms", "slo.tpot_ms"}
@@ -265,22 +264,16 @@ class _Asked:
     `check_effects`, if nothing is. Raise ConfigError before anything is computed.
     """
 
-    def __init__(
-        self,
-        trace: Path | None,
-        config_file: Path | None,
-        pictures: Pictures,
-        params: dict[str, Any],
-        *,
-        replays: bool | None = None,
-        facts: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, values: dict[str, Any], *, replays: bool | None = None, facts: Sequence[str] = ()) -> None:
+        self.call = call = PlanCall.taken_from(values)
+        self._pictures = pictures = Pictures(call.html_file, call.plot_files, opens=call.opens)
         sections = all_sections()
-        given = with_engine_options(params, given_by_flags(params, sections)).over(read_settings(config_file, sections))
+        given = with_engine_options(values, given_by_flags(values, sections))
+        given = given.over(read_settings(call.config_file, sections))
         if several := given.names("models"):
             hint = "Plan for each alone, or replay them on one device."
             raise given.error(f"[models.{several[0]}]", "a plan is for one model", hint=hint)
-        if trace is None and config_file is None and replays is not False:
+        if call.trace is None and call.config_file is None and replays is not False:
             given = over_sample_settings(given, sections)
         if replays is None:
             replays = any(key in given for key in ("model", "device", "cost"))
@@ -291,9 +284,7 @@ class _Asked:
         check_policy(given)
         self.given = given
         self.replays = replays
-        self._trace = trace
-        self._config_file = config_file
-        self._pictures = pictures
+        self.own = _own_options(self.context)
 
     def config(self, **asked: str) -> ReplayConfig | None:
         """Return the configuration of replays; None if nothing is replayed. `asked`: as in the table of features."""
@@ -308,18 +299,9 @@ class _Asked:
         tell_whole_pages(config)
         return config
 
-    def options(
-        self,
-        config: ReplayConfig | None,
-        *,
-        workers: int | None = None,
-        slo_share: float = 0.99,
-        cost_error: float | None = None,
-        outputs: Sequence[str] = (),
-        own: Sequence[str] = (),
-    ) -> PlanOptions:
+    def options(self, config: ReplayConfig | None) -> PlanOptions:
         """Load the traffic, and return the inputs of the plan."""
-        traffic = load_traffic(self.given, self._trace)
+        traffic = load_traffic(self.given, self.call.trace)
         if config is not None:
             config = with_policy(config, self.given, traffic)
         if not traffic.knows_prefixes and self.context.info_name != "fleet":
@@ -327,40 +309,30 @@ class _Asked:
                 "kvarts: the trace does not identify prefixes that prompts share: no curve rises above 0", err=True
             )
         flags = {flag for param in self.context.command.params for flag in param.opts}
-        return PlanOptions(
-            self.given, self._trace, self._config_file, traffic, config, slo_share, cost_error, outputs,
-            own or _own_options(self.context), workers, command=self.context.info_name or "", flags=flags,
-        )  # fmt: skip
+        name = self.context.info_name or ""
+        return PlanOptions(self.call, self.given, traffic, config, own=self.own, command=name, flags=flags)
 
-    def write(self, values: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], str]) -> None:
+    def write(self, values: dict[str, Any], render: Callable[[dict[str, Any]], str]) -> None:
         """Write the pictures, and print the plan unless they are on standard output."""
         self._pictures.write(values)
         if not self._pictures.are_printed:
-            _print(values, as_json, render)
+            if self.call.as_json:
+                print_json(values)
+            else:
+                print_bytes(render(values).encode())
 
 
 @_command("curve", at_option, outputs_option, html_option, open_option(results), plot_option)
-def curve_command(
-    trace: Path | None,
-    config_file: Path | None,
-    as_json: bool,
-    sizes: list[int] | None,
-    count_outputs: bool,
-    html_file: Path | None,
-    opens: bool,
-    plot_files: tuple[Path, ...],
-    **params: Any,
-) -> None:
+def curve_command(**values: Any) -> None:
     """Print what each size of KV memory buys on a TRACE: hits at all sizes at once, with the best that is possible.
 
     Nothing is replayed. TRACE is as in `kvarts replay`; without it, the bundled sample is used.
     """
     from kvarts.plan import tables
 
-    asked = _Asked(trace, config_file, Pictures(html_file, plot_files, opens=opens), params, replays=False)
-    options = asked.options(None, outputs=OUTPUTS if count_outputs else [])
-    plan = options.make(sizes=sizes, page_size=_page_size(asked.given), count_outputs=count_outputs)
-    asked.write(plan.values, as_json, tables.render)
+    asked = _Asked(values, replays=False)
+    plan = asked.options(None).make(page_size=_page_size(asked.given))
+    asked.write(plan.values, tables.render)
 
 
 @_command(
@@ -380,21 +352,7 @@ def curve_command(
     ),
     workers_option, html_option, open_option(results), plot_option,
 )  # fmt: skip
-def slo_command(
-    trace: Path | None,
-    config_file: Path | None,
-    as_json: bool,
-    sizes: list[int] | None,
-    count_outputs: bool,
-    prices: dict[str, float] | None,
-    slo_share: float,
-    cost_error: float | None,
-    workers: int | None,
-    html_file: Path | None,
-    opens: bool,
-    plot_files: tuple[Path, ...],
-    **params: Any,
-) -> None:
+def slo_command(prices: dict[str, float] | None, **values: Any) -> None:
     """Find the smallest KV memory that keeps an SLO on a TRACE, and the largest rate.
 
     TRACE is as in `kvarts replay`; without it, the bundled sample is used. Hits are printed at all sizes; with a model
@@ -402,15 +360,9 @@ def slo_command(
     """
     from kvarts.plan import tables
 
-    pictures = Pictures(html_file, plot_files, opens=opens)
-    asked = _Asked(trace, config_file, pictures, params, facts=(NO_REPLAY,))
-    options = asked.options(
-        asked.config(), workers=workers, slo_share=slo_share, cost_error=cost_error,
-        outputs=OUTPUTS if count_outputs else [],
-    )  # fmt: skip
-    page_size = _page_size(asked.given)
-    plan = options.make(sizes=sizes, page_size=page_size, count_outputs=count_outputs, prices=prices)
-    asked.write(plan.values, as_json, tables.render)
+    asked = _Asked(values, facts=(NO_REPLAY,))
+    plan = asked.options(asked.config()).make(page_size=_page_size(asked.given), prices=prices)
+    asked.write(plan.values, tables.render)
 
 
 @_command(
@@ -421,26 +373,15 @@ def slo_command(
     ),
     slo_share_option, workers_option, html_option, open_option(results),
 )  # fmt: skip
-def users_command(
-    trace: Path | None,
-    config_file: Path | None,
-    as_json: bool,
-    users: tuple[int, int],
-    slo_share: float,
-    workers: int | None,
-    html_file: Path | None,
-    opens: bool,
-    **params: Any,
-) -> None:
+def users_command(users: tuple[int, int], **values: Any) -> None:
     """Find how many users fit: sessions of a TRACE, each of which waits for its answers."""
     from kvarts.plan import tables
 
-    asked = _Asked(trace, config_file, Pictures(html_file, (), opens=opens), params)
-    own = _own_options(click.get_current_context())
-    options = asked.options(asked.config(), workers=workers, slo_share=slo_share, own=own)
-    values = options.users(*users)
-    values["command"] = options.plan("--users", f"{users[0]}..{users[1]}", *own)
-    asked.write(values, as_json, tables.render_users)
+    asked = _Asked(values)
+    options = asked.options(asked.config())
+    found = options.users(*users)
+    found["command"] = options.plan("--users", f"{users[0]}..{users[1]}", *asked.own)
+    asked.write(found, tables.render_users)
 
 
 @_command(
@@ -459,32 +400,19 @@ def users_command(
     ),
     slo_share_option, workers_option, html_option, open_option(results),
 )  # fmt: skip
-def fleet_command(
-    trace: Path | None,
-    config_file: Path | None,
-    as_json: bool,
-    gpus: int,
-    routers: str | None,
-    store_sizes: str | None,
-    slo_share: float,
-    workers: int | None,
-    html_file: Path | None,
-    opens: bool,
-    **params: Any,
-) -> None:
+def fleet_command(gpus: int, routers: str | None, store_sizes: str | None, **values: Any) -> None:
     """Find the fewest devices that keep an SLO on a TRACE, and in which pools of workers."""
     from kvarts.plan.tables import render_fleets
 
-    asked = _Asked(trace, config_file, Pictures(html_file, (), opens=opens), params)
+    asked = _Asked(values)
     kinds = fleet_kinds(asked.given, gpus, routers, store_sizes)
-    own = _own_options(click.get_current_context())
-    options = asked.options(None, workers=workers, slo_share=slo_share, own=own)
-    values = options.fleets(kinds)
+    options = asked.options(None)
+    found = options.fleets(kinds)
     words = ["--gpus", f"{gpus}"]
     words += [] if routers is None else ["--routers", routers]
     words += [] if store_sizes is None else ["--store-sizes", store_sizes]
-    values["command"] = options.plan(*words, *own)
-    asked.write(values, as_json, render_fleets)
+    found["command"] = options.plan(*words, *asked.own)
+    asked.write(found, render_fleets)
 
 
 @_command(
@@ -499,24 +427,16 @@ def fleet_command(
     ),
     workers_option,
 )  # fmt: skip
-def routers_command(
-    trace: Path | None,
-    config_file: Path | None,
-    as_json: bool,
-    routers: str,
-    ages: str | None,
-    workers: int | None,
-    **params: Any,
-) -> None:
+def routers_command(routers: str, ages: str | None, **values: Any) -> None:
     """Compare routers on a TRACE, with --replicas."""
     from kvarts.plan import tables
 
-    asked = _Asked(trace, config_file, Pictures(None, (), opens=False), params)
+    asked = _Asked(values)
     config = asked.config(**({} if ages is None else {"late_events": "router_ages"}))
-    options = asked.options(config, workers=workers)
-    values = options.routers(routers, ages)
-    values["command"] = options.plan("--routers", routers, *(() if ages is None else ("--router-ages", ages)))
-    asked.write(values, as_json, tables.render_routers)
+    options = asked.options(config)
+    found = options.routers(routers, ages)
+    found["command"] = options.plan("--routers", routers, *(() if ages is None else ("--router-ages", ages)))
+    asked.write(found, tables.render_routers)
 
 
 @_command(
@@ -528,28 +448,14 @@ def routers_command(
     ),
     at_option, outputs_option, workers_option, html_option, open_option(results),
 )  # fmt: skip
-def policies_command(
-    trace: Path | None,
-    config_file: Path | None,
-    as_json: bool,
-    policies: tuple[str, ...],
-    sizes: list[int] | None,
-    count_outputs: bool,
-    workers: int | None,
-    html_file: Path | None,
-    opens: bool,
-    **params: Any,
-) -> None:
+def policies_command(policies: tuple[str, ...], **values: Any) -> None:
     """Compare eviction policies on a TRACE, next to LRU and the best that is possible."""
     from kvarts.plan import tables
     from kvarts.plan.league import ALL_POLICIES
 
-    asked = _Asked(trace, config_file, Pictures(html_file, (), opens=opens), params, facts=(NO_REPLAY,))
-    options = asked.options(asked.config(), workers=workers, outputs=OUTPUTS if count_outputs else [])
-    page_size = _page_size(asked.given)
-    names = policies or ALL_POLICIES
-    plan = options.make(sizes=sizes, page_size=page_size, count_outputs=count_outputs, policies=names)
-    asked.write(plan.values, as_json, tables.render)
+    asked = _Asked(values, facts=(NO_REPLAY,))
+    plan = asked.options(asked.config()).make(page_size=_page_size(asked.given), policies=policies or ALL_POLICIES)
+    asked.write(plan.values, tables.render)
 
 
 def _own_options(context: click.Context) -> list[str]:
@@ -574,13 +480,6 @@ def _own_options(context: click.Context) -> list[str]:
 
 def _page_size(given: Given) -> int:
     return given.build(EngineConfig).page_size if "page_size" in given else EngineConfig().page_size
-
-
-def _print(plan: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], str]) -> None:
-    if as_json:
-        print_json(plan)
-    else:
-        print_bytes(render(plan).encode())
 
 
 @click.command("sweep", cls=Command)
