@@ -43,7 +43,8 @@ def test_options_of_vllm_are_keys_where_they_have_no_option(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = EVERY["serve model"]
-    theirs = "--model m --enforce-eager --max-num-seqs 7 --kv-cache-dtype=fp8 --tool-call-parser hermes".split()
+    theirs = ["--model", "m", "--enforce-eager", "--max-num-seqs", "7", "--kv-cache-dtype=fp8"]
+    theirs += ["--tool-call-parser", "hermes"]
     with server.make_context("model", theirs) as context:
         given = {name: context.params[name] for name in ("enforce_eager", "max_seqs", "kv_dtype", "tool_call_parser")}
     assert given == {"enforce_eager": True, "max_seqs": 7, "kv_dtype": "fp8", "tool_call_parser": "hermes"}

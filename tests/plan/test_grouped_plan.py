@@ -27,7 +27,7 @@ from kvarts.sim.traffic.trace import Trace
 from builders.plan_traces import small_traces
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
-MODEL = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all")
+MODEL = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--set", "kv_groups=all")
 LAYERS = st.sampled_from(
     [
         KvLayer(kind="window", span=5),
@@ -102,7 +102,7 @@ def test_commands_replay_to_what_the_plan_says(
     assert as_given(latency["points"])["num_rejected"] < as_given(whole)["num_rejected"]
 
 
-@pytest.mark.parametrize("below", [(), ("--host-memory", "8GiB", "--kv-groups", "tails")])
+@pytest.mark.parametrize("below", [(), ("--host-memory", "8GiB", "--set", "kv_groups=tails")])
 def test_a_plan_with_states_by_page_says_what_its_commands_replay_to(
     below: tuple[str, ...],
     tmp_path: Path,

@@ -40,7 +40,7 @@ def test_each_router_has_its_fewest_replicas_and_one_less_is_too_few(
     trace = tmp_path / "trace.jsonl"
     assert run_command("trace", "slice", SAMPLE, "--count", 100, "-o", trace) == 0
     setting = ["--cost", COST, "--page-size", 512, "--pages", 250, "--slo-ttft-ms", 3000, "--slo-share", 0.9]
-    more = ["--replicas", 2, "--router", "least-loaded", "--speedup", 4, "--at", 250]
+    more = ["--replicas", 2, "--router", "least-loaded", "--set", "speedup=4", "--at", 250]
     latency = asked("plan", trace, *setting, *more, "--json")["latency"]
     rows = latency["replicas"]["by_router"]
     assert [row["router"] for row in rows] == ["least-loaded", "round-robin", "prefix"]
@@ -66,7 +66,7 @@ def test_longer_steps_never_make_the_answer_cheaper(
     trace = tmp_path / "trace.jsonl"
     assert run_command("trace", "slice", SAMPLE, "--count", 100, "-o", trace) == 0
     setting = ["--cost", COST, "--page-size", 512, "--pages", 400, "--slo-ttft-ms", 3000, "--slo-share", 0.9]
-    more = ["--speedup", 2, "--set", "cost_error=0.5", "--at", 400]
+    more = ["--set", "speedup=2", "--set", "cost_error=0.5", "--at", 400]
     latency = asked("plan", trace, *setting, *more, "--json")["latency"]
     cheapest = latency["options"][0]
     steps = [(answer["cheapest"]["replicas"], answer["cheapest"]["pages"]) for answer in _answers(latency)]
@@ -88,7 +88,7 @@ def test_worlds_are_counted_by_replays(
     """The SLO is kept in five of ten worlds for certain, and in each slower one whose replay keeps it."""
     trace = tmp_path / "trace.jsonl"
     assert run_command("trace", "slice", SAMPLE, "--count", 100, "-o", trace) == 0
-    setting = ["--cost", COST, "--page-size", 512, "--slo-ttft-ms", 3000, "--slo-share", 0.9, "--speedup", 2]
+    setting = ["--cost", COST, "--page-size", 512, "--slo-ttft-ms", 3000, "--slo-share", 0.9, "--set", "speedup=2"]
     for error in (0.1, 0.5):
         latency = asked("plan", trace, *setting, "--pages", 400, "--set", f"cost_error={error}", "--at", 400, "--json")[
             "latency"

@@ -287,11 +287,11 @@ def test_policies_are_compared_by_parts_and_replay_to_what_the_plan_says(
     [
         pytest.param((*GEMMA, "--host-memory", "4GiB"), id="windows"),
         pytest.param(
-            ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--page-size", 512, "--kv-memory", "16GiB"),
+            ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--page-size", 512, "--set", "kv_memory=16GiB"),
             id="states",
         ),
         pytest.param(
-            ("--model", "gpt-oss-120b", "--device", "h200-141gb", "--page-size", 512, "--kv-memory", "4GiB"),
+            ("--model", "gpt-oss-120b", "--device", "h200-141gb", "--page-size", 512, "--set", "kv_memory=4GiB"),
             id="one-window",
         ),
     ],

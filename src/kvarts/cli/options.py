@@ -378,6 +378,7 @@ class Command(click.Command):
             if isinstance(param, KeyOption):
                 typed[param.flag] = shown
                 typed.setdefault(param.flag.removeprefix("--").replace("-", "_"), shown)
+                typed.setdefault(param.key, shown)
         return typed
 
 

@@ -146,6 +146,8 @@ class PlanOptions(CommandLines):
                     on_replay=progress.update,
                 ).to_builtins()
         except ConfigError as error:
+            if error.field != "users":
+                raise
             raise ConfigError(error.what, field="--users", hint="Give a trace with sessions.") from error
         return self._answer(config, users=users)
 

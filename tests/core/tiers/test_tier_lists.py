@@ -448,7 +448,8 @@ def test_a_plan_searches_for_its_first_tier_alone(
     trace = write_trace(tmp_path / "trace.jsonl")
     of_model = ("--model", "llama-3.1-8b", "--device", "h100-80gb", "--pages", 150)
     lists: list[tuple[object, ...]] = [("--tier", "dram:pages=40"), AS_FLAGS]
-    lists += [("--host-pages", 40), ("--host-pages", 40, "--set", "offload.disk_pages=400")]
+    lists += [("--set", "offload.host_pages=40")]
+    lists += [("--set", "offload.host_pages=40", "--set", "offload.disk_pages=400")]
     found = []
     for tiers in lists:
         assert run_command("plan", trace, *of_model, *tiers, "--json") == 0

@@ -390,7 +390,7 @@ def test_host_memory_keeps_what_the_device_evicts() -> None:
     [
         ({"window": 0}, "window: must be at least 1, got 0"),
         ({"sink": -1}, "sink: must not be negative, got -1"),
-        ({"ttl_s": 0}, "ttl_s: must be positive, got 0"),
+        ({"ttl_s": 0}, "ttl_s: must be above 0, got 0"),
         ({"window": 9, "retention": "pin"}, "retention: is of sessions without a window"),
         ({"window": 9999}, "window: a session needs 2502 pages, beside 128 for chunks, and the device has 40"),
     ],

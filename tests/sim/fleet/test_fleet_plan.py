@@ -135,7 +135,7 @@ def test_processes_do_not_change_a_byte(
 
 @pytest.mark.slow
 def test_what_is_given_for_a_pool_is_kept(asked: Callable[..., Any], trace: Path) -> None:
-    of_pools = ("--decode", "device=h200-141gb", "--prefill", "tensor_parallel=2", "--router", "least-loaded")
+    of_pools = ("--decode", "device=h200-141gb", "--prefill", "tensor_parallel=2", "--set", "router=least-loaded")
     plan = asked("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 4, *of_pools, "--json")["fleets"]
     apart = [point for point in plan["points"] if point["is_apart"]]
     assert apart and {point["pools"][0]["tensor_parallel"] for point in apart} == {2}
@@ -147,7 +147,7 @@ def test_what_is_given_for_a_pool_is_kept(asked: Callable[..., Any], trace: Path
 
 @pytest.mark.slow
 def test_a_closed_loop_is_compared_by_goodput_per_second(asked: Callable[..., Any], trace: Path) -> None:
-    plan = asked("plan", "fleet", trace, *MODEL, "--set", "slo.e2e_ms=60000", "--concurrency", 16, "--gpus", 3,
+    plan = asked("plan", "fleet", trace, *MODEL, "--set", "slo.e2e_ms=60000", "--set", "concurrency=16", "--gpus", 3,
                  "--tensor-parallel", 1, "--transfer", "rate=50GB/s", "--json")["fleets"]  # fmt: skip
     assert plan["compared_by"] == "goodput_per_s"
     for smaller, larger in pairwise(plan["front"]):

@@ -155,7 +155,7 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
             "--set health: is of 'x', which is no model. There are: chat, code.",
         ),
         (["--model", "llama-3.1-8b", "--model", "qwen3-8b"], "--model: several models need names."),
-        (["--set", "static_split=true"], "--static-split: is for several models on one device."),
+        (["--set", "static_split=true"], "--set static_split: is for several models on one device."),
         (
             ["--model", "a=llama-3.1-8b:wieght=2"],
             "--model a: 'wieght=2' is not known. Known: weight_dtype, kv_dtype, speculative_tokens, acceptance,",

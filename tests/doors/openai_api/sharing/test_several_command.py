@@ -63,4 +63,4 @@ def test_what_several_models_do_not_combine_with_is_refused(
 
 def test_what_is_of_several_models_is_refused_for_one(run_command: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command("mock", "--set", "static_split=true", "--port", "0") == 2
-    assert "--static-split: is for several models" in capsys.readouterr().err
+    assert "--set static_split: is for several models" in capsys.readouterr().err
