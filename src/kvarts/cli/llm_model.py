@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -42,20 +42,7 @@ EXIT_DIFFERENT = 5
             help="Run the Python code in the model's directory, with all your permissions.")  # fmt: skip
 @kv_groups_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
-def check_command(
-    model: str,
-    num_prompts: int,
-    max_tokens: int,
-    seed: int,
-    dtype: str,
-    device: str,
-    attention: str,
-    layers: str,
-    quantization: str | None,
-    trust_remote_code: bool,
-    kv_groups: str | None,
-    as_json: bool,
-) -> int:
+def check_command(model: str, num_prompts: int, max_tokens: int, seed: int, as_json: bool, **options: Any) -> int:
     r"""Check whether the model in the directory MODEL runs in pages.
 
     Random prompts run in an engine with few pages, and one at a time with transformers' `generate`. The tokens must be
@@ -71,16 +58,15 @@ def check_command(
     from kvarts.run.torch.decoder import Decoder
     from kvarts.run.torch.loading import load_model
 
-    load = partial(
-        load_model, model, dtype=dtype, device=device, quantization=quantization, trust_remote_code=trust_remote_code
-    )
+    of_loading = ("dtype", "device", "quantization", "trust_remote_code")
+    load = partial(load_model, model, **{name: options[name] for name in of_loading})
     loaded = load()
     check = check_model(
         loaded,
         load(model_impl="transformers") if isinstance(loaded, Decoder) else loaded,
-        attention=attention,
-        layers=layers,
-        kv_groups=kv_groups,
+        attention=options["attention"],
+        layers=options["layers"],
+        kv_groups=options["kv_groups"],
         num_prompts=num_prompts,
         num_tokens=max_tokens,
         seed=seed,
