@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.base.errors import ConfigError
-from kvarts.cli.options import GroupedOption
+from kvarts.cli.options import GroupedOption, KeyOption
 from kvarts.cli.parts import CommandPart, ReadersOf
 from kvarts.core.parts.combines import check_combination
 
@@ -41,13 +41,13 @@ def server_options() -> list[click.Option]:
             ["--kv-events-replay"], group=TITLE, metavar="ENDPOINT",
             help="Answer requests for past events, and for full state, at ENDPOINT.",
         ),
-        GroupedOption(
+        KeyOption(
             ["--kv-events-format"], group=TITLE, default="map",
             type=click.Choice(["map", "array", "copies", "reports"]),
             help="Events as maps, as vLLM writes them, or as arrays, as it did before; maps with all copies of blocks, "
             "as vLLM stores and removes them, or also with the reports of its kv_cache_report_mode full. [map]",
         ),
-        GroupedOption(
+        KeyOption(
             ["--kv-events-topic"], group=TITLE, metavar="TEXT", default="",
             help="Topic of the events; in a mock, and of several models, {model} stands for the name of the model. "
             "[empty]",
@@ -230,11 +230,11 @@ class KvEventsPart(CommandPart):
         """Return `--kv-events` and the options that go with it."""
         return (
             *server_options(),
-            GroupedOption(
+            KeyOption(
                 ["--kv-events-wait"], group=TITLE, metavar="SECONDS", type=click.FloatRange(min=0.0), default=0.0,
                 help="Begin after the first subscription, or after this time. [0]",
             ),
-            GroupedOption(
+            KeyOption(
                 ["--kv-events-stay"], group=TITLE, metavar="SECONDS", type=click.FloatRange(min=0.0), default=0.0,
                 help="Answer requests for past events for this long after the replay. [0]",
             ),

@@ -23,7 +23,8 @@ _GIB = 1 << 30
 
 
 def _option(name: str, text: str, **attributes: Any) -> GroupedOption:
-    return GroupedOption([name], group="vLLM", help=text, **attributes)
+    key = name.removeprefix("--").replace("-", "_")
+    return GroupedOption([name], group="vLLM", help=text, key=key, **attributes)
 
 
 START_OPTIONS = (

@@ -190,7 +190,7 @@ class ReplayConfig(
     replicas: Annotated[
         int,
         setting(
-            "Engines of this configuration, each with all ranks of --data-parallel; with several models, devices with "
+            "Engines of this configuration, each with all ranks of data_parallel; with several models, devices with "
             "all of them.",
             metavar="N",
         ),
@@ -208,12 +208,14 @@ class ReplayConfig(
     concurrency: Annotated[
         int | None,
         setting(
-            "Closed loop: keep N requests (or sessions) in flight, whatever their times in the trace.",
+            "Keep N requests (or sessions) in flight, in a closed loop: whatever their times in the trace.",
             metavar="N",
             replaces=("speedup",),
         ),
     ] = None
-    speedup: Annotated[float, setting("Open loop: divide arrival times and session delays by X.", metavar="X")] = 1.0
+    speedup: Annotated[
+        float, setting("Divide arrival times by X, and session delays too, in an open loop.", metavar="X")
+    ] = 1.0
     engine: Annotated[
         EngineName,
         setting(
@@ -231,15 +233,15 @@ class ReplayConfig(
     stop_tokens: Annotated[
         bool,
         setting(
-            "Requests end with a stop token. With --async-scheduling, an engine has planned one more token of theirs "
+            "Requests end with a stop token. With async_scheduling, an engine has planned one more token of theirs "
             "when it knows that."
         ),
     ] = False
     mamba_cache_mode: Annotated[
         StateMode,
         setting(
-            "States that layers keep for prefixes. snapshots: as --snapshots; as in vLLM, all: after every page, or "
-            "align: at the ends of chunks, which end at pages."
+            "States that layers keep for prefixes. snapshots: as the key `snapshots`; as in vLLM, all: after every "
+            "page, or align: at the ends of chunks, which end at pages."
         ),
     ] = "snapshots"
     no_prefix_caching: Annotated[
@@ -258,7 +260,7 @@ class ReplayConfig(
         setting("Time after which a client gives up a request that has not ended.", metavar="S"),
     ] = None
     retries: Annotated[
-        int, setting("How often clients repeat a request that they gave up after --client-timeout-s.", metavar="N")
+        int, setting("How often clients repeat a request that they gave up after client_timeout_s.", metavar="N")
     ] = 0
     retry_after_s: Annotated[float, setting("Seconds between giving up and repeating a request.", metavar="S")] = 0.0
     slo: Slo = Slo()

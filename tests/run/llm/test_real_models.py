@@ -387,7 +387,7 @@ def test_the_commands(
     prompts.write_text('{"prompt": "hello there"}\n\n{"prompt": [1, 2, 3]}\n')
     capsysbinary.readouterr()
     options = ("--model", model, "--max-tokens", 12, "--ignore-eos", "--kv-memory", "4MiB")
-    assert run_command("generate", "--prompts", prompts, *options, "--logprobs") == 0
+    assert run_command("generate", "--prompts", prompts, *options, "--set", "logprobs=true") == 0
     lines = [msgspec.json.decode(line) for line in capsysbinary.readouterr().out.splitlines()]
     assert [len(line["tokens"]) for line in lines] == [len(line["logprobs"]) for line in lines] == [12, 12]
     assert run_command("generate", "--prompt", "hello there", *options) == 0
@@ -412,7 +412,7 @@ def test_the_commands(
     again = msgspec.json.decode(capsysbinary.readouterr().out)
     for field in ("num_completed", "num_output_tokens", "num_steps", "num_cached_tokens", "prefix_hit_ratio"):
         assert again[field] == report[field], field
-    pages = ("--host-memory", "4MiB", "--disk-memory", "4MiB", "--disk-path", tmp_path / "pages")
+    pages = ("--host-memory", "4MiB", "--set", "disk_memory=4MiB", "--set", f"disk_path={tmp_path / 'pages'}")
     assert run_command("profile", "--prompts", prompts, *options, *pages, *files[4:]) == 0
     below = msgspec.json.decode(capsysbinary.readouterr().out)
     assert below["transfers"]["num_stores"] > 0 and set(below["prefix_hit_ratio_by_tier"]) == {"device", "host", "disk"}

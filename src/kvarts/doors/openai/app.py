@@ -45,7 +45,7 @@ ABORT = "kvarts.abort"
 
 BODIES_AT_ONCE = 4
 """Number of maximum-size bodies whose bytes may be read at once, in total."""
-FAILURES_OFF = "failures on purpose are off: start a mock with --allow-failures"
+FAILURES_OFF = "failures on purpose are off: start a mock with --set allow_failures=true"
 LOG = logging.getLogger("kvarts.doors.openai")
 MESSAGES = "/v1/messages"
 MAX_ID_CHARS = 256

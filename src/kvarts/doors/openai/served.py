@@ -333,7 +333,7 @@ class Served:
         if brings_one and not self.limits.trust_request_chat_template:
             raise ApiError(
                 400,
-                "the chat template of a request is rendered only with --trust-request-chat-template",
+                "the chat template of a request is rendered only with --set trust_request_chat_template=true",
                 param="chat_template",
             )
         return self.text.conversation(messages, options)

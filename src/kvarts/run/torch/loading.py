@@ -26,7 +26,7 @@ __all__ = ["fingerprint", "kv_fingerprint", "load_model", "load_tokenizer"]
 
 _log = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-REMOTE_CODE_HINT = "Read that code; --trust-remote-code runs it, and it can do whatever you can."
+REMOTE_CODE_HINT = "Read that code; --set trust_remote_code=true runs it, and it can do whatever you can."
 NUM_SAMPLES = 1024
 """Elements sampled from each weight."""
 

@@ -285,8 +285,8 @@ def _refuse_deltas(requests: Sequence[TraceRequest], path: Path) -> None:
         f"{'s' if num_sessions > 1 else ''} with several turns",
         path=path,
         field="hash_ids",
-        hint="Pass --session-turns deltas if a later turn has only the part after the turn before it, or "
-        "--session-turns whole if it has its whole prompt.",
+        hint="Pass --set session_turns=deltas if a later turn has only the part after the turn before it, or "
+        "--set session_turns=whole if it has its whole prompt.",
     )
 
 
