@@ -19,7 +19,8 @@ EVERY = commands()
 def test_aliases_stand_for_options_that_exist() -> None:
     flags = {getattr(param, "flag", param.opts[0]) for command in EVERY.values() for param in command.every}
     assert set(ALIASES.values()) <= flags
-    assert not set(ANSWERS) & set(ALIASES)
+    # One that is its own alias is answered in commands without such a key.
+    assert not set(ANSWERS) & {theirs for theirs, ours in ALIASES.items() if theirs != ours}
 
 
 def test_options_of_vllm_are_ours(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

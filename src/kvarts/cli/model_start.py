@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvarts.base.errors import ConfigError
 from kvarts.base.units import parse_bytes
-from kvarts.cli.options import GroupedOption
+from kvarts.cli.options import GroupedOption, KeyOption
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,8 +23,11 @@ _GIB = 1 << 30
 
 
 def _option(name: str, text: str, **attributes: Any) -> GroupedOption:
-    key = name.removeprefix("--").replace("-", "_")
-    return GroupedOption([name], group="vLLM", help=text, key=key, **attributes)
+    return GroupedOption([name], group="vLLM", help=text, **attributes)
+
+
+def _key(name: str, text: str, **attributes: Any) -> KeyOption:
+    return KeyOption([name], group="vLLM", help=text, **attributes)
 
 
 START_OPTIONS = (
@@ -34,14 +37,14 @@ START_OPTIONS = (
         "Bytes for KV on each device, as vLLM logs them: 44.1GiB. [an interval, from the device]",
         metavar="SIZE",
     ),
-    _option(
+    _key(
         "--max-model-len",
         "Longest sequence, or -1 for the longest that fits. [that of the model]",
         metavar="TOKENS",
         type=int,
     ),
-    _option("--no-prefix-caching", "Without the prefix cache: states are kept whole.", is_flag=True),
-    _option("--no-async-scheduling", "Plan each step after the one before it has ended.", is_flag=True),
+    _key("--no-prefix-caching", "Without the prefix cache: states are kept whole.", is_flag=True),
+    _key("--no-async-scheduling", "Plan each step after the one before it has ended.", is_flag=True),
 )
 """Options of `model show` that need --engine, and --engine."""
 

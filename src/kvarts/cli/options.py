@@ -80,6 +80,8 @@ ALIASES = {
             "--enforce-eager",
             "--kv-cache-metrics",
             "--kv-cache-metrics-sample",
+            "--max-model-len",
+            "--no-async-scheduling",
             "--tool-call-parser",
             "--trust-remote-code",
             "--trust-request-chat-template",
