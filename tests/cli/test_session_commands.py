@@ -117,7 +117,7 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
         "state_dir": tmp_path,
         "options": EngineOptions(page_size=4, dtype="float32", kv_groups="tails", enforce_eager=True),
     }
-    assert kvarts("serve", "sessions", "--mock", "--set", "speedup=2.5")[0] == 130
+    assert kvarts("serve", "sessions", "--mock", "--speedup", "2.5")[0] == 130
     assert opened.pop()["speedup"] == 2.5
 
 
@@ -127,9 +127,9 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
         ("", 2, "model: give either. Give --model DIR or --mock."),
         ("--mock --model x", 2, "model: give either. Give --model DIR or --mock."),
         (
-            "--model x --set speedup=2",
+            "--model x --speedup 2",
             2,
-            "--set speedup: has no effect without --mock. Give --mock as well, or leave it out.",
+            "--speedup: has no effect without --mock. Give --mock as well, or leave it out.",
         ),
         ("--mock --set positions=cache --window all", 2, "positions: 'cache' needs a window"),
         ("--mock --set ttl=0", 2, "ttl_s: must be above 0, got 0.0"),

@@ -88,7 +88,7 @@ NEEDS = (
     Need(("--gpus",), SLO, commands=("plan fleet",)),
     Need(("--set trace_block_size",), ("--prompts",), commands=("calibrate",)),
     Need(("--hold-out",), ("--points",), commands=("calibrate",)),
-    Need(("--set speedup",), ("--mock",), commands=("serve sessions",)),
+    Need(("--speedup",), ("--mock",), commands=("serve sessions",)),
     Need(("--set top_k", "--set top_p", "--set min_p"), ("--temperature",), commands=("generate", "profile")),
     Need(("--open",), ("--html",)),
     Need(("--set server_pid",), ("--address",), commands=("soak",)),

@@ -426,7 +426,7 @@ def _in_short(text: str, room: int) -> str:
     match = re.search(r" \[([^\[;]*)[^\[]*\](?:  \[.*\])?$", text)
     default = f" [{match[1]}]" if match else ""
     said = text[: match.start()] if match else text
-    for end in (". ", "; ", ", ", " (", ": "):
+    for end in (". ", "; ", ", ", ": ", " ("):
         if len(said) + len(default) > room or end == ". ":
             said = said.partition(end)[0].rstrip(".") + "."
     return said + default

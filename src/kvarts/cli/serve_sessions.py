@@ -33,7 +33,7 @@ of_address = grouped("Address")
 @click.command("sessions", cls=Command)
 @of_model("--model", metavar="DIR", help=MODEL_HELP)
 @of_model("--mock", is_flag=True, help="No model: tokens by a rule, step times by a cost model.")
-@of_model("--speedup", cls=KeyOption, metavar="X", type=float, help="For the mock: steps take 1/X of their time. [1]")
+@of_model("--speedup", metavar="X", type=float, help="For the mock: steps take 1/X of their time. [1]")
 @of_session("--sink", metavar="N", type=click.IntRange(min=0), default=4, show_default=True,
             help="Keep the KV of the first N tokens,")  # fmt: skip
 @of_session("--window", metavar="N", type=WINDOW, default=64, show_default=True,

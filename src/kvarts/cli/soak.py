@@ -48,7 +48,7 @@ NUMBERS = (
     ("--vocab-size", 256, "Token ids that are sent are below this."),
     ("--seed", 0, "Seed of the tokens that are sent."),
 )
-RARE = ("--prompt-tokens", "--sink", "--window", "--vocab-size", "--seed")
+RARE = ("--prompt-tokens", "--max-tokens", "--sink", "--window", "--vocab-size", "--seed")
 """Keys of `--set`."""
 
 

@@ -208,13 +208,13 @@ class ReplayConfig(
     concurrency: Annotated[
         int | None,
         setting(
-            "Keep N requests (or sessions) in flight, in a closed loop: whatever their times in the trace.",
+            "Keep N requests (or sessions) in flight, whatever their times: a closed loop.",
             metavar="N",
             replaces=("speedup",),
         ),
     ] = None
     speedup: Annotated[
-        float, setting("Divide arrival times by X, and session delays too, in an open loop.", metavar="X")
+        float, setting("Divide arrival times by X, and session delays too: an open loop.", metavar="X")
     ] = 1.0
     engine: Annotated[
         EngineName,

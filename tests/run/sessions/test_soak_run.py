@@ -296,7 +296,7 @@ def on_a_fake(monkeypatch: pytest.MonkeyPatch) -> FakeTarget:
 
 def soak(*more: object) -> list[object]:
     return ["soak", "--duration", "200s", "--set", "turn_spacing=1s", "--sessions", 2, "--set", "prompt_tokens=16",
-            "--max-tokens", 8, *more]  # fmt: skip
+            "--set", "max_tokens=8", *more]  # fmt: skip
 
 
 @pytest.mark.parametrize("where", [("--virtual",), ("--address", "127.0.0.1:50051")])

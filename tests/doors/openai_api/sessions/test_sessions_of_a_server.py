@@ -271,7 +271,7 @@ MODELS = ("--model", "chat=llama-3.1-8b", "--model", "code=qwen3-8b", "--device"
             "cannot be combined with sessions, since it is replayed request by request",
         ),
         (("--set", "no_sessions=true", "--state-dir", "x"), "--set no_sessions=true was given"),
-        (("--set", "session_memory=1GiB"), "--session-memory: is of sessions with a window"),
+        (("--set", "session_memory=1GiB"), "--set session_memory: is of sessions with a window"),
         (("--set", "session_window=8", "--set", "session_retention=pin"), "is of sessions without a window"),
         (
             ("--cost", "linear:step_ms=1", "--set", "session_window=8", "--set", "session_memory=1GiB"),
