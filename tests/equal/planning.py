@@ -1,4 +1,4 @@
-"""Planning of KV memory: kvarts' restatement next to vLLM's own functions, on random specs and settings.
+"""Law L16, planning of KV memory: kvarts' restatement next to vLLM's own functions, on random specs and settings.
 
     PYTHONPATH=src:tests VLLM_VENV/bin/python -m equal.planning --jobs 20000
 

@@ -1,4 +1,4 @@
-"""Plans of random layers: what holds of each, and the naive plan; `equal.planning` compares them with vLLM's."""
+"""Law L16, plans of random layers: what holds of each, and the naive request; `equal.planning` has vLLM's plans."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from equal.planning import Job, draw_job
 from kvarts.cost.vllm.planning import LayerSpec, Plan, PlanSettings, plan
 
 from oracles.naive_start import longest_length, most_blocks
+
+pytestmark = pytest.mark.laws
 
 SEEDS = st.integers(0, 10**9)
 VERSIONS = st.sampled_from(("0.32", "0.33"))
