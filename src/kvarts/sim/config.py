@@ -48,7 +48,8 @@ EngineName = Literal["none", "vllm", "sglang", "tensorrt-llm", "trtllm"]
 class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
     """Defaults of one engine, by the settings of a replay.
 
-    `separate_passes`: a step computes its prompts first, and its decodes in a separate pass.
+    `separate_passes`: a step computes its prompts first, and its decodes in a separate pass. `full_prompt_hits`: a load
+    from tiers below may cover a whole prompt, as vLLM's OffloadingConnector loads it.
     """
 
     max_batched_tokens: int
@@ -57,6 +58,7 @@ class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
     async_scheduling: bool
     frontend_ms: float
     separate_passes: bool = False
+    full_prompt_hits: bool = False
 
 
 TENSORRT_LLM = EngineSet(
@@ -64,7 +66,12 @@ TENSORRT_LLM = EngineSet(
 )
 ENGINES: dict[EngineName, EngineSet] = {
     "vllm": EngineSet(
-        max_batched_tokens=8192, max_seqs=1024, memory_fraction=0.9, async_scheduling=True, frontend_ms=6.0
+        max_batched_tokens=8192,
+        max_seqs=1024,
+        memory_fraction=0.9,
+        async_scheduling=True,
+        frontend_ms=6.0,
+        full_prompt_hits=True,
     ),
     "sglang": EngineSet(
         max_batched_tokens=8192,
@@ -651,6 +658,8 @@ def _resolved(
     engine = engine_of(given["engine"]) if "engine" in given else None
     if engine is not None and hasattr(facts.get("cost"), "separate_passes"):
         facts["cost"] = msgspec.structs.replace(facts["cost"], separate_passes=engine.separate_passes)
+    if engine is not None and engine.full_prompt_hits and not counts_parts(given, facts):
+        facts["full_prompt_hits"] = True
     config = build_replay(given, sections, facts)
     try:
         config.check_tiers()
@@ -658,6 +667,11 @@ def _resolved(
     except ConfigError as error:
         raise given.named(error, ()) from error
     return config
+
+
+def counts_parts(given: Given, facts: Mapping[str, Any]) -> bool:
+    """Return whether KV groups are counted: they are given, or the model has some and they are not off."""
+    return given["kv_groups"] != "off" if "kv_groups" in given else bool(facts.get("groups"))
 
 
 def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, Any]) -> ReplayConfig:
