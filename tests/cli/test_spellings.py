@@ -149,6 +149,22 @@ def test_a_missing_file_of_an_argument_line_is_named(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        ("--gpus 4", "No such option: --gpus: it is of kvarts plan fleet."),
+        ("--users=1..4 --json", "it is of kvarts plan users."),
+        ("--policy auto", "it is of kvarts plan policies."),
+        ("--routers prefix", "it is of kvarts plan routers."),
+    ],
+)
+def test_an_option_of_another_plan_names_it(
+    words: str, says: str, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("plan", "sample:azure-chat", *words.split()) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
         ("--disk-pages 3", "No such option: --disk-pages: give --set offload.disk_pages=VALUE."),
         ("--set offload.disk_page=3", "there is no key 'offload.disk_page'. Did you mean offload.disk_pages"),
         ("--set pages", "'pages' is not KEY=VALUE"),

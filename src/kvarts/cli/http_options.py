@@ -151,11 +151,11 @@ def keys_of(values: dict[str, Any]) -> Keys | None:
 
     keys: dict[str, list[str]] = {}
     named = {}
-    for kind, variable in (("api_key", "VLLM_API_KEY"), ("admin_key", "KVARTS_ADMIN_KEY")):
-        flag = f"--{kind.replace('_', '-')}"
+    kinds = (("api_key", "--api-key", "VLLM_API_KEY"), ("admin_key", "--set admin_key", "KVARTS_ADMIN_KEY"))
+    for kind, flag, variable in kinds:
         keys[kind] = list(values[f"{kind}s"])
         if keys[kind]:
-            say(f"other users can read {flag} in the list of processes: {flag}-file hides it")
+            say(f"other users can read {flag} in the list of processes: --{kind.replace('_', '-')}-file hides it")
         if variable in os.environ:
             keys[kind].append(os.environ[variable])
         for key in keys[kind]:

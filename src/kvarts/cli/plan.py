@@ -68,6 +68,8 @@ WITHOUT = {
     "routers": ("router", "routing.staleness", "routing.event_lag"),
 }
 """The settings that a command determines itself."""
+BY_OPTION = {"--gpus": "fleet", "--users": "users", "--routers": "routers", "--policy": "policies"}
+"""Options of one command each, without which it has nothing to do."""
 
 
 class Pictures:
@@ -196,8 +198,14 @@ class PlanGroup(Group):
     """The commands of `kvarts plan`; without the name of one, `slo` is called."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, with the default command in front of arguments that name none."""
+        """Parse, with the default command in front of arguments that name none.
+
+        Raise UsageError for an option by which another command is recognised.
+        """
         if not args or args[0] not in (*self.commands, *ctx.help_option_names):
+            for word in args:
+                if (other := BY_OPTION.get(word.partition("=")[0])) is not None:
+                    raise click.UsageError(f"No such option: {word}: it is of kvarts plan {other}.", ctx)
             args = ["slo", *args]
         return super().parse_args(ctx, args)
 

@@ -99,11 +99,11 @@ def test_host_memory_changes_no_token_and_is_in_timeline_and_report(
 
 
 def test_a_check_compares_with_generate(kvarts: Kvarts, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = ("model", "check", directory, "--prompts", 3, "--kv-groups")
-    code, printed, said = kvarts(*check, "all")
+    check = ("model", "check", directory, "--prompts", 3, "--set")
+    code, printed, said = kvarts(*check, "kv_groups=all")
     assert code == 0, said
     assert "KV groups   all: windows keep what they see" in printed and "48 of 48 tokens" in printed
-    assert "KV groups" not in kvarts(*check, "off")[1]
+    assert "KV groups" not in kvarts(*check, "kv_groups=off")[1]
 
     from kvarts.run.torch.block_cut import cut_blocks
 
@@ -114,7 +114,7 @@ def test_a_check_compares_with_generate(kvarts: Kvarts, directory: Path, monkeyp
         return replace(cut, memory=replace(cut.memory, groups=groups))
 
     monkeypatch.setattr("kvarts.run.torch.room.cut_blocks", too_short)
-    code, printed, _ = kvarts(*check, "all")
+    code, printed, _ = kvarts(*check, "kv_groups=all")
     assert code == 5 and "DIFFERENT" in printed
 
 
@@ -124,7 +124,7 @@ def test_a_check_compares_with_generate(kvarts: Kvarts, directory: Path, monkeyp
         (["--set", "kv_groups=some"], "--set kv_groups: must be off, all or tails, got 'some'"),
         pytest.param(
             ["--set", "kv_groups=all", "--host-memory", "1MiB", "--set", "disk_memory=1", "--set", "disk_path=."],
-            "--disk-memory: 1 bytes hold no block of",
+            "--set disk_memory: 1 bytes hold no block of",
         ),
         (["--set", "kv_groups=all", "--set", "layers=compiled"], "--set layers: "),
     ],
