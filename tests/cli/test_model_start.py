@@ -34,7 +34,7 @@ def test_the_figures_of_a_log() -> None:
         assert (values["block_size"], values["num_blocks"], values["kv_cache_tokens"]) == (16, 150_186, 2_133_894)
         assert round(values["max_concurrency"], 2) == 16.28 and values["refusal"] is None
         kinds = [(group["kind"], group["layers"], group["block_size"]) for group in values["groups"]]
-        assert kinds == [("window", 12, 16), ("full", 12, 16)]
+        assert kinds == [("sliding_window", 12, 16), ("full_attention", 12, 16)]
         assert values["available_kv_memory"] == {"least_bytes": BYTES, "most_bytes": BYTES, "parts": {}}
 
 
@@ -45,7 +45,7 @@ GIVEN = ("--available-kv-memory", str(BYTES))
 def test_options_of_vllm_change_the_plan_as_in_vllm() -> None:
     own = start("qwen3.5-27b", "--device", "h100", "--engine", "vllm", "--available-kv-memory", "40GiB")
     assert own["groups"][0] == {
-        "kind": "state",
+        "kind": "mamba",
         "layers": 16,
         "block_size": 832,
         "window": None,
@@ -63,6 +63,14 @@ def test_options_of_vllm_change_the_plan_as_in_vllm() -> None:
     assert large["block_size"] == 64
     two = start("qwen3-32b", "--device", "h100", "--engine", "vllm", "--tensor-parallel-size", "2", *GIVEN)
     assert two["num_blocks"] == 2 * start("qwen3-32b", "--device", "h100", "--engine", "vllm", *GIVEN)["num_blocks"]
+
+
+def test_drafts_have_kv_and_states() -> None:
+    """The bytes, blocks and tokens of a log: Qwen3.8-27B in NVFP4, with three drafted tokens."""
+    arguments = ("qwen3.6-27b", "--device", "rtx-5090", "--engine", "vllm==0.32", "--available-kv-memory", "5000000000")
+    own = start(*arguments, "--speculative-tokens", "3", "--kv-dtype", "fp8", "--max-model-len", "98304")
+    assert (own["block_size"], own["kv_cache_tokens"]) == (1600, 113_624)
+    assert [(group["layers"], group["blocks_per_request"]) for group in own["groups"]] == [(16, 5)] * 3 + [(17, 62)]
 
 
 def test_a_window_holds_the_tokens_in_flight() -> None:

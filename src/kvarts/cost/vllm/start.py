@@ -36,12 +36,13 @@ UNSTATED_LENGTH = 2048
 class StartSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of `vllm serve`; None for vLLM's default on the device.
 
-    `max_model_len`: -1 for the longest that fits. `num_drafts`: tokens that layers such as MTP draft. `block_size`:
+    `data_parallel`: ranks that share experts. `max_model_len`: -1 for the longest that fits. `num_drafts`: tokens that layers such as MTP draft. `block_size`:
     the size that the user asks for.
     """
 
     version: Version = NEWEST
     tensor_parallel: int = 1
+    data_parallel: int = 1
     pipeline_parallel: int = 1
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
@@ -215,7 +216,7 @@ def start(geometry: Geometry, device: Device, settings: StartSettings) -> Start:
         max_model_len=length,
         max_num_batched_tokens=tokens,
         max_num_seqs=seqs,
-        kv_dtype=kept,
+        kv_dtype=next((layer.own_dtype for layer in geometry.layers if layer.own_dtype), kept),
         specs=tuple(stages),
         settings=PlanSettings(
             version=version,
@@ -481,7 +482,7 @@ def available_bytes(geometry: Geometry, device: Device, settings: StartSettings,
 
 def _weights(geometry: Geometry, settings: StartSettings) -> Part:
     """Return the weights: at least those counted; at most with a vision tower and what loaders add."""
-    size = local_weight_bytes(geometry, settings.tensor_parallel, 1, settings.pipeline_parallel)
+    size = local_weight_bytes(geometry, settings.tensor_parallel, settings.data_parallel, settings.pipeline_parallel)
     return Part("weights", int(size * 0.98), int(size * 1.02) + 5 * GIB // 4)
 
 
