@@ -127,6 +127,7 @@ def test_a_layout_file_is_planned(tmp_path: Path) -> None:
         (("--engine", "vllm==0.30"), "'vllm==0.30' is not understood"),
         (("--max-model-len", "100"), "needs --engine vllm"),
         (("--engine", "vllm", "--max-model-len", "0"), "must be at least 1"),
+        (("--engine", "vllm", "--block-size", "24"), "take multiples of 16 tokens"),
         (("--engine", "vllm", "--available-kv-memory", "44.1GX"), "is not a size in bytes"),
     ],
 )

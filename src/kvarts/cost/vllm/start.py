@@ -36,8 +36,8 @@ UNSTATED_LENGTH = 2048
 class StartSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of `vllm serve`; None for vLLM's default on the device.
 
-    `data_parallel`: ranks that share experts. `max_model_len`: -1 for the longest that fits. `num_drafts`: tokens that layers such as MTP draft. `block_size`:
-    the size that the user asks for.
+    `data_parallel`: ranks that share experts. `max_model_len`: -1 for the longest that fits. `num_drafts`: tokens that
+    layers such as MTP draft. `block_size`: the size that the user asks for.
     """
 
     version: Version = NEWEST
@@ -199,6 +199,13 @@ def start(geometry: Geometry, device: Device, settings: StartSettings) -> Start:
     kept = geometry.kept_as(settings.kv_dtype)
     kernels = _kernels(geometry, capability, is_fp8(kept))
     block_size = settings.block_size or kernels.preferred
+    if block_size % kernels.smallest:
+        raise ConfigError(
+            f"is {block_size}, and the attention kernels of {geometry.name} on {device.name} take multiples of "
+            f"{kernels.smallest} tokens",
+            field="page_size",
+            hint=f"vLLM refuses that, too. Leave it out, or give {kernels.preferred}.",
+        )
     grid = _checkpoint_grid(geometry, capability, version) if settings.has_prefix_caching else None
     has_states = any(layer.kind == "state" for layer in geometry.layers)
     state_bytes = 0
