@@ -92,6 +92,8 @@ def test_refusals_are_vllms_words_with_what_to_change() -> None:
     assert (
         "max_num_seqs (1024) exceeds available Mamba cache blocks (435)" in states and "Give --max-seqs 435." in states
     )
+    eight = run("gpt-oss-20b", "--device", "a100", "--engine", "vllm", "--kv-dtype", "fp8")
+    assert "Re-run with --kv-cache-dtype bfloat16." in eight and "Give a device of a later generation" in eight
     none = run("qwen3-32b", "--device", "l4", "--engine", "vllm")
     assert "No available memory for the cache blocks" in none and "Give more devices" in none
 

@@ -88,6 +88,8 @@ class Started:
         return rows
 
     def _what_to_change(self, plan: Plan) -> str:
+        if self.start.refusal is not None:
+            return "Give a device of a later generation, or another --kv-dtype if vLLM asks for it."
         if plan.num_blocks is not None:
             return f"Give --max-seqs {plan.num_blocks}."
         if plan.longest:
