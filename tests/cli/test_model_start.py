@@ -34,7 +34,7 @@ def test_the_figures_of_a_log() -> None:
         assert (values["block_size"], values["num_blocks"], values["kv_cache_tokens"]) == (16, 150_186, 2_133_894)
         assert round(values["max_concurrency"], 2) == 16.28 and values["refusal"] is None
         kinds = [(group["kind"], group["layers"], group["block_size"]) for group in values["groups"]]
-        assert kinds == [("window", 12, 16), ("full", 12, 16)]
+        assert kinds == [("sliding_window", 12, 16), ("full_attention", 12, 16)]
         assert values["available_kv_memory"] == {"least_bytes": BYTES, "most_bytes": BYTES, "parts": {}}
 
 
@@ -45,7 +45,7 @@ GIVEN = ("--available-kv-memory", str(BYTES))
 def test_options_of_vllm_change_the_plan_as_in_vllm() -> None:
     own = start("qwen3.5-27b", "--device", "h100", "--engine", "vllm", "--available-kv-memory", "40GiB")
     assert own["groups"][0] == {
-        "kind": "state",
+        "kind": "mamba",
         "layers": 16,
         "block_size": 832,
         "window": None,
@@ -63,6 +63,14 @@ def test_options_of_vllm_change_the_plan_as_in_vllm() -> None:
     assert large["block_size"] == 64
     two = start("qwen3-32b", "--device", "h100", "--engine", "vllm", "--tensor-parallel-size", "2", *GIVEN)
     assert two["num_blocks"] == 2 * start("qwen3-32b", "--device", "h100", "--engine", "vllm", *GIVEN)["num_blocks"]
+
+
+def test_drafts_have_kv_and_states() -> None:
+    """The bytes, blocks and tokens of a log: Qwen3.8-27B in NVFP4, with three drafted tokens."""
+    arguments = ("qwen3.6-27b", "--device", "rtx-5090", "--engine", "vllm==0.32", "--available-kv-memory", "5000000000")
+    own = start(*arguments, "--speculative-tokens", "3", "--kv-dtype", "fp8", "--max-model-len", "98304")
+    assert (own["block_size"], own["kv_cache_tokens"]) == (1600, 113_624)
+    assert [(group["layers"], group["blocks_per_request"]) for group in own["groups"]] == [(16, 5)] * 3 + [(17, 62)]
 
 
 def test_a_window_holds_the_tokens_in_flight() -> None:
@@ -92,6 +100,8 @@ def test_refusals_are_vllms_words_with_what_to_change() -> None:
     assert (
         "max_num_seqs (1024) exceeds available Mamba cache blocks (435)" in states and "Give --max-seqs 435." in states
     )
+    eight = run("gpt-oss-20b", "--device", "a100", "--engine", "vllm", "--kv-dtype", "fp8")
+    assert "Re-run with --kv-cache-dtype bfloat16." in eight and "Give a device of a later generation" in eight
     none = run("qwen3-32b", "--device", "l4", "--engine", "vllm")
     assert "No available memory for the cache blocks" in none and "Give more devices" in none
 
@@ -127,6 +137,7 @@ def test_a_layout_file_is_planned(tmp_path: Path) -> None:
         (("--engine", "vllm==0.30"), "'vllm==0.30' is not understood"),
         (("--set", "max_model_len=100"), "needs --engine vllm"),
         (("--engine", "vllm", "--set", "max_model_len=0"), "must be at least 1"),
+        (("--engine", "vllm", "--block-size", "24"), "take multiples of 16 tokens"),
         (("--engine", "vllm", "--available-kv-memory", "44.1GX"), "is not a size in bytes"),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from kvarts.base.errors import ConfigError
 from kvarts.base.units import parse_bytes
 from kvarts.cli.options import GroupedOption, KeyOption
@@ -13,13 +15,21 @@ if TYPE_CHECKING:
 
     from kvarts.cost.hardware.device import Device
     from kvarts.cost.hardware.geometry import Geometry
-    from kvarts.cost.vllm.planning import Plan
+    from kvarts.cost.vllm.planning import Plan, PlanGroup
     from kvarts.cost.vllm.start import Available, Start
     from kvarts.sim.hardware import DeviceSettings
 
 __all__ = ["START_OPTIONS", "Started", "started"]
 
-_GIB = 1 << 30
+KINDS = {
+    "full": "full_attention",
+    "mla": "mla_attention",
+    "window": "sliding_window",
+    "window_mla": "sliding_window_mla",
+    "chunk": "chunked_local_attention",
+    "state": "mamba",
+}
+"""Names of kinds of layers, as vLLM's KVCacheSpecKind has them."""
 
 
 def _option(name: str, text: str, **attributes: Any) -> GroupedOption:
@@ -42,6 +52,12 @@ START_OPTIONS = (
         "Longest sequence, or -1 for the longest that fits. [that of the model]",
         metavar="TOKENS",
         type=int,
+    ),
+    _key(
+        "--speculative-tokens",
+        "Tokens drafted by the model's own layers, such as MTP. [0]",
+        metavar="N",
+        type=click.IntRange(min=1),
     ),
     _key("--no-prefix-caching", "Without the prefix cache: states are kept whole.", is_flag=True),
     _key("--no-async-scheduling", "Plan each step after the one before it has ended.", is_flag=True),
@@ -67,9 +83,7 @@ class Started:
             size = (available.least, available.most)[index]
             title = "" if len(self.plans) == 1 else ("at least", "at most")[index]
             if plan.num_blocks is not None:
-                layers = ", ".join(
-                    f"{len(group.layers)} {'+'.join(group.kinds)} of {group.block_size}" for group in plan.groups
-                )
+                layers = ", ".join(f"{len(group.layers)} {_kind(group)} of {group.block_size}" for group in plan.groups)
                 rows.append((title or "plan", f"{plan.num_blocks:,} blocks; groups: {layers}"))
                 title = ""
             rows += [(title if not place else "", line) for place, line in enumerate(start.lines(plan, size))]
@@ -78,6 +92,8 @@ class Started:
         return rows
 
     def _what_to_change(self, plan: Plan) -> str:
+        if self.start.refusal is not None:
+            return "Give a device of a later generation, or another --kv-dtype if vLLM asks for it."
         if plan.num_blocks is not None:
             return f"Give --max-seqs {plan.num_blocks}."
         if plan.longest:
@@ -95,6 +111,10 @@ class Started:
         return values
 
 
+def _kind(group: PlanGroup) -> str:
+    return "+".join(KINDS.get(kind, kind) for kind in group.kinds)
+
+
 def _values(start: Start, plan: Plan) -> dict[str, Any]:
     return {
         "version": start.version,
@@ -107,7 +127,7 @@ def _values(start: Start, plan: Plan) -> dict[str, Any]:
         "max_num_seqs": start.max_num_seqs,
         "groups": [
             {
-                "kind": "+".join(group.kinds),
+                "kind": _kind(group),
                 "layers": len(group.layers),
                 "block_size": group.block_size,
                 "window": group.window,
@@ -139,6 +159,7 @@ def started(
     wanted = StartSettings(
         version=parse_engine(engine),
         tensor_parallel=on.tensor_parallel,
+        data_parallel=on.data_parallel,
         pipeline_parallel=on.pipeline_parallel,
         max_model_len=settings["max_model_len"],
         max_num_batched_tokens=settings["set_max_batched_tokens"],
@@ -146,6 +167,7 @@ def started(
         kv_dtype=kv_dtype,
         block_size=settings["set_page_size"],
         memory_fraction=0.92 if settings["set_memory_fraction"] is None else on.memory_fraction,
+        num_drafts=settings["speculative_tokens"] or 0,
         has_prefix_caching=not settings["no_prefix_caching"],
         has_async_scheduling=not settings["no_async_scheduling"],
     )

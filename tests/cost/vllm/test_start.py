@@ -1,8 +1,9 @@
 """vLLM's start for published models: what its own configuration, model classes and planning give on several devices.
 
-`plans.json`: for a model, a device, a version, a tensor parallelism and a format of KV, the block, tokens a step,
-sequences and length that vLLM's EngineArgs give, and plans by bytes for KV: blocks, tokens, whether CUDA graphs are
-refused, and groups by block and number of layers; or how the refusal begins, and the length that it names.
+`plans.json`: for a model, a device, a version, a tensor parallelism, a format of KV and drafted tokens (`mtp3`), the
+block, tokens a step, sequences and length that vLLM's EngineArgs give, and plans by bytes for KV: blocks, tokens,
+whether CUDA graphs are refused, and groups by block and number of layers; or how the refusal begins, and the length
+that it names. Or how vLLM refuses the model on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvarts.cost.hardware.model_config import load_geometry
 from kvarts.cost.vllm.planning import Version
 from kvarts.cost.vllm.start import Start, StartSettings, batch_defaults, parse_engine, start
 
-PLANS: dict[str, list[Any]] = json.loads(Path(__file__).with_name("plans.json").read_text())
+PLANS: dict[str, Any] = json.loads(Path(__file__).with_name("plans.json").read_text())
 VERSIONS: dict[str, Version] = {"0.32": "0.32", "0.33": "0.33"}
 
 
@@ -30,10 +31,18 @@ def started(name: str, device: str = "h100", **settings: Any) -> Start:
 
 @pytest.mark.parametrize("key", PLANS)
 def test_start_is_vllms(key: str) -> None:
-    model, device, version, ways, kv_dtype = key.split(" ")
+    model, device, version, ways, kv_dtype, *drafts = key.split(" ")
     own = started(
-        model, device, version=VERSIONS[version], tensor_parallel=int(ways[2:]), kv_dtype=kv_of(key, kv_dtype)
+        model,
+        device,
+        version=VERSIONS[version],
+        tensor_parallel=int(ways[2:]),
+        kv_dtype=kv_of(key, kv_dtype),
+        num_drafts=int(drafts[0][3:]) if drafts else 0,
     )
+    if isinstance(PLANS[key], str):
+        assert own.refusal is not None and own.refusal.startswith(PLANS[key])
+        return
     block_size, tokens, seqs, length, plans = PLANS[key]
     assert (own.block_size, own.max_num_batched_tokens, own.max_num_seqs) == (block_size, tokens, seqs)
     assert own.max_model_len == length
@@ -53,9 +62,9 @@ def kv_of(key: str, kv_dtype: str) -> str | None:
 
 
 def test_many_models_and_devices_are_compared() -> None:
-    assert len({key.split(" ")[0] for key in PLANS}) >= 75
+    assert len({key.split(" ")[0] for key in PLANS}) >= 100
     assert len({key.split(" ")[1] for key in PLANS}) >= 3
-    assert len(PLANS) >= 250
+    assert len(PLANS) >= 380
 
 
 @pytest.mark.parametrize(

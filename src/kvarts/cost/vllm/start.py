@@ -36,12 +36,13 @@ UNSTATED_LENGTH = 2048
 class StartSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of `vllm serve`; None for vLLM's default on the device.
 
-    `max_model_len`: -1 for the longest that fits. `num_drafts`: tokens that layers such as MTP draft. `block_size`:
-    the size that the user asks for.
+    `data_parallel`: ranks that share experts. `max_model_len`: -1 for the longest that fits. `num_drafts`: tokens that
+    layers such as MTP draft. `block_size`: the size that the user asks for.
     """
 
     version: Version = NEWEST
     tensor_parallel: int = 1
+    data_parallel: int = 1
     pipeline_parallel: int = 1
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
@@ -59,7 +60,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """What a start decides: settings as they come to be, and the plan.
 
     `block_size`: tokens of a block of attention. `state_padding`: the share that a state's page is longer than the
-    state; None without states. `num_padding_layers`: layers that groups lack to be of one size.
+    state; None without states. `refusal`: vLLM's words where no attention backend takes the model, else None.
     """
 
     version: Version
@@ -71,9 +72,12 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     specs: tuple[dict[str, LayerSpec], ...]
     settings: PlanSettings
+    refusal: str | None = None
 
     def plan(self, available_bytes: int) -> Plan:
-        """Return the plan with `available_bytes` for KV on each device."""
+        """Return the plan with `available_bytes` for KV on each device, or the refusal before it."""
+        if self.refusal is not None:
+            return Plan(refusal=self.refusal)
         return plan(self.specs, [available_bytes] * len(self.specs), self.settings)
 
     def lines(self, planned: Plan, available_bytes: int | None = None) -> list[str]:
@@ -180,6 +184,24 @@ def _latent_kernels(capability: int, is_fp8_kv: bool) -> _Kernels:
     return _Kernels()
 
 
+def _backend_refusal(geometry: Geometry, device: Device, is_fp8_kv: bool) -> str | None:
+    """Return vLLM's words if no attention backend of a device of capability 8 takes the model, else None."""
+    if device.capability != 8 or any(layer.own_dtype for layer in geometry.layers):
+        return None
+    if geometry.sparse is not None:
+        return "No valid attention backend found for cuda with AttentionSelectorConfig(use_mla=True, use_sparse=True)"
+    widths = {layer.head_numbers for layer in geometry.layers if layer.keeps_tokens}
+    needs_triton = geometry.has_sinks or max(widths) > 512 or 2 * geometry.head_dim not in widths
+    if is_fp8_kv and "fp8" not in device.tflops and (geometry.latent is not None or needs_triton):
+        backend = "Triton MLA backend" if geometry.latent is not None else "Triton attention backend"
+        capability = "8.0" if "a100" in device.name else "8.6"
+        return (
+            f"FP8 KV cache is not supported by the {backend} on {device.name} (compute capability {capability}); "
+            "native FP8 (fp8e4nv) requires SM89+. Re-run with --kv-cache-dtype bfloat16."
+        )
+    return None
+
+
 def start(geometry: Geometry, device: Device, settings: StartSettings) -> Start:
     """Return what vLLM decides before it measures memory. Raise ConfigError for settings that it cannot have.
 
@@ -198,6 +220,13 @@ def start(geometry: Geometry, device: Device, settings: StartSettings) -> Start:
     kept = geometry.kept_as(settings.kv_dtype)
     kernels = _kernels(geometry, capability, is_fp8(kept))
     block_size = settings.block_size or kernels.preferred
+    if block_size % kernels.smallest:
+        raise ConfigError(
+            f"is {block_size}, and the attention kernels of {geometry.name} on {device.name} take multiples of "
+            f"{kernels.smallest} tokens",
+            field="page_size",
+            hint=f"vLLM refuses that, too. Leave it out, or give {kernels.preferred}.",
+        )
     grid = _checkpoint_grid(geometry, capability, version) if settings.has_prefix_caching else None
     has_states = any(layer.kind == "state" for layer in geometry.layers)
     state_bytes = 0
@@ -215,8 +244,9 @@ def start(geometry: Geometry, device: Device, settings: StartSettings) -> Start:
         max_model_len=length,
         max_num_batched_tokens=tokens,
         max_num_seqs=seqs,
-        kv_dtype=kept,
+        kv_dtype=next((layer.own_dtype for layer in geometry.layers if layer.own_dtype), kept),
         specs=tuple(stages),
+        refusal=_backend_refusal(geometry, device, is_fp8(kept)),
         settings=PlanSettings(
             version=version,
             max_model_len=length,
@@ -481,7 +511,7 @@ def available_bytes(geometry: Geometry, device: Device, settings: StartSettings,
 
 def _weights(geometry: Geometry, settings: StartSettings) -> Part:
     """Return the weights: at least those counted; at most with a vision tower and what loaders add."""
-    size = local_weight_bytes(geometry, settings.tensor_parallel, 1, settings.pipeline_parallel)
+    size = local_weight_bytes(geometry, settings.tensor_parallel, settings.data_parallel, settings.pipeline_parallel)
     return Part("weights", int(size * 0.98), int(size * 1.02) + 5 * GIB // 4)
 
 

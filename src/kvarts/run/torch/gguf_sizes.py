@@ -34,6 +34,7 @@ FIELDS = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "sliding_window": "attention.sliding_window",
+    "max_position_embeddings": "context_length",
     "num_local_experts": "expert_count",
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
