@@ -38,18 +38,23 @@ def chat_with_server(url: str, lines: Iterable[str]) -> None:
         for line in lines:
             messages.append({"role": "user", "content": line})
             texts: list[str] = []
-            start_s, first_s, usage = perf_counter(), None, None
+            start_s, first_s, usage, reason = perf_counter(), None, None, None
             for chunk in client.chat.completions.create(
                 model=model, messages=messages, max_tokens=MAX_TOKENS, stream=True,
                 stream_options={"include_usage": True},
             ):  # fmt: skip
                 usage = chunk.usage or usage
                 for choice in chunk.choices:
+                    reason = choice.finish_reason or reason
                     if choice.delta.content:
                         first_s = first_s or perf_counter()
                         texts.append(choice.delta.content)
                         print(choice.delta.content, end="", flush=True)
             print()
+            if reason is None:
+                messages.pop()
+                tell("the stream ended before the answer did: ask again")
+                continue
             messages.append({"role": "assistant", "content": "".join(texts)})
             if usage is not None and first_s is not None:
                 details = usage.prompt_tokens_details

@@ -53,6 +53,18 @@ def test_a_server_receives_the_whole_conversation(
 
 
 @pytest.mark.usefixtures("_typed")
+def test_an_answer_that_is_cut_is_not_part_of_the_conversation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with RunningServer(model="m", api_key="secret", fail="first 1: no finish_reason; rest: ok") as server:
+        chat.main(server.base_url)
+        bodies = [request.body for request in server.requests]
+    assert capsys.readouterr().err.startswith("the stream ended before the answer did")
+    assert [message["content"] for message in bodies[1]["messages"]] == ["again, ä"]
+
+
+@pytest.mark.usefixtures("_typed")
 def test_a_session_receives_what_each_turn_adds_and_is_closed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Column", "ReadColumns", "Rows", "append_packed", "narrowed", "to_frame"]
+__all__ = ["Column", "ReadColumns", "Rows", "append_packed", "narrowed", "percentile_rank", "to_frame"]
 
 Column = npt.NDArray[Any]
 
@@ -24,6 +24,14 @@ UNITS_FROM: Final = 1 << 16
 """A common divisor of integers is searched if they are at least this far apart, as times in whole milliseconds are."""
 FEW: Final = 16
 """If so many of them have no common divisor, the others are not read."""
+
+
+def percentile_rank(percent: int, count: int) -> int:
+    """Return which of `count` sorted values, from 0, is a percentile: p (n - 1), rounded, halves up.
+
+    Of an even number, the median is the upper of the two middle values. It is the rule of Dynamo's reports.
+    """
+    return (percent * (count - 1) * 2 + 100) // 200
 
 
 def narrowed(column: Column) -> Column:

@@ -25,6 +25,7 @@ from kvarts.doors.client import (
     ServerUnreachableError,
     Sessions,
 )
+from kvarts.doors.client.sessions import _AsyncCalls, _Calls
 from kvarts.doors.grpc.owners import Owners
 from kvarts.doors.grpc.server import Binding
 from kvarts.doors.proto.kakeya.v1 import runtime_pb2 as contract
@@ -228,6 +229,44 @@ def test_leaving_a_stream_cancels_it_and_keeps_the_session(runtime: FakeRuntime,
         while session.info().state != "idle":
             pass
         assert 2 <= session.info().history_length < 1000
+
+
+class Cut:
+    """A stub whose stream ends before the answer does, as behind a proxy that closes it."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.responses = [contract.GenerateResponse(token_id=token) for token in range(num_tokens)]
+
+    def Generate(self, request: Any, metadata: Any) -> Any:  # noqa: N802
+        responses = self.responses
+
+        class Call:
+            def __iter__(self) -> Iterator[Any]:
+                return iter(responses)
+
+            async def __aiter__(self) -> Any:
+                for response in responses:
+                    yield response
+
+            def cancel(self) -> None:
+                pass
+
+        return Call()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_a_stream_that_is_cut_is_no_answer(num_tokens: int) -> None:
+    found: list[Any] = []
+    with pytest.raises(ServerError, match="here:1: the stream ended before the answer did"):
+        found += _Calls(Cut(num_tokens), "here:1", ()).stream(None)  # type: ignore[arg-type]
+
+    async def read() -> None:
+        async for update in _AsyncCalls(Cut(num_tokens), "here:1", ()).stream(None):  # type: ignore[arg-type]
+            found.append(update)
+
+    with pytest.raises(ServerError, match="before the answer did"):
+        asyncio.run(read())
+    assert found == [Token(token) for token in range(num_tokens)] * 2
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

@@ -74,6 +74,7 @@ def statuses(answer: bytes) -> list[int]:
         (COMPLETIONS, {"priority": 2**31}, "priority"),
         (COMPLETIONS, {"priority": -(10**30)}, "priority"),
         (COMPLETIONS, {"cache_salt": "a\0b"}, "cache_salt"),
+        (COMPLETIONS, {"cache_salt": ""}, "cache_salt"),
         (RESPONSES, {"include": ["message.output_text.logprobs"]}, "top_logprobs"),
         (RESPONSES, {"top_logprobs": 1}, "top_logprobs"),
         (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),

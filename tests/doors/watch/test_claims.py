@@ -132,6 +132,17 @@ def test_maps_and_arrays_old_and_new_say_the_same(event: Any) -> None:
     assert isinstance(told, Stored) and msgspec.structs.replace(told, kind=None) == expected
 
 
+def test_events_of_sglang_with_eagle_have_pairs_of_tokens() -> None:
+    """Its keys are pairs of a token and the next one, a page of which is a block."""
+    pairs = [[7, 8], [8, 9], [9, 7], [7, 7]]
+    eagle = ["BlockStored", [1, 2], None, pairs, 2, None, "GPU"]
+    (told,) = decode_batch(msgspec.msgpack.encode([1.5, [eagle], 0])).told
+    assert isinstance(told, Stored) and told.token_ids == [7, 8, 9, 7]
+    assert judged([eagle], [["BlockStored", [3], 2, [[1, 2], [2, 3]], 2, None]], [removed([3])]).verdict == "ok"
+    for bad in ([[7]], [[7, 8], 9], [["a", 1]], [[7, -1]]):
+        assert broken(judged([["BlockStored", [1], None, bad, 2, None]])) == {"schema": 1}
+
+
 def test_secondary_tiers_and_other_machines_have_blocks_of_their_own() -> None:
     def kept(**fields: Any) -> list[dict[str, Any]]:
         return [stored([1]) | fields, removed([1]) | fields]

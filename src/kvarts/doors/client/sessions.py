@@ -264,6 +264,14 @@ def error_of(failure: Any, address: str) -> KvartsError:
     return kind(details)
 
 
+def check_whole(last: Update | None, address: str) -> None:
+    """Raise ServerError if `last`, the last update of a stream, does not end it: a proxy may cut it in silence."""
+    if not isinstance(last, Done):
+        raise ServerError(
+            f"{address}: the stream ended before the answer did", hint="The session has the tokens: ask for its info."
+        )
+
+
 class Sessions:
     """The sessions of one owner on the server at `address`, `HOST:PORT`.
 
@@ -396,8 +404,11 @@ class _Calls:
     def stream(self, request: added.GenerateRequest) -> Generator[Update, None, None]:
         call = self._stub.Generate(request, metadata=self._metadata)
         try:
+            update: Update | None = None
             for response in call:
-                yield update_of(response)
+                update = update_of(response)
+                yield update
+            check_whole(update, self._address)
         except grpc.RpcError as failure:
             raise error_of(failure, self._address) from None
         finally:
@@ -538,8 +549,11 @@ class _AsyncCalls:
     async def stream(self, request: added.GenerateRequest) -> AsyncGenerator[Update, None]:
         call = self._stub.Generate(request, metadata=self._metadata)
         try:
+            update: Update | None = None
             async for response in call:
-                yield update_of(response)
+                update = update_of(response)
+                yield update
+            check_whole(update, self._address)
         except grpc.RpcError as failure:
             raise error_of(failure, self._address) from None
         finally:

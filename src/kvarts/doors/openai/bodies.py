@@ -162,6 +162,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
             raise ApiError(400, "is of streams: ask for stream as well", param="stream_options")
         if abs(self.priority or 0) > MAX_PRIORITY:
             raise ApiError(400, f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", param="priority")
+        if self.cache_salt == "":
+            raise ApiError(400, "must not be empty: omit it", param="cache_salt")
         if APART in (self.cache_salt or ""):
             raise ApiError(400, "has no NUL", param="cache_salt")
         if len(self.cache_salt or "") > MAX_SALT_CHARS:

@@ -110,7 +110,7 @@ def natural_length(served: Served, tokens: Sequence[int], seed: int | None) -> i
 def salt_of(served: Served, body: GenerationBody, owner: Owner) -> tuple[str | None, str | None]:
     """Return the salts that separate the KV of a request: from all other requests, and among those of its owner."""
     adapter = served.adapter_of(body.model)
-    tenant = body.cache_salt or None
+    tenant = body.cache_salt
     if adapter is not None:
         tenant = salt_of_adapter(adapter, tenant)
     if not served.sets_owners_apart:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from math import isnan
@@ -12,6 +12,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from kvarts.base.columns import percentile_rank
 from kvarts.base.tenants import Owner
 from kvarts.doors.openai.answer import Choice
 from kvarts.doors.openai.errors import ApiError
@@ -220,7 +221,7 @@ def middle_and_tail_ms(of: BucketCounts, before: Sequence[int], now: Sequence[in
     if not total:
         return None
     found = []
-    for share in (0.5, 0.99):
-        place = bisect_left(list(accumulate(counts)), share * total)
+    for percent in (50, 99):
+        place = bisect_right(list(accumulate(counts)), percentile_rank(percent, total))
         found.append(round(1e3 * of.bounds[min(place, len(of.bounds) - 1)], 2))
     return found[0], found[1]

@@ -99,7 +99,8 @@ MAX_MEDIUM_CHARS = 64
 
 _Hash = int | Annotated[bytes, msgspec.Meta(max_length=MAX_HASH_BYTES)]
 _Hashes = list[_Hash]
-_TokenIds = list[Annotated[int, msgspec.Meta(ge=0)]]
+_TokenId = Annotated[int, msgspec.Meta(ge=0)]
+_TokenIds = list[_TokenId]
 _Medium = Annotated[str, msgspec.Meta(max_length=MAX_MEDIUM_CHARS)] | None
 _SKIPPED = msgspec.Raw()
 
@@ -152,6 +153,18 @@ class _StoredArray(msgspec.Struct, array_like=True, gc=False):
     ownership: _Medium = None
 
 
+class _StoredEagle(msgspec.Struct, array_like=True, gc=False):
+    """The event of SGLang's radix cache with EAGLE, whose keys are pairs: each token, and the one after it."""
+
+    type: str
+    block_hashes: _Hashes
+    parent_block_hash: _Hash | None
+    token_ids: list[tuple[_TokenId, _TokenId]]
+    block_size: int
+    lora_id: msgspec.Raw = _SKIPPED
+    medium: _Medium = None
+
+
 class _RemovedMap(msgspec.Struct, gc=False):
     block_hashes: _Hashes
     medium: _Medium = None
@@ -172,6 +185,7 @@ class _RemovedArray(msgspec.Struct, array_like=True, gc=False):
 _decode_batch = msgspec.msgpack.Decoder(_Batch).decode
 _kind_of_map = msgspec.msgpack.Decoder(_KindOfMap).decode
 _kind_of_array = msgspec.msgpack.Decoder(_KindOfArray).decode
+_stored_eagle = msgspec.msgpack.Decoder(_StoredEagle).decode
 _FORMS = {
     "BlockStored": (msgspec.msgpack.Decoder(_StoredMap).decode, msgspec.msgpack.Decoder(_StoredArray).decode),
     "BlockRemoved": (msgspec.msgpack.Decoder(_RemovedMap).decode, msgspec.msgpack.Decoder(_RemovedArray).decode),
@@ -214,7 +228,10 @@ def _told(event: msgspec.Raw) -> Told:
     try:
         form: Any = _FORMS[kind][is_array](event)
     except msgspec.ValidationError as error:
-        raise MalformedError(f"{kind}: {error}") from None
+        eagle = _eagle(event) if is_array and kind == "BlockStored" else None
+        if eagle is None:
+            raise MalformedError(f"{kind}: {error}") from None
+        return eagle
     medium, group = form.medium or DEFAULT_MEDIUM, form.group_idx or 0
     if form.ownership:  # one of several tiers of a medium, each of which may have the block
         medium = f"{medium}/{form.ownership}"
@@ -227,6 +244,16 @@ def _told(event: msgspec.Raw) -> Told:
         layers = layers[:MAX_MEDIUM_CHARS]
     size = form.block_size
     return Stored(form.block_hashes, form.parent_block_hash, form.token_ids, size, medium, group, layers, span)
+
+
+def _eagle(event: msgspec.Raw) -> Stored | None:
+    """Return an event with pairs of tokens, of which the first ones are the tokens of its blocks; None for others."""
+    try:
+        form = _stored_eagle(event)
+    except msgspec.ValidationError:
+        return None
+    tokens = [first for first, _ in form.token_ids]
+    return Stored(form.block_hashes, form.parent_block_hash, tokens, form.block_size, form.medium or DEFAULT_MEDIUM, 0)
 
 
 def _if_any(raw: msgspec.Raw, kind: type[T]) -> T | None:

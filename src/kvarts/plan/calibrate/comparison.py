@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvarts.base.columns import percentile_rank
 from kvarts.base.errors import InputError
 from kvarts.base.files import read_bytes, reading
 from kvarts.base.limits import brief
@@ -256,7 +257,8 @@ def statistics(values: Values) -> Values:
     """Return the values of STATISTICS; NaN if `values` is empty."""
     if not len(values):
         return np.full(len(STATISTICS), np.nan)
-    return np.concatenate([[values.mean()], np.percentile(values, [50, 90, 99])])
+    ordered = np.sort(values)
+    return np.array([values.mean(), *(ordered[percentile_rank(percent, len(ordered))] for percent in (50, 90, 99))])
 
 
 def compare(

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvarts.base.columns import Column
+from kvarts.base.columns import Column, percentile_rank
 from kvarts.core.content import Content
 from kvarts.proof.explain.reading import Journal
 from kvarts.proof.journal import (
@@ -398,9 +398,8 @@ class _Reading:
         ago = None
         if self._evicted_ago_ms:
             ordered = np.sort(np.concatenate(self._evicted_ago_ms))
-            last = len(ordered) - 1
             ago = {"mean": float(ordered.mean())}
-            ago.update({f"p{p}": float(ordered[round(p / 100 * last)]) for p in (50, 90, 99)})
+            ago.update({f"p{p}": float(ordered[percentile_rank(p, len(ordered))]) for p in (50, 90, 99)})
             ago["max"] = float(ordered[-1])
         ended_by = {
             self._journal.name_of_group(group): (count, missed)

@@ -1,7 +1,6 @@
 """Exact mean, percentiles and maximum of times.
 
-A percentile of n sorted values is the element round(p (n - 1)), halves to even: an observed value, never one between
-two.
+A percentile of n sorted values is the element round(p (n - 1)), halves up: an observed value, never one between two.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from math import fsum
 
 import numpy as np
 
-from kvarts.base.columns import Column
+from kvarts.base.columns import Column, percentile_rank
 
 __all__ = [
     "MOST_SORTED",
@@ -30,7 +29,7 @@ __all__ = [
 ]
 
 NS_PER_MS = 1e6
-PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
+PERCENTILES = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
 MOST_SORTED = 1 << 16
 """More values than this are not held in memory: percentiles are searched in several passes."""
 NUM_BINS = 1 << 16
@@ -110,7 +109,7 @@ def dot(counts: Column, times_ns: Column) -> int:
 
 def _ranks(count: int) -> list[int]:
     """Return the ranks of the percentiles, and of the maximum, among `count` sorted values."""
-    return [*(round(p * (count - 1)) for p in PERCENTILES.values()), count - 1]
+    return [*(percentile_rank(percent, count) for percent in PERCENTILES.values()), count - 1]
 
 
 def _named(mean_ns: float, found_ns: list[int]) -> Distribution:

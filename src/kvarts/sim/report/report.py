@@ -1,7 +1,7 @@
 """Results of a replay: latencies, hit rates, memory, and the limit of the run.
 
 Everything is computed on demand from integer columns. A percentile of n sorted values is the element round(p (n - 1)),
-halves to even: an observed value, never one between two. Times are in milliseconds from arrival.
+halves up: an observed value, never one between two. Times are in milliseconds from arrival.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class Report:
             "version": REPORT_VERSION,
             "trace": self.trace_name,
             "config": config.to_builtins(),
-            "percentile_method": "element round(p * (n - 1)) of the sorted values",
+            "percentile_method": "element round(p * (n - 1)) of the sorted values, halves up",
             "duration_ms": duration_s * 1e3,
             "num_requests": num_requests,
             "num_completed": num_completed,

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvarts.base.columns import percentile_rank
 from kvarts.core.executor import CostModel
 from kvarts.core.sched.plan import Batch
 from kvarts.sim.config import ReplayConfig
@@ -108,7 +109,7 @@ def _ttft_ms(report: Report) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.floa
 
 def _figures(ttft_ms: npt.NDArray[np.float64]) -> dict[str, float]:
     ordered = np.sort(ttft_ms)
-    return {"mean": fsum(ordered.tolist()) / len(ordered), "p99": float(ordered[round(0.99 * (len(ordered) - 1))])}
+    return {"mean": fsum(ordered.tolist()) / len(ordered), "p99": float(ordered[percentile_rank(99, len(ordered))])}
 
 
 def jain_index(shares: list[float]) -> float | None:
