@@ -135,7 +135,7 @@ def test_claims_that_cannot_be_are_listed_and_the_code_is_5(
         fake.send(4, stored([3], 77))
 
     with working(work):
-        code = run_command("watch", fake.endpoint, "--duration", 60, "--json", "--no-copies")
+        code = run_command("watch", fake.endpoint, "--duration", 60, "--json", "--set", "no_copies=true")
     verdict = json.loads(capsys.readouterr().out)
     assert (code, verdict["verdict"]) == (5, "violated")
     statuses = {result["rule"]: result["status"] for result in verdict["rules"]}
