@@ -10,6 +10,7 @@ import pytest
 
 from kvarts.base.errors import did_you_mean
 from kvarts.cli.options import ALIASES, ANSWERS, in_our_words
+from kvarts.cli.vllm_args import DEFAULTS, FLAGS, options_of_vllm, settings_of_line
 
 from builders.calls import commands
 
@@ -113,6 +114,21 @@ def test_an_argument_line_of_vllm_is_taken_as_it_is(
     assert "--vllm-args: without effect here: --port" in printed[2].err and "without" not in printed[1].err
 
 
+def test_every_option_of_vllm_is_taken_or_named() -> None:
+    """An argument line that vLLM takes is no error here: what has no effect is said."""
+    theirs = options_of_vllm()
+    for option in {*theirs["flags"], *theirs["values"], *theirs["several"]} - {"enable-expert-parallel"}:
+        value = {"speculative-config": """ '{"method": "mtp", "num_speculative_tokens": 2}'"""}.get(option)
+        if value is None:
+            value = "" if option in theirs["flags"] else f" {DEFAULTS.get(option, ('3',))[0]}"
+        said: list[str] = []
+        found = settings_of_line(f"--{option}{value} --port 80", lambda _: True, say=said.append)
+        is_named = f"--{option}," in said[0]
+        assert bool(found) + is_named == 1 or option in {*FLAGS, *DEFAULTS, "port"}, option
+    line = """--lora-modules sql=/a b=/b --max-num-seqs 7 -sc '{"num_speculative_tokens": 2}'"""
+    assert settings_of_line(line, lambda _: True, say=str) == [("max_seqs", "7"), ("speculative_tokens", "2")]
+
+
 def test_options_win_over_an_argument_line(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", "llama-3.1-8b", "--max-seqs", "3", "--vllm-args", VLLM, "--device", "h100-80gb", "--json")
     assert run_command("replay", "sample:azure-chat", *words) == 0
@@ -128,6 +144,7 @@ def test_options_win_over_an_argument_line(run_command: Callable[..., int], caps
         ("--max-num-seqs", "--max-num-seqs needs a value."),
         ("--max-num-seqs x", "Invalid value for '--max-seqs': 'x' is not a valid integer"),
         ("--enable-expert-parallel", "give --set expert_parallel=N"),
+        ("--speculative-config 3", "is no JSON object with num_speculative_tokens"),
         ("'", "No closing quotation"),
     ],
 )

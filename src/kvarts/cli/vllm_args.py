@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import resources
 from pathlib import Path
 
 import click
+import msgspec
 
 from kvarts.base.errors import ConfigError, MissingFileError, did_you_mean
 
-__all__ = ["IGNORED", "KEYS", "NAME", "settings_of_line"]
+__all__ = ["KEYS", "NAME", "options_of_vllm", "settings_of_line"]
 
 NAME = "--vllm-args"
 
@@ -30,6 +33,7 @@ KEYS = {
     "long-prefill-token-threshold": "long_prefill_token_threshold",
     "mamba-cache-mode": "mamba_cache_mode",
     "max-model-len": "max_model_len",
+    "spec-tokens": "speculative_tokens",
 }
 """Options with a value, and the keys of settings with the same meaning and values."""
 
@@ -49,24 +53,23 @@ DEFAULTS = {"dtype": ("auto", "bfloat16", "float16", "half"), "scheduling-policy
             "kv-cache-dtype": ("auto",)}  # fmt: skip
 """Options that give no setting with these values, which are what kvarts does anyway."""
 
-SHORT = {"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "dp": "data-parallel-size", "q": "quantization"}
+SHORT = {
+    "sc": "speculative-config",
+    "tp": "tensor-parallel-size",
+    "pp": "pipeline-parallel-size",
+    "dp": "data-parallel-size",
+    "q": "quantization",
+}
 
-IGNORED = frozenset(
-    {
-        "host", "port", "api-key", "served-model-name", "chat-template", "tokenizer", "tokenizer-mode", "download-dir",
-        "load-format", "revision", "seed", "uvicorn-log-level", "max-log-len", "tool-call-parser", "reasoning-parser",
-        "ssl-keyfile", "ssl-certfile", "root-path", "api-server-count", "distributed-executor-backend",
-    }
-)  # fmt: skip
-"""Options with a value that concern neither memory nor scheduling."""
+OPTIONS_FILE = "vllm_options.json"
 
-IGNORED_FLAGS = frozenset(
-    {
-        "trust-remote-code", "enforce-eager", "disable-log-requests", "disable-log-stats", "enable-auto-tool-choice",
-        "enable-log-requests", "enable-request-id-headers", "disable-uvicorn-access-log",
-    }
-)  # fmt: skip
-"""Options without a value that concern neither memory nor scheduling."""
+
+@cache
+def options_of_vllm() -> dict[str, tuple[str, ...]]:
+    """Return the names of all options of `vllm serve` 0.32, without dashes: `flags`, `values`, and `several` values."""
+    data = (resources.files("kvarts.cli") / OPTIONS_FILE).read_bytes()
+    found = msgspec.json.decode(data)
+    return {kind: tuple(found[kind]) for kind in ("flags", "values", "several")}
 
 
 def settings_of_line(
@@ -93,42 +96,46 @@ def settings_of_line(
     words = words[2:] if words[:2] == ["vllm", "serve"] else words
     found: list[tuple[str, str]] = []
     idle: list[str] = []
-    place = 0
-    while place < len(words):
-        name, equals, value = words[place].partition("=")
-        place += 1
+    theirs = options_of_vllm()
+    words.reverse()
+    while words:
+        word = words.pop()
+        name, equals, value = word.partition("=")
         if not name.startswith("-"):
-            found.append(("model", words[place - 1]))
+            found.append(("model", word))
             continue
         option = name.lstrip("-").replace("_", "-")
         option = SHORT.get(option, option)
-        if option in FLAGS:
-            given = FLAGS[option]
-            found += [] if given is None else [given]
-            continue
-        if option in IGNORED_FLAGS:
-            idle.append(name)
-            continue
-        if option not in {*KEYS, *DEFAULTS, *IGNORED, "enable-expert-parallel"}:
-            raise _unknown(name, option)
         if option == "enable-expert-parallel":
             raise click.UsageError(
                 f"Invalid value for '{NAME}': {name} has no number; leave it out, and give --set expert_parallel=N."
             )
-        if not equals:
-            if place == len(words):
-                raise click.UsageError(f"Invalid value for '{NAME}': {name} needs a value.")
-            value = words[place]
-            place += 1
-        if option in IGNORED:
+        if option in FLAGS:
+            given = FLAGS[option]
+            found += [] if given is None else [given]
+            continue
+        if option in theirs["flags"]:
             idle.append(name)
-        elif value not in DEFAULTS.get(option, ()):
-            if option not in KEYS:
-                choices = ", ".join(DEFAULTS[option])
-                raise click.UsageError(
-                    f"Invalid value for '{NAME}': {name} {value} is not known. Use one of {choices}."
-                )
+            continue
+        if option not in theirs["values"] and option not in theirs["several"]:
+            raise _unknown(name, option)
+        if not equals:
+            if not words:
+                raise click.UsageError(f"Invalid value for '{NAME}': {name} needs a value.")
+            value = words.pop()
+        while option in theirs["several"] and words and not words[-1].startswith("-"):
+            words.pop()
+        if value in DEFAULTS.get(option, ()):
+            continue
+        if option == "speculative-config":
+            found.append((KEYS["spec-tokens"], _drafted(value)))
+        elif option in KEYS:
             found.append((KEYS[option], value))
+        elif option in DEFAULTS:
+            choices = ", ".join(DEFAULTS[option])
+            raise click.UsageError(f"Invalid value for '{NAME}': {name} {value} is not known. Use one of {choices}.")
+        else:
+            idle.append(name)
     if has_model:
         found = [(key, value) for key, value in found if key != "model"]
     idle += [_spelled(key) for key, _ in found if not knows(key) and key not in ANYWAY]
@@ -144,6 +151,16 @@ def _spelled(key: str) -> str:
 
 
 def _unknown(name: str, option: str) -> click.UsageError:
-    known: Sequence[str] = [*KEYS, *FLAGS, *DEFAULTS, *IGNORED, *IGNORED_FLAGS]
+    known: Sequence[str] = [name for names in options_of_vllm().values() for name in names]
     close = did_you_mean(option, known)
     return click.UsageError(f"Invalid value for '{NAME}': vllm serve's {name} is not known here. {close}".rstrip())
+
+
+def _drafted(text: str) -> str:
+    """Return the number of drafted tokens in the JSON of a speculative configuration."""
+    try:
+        return str(msgspec.json.decode(text, type=dict[str, object])["num_speculative_tokens"])
+    except (msgspec.DecodeError, KeyError):
+        raise click.UsageError(
+            f"Invalid value for '{NAME}': --speculative-config {text} is no JSON object with num_speculative_tokens."
+        ) from None
