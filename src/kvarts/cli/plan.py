@@ -19,7 +19,7 @@ from kvarts.cli.options import DIRECTORY, INPUT, OUTPUT, Command, grouped, open_
 from kvarts.cli.outputs import check_opening, open_page
 from kvarts.cli.parts import engine_options, load_parts, with_engine_options
 from kvarts.cli.plan_options import PlanOptions, fleet_kinds
-from kvarts.cli.process import Progress, print_bytes, print_json, tell_whole_pages
+from kvarts.cli.process import Progress, print_json, print_text, tell_whole_pages
 from kvarts.cli.replaying import all_sections, load_traffic, over_sample_settings, paths_in, read_settings, set_by
 from kvarts.core.config import EngineConfig
 from kvarts.plan.policy import check_policy, with_policy
@@ -355,7 +355,7 @@ def _print(plan: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]
     if as_json:
         print_json(plan)
     else:
-        print_bytes(render(plan).encode())
+        print_text(render(plan))
 
 
 @click.command("sweep", cls=Command)
@@ -405,4 +405,4 @@ def sweep_command(
     if as_json:
         print_json(found.rows)
     else:
-        print_bytes(found.to_text().encode())
+        print_text(found.to_text())
