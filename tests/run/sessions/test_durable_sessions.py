@@ -183,7 +183,7 @@ def test_tombstones_do_not_stay_for_ever(tmp_path: Path) -> None:
 async def said_until_it_fails(sessions: Sessions, session: str, num_tokens: int) -> list[int]:
     """Generate until that fails; return the tokens that arrived before."""
     updates = sessions.generate(OWNER, session, greedy(num_tokens))
-    arrived = []
+    arrived: list[int] = []
     while True:
         try:
             update = await anext(updates)
