@@ -27,7 +27,7 @@ from kvarts.cli.llm import (
     speculation_option,
 )
 from kvarts.cli.options import INPUT, OUTPUT, Command
-from kvarts.cli.process import draw, print_bytes, print_json
+from kvarts.cli.process import draw, print_bytes, print_json, print_text
 
 if TYPE_CHECKING:
     from kvarts.core.sampling import SamplingParams
@@ -148,11 +148,11 @@ class _Run:
 def _stream(llm: LLM, prompt: list[int], params: SamplingParams) -> None:
     import asyncio
 
-    async def print_text() -> None:
+    async def stream_text() -> None:
         async for text in llm.stream(prompt, params):
             print_text(text)
 
-    asyncio.run(print_text())
+    asyncio.run(stream_text())
     print_bytes(b"\n")
 
 

@@ -117,7 +117,7 @@ def collect_garbage() -> None:
 
 
 class PlainText(io.TextIOWrapper):
-    """The one printer of texts, whoever they are of: no escape sequence passes. Data go to its buffer."""
+    """The one printer of texts, of any source: no escape sequence passes. Data go to its buffer."""
 
     def write(self, text: str, /) -> int:
         """Write `text` with control characters spelled."""

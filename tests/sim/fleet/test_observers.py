@@ -59,9 +59,10 @@ class Recorded:
 def routers(draw: st.DrawFn) -> dict[str, Any]:
     """Each policy, with metrics and events of any age that has an effect on it, with and without a queue."""
     router = draw(st.sampled_from(sorted(POLICIES)))
+    lag: float | str = draw(st.sampled_from([0, 0, "3ms", "40ms"]))
     routing = Routing(
         staleness=draw(st.sampled_from([None, 0, "7ms", "50ms"])),
-        event_lag=draw(st.sampled_from([0, 0, "3ms", "40ms"])),
+        event_lag=lag,
         queue_threshold=draw(st.sampled_from([None, None, 0.0, 0.5, 2])),
     )
     for field, nothing in (("staleness", None), ("event_lag", 0)):

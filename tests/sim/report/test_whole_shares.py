@@ -59,6 +59,7 @@ def test_a_replays_totals_are_sums_of_its_rows(
 def test_a_fleets_totals_are_sums_of_its_rows(case: FleetCase, is_ahead: bool) -> None:
     report = replay(case.case.trace(), case.config(async_scheduling=is_ahead))
     assert_whole(report)
+    assert report.summary["num_preemptions"] == int(report.request_columns["preemptions"].sum())
 
 
 def test_a_mockers_share_is_of_its_prompts() -> None:

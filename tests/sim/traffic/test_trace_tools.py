@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -133,7 +134,7 @@ def test_an_anonymous_trace_shares_what_the_trace_did(tmp_path: Path) -> None:
 
 def test_an_anonymous_trace_has_no_name_that_the_trace_had() -> None:
     """Each text of a request is a name, so that a field that is added is hidden or fails here."""
-    texts = {
+    texts: dict[str, Any] = {
         field.name: f"{field.name} of Alice"
         for field in fields(TraceRequest)
         if field.type in (str | None, "str | None")
