@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
+from kvarts.base.terminal import plain
 from kvarts.doors.client import Session, Sessions
 from kvarts.run.sessions.values import Done, StopReason, Token
 
@@ -49,7 +50,7 @@ def chat_with_server(url: str, lines: Iterable[str]) -> None:
                     if choice.delta.content:
                         first_s = first_s or perf_counter()
                         texts.append(choice.delta.content)
-                        print(choice.delta.content, end="", flush=True)
+                        print(plain(choice.delta.content), end="", flush=True)
             print()
             if reason is None:
                 messages.pop()
@@ -123,7 +124,7 @@ def chat_in_session(session: Session, text: ByteText, lines: Iterable[str]) -> N
             match update:
                 case Token(token_id):
                     last, num_tokens = token_id, num_tokens + 1
-                    print(write(token_id), end="", flush=True)
+                    print(plain(write(token_id)), end="", flush=True)
                 case Done(stop_reason=reason):
                     end = last if reason == StopReason.EOS else None
         print()

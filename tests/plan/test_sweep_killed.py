@@ -51,6 +51,25 @@ def sweep(config: Path, directory: Path, *more: object) -> list[str]:
     return [sys.executable, "-m", "kvarts", "sweep", str(config), "-o", str(directory), *map(str, more)]
 
 
+def square(point: dict[str, Any]) -> dict[str, Any]:
+    return {"y": point["x"] ** 2}
+
+
+def test_a_line_that_has_changed_is_not_believed(tmp_path: Path) -> None:
+    """Each byte of a journal is changed in turn, to each of a few others: the rows are the same."""
+    points: list[dict[str, Any]] = [{"x": 3}, {"x": -1}]
+    journal = tmp_path / "journal.jsonl"
+    rows = run_sweep(points, square, journal, workers=1)
+    whole = journal.read_bytes()
+    for place in range(len(whole)):
+        for other in (whole[place] ^ 1, whole[place] ^ 128, ord("["), ord("\n")):
+            journal.write_bytes(whole[:place] + bytes([other]) + whole[place + 1 :])
+            assert run_sweep(points, square, journal, workers=1) == rows
+    for line in (b"[" * 100_000, b'{"key":"a","row":' + b"[" * 100_000, b'{"key":"a","row":3,"checksum":0}'):
+        journal.write_bytes(line + b"\n" + whole)
+        assert run_sweep(points, square, journal, workers=1) == rows
+
+
 @given(st.data())
 def test_any_beginning_of_a_journal_is_gone_on_from(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

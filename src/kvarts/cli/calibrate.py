@@ -105,14 +105,17 @@ def calibrate_command(
     prior, workers = values["prior"], values["workers"]
     if runs and (points is not None or asks_design):
         raise ConfigError("is not read with --points, nor with --design", field="runs", hint="Leave it out.")
+    if not (runs or asks_design or points is not None):
+        raise ConfigError("is missing", field="runs", hint="Give a measured run, or --design.")
+    from kvarts.plan.calibrate.coefficients import needs_scipy
+
+    needs_scipy()  # before anything is read
     if points is not None:
         _write(_fit_points(points, prior, values["hold_out"], out, workers), out, as_json=as_json)
         return
     if asks_design:
         _design(given, as_json=as_json)
         return
-    if not runs:
-        raise ConfigError("is missing", field="runs", hint="Give a measured run, or --design.")
     from kvarts.plan.calibrate.calibrating import is_of_steps
 
     if out is not None:

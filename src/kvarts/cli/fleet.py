@@ -18,7 +18,7 @@ from kvarts.cli import (
 )
 from kvarts.cli.outputs import as_bytes, render_table
 from kvarts.cli.parts import CommandPart, ReplayRun
-from kvarts.cli.process import print_bytes, say, tell_whole_pages
+from kvarts.cli.process import print_bytes, print_text, say, tell_whole_pages
 from kvarts.plan.policy import with_policy
 from kvarts.sim.fleet.config import SECTIONS, FleetConfig, FleetWorker, key_of_fleet, resolve_fleet
 from kvarts.sim.report.run_directory import EVENTS, REPORT, REQUESTS, TIMELINE, of_replica
@@ -263,7 +263,10 @@ class FleetOutputs:
         for path in self._reports:
             write_whole(path, report.to_json())
         if not any(map(is_standard_output, self.paths)):
-            print_bytes(report.to_json() if self._as_json else render_fleet(report.summary).encode())
+            if self._as_json:
+                print_bytes(report.to_json())
+            else:
+                print_text(render_fleet(report.summary))
 
 
 def _given(path: Path | None) -> list[Path]:

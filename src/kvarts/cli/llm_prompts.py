@@ -27,7 +27,7 @@ from kvarts.cli.llm import (
     speculation_option,
 )
 from kvarts.cli.options import INPUT, OUTPUT, Command, key_option
-from kvarts.cli.process import print_bytes, print_json
+from kvarts.cli.process import draw, print_bytes, print_json, print_text
 
 if TYPE_CHECKING:
     from kvarts.core.sampling import SamplingParams
@@ -118,10 +118,11 @@ class _Run:
             self._print_ready(waiting, done)
             if is_terminal and perf_counter() - told_s > EVERY_S:
                 told_s = perf_counter()
-                click.echo(f"\r{self._figures(len(prompts), told_s - start_s)}\x1b[K", nl=False, err=True)
-        lead = "\r\x1b[K" if is_terminal else ""
+                draw(f"\r{self._figures(len(prompts), told_s - start_s)}\x1b[K")
+        if is_terminal:
+            draw("\r\x1b[K")
         drafts = "" if llm.drafts is None else f", {llm.drafts}"
-        click.echo(f"{lead}{self._figures(len(prompts), perf_counter() - start_s)}{drafts}", err=True)
+        click.echo(f"{self._figures(len(prompts), perf_counter() - start_s)}{drafts}", err=True)
 
     def _figures(self, num_prompts: int, taken_s: float) -> str:
         """Return a line of progress; its tokens are those of prompts that have ended."""
@@ -147,11 +148,11 @@ class _Run:
 def _stream(llm: LLM, prompt: list[int], params: SamplingParams) -> None:
     import asyncio
 
-    async def print_text() -> None:
+    async def stream_text() -> None:
         async for text in llm.stream(prompt, params):
-            print_bytes(text.encode())
+            print_text(text)
 
-    asyncio.run(print_text())
+    asyncio.run(stream_text())
     print_bytes(b"\n")
 
 

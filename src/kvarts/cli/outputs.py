@@ -11,7 +11,7 @@ from kvarts import __version__
 from kvarts.base.errors import ConfigError
 from kvarts.base.files import check_writable, is_standard_output, write_whole
 from kvarts.base.units import as_duration, as_percent
-from kvarts.cli.process import Progress, print_bytes, say
+from kvarts.cli.process import Progress, print_bytes, print_text, say
 from kvarts.sim.report.words import LIMITS, UNCERTAIN, in_memory, number, opening, wrapped
 
 if TYPE_CHECKING:
@@ -289,8 +289,8 @@ class ReplayFiles:
             if self._as_json:
                 print_bytes(report.to_json())
                 return
-            print_bytes(render_table(report.summary).encode())
-            print_bytes(render_advice(report.advice).encode())  # computing the advice may take several replays
+            print_text(render_table(report.summary))
+            print_text(render_advice(report.advice))  # computing the advice may take several replays
 
     def write_files(self, report: Report) -> None:
         """Write all files except those of the observers."""

@@ -31,7 +31,7 @@ from kvarts.cli.options import (
 from kvarts.cli.outputs import check_opening, open_page
 from kvarts.cli.parts import engine_options, load_parts, with_engine_options
 from kvarts.cli.plan_options import PlanCall, PlanOptions, fleet_kinds
-from kvarts.cli.process import Progress, print_bytes, print_json, tell_whole_pages
+from kvarts.cli.process import Progress, print_json, print_text, tell_whole_pages
 from kvarts.cli.replaying import all_sections, load_traffic, over_sample_settings, paths_in, read_settings, set_by
 from kvarts.core.config import EngineConfig
 from kvarts.plan.policy import check_policy, with_policy
@@ -327,7 +327,7 @@ class _Asked:
             if self.call.as_json:
                 print_json(values)
             else:
-                print_bytes(render(values).encode())
+                print_text(render(values))
 
 
 @_command("curve", at_option, outputs_option, html_option, open_option(results), plot_option)
@@ -537,4 +537,4 @@ def sweep_command(
     if as_json:
         print_json(found.rows)
     else:
-        print_bytes(found.to_text().encode())
+        print_text(found.to_text())

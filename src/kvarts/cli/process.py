@@ -28,16 +28,19 @@ from typing import TYPE_CHECKING, Any
 
 from kvarts import __version__
 from kvarts.base.errors import ConfigError, OutputError
+from kvarts.base.terminal import plain
 
 if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
 
 __all__ = [
+    "PlainText",
     "Progress",
     "ReaderGoneError",
     "ServesRuntime",
     "Terminated",
     "collect_garbage",
+    "draw",
     "end",
     "guard_streams",
     "handle_signals",
@@ -47,6 +50,7 @@ __all__ = [
     "need_grpc",
     "print_bytes",
     "print_json",
+    "print_text",
     "say",
     "signal_that_came",
     "tell_whole_pages",
@@ -112,6 +116,15 @@ def collect_garbage() -> None:
     gc.enable()
 
 
+class PlainText(io.TextIOWrapper):
+    """The one printer of texts, of any source: no escape sequence passes. Data go to its buffer."""
+
+    def write(self, text: str, /) -> int:
+        """Write `text` with control characters spelled."""
+        super().write(plain(text))
+        return len(text)
+
+
 def guard_streams() -> None:
     """Replace `sys.stdout` and `sys.stderr` with streams that behave as described above.
 
@@ -130,10 +143,10 @@ def guard_streams() -> None:
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     encodings = [getattr(stream, "encoding", None) or "utf-8" for stream in (sys.stdout, sys.stderr)]
-    sys.stdout = io.TextIOWrapper(
+    sys.stdout = PlainText(
         io.BufferedWriter(_Data(is_closed=1 in closed)), encodings[0], errors="replace", line_buffering=os.isatty(1)
     )
-    sys.stderr = io.TextIOWrapper(
+    sys.stderr = PlainText(
         io.BufferedWriter(_Narration()), encodings[1], errors="backslashreplace", line_buffering=True
     )
 
@@ -247,19 +260,26 @@ def say(text: str) -> None:
     """Write a line, or several, to standard error. Control characters, such as in names of files, are escaped."""
     if sys.stderr is None:
         return
-    shown = (
-        text
-        if text.isprintable()
-        else "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
-    )
-    sys.stderr.write(f"{shown}\n")
+    sys.stderr.write(f"{plain(text)}\n")
     sys.stderr.flush()
 
 
-def print_bytes(text: bytes) -> None:
-    """Write to standard output. Raise OutputError if that fails."""
+def draw(text: str) -> None:
+    """Write `text` to the terminal of standard error as it is: with escape sequences of ours, and none of others."""
+    sys.stderr.flush()
+    sys.stderr.buffer.write(text.encode(errors="backslashreplace"))
+    sys.stderr.buffer.flush()
+
+
+def print_text(text: str) -> None:
+    """Write text for people to standard output, without escape sequences. Raise OutputError if that fails."""
+    print_bytes(plain(text).encode(errors="replace"))
+
+
+def print_bytes(data: bytes) -> None:
+    """Write data to standard output. Raise OutputError if that fails."""
     try:
-        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
     except BrokenPipeError:
         raise

@@ -21,7 +21,7 @@ from kvarts.cli import (
 from kvarts.cli.options import DERIVED, GroupedOption, KeyOption
 from kvarts.cli.outputs import ReplayFiles, as_bytes
 from kvarts.cli.parts import CommandPart, ReplayRun
-from kvarts.cli.process import Progress, print_bytes, tell_whole_pages
+from kvarts.cli.process import Progress, print_bytes, print_text, tell_whole_pages
 from kvarts.plan.policy import check_policy, with_policy
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
 from kvarts.sim.report.run_directory import REPORT, named
@@ -431,4 +431,7 @@ class SharedOutputs:
         for path in self._loans:
             write_whole(path, report.loans_jsonl())
         if not any(map(is_standard_output, self.paths)):
-            print_bytes(report.to_json() if self._as_json else render_shared_table(report.summary).encode())
+            if self._as_json:
+                print_bytes(report.to_json())
+            else:
+                print_text(render_shared_table(report.summary))

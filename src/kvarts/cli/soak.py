@@ -17,7 +17,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.base.files import check_writable, is_replaceable, is_standard_output, write_whole
 from kvarts.base.units import parse_duration_s
 from kvarts.cli.options import OUTPUT, Command, key_option
-from kvarts.cli.process import print_bytes
+from kvarts.cli.process import print_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,7 +103,7 @@ def soak_command(
     if page_file is not None:
         write_whole(page_file, render_soak_page(record, verdict))
     if not is_standard_output(json_file) and not is_standard_output(page_file):
-        print_bytes(verdict.to_text().encode())
+        print_text(verdict.to_text())
     return verdict.exit_code
 
 

@@ -12,7 +12,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.base.files import PREFIX, SAMPLES
 from kvarts.base.units import parse_duration_s
 from kvarts.cli.options import INPUT, OUTPUT, Command, Group, key_option
-from kvarts.cli.process import Progress, print_bytes, print_json
+from kvarts.cli.process import Progress, print_bytes, print_json, print_text
 
 if TYPE_CHECKING:
     from kvarts.sim.traffic.trace import Trace
@@ -79,7 +79,10 @@ def info_command(trace: Path, as_json: bool, **reading: Any) -> None:
     traffic = _load(trace, reading)
     info = trace_info(traffic)
     _say(traffic)
-    print_bytes(info.to_json() if as_json else info.to_text().encode())
+    if as_json:
+        print_bytes(info.to_json())
+    else:
+        print_text(info.to_text())
 
 
 @trace_command.command("forms", cls=Command)

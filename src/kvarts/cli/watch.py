@@ -25,8 +25,9 @@ from kvarts.base.files import (
     write_whole,
     writing,
 )
+from kvarts.base.terminal import plain
 from kvarts.cli.options import OUTPUT, Command, KeyOption, grouped
-from kvarts.cli.process import collect_garbage, print_bytes, print_json
+from kvarts.cli.process import collect_garbage, draw, print_json, print_text
 
 if TYPE_CHECKING:
     from kvarts.doors.watch.metrics import EngineSample
@@ -117,7 +118,7 @@ def watch_command(endpoint: str, **values: Any) -> int:
         if values["as_json"]:
             print_json(answer)
         else:
-            print_bytes(verdict.to_text().encode())
+            print_text(verdict.to_text())
     return verdict.exit_code
 
 
@@ -196,7 +197,7 @@ class _View:
         lines = list(self._lines(watch))
         if self._is_terminal:
             up = f"\x1b[{self._num_lines}F" if self._num_lines else ""
-            click.echo(up + "\n".join(f"{line}\x1b[K" for line in lines), err=True)
+            draw(up + "".join(f"{plain(line)}\x1b[K\n" for line in lines))
             self._num_lines = len(lines)
         else:
             click.echo("kvarts: " + "; ".join(lines), err=True)

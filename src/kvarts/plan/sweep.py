@@ -1,7 +1,8 @@
 """Runs the points of a grid in processes. A killed sweep can be resumed: no point runs twice.
 
-The journal has one line per finished point, in order of completion; a point whose line is incomplete is run again. The
-table has one row per point, in the order of the points, so it does not depend on the number of processes or restarts.
+The journal has one line per finished point, in order of completion; a point whose line is incomplete or has changed
+is run again. The table has one row per point, in the order of the points, so it does not depend on the number of
+processes or restarts.
 
 On a Ray cluster, workers import kvarts and read the trace by its path, so both must exist on every node. Ray, and what
 starts processes, is imported only on use.
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import msgspec
 
@@ -135,7 +137,7 @@ def run_sweep(
                 file.write(b"\n")
             for key, row in _results(missing, run, workers, ray_address):
                 done[key] = row
-                file.write(json.dumps({"key": key, "row": row}).encode() + b"\n")
+                file.write(_line(key, row))
                 file.flush()
                 os.fsync(file.fileno())
                 tell()
@@ -225,12 +227,24 @@ def _key(point: Values) -> str:
 
 
 class _Line(msgspec.Struct):
+    """A finished point. `checksum`: of its key and its row, as JSON."""
+
     key: str
-    row: Row
+    row: msgspec.Raw
+    checksum: int
+
+
+def _checksum(key: str, row: bytes) -> int:
+    return crc32(row, crc32(key.encode()))
+
+
+def _line(key: str, row: Row) -> bytes:
+    text = json.dumps(row).encode()
+    return msgspec.json.encode(_Line(key, msgspec.Raw(text), _checksum(key, text))) + b"\n"
 
 
 def _read(journal: Path) -> dict[str, Row]:
-    """Return the finished points. Lines that were not written completely are skipped."""
+    """Return the finished points. Lines that are not as they were written are skipped."""
     try:
         lines = journal.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -241,9 +255,11 @@ def _read(journal: Path) -> dict[str, Row]:
     for line in lines:
         try:
             read = msgspec.json.decode(line, type=_Line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            row = bytes(read.row)
+            if read.checksum == _checksum(read.key, row):
+                found[read.key] = msgspec.json.decode(row, type=Row)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
-        found[read.key] = read.row
     return found
 
 

@@ -15,6 +15,7 @@ from kvarts.core.events import Blocked
 
 __all__ = [
     "JOURNAL_VERSION",
+    "MOST_STEP",
     "REASONS",
     "AdmittedLine",
     "AnyLine",
@@ -52,7 +53,8 @@ REASONS = {
 }
 
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+MOST_STEP = 1 << 53
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_STEP)]
 """Counts and indices; the bound applies when a journal is read."""
 
 
@@ -60,7 +62,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event
     """Fields of every line: its number, its step (-1 before the first), its time, and its request."""
 
     n: int
-    step: Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
+    step: Annotated[int, msgspec.Meta(ge=-1, le=MOST_STEP)]
     t_ms: Annotated[float, msgspec.Meta(ge=0, le=1e18)]
     request: Count
 

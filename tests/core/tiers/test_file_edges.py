@@ -41,6 +41,20 @@ def fill(directory: Path, count: int) -> PageFiles:
     return files
 
 
+def test_what_is_no_file_is_no_page(tmp_path: Path) -> None:
+    """A link to a whole page is not followed, and a pipe that nobody writes does not block."""
+    files = fill(tmp_path / "pages", 3)
+    paths = [next((tmp_path / "pages").rglob(f"*{key(number).hex()[4:]}*")) for number in range(3)]
+    moved = tmp_path / "elsewhere"
+    paths[0].rename(moved)
+    paths[0].symlink_to(moved)
+    paths[1].unlink()
+    os.mkfifo(paths[1])
+    assert files.read(key(0)) is None
+    assert files.read(key(1)) is None
+    assert files.read(key(2)) == bytes(100)
+
+
 def bytes_in(directory: Path) -> int:
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
 

@@ -12,7 +12,7 @@ import pytest
 from kvarts.doors.openai.access import Access, Route
 from kvarts.doors.openai.running import RunningServer
 
-from builders.http_client import call
+from builders.http_client import call, raw
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
 KEY, ADMIN = {"authorization": "Bearer of-an-owner"}, {"authorization": "Bearer of-an-admin"}
@@ -80,6 +80,15 @@ def test_the_page_lists_every_route_with_its_access() -> None:
         for method, path in re.findall(r"`([A-Z]+) (\S+)`", names):
             told[method, re.sub(r"/(ID|NAME)$", "/", path)] = access.strip()
     assert told == {(route.method, route.path): route.access.value for route in ROUTES}
+
+
+@pytest.mark.parametrize("name", ["Host", "Authorization", "Origin", "Content-Type"])
+def test_of_two_values_of_a_header_none_is_chosen(server: RunningServer, name: str) -> None:
+    """A proxy in front may have checked the other one."""
+    head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n%b: a\r\n%b: b\r\n\r\n" % (name.encode(), name.lower().encode())
+    answer = raw(server.base_url.removesuffix("/v1"), head)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"twice" in answer
 
 
 def test_what_has_no_route_is_not_there_for_anyone(server: RunningServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
 import msgspec
@@ -49,6 +50,24 @@ def watched_to(path: Path, *batches: list[object]) -> Watched:
             watched.apply(seq, msgspec.msgpack.encode([float(seq), events, 0]))
         journal.close()
     return watched
+
+
+@pytest.mark.parametrize("time_s", [1e308, math.inf, math.nan, -1.0, 1e10])
+def test_a_time_that_no_reader_takes_is_a_violation_and_no_line(tmp_path: Path, time_s: float) -> None:
+    path = tmp_path / "journal.jsonl"
+    watched_to(path, [stored([1])])
+    expected = path.read_bytes()
+    with path.open("wb") as file:
+        journal = StreamJournal(file.write, total_blocks=9)
+        watched = Watched(journal=journal)
+        watched.begin(is_complete=True)
+        watched.apply(0, msgspec.msgpack.encode([0.0, [stored([1])], 0]))
+        watched.apply(1, msgspec.msgpack.encode([time_s, [stored([2])], 0]))
+        watched.apply(1 << 60, msgspec.msgpack.encode([1.0, [stored([3])], 0]))
+        journal.close()
+    assert path.read_bytes() == expected
+    assert [each.seq for each in watched.claims.violations["schema"]] == [1, 1 << 60]
+    assert len(load_journal(path).lines) == 3
 
 
 def test_a_run_that_goes_on_is_one_request_and_a_branch_is_another(tmp_path: Path) -> None:

@@ -55,16 +55,14 @@ class Recorded:
         return self._scaler.on_tick(state)
 
 
-LAGS: list[float | str] = [0, 0, "3ms", "40ms"]
-
-
 @st.composite
 def routers(draw: st.DrawFn) -> dict[str, Any]:
     """Each policy, with metrics and events of any age that has an effect on it, with and without a queue."""
     router = draw(st.sampled_from(sorted(POLICIES)))
+    lag: float | str = draw(st.sampled_from([0, 0, "3ms", "40ms"]))
     routing = Routing(
         staleness=draw(st.sampled_from([None, 0, "7ms", "50ms"])),
-        event_lag=draw(st.sampled_from(LAGS)),
+        event_lag=lag,
         queue_threshold=draw(st.sampled_from([None, None, 0.0, 0.5, 2])),
     )
     for field, nothing in (("staleness", None), ("event_lag", 0)):

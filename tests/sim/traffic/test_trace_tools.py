@@ -6,17 +6,21 @@ import json
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import fields
 
 from kvarts.base.errors import ConfigError, InputError
+from kvarts.core.content import pack_units
+from kvarts.core.hints import Hints
 from kvarts.sim.traffic.editing import anonymized, merged, mooncake_lines, repeated, scaled, sliced, spread
 from kvarts.sim.traffic.formats import load_trace
 from kvarts.sim.traffic.info import working_set_pages
 from kvarts.sim.traffic.mooncake import load_mooncake
-from kvarts.sim.traffic.trace import Trace, spell
+from kvarts.sim.traffic.trace import Trace, TraceRequest, spell
 
 DATA = Path(str(files("kvarts") / "data"))
 SAMPLE = DATA / "mooncake-conversation-1000.jsonl"
@@ -126,6 +130,25 @@ def test_an_anonymous_trace_shares_what_the_trace_did(tmp_path: Path) -> None:
     ids: list[int] = [name for line in text.splitlines() for name in json.loads(line)["hash_ids"]]
     seen = list(dict.fromkeys(ids))
     assert seen == list(range(len(seen)))
+
+
+def test_an_anonymous_trace_has_no_name_that_the_trace_had() -> None:
+    """Each text of a request is a name, so that a field that is added is hidden or fails here."""
+    texts: dict[str, Any] = {
+        field.name: f"{field.name} of Alice"
+        for field in fields(TraceRequest)
+        if field.type in (str | None, "str | None")
+    }
+    assert texts.keys() == {"session_id", "request_id", "tenant", "model"}
+    names = [field.name for field in fields(Hints) if "str" in str(field.type)]
+    assert names == ["tool"]
+    request = TraceRequest(0, 0, pack_units([123456789]), 1, 1, hints=Hints(priority=3, tool="Alice's tool"), **texts)
+    hidden = anonymized(Trace([request], has_output_tokens=True))
+    text = b"".join(mooncake_lines(hidden)).decode()
+    assert "Alice" not in text and "Alice" not in repr(list(hidden))
+    (one,) = hidden
+    assert one.hints == Hints(priority=3, tool="tool-0")
+    assert '"tool-0"' in text
 
 
 FIRST = {"chat_id": 5, "parent_chat_id": -1, "timestamp": 61.5, "input_length": 20, "output_length": 3, "turn": 1}

@@ -86,7 +86,7 @@ def parsed(kind: type[SomeMessage], data: bytes) -> SomeMessage:
     # Each value ends with a byte below 128. Count them before parsing, since a number of one byte then takes four.
     if len(data) > MAX_TOKENS and np.count_nonzero(np.frombuffer(data, np.uint8) < 128) > MAX_TOKENS + MAX_OTHER_BYTES:
         raise SessionValueError(
-            f"the request has more than {MAX_TOKENS} token ids", field="token_ids", hint="AppendRequest them in parts."
+            f"the request has more than {MAX_TOKENS} token ids", field="token_ids", hint="Append them in parts."
         )
     with suppress(DecodeError):
         return kind.FromString(data)
@@ -194,7 +194,7 @@ def _token_ids(ids: Any) -> array[int]:
     """Return the token ids of a request, in one block of memory. Raise SessionValueError for too many."""
     if len(ids) > MAX_TOKENS:
         raise SessionValueError(
-            f"has {len(ids)} ids, and {MAX_TOKENS} at most", field="token_ids", hint="AppendRequest them in parts."
+            f"has {len(ids)} ids, and {MAX_TOKENS} at most", field="token_ids", hint="Append them in parts."
         )
     return array("Q", np.asarray(ids, np.uint64).tobytes())
 

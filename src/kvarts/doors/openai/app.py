@@ -257,6 +257,8 @@ class OpenAIApp:
         return api_error(error)
 
     async def _handle(self, request: HttpRequest, response: HttpResponse, request_id: str, started_s: float) -> None:
+        if request.is_ambiguous:
+            raise ApiError(400, "has a header twice that may be there once, such as Host or Authorization")
         route = self._route(request)
         owner = self._guard.owner_of(request, route.access)
         request.owner_name = owner.name

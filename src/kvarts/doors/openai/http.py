@@ -67,6 +67,10 @@ def new_id() -> str:
     return f"{_RANDOM.getrandbits(128):032x}"
 
 
+SINGLE = (b"host", b"authorization", b"content-length", b"content-type", b"origin")
+"""Headers that decide about access, or about what the body is: of two values, another reader may take the other."""
+
+
 class ClientGone(Exception):  # noqa: N818  # not an error: there is no client left to inform
     """The client has closed its connection."""
 
@@ -79,6 +83,10 @@ class HttpRequest:
         self.path: str = scope["path"]
         self._query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.is_ambiguous = len(self.headers) < len(scope["headers"]) and any(
+            [name for name, _ in scope["headers"]].count(single) > 1 for single in SINGLE
+        )
+        """Whether it has two values for a header of which a proxy in front may have checked the other one."""
         self.owner_name = ""
         """Of the owner of its key, once that is known."""
         self._receive = receive

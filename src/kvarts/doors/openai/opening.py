@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from kvarts.base.clock import Clock, PacedClock, PutOffClock
+from kvarts.base.errors import ConfigError
 from kvarts.base.tenants import Keys
 from kvarts.core.build import Planning, Storage, Watching, build_engine, preparation_of
 from kvarts.core.config import EngineConfig, EngineOptions
@@ -240,6 +241,11 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     media: str = ""
     residency_share: float = 0.0
     rank: int = 0
+
+    def __post_init__(self) -> None:
+        for flag, names in (("--served-model-name", self.names), ("--lora", self.adapters)):
+            if not all(names):
+                raise ConfigError("is empty, and no client could ask for it", field=flag, hint="Give a name.")
 
 
 class Opened:

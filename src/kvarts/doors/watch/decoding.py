@@ -93,6 +93,8 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 MAX_BATCH_BYTES = 8 << 20
 """Size limit of a batch, enough for a prompt of more than a million tokens."""
 MAX_EVENTS = 1 << 16
+MOST_TIME_S = 1e10
+"""Limit of the time of a batch, in seconds since 1970: more than 300 years. NaN is none."""
 MAX_BATCH_BLOCKS = 1 << 18
 MAX_HASH_BYTES = 64
 MAX_MEDIUM_CHARS = 64
@@ -108,7 +110,7 @@ _SKIPPED = msgspec.Raw()
 
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
-    time_s: float
+    time_s: Annotated[float, msgspec.Meta(ge=0, lt=MOST_TIME_S)]
     events: list[msgspec.Raw]
     rank: int | None = None
 

@@ -29,6 +29,7 @@ from kvarts.doors.watch.hits import GroupedBlocks, Hits
 from kvarts.doors.watch.journal import StreamJournal, WatchedTimeline
 from kvarts.doors.watch.metrics import EngineSample, Scraper
 from kvarts.doors.watch.sockets import EngineStream, Followed, Follower
+from kvarts.proof.journal import MOST_STEP
 
 __all__ = ["Counts", "CurvePoint", "ReStores", "Watch", "WatchVerdict", "Watched"]
 
@@ -211,6 +212,9 @@ class Watched:
     def apply(self, seq: int, payload: bytes) -> None:
         """Process the next batch."""
         self.seq = seq
+        if seq > MOST_STEP:
+            self.claims.add("schema", seq, "has a number above 2**53")
+            return
         try:
             batch = decode_batch(payload)
         except TooLongError:

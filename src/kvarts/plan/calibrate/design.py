@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvarts.base.errors import ConfigError
 from kvarts.cost.roofline import RooflineCost
-from kvarts.plan.calibrate.coefficients import logs_of, names_of, widths_of
+from kvarts.plan.calibrate.coefficients import logs_of, names_of, needs_scipy, widths_of
 from kvarts.plan.calibrate.comparison import replayed_of
 from kvarts.plan.calibrate.fitting import KNOWN, Search, covariance_of
 from kvarts.plan.calibrate.measured import Measured
@@ -110,6 +110,7 @@ def design(config: ReplayConfig, candidates: Sequence[Bench] = CANDIDATES) -> tu
     A candidate whose requests do not fit in the pages is skipped. Raise ConfigError for a cost model other than a
     roofline.
     """
+    needs_scipy()
     if not isinstance(config.cost, RooflineCost):
         raise ConfigError("only the roofline can be fitted", field="cost", hint="Give a model and a device.")
     names = names_of([config.cost])

@@ -346,7 +346,7 @@ class GenerationTurn:
             self._written.add_done_callback(lambda _: self._finish_written(last))
 
     def _finish_written(self, last: Done | BaseException) -> None:
-        """Send the end, after all writes. Tokens that could not be written first leave the history: nobody got them."""
+        """Send the end after all writes. Tokens that were not written leave the history first: no client has them."""
         error = self._write_error
         if error is None:
             _put(self._stream, last)

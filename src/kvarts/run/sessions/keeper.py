@@ -44,7 +44,7 @@ class Keeper:
 
     def restore(self) -> None:
         """Restore all sessions, between steps."""
-        stored = self.histories.load()
+        stored = self._unexpired(self.histories.load(), time.time())
         for path in self._checkpoints.sweep([session.session_id for session in stored]):
             self._say(f"{path} belongs to no session, and was removed")
         self.forget_old()
@@ -100,6 +100,17 @@ class Keeper:
             self._say(
                 f"the checkpoint of session {session.session_id} does not hold what it says; it is computed again"
             )
+
+    def _unexpired(self, stored: list[StoredSession], now_s: float) -> list[StoredSession]:
+        """End the sessions whose time to live has passed while nothing served them; return the others."""
+        kept = []
+        for known in stored:
+            ttl_s = known.settings.ttl_s
+            if ttl_s is not None and now_s - known.usage.last_used_s >= ttl_s:
+                self.histories.end(known.session_id, "expired", now_s).result()
+            else:
+                kept.append(known)
+        return kept
 
     # In operation -----------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from kvarts.sim.fleet.handoff import TIMES
 from kvarts.sim.fleet.pool import Pool
 from kvarts.sim.report.distributions import NS_PER_MS, distribution_ms
 from kvarts.sim.report.report import Report, latencies_of
-from kvarts.sim.report.requests import COMPLETED, RequestLog
+from kvarts.sim.report.requests import COMPLETED, RequestLog, of_prompts
 from kvarts.sim.report.steps import StepLog
 from kvarts.sim.traffic.trace import Trace
 
@@ -169,9 +169,8 @@ class FleetReport(Report):
             is_mine = raw["model"] == place
             done = is_mine & (raw["status"] == COMPLETED)
             latencies = latencies_of(partial(_some, raw, done), self.config.slo)
-            num_input, num_cached, num_output = (
-                int(raw[name][done].sum()) for name in ("input_tokens", "cached_tokens", "output_tokens")
-            )
+            num_input, num_output = (int(raw[name][done].sum()) for name in ("input_tokens", "output_tokens"))
+            num_cached = int(of_prompts(raw["cached_tokens"][done], raw["input_tokens"][done]).sum())
             duration_s = summary["duration_ms"] / 1e3
             found.append(
                 {

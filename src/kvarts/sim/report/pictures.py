@@ -12,6 +12,7 @@ from kvarts.base.columns import Column
 from kvarts.base.errors import ConfigError
 from kvarts.base.units import as_duration
 from kvarts.core.config import Slo
+from kvarts.sim.report.requests import of_prompts
 from kvarts.sim.report.words import LATENCIES
 
 __all__ = ["check_installed", "figure_of"]
@@ -82,9 +83,10 @@ def _hits(axes: Any, rows: Columns) -> None:
     known = ~np.isnan(admitted_ms)
     end_ms = float(admitted_ms[known].max(initial=0.0)) or 1.0
     at = np.minimum(admitted_ms[known] / end_ms * STRETCHES, STRETCHES - 1).astype(np.int64)
+    cached_tokens, input_tokens = (np.asarray(rows[name])[known] for name in ("cached_tokens", "input_tokens"))
     hit, tokens = (
-        np.bincount(at, weights=np.asarray(rows[name])[known], minlength=STRETCHES)
-        for name in ("cached_tokens", "input_tokens")
+        np.bincount(at, weights=each, minlength=STRETCHES)
+        for each in (of_prompts(cached_tokens, input_tokens), input_tokens)
     )
     filled = np.flatnonzero(tokens)
     axes.plot((filled + 1) * end_ms / STRETCHES / 1e3, 100 * hit[filled] / tokens[filled], ".-", linewidth=0.8)

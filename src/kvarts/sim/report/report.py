@@ -30,7 +30,7 @@ from kvarts.sim.report.distributions import (
     sorted_distribution_ms,
     weighted_distribution_ms,
 )
-from kvarts.sim.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog
+from kvarts.sim.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog, of_prompts
 from kvarts.sim.report.steps import StepLog
 from kvarts.sim.report.words import facts, plus_minus
 from kvarts.sim.traffic.info import working_set_pages
@@ -213,9 +213,15 @@ class Report:
         duration_s = max(*(each.end_ns for each in totals), int(raw["arrival_ns"].max(initial=0))) / 1e9
         input_tokens = int(completed("input_tokens").sum())
         output_tokens = int(completed("output_tokens").sum())
-        cached_tokens = int(completed("cached_tokens").sum())
-        cached_by_tier = {name: int(completed(f"{name}_tokens").sum()) for name in self._tiers}
-        cached_by_tier = {"device": cached_tokens - sum(cached_by_tier.values()), **cached_by_tier}
+        found = of_prompts(completed("cached_tokens"), completed("input_tokens"))
+        cached_tokens = int(found.sum())
+        own_tokens = int(completed("cached_tokens").sum()) - cached_tokens
+        cached_by_tier = {}
+        for name in self._tiers:
+            of_tier = np.minimum(completed(f"{name}_tokens"), found)
+            found = found - of_tier
+            cached_by_tier[name] = int(of_tier.sum())
+        cached_by_tier = {"device": int(found.sum()), **cached_by_tier}
         busy_ns = sum(each.busy_ns for each in totals)
         used_page_ns = sum(each.used_page_ns for each in totals)
         busy_page_ns = sum(each.busy_ns * log.num_pages for each, log in zip(totals, logs, strict=True))
@@ -254,6 +260,7 @@ class Report:
             "prefix_hit_ratio_by_tier": {name: _ratio(hit, input_tokens) for name, hit in cached_by_tier.items()},
             "num_cached_tokens": cached_tokens,
             "num_cached_tokens_by_tier": cached_by_tier,
+            **({"num_cached_output_tokens": own_tokens} if own_tokens else {}),
             "transfers": _added_up(self._transfers) if self._tiers else None,
             **({} if self._sessions is None else {"sessions": dict(self._sessions)}),
             "num_recomputed_tokens": int(completed("recomputed_tokens").sum()),
@@ -489,7 +496,7 @@ class Report:
                     "num_completed": int(mine.sum()),
                     "num_steps": len(log),
                     "num_preemptions": totals.num_preemptions,
-                    "prefix_hit_ratio": _ratio(int(cached_of[mine].sum()), input_tokens),
+                    "prefix_hit_ratio": _ratio(int(of_prompts(cached_of[mine], input_of[mine]).sum()), input_tokens),
                     "peak_used_pct": totals.peak_used / log.num_pages,
                     "busy_ms": totals.busy_ns / NS_PER_MS,
                 }

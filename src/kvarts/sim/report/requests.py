@@ -11,7 +11,7 @@ from kvarts.base.columns import Column, ReadColumns, Rows, narrowed
 from kvarts.core.request import Request
 from kvarts.sim.traffic.trace import TraceRequest
 
-__all__ = ["CANCELLED", "COMPLETED", "FAILED", "NO_REPLICA", "REJECTED", "RequestLog", "Taken"]
+__all__ = ["CANCELLED", "COMPLETED", "FAILED", "NO_REPLICA", "REJECTED", "RequestLog", "Taken", "of_prompts"]
 
 COMPLETED: Final = 0
 REJECTED: Final = 1
@@ -49,6 +49,16 @@ _NEAR = {
 """Fields that are close to others."""
 _COUNTS = ("status", "replica", "input_tokens", "output_tokens", "cached_tokens")
 """Fields that a summary reads in few bytes."""
+
+
+def of_prompts(cached_tokens: Column, input_tokens: Column) -> Column:
+    """Return, per request, how many of its prompt tokens were found.
+
+    With the profile `mocker`, `cached_tokens` is the largest hit of all its admissions, as in Dynamo: one that was
+    preempted also finds tokens that it has generated.
+    """
+    found: Column = np.minimum(cached_tokens, input_tokens)
+    return found
 
 
 class RequestLog:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from kvarts.base.errors import ConfigError, InputError, MissingFileError, parts_of
-from kvarts.base.files import is_replaceable, reading
+from kvarts.base.files import UNFINISHED, is_replaceable, reading
 from kvarts.base.units import parse_bytes
 from kvarts.core.config import Slo
 
@@ -403,6 +403,9 @@ def timelines_in(path: Path) -> list[Path]:
         if not path.is_dir():
             return []
         folders = [path, *sorted(folder for folder in path.iterdir() if folder.is_dir())]
+    if path / UNFINISHED in folders:
+        what = f"holds {UNFINISHED}: the run was killed while this was written"
+        raise InputError(what, path=path, hint="Run it again, or give a file.")
     found = [timeline for folder in folders for _, timeline in _of_replicas(folder, "timeline")]
     if not found:
         raise MissingFileError("has no timeline", path=path, hint="Write one with `kvarts replay --run-dir`.")

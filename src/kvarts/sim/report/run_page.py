@@ -25,6 +25,7 @@ from kvarts.base.errors import InputError
 from kvarts.proof.verify.chunk import RowChunk, is_count
 from kvarts.proof.verify.reader import open_recording
 from kvarts.sim.report.page import fill_page
+from kvarts.sim.report.requests import of_prompts
 from kvarts.sim.report.run_directory import About, RequestRow, RunDirectory
 from kvarts.sim.report.words import LATENCIES, count, duration, facts, memory_unit, wrapped
 
@@ -319,9 +320,11 @@ def _hit_rates(requests: list[RequestRow]) -> list[tuple[float, float]]:
     if end_ms <= 0:
         return []
     at = np.minimum(times / end_ms * NUM_STRETCHES, NUM_STRETCHES - 1).astype(np.int64)
+    input_tokens = np.array([row.input_tokens for row in admitted], np.float64)
+    cached_tokens = np.array([row.cached_tokens for row in admitted], np.float64)
     hits, tokens = (
-        np.bincount(at, weights=np.array(values, np.float64), minlength=NUM_STRETCHES)
-        for values in ([row.cached_tokens for row in admitted], [row.input_tokens for row in admitted])
+        np.bincount(at, weights=each, minlength=NUM_STRETCHES)
+        for each in (of_prompts(cached_tokens, input_tokens), input_tokens)
     )
     filled = np.flatnonzero(tokens)
     return [(end_ms * (index + 1) / NUM_STRETCHES, float(hits[index] / tokens[index])) for index in filled.tolist()]

@@ -11,6 +11,7 @@ import numpy as np
 from kvarts.base.errors import ConfigError, InputError
 from kvarts.base.limits import LATEST_NS, MOST_REQUESTS, MOST_SECONDS, check_number, check_whole
 from kvarts.core.content import pack_units
+from kvarts.core.hints import Hints
 from kvarts.sim.traffic.dynamo import agentic_lines
 from kvarts.sim.traffic.graph import components
 from kvarts.sim.traffic.trace import Trace, TraceRequest, spell
@@ -143,7 +144,7 @@ def spread(trace: Trace, duration_ns: int) -> Trace:
 
 
 def anonymized(trace: Trace) -> Trace:
-    """Return the trace with ids, sessions, tenants and models numbered by first appearance, and without request names.
+    """Return the trace with names and ids numbered by first appearance, and no request names.
 
     Times begin at 0. Lengths and equality of contents are preserved, so replays and plans give the same results.
     """
@@ -151,21 +152,38 @@ def anonymized(trace: Trace) -> Trace:
     sessions: dict[str, str] = {}
     tenants: dict[str, str] = {}
     models: dict[str, str] = {}
+    tools: dict[str, str] = {}
 
-    requests = [
-        msgspec.structs.replace(
-            request,
+    def hidden(request: TraceRequest) -> TraceRequest:
+        """Return `request` made of what is renumbered, and of fields that are known to be numbers."""
+        hints = request.hints
+        return TraceRequest(
+            row=request.row,
+            arrival_ns=request.arrival_ns,
             units=numbers.of(0, request.units),
-            answered_units=None if request.answered_units is None else numbers.of(0, request.answered_units),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_output_tokens,
             output_units=None if request.output_units is None else numbers.of(0, request.output_units),
+            priority=request.priority,
             session_id=_name(sessions, request.session_id, "session"),
+            delay_ns=request.delay_ns,
             tenant=_name(tenants, request.tenant, "tenant"),
+            after=request.after,
+            cancel_after_ns=request.cancel_after_ns,
+            answered_units=None if request.answered_units is None else numbers.of(0, request.answered_units),
+            hints=hints
+            and Hints(
+                priority=hints.priority,
+                ttl_ms=hints.ttl_ms,
+                pause_ms=hints.pause_ms,
+                tool=_name(tools, hints.tool, "tool"),
+                retain=hints.retain,
+            ),
+            direct=request.direct,
             model=_name(models, request.model, "model"),
-            request_id=None,
         )
-        for request in known(trace)
-    ]
-    return _like(trace, requests, name="anonymized")
+
+    return _like(trace, [hidden(request) for request in known(trace)], name="anonymized")
 
 
 def known(trace: Trace) -> Sequence[TraceRequest]:

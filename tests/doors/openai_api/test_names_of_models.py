@@ -1,0 +1,15 @@
+"""Names of models that no client could ask for are refused before a server starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+
+@pytest.mark.parametrize("flag", ["--served-model-name", "--lora"])
+def test_an_empty_name_is_refused(
+    run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], flag: str
+) -> None:
+    assert run_command("mock", "--port", 0, flag, "") == 2
+    assert f"kvarts: {flag}: is empty, and no client could ask for it".encode() in capsysbinary.readouterr().err
