@@ -64,6 +64,8 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """What pytest counted: tests that passed, failed, were skipped."""
+    failures: list[str] = field(default_factory=list)
+    """The tests that failed, as pytest names them, with the beginning of the reason."""
 
 
 RUNNING: set[subprocess.Popen[str]] = set()
@@ -283,6 +285,7 @@ def run_command(command: str, outcome: Outcome, *, shows: bool) -> str:
     outcome.seconds += time.monotonic() - began
     outcome.notes += [line.removeprefix("NOTE: ").strip() for line in lines if line.startswith("NOTE: ")]
     outcome.skipped = next((line.removeprefix("SKIP: ").strip() for line in lines if line.startswith("SKIP: ")), "")
+    outcome.failures += [line.strip()[:200] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     # pytest's closing line: "3 failed, 120 passed, 4 skipped in 2.31s".
     for line in lines:
         if re.search(r"\b(passed|failed|skipped|errors?)\b.* in [0-9.]+s", line):
@@ -365,7 +368,7 @@ def summary(outcomes: dict[str, Outcome], seconds: float) -> str:
         counts = ", ".join(f"{count} {word}" for word, count in outcome.counts.items() if word in COUNTED)
         word = "FAILED" if outcome.failed else "SKIPPED" if outcome.skipped else "ok"
         lines.append(f"{name:<9} {word:<7} {outcome.seconds:6.0f} s  {counts}".rstrip())
-        lines += [f"          ! {text}" for text in [*outcome.failed, outcome.skipped] if text]
+        lines += [f"          ! {text}" for text in [*outcome.failed, *outcome.failures, outcome.skipped] if text]
         lines += [f"          NOTE {text}" for text in outcome.notes]
     bad = [name for name, outcome in outcomes.items() if outcome.failed]
     lines.append(f"{seconds / 60:.1f} minutes; stages that failed: {', '.join(bad) or 'none'}")

@@ -95,7 +95,7 @@ def cases(trace: Path, folder: Path, num_requests: int, only: str | None) -> dic
     points.write_text(POINTS)
     found = {
         "plan": command("plan", SAMPLE, *MEASURED, *SLO, "--json"),
-        "fleets": command("plan", SAMPLE, *MEASURED, *SLO, "--gpus", 4, "--json"),
+        "fleets": command("plan", "fleet", SAMPLE, *MEASURED, *SLO, "--gpus", 4, "--json"),
         "calibrate": command("calibrate", "--points", points, "--hold-out", "source", "--json"),
     }
     for case, grid, span_ms in (("sweep", SWEEP, None), ("day", DAY, DAY_MS)):

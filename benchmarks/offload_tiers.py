@@ -85,7 +85,7 @@ def print_times(trace: Path, num_rounds: int) -> None:
     for policy in ("eager", "lazy"):
         for host_pages in HOST_PAGES:
             commands[f"{policy} {host_pages:,}"] = "--offload", policy, "--host-pages", str(host_pages)
-    commands["files 64,000 below eager 4,000"] = "--host-pages", "4000", "--disk-pages", "64000"
+    commands["files 64,000 below eager 4,000"] = "--host-pages", "4000", "--set", "offload.disk_pages=64000"
     ratios: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(num_rounds):
         times = {name: cpu_s(trace, options) for name, options in commands.items()}

@@ -31,9 +31,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 PATH = "/v1/completions"
-SETTINGS = ["--pages", "300", "--page-size", "16", "--max-seqs", "48", "--max-queued", "32", "--audit",
+SETTINGS = ["--pages", "300", "--page-size", "16", "--max-seqs", "48", "--set", "max_queued=32", "--audit",
             "--cost", "linear:step_ms=10,chunk_token_ms=0.004", "--host-pages", "200", "--port", "0",
-            "--drain", "10"]  # fmt: skip
+            "--set", "drain=10"]  # fmt: skip
 BIG_BYTES = 100_000_000
 RETRY_S = 0.05
 

@@ -1,11 +1,11 @@
-"""Eviction orders from publications, as orders of one's own: `kvarts plan TRACE --policy published_orders:LpcOrder`.
+"""Eviction orders from publications: `kvarts plan policies TRACE --policy published_orders:LpcOrder`.
 
 None closes more of the gap to the optimum than the orders that kvarts has, see the league of policies in
 docs/performance.md. Orders with several queues are in queue_orders.py. An order is not given prompt text, so features
 of text are replaced, as each class says.
 
 - MarconiOrder: Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs", MLSys 2025. The other half of the
-  publication, which states are kept at all, is `--snapshots branches`.
+  publication, which states are kept at all, is `--set snapshots=branches`.
 - TailOptimisedOrder: Zhang et al., "Tail-Optimized Caching for LLM Inference", NeurIPS 2025.
 - WorkloadAwareOrder: Wang et al., "KVCache Cache in the Wild: Characterizing and Optimizing KVCache Cache at a Large
   Cloud Provider", USENIX ATC 2025.

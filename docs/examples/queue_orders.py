@@ -1,4 +1,4 @@
-"""Eviction orders with several queues, as orders of one's own: `kvarts plan TRACE --policy queue_orders:ArcOrder`.
+"""Eviction orders with several queues: `kvarts plan policies TRACE --policy queue_orders:ArcOrder`.
 
 The papers assume objects of one size, and may refuse to admit one. Here runs of pages are evicted, sizes are in pages,
 and computed pages are always cached: a run that would not be admitted is evicted next. An order is not given the size

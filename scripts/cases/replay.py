@@ -21,9 +21,9 @@ kvarts replay {trace} {more} --timeline t.jsonl
 kvarts replay {trace} {more} --timeline t.jsonl.gz
 kvarts replay {trace} {more} --timeline t.json.gz
 kvarts replay {trace} {more} --timeline t.parquet
-kvarts replay {trace} {more} --timeline thin.json --timeline-every 10
-kvarts replay {trace} {more} --timeline thin.jsonl.gz --timeline-every 37
-kvarts replay {trace} {more} --timeline thin.parquet --timeline-every 3
+kvarts replay {trace} {more} --timeline thin.json --set timeline_every=10
+kvarts replay {trace} {more} --timeline thin.jsonl.gz --set timeline_every=37
+kvarts replay {trace} {more} --timeline thin.parquet --set timeline_every=3
 kvarts replay {trace} {more} --events e.jsonl
 kvarts replay {trace} {more} --events e.jsonl.gz
 kvarts replay {trace} {more} --json {files}
@@ -55,7 +55,7 @@ BOTH_WAYS = [
     ("few-tokens", "small.jsonl", f"--pages 16384 {EXPLICIT} --max-batched-tokens 300 --max-seqs 5"),
     ("azure-chat", "chat.csv", f"--pages 2000 {EXPLICIT} --max-seqs 64"),
     ("azure-code", "code.csv", f"--pages 2000 {EXPLICIT} --speedup 3"),
-    ("slo", "slice.jsonl", f"--pages 32768 {EXPLICIT} --slo-ttft-ms 2000 --slo-tpot-ms 40 --slo-e2e-ms 20000"),
+    ("slo", "slice.jsonl", f"--pages 32768 {EXPLICIT} --slo-ttft-ms 2000 --slo-tpot-ms 40 --set slo.e2e_ms=20000"),
     ("slo-ttft", "chat.csv", f"--pages 2000 {EXPLICIT} --slo-ttft-ms 100"),
     ("sessions", SESSIONS, f"--pages 400 {EXPLICIT} --max-seqs 16"),
     ("sessions-pages-of-1", SESSIONS, "--pages 4000 --page-size 1 --cost polynomial --max-seqs 16"),
@@ -70,38 +70,69 @@ BOTH_WAYS = [
     ("fitted", "slice.jsonl", "--pages 2587 --page-size 16 --cost vllm-rtx4090/cost.toml"),
     ("fitted-other", "slice.jsonl", "--pages 16384 --page-size 16 --cost vllm-rtx4090/cost.toml --model qwen3-8b"),
     ("roofline", "slice.jsonl", "--page-size 16 --model llama-3.1-8b --device h100-80gb"),
-    ("roofline-moe", "chat.csv", "--page-size 32 --model qwen3-30b-a3b --device h100-80gb --kv-dtype fp8"),
+    ("roofline-moe", "chat.csv", "--page-size 32 --model qwen3-30b-a3b --device h100-80gb --set kv_dtype=fp8"),
     ("roofline-split", "chat.csv", "--page-size 16 --model llama-3.1-70b --device a100-80gb --tensor-parallel 4"),
-    ("roofline-fp8", "chat.csv", "--page-size 16 --model qwen3-32b --device l40s --weight-dtype fp8 --kv-memory 2GiB"),
+    (
+        "roofline-fp8",
+        "chat.csv",
+        ("--page-size 16 --model qwen3-32b --device l40s --set weight_dtype=fp8 --kv-memory 2GiB"),
+    ),
     (
         "roofline-windows",
         "chat-200.csv",
-        "--page-size 16 --model gemma-3-27b --device h200-141gb --memory-fraction 0.5 --kv-groups off",
+        "--page-size 16 --model gemma-3-27b --device h200-141gb --set memory_fraction=0.5 --kv-groups off",
     ),
     ("roofline-latent", "chat-200.csv", "--page-size 64 --model deepseek-v3 --device b200-180gb --tensor-parallel 8"),
     ("roofline-cpu", "chat-200.csv", "--page-size 16 --model model --device cpu:cores=8,bandwidth=80GB/s,memory=16GiB"),
 ]
 
-EAGER = "--offload eager --h2d 50GB/s --d2h 50GB/s"
-SLOW_DISK = "--disk-read 1GB/s --disk-write 400MB/s --disk-latency-us 900 --transfer-latency-us 40"
+EAGER = "--offload eager --set offload.h2d=50GB/s --set offload.d2h=50GB/s"
+SLOW_DISK = (
+    "--set offload.disk_read=1GB/s --set offload.disk_write=400MB/s "
+    "--set offload.disk_latency_us=900 --set offload.latency_us=40"
+)
 TIERS = [
     ("eager", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 30000 {EAGER}"),
-    ("eager-memory", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-memory 64GiB --kv-bytes-per-token 100000"),
+    (
+        "eager-memory",
+        "slice.jsonl",
+        f"--pages 6000 {EXPLICIT} --host-memory 64GiB --set offload.kv_bytes_per_token=100000",
+    ),
     ("lazy", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 30000 --offload lazy"),
-    ("lazy-target", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 9000 --offload lazy --target-free 2000"),
-    ("slow-lanes", "small.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 9000 --h2d 1GB/s --d2h 800MB/s"),
-    ("disk", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 9000 --disk-pages 90000"),
-    ("disk-lazy", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 9000 --disk-memory 200GiB --offload lazy"),
+    (
+        "lazy-target",
+        "slice.jsonl",
+        f"--pages 6000 {EXPLICIT} --host-pages 9000 --offload lazy --set offload.target_free=2000",
+    ),
+    (
+        "slow-lanes",
+        "small.jsonl",
+        f"--pages 6000 {EXPLICIT} --host-pages 9000 --set offload.h2d=1GB/s --set offload.d2h=800MB/s",
+    ),
+    ("disk", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 9000 --set offload.disk_pages=90000"),
+    (
+        "disk-lazy",
+        "slice.jsonl",
+        (f"--pages 6000 {EXPLICIT} --host-pages 9000 --set offload.disk_memory=200GiB --offload lazy"),
+    ),
     (
         "disk-slow",
         SESSIONS,
-        f"--pages 250 {EXPLICIT} --host-pages 400 --disk-pages 9000 --max-seqs 16 {SLOW_DISK}",
+        f"--pages 250 {EXPLICIT} --host-pages 400 --set offload.disk_pages=9000 --max-seqs 16 {SLOW_DISK}",
     ),
     ("replicas", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 20000 --replicas 2 --router prefix"),
-    ("sessions", SESSIONS, f"--pages 250 {EXPLICIT} --host-pages 900 --offload lazy --target-free 30 --max-seqs 16"),
+    (
+        "sessions",
+        SESSIONS,
+        f"--pages 250 {EXPLICIT} --host-pages 900 --offload lazy --set offload.target_free=30 --max-seqs 16",
+    ),
     ("priorities", PRIORITIES, f"--pages 120 {EXPLICIT} --host-pages 900 --max-seqs 8"),
     ("mocker", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 30000 --profile mocker"),
-    ("closed", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 30000 --disk-pages 50000 --concurrency 32"),
+    (
+        "closed",
+        "slice.jsonl",
+        f"--pages 6000 {EXPLICIT} --host-pages 30000 --set offload.disk_pages=50000 --concurrency 32",
+    ),
 ]
 
 # TOML: what no option says, and forms that only a file has.
@@ -222,7 +253,7 @@ def replay_cases(data: Path) -> Iterator[Case]:
         "kvarts replay small.jsonl --config c.toml --json --profile default --host-pages 500",
         files={"c.toml": settings},
     )
-    skipping = f"--skip-bad-lines --pages 900 {EXPLICIT}"
+    skipping = f"--set skip_bad_lines=true --pages 900 {EXPLICIT}"
     yield case(
         "replay/skip-bad-lines",
         f"kvarts replay no-json.jsonl {skipping} {EVERYTHING}\nkvarts replay no-number.jsonl {skipping} --json\n"

@@ -12,7 +12,7 @@ __all__ = ["tool_cases"]
 REPLAY = "kvarts replay {trace} --page-size 16 --cost polynomial --pages {pages}"
 SAMPLE_RUN = REPLAY.format(trace="slice.jsonl", pages=9000)
 SESSIONS_RUN = REPLAY.format(trace="sessions.jsonl --trace-block-size 4 --max-seqs 16", pages=250)
-CALIBRATE = "--model llama-3.1-8b --device rtx-4090 --pages 600 --page-size 16 --max-batched-tokens 2048"
+CALIBRATE = "--model llama-3.1-8b --device rtx-4090 --pages 600 --set page_size=16 --max-batched-tokens 2048"
 
 # What the verifier says of each damage: 5 violated, 6 inconclusive; the rest is violated.
 VERDICTS = {"rows-none": 6, "rows-one": 6, "rows-few": 0, "zero": 6, "no-flux": 0}
@@ -34,8 +34,8 @@ def verify_cases() -> Iterator[Case]:
     yield case(
         "verify/produced",
         f"{timeline}\n{SAMPLE_RUN} --timeline t.jsonl.gz\n{SAMPLE_RUN} --timeline t.parquet\n"
-        f"{SAMPLE_RUN} --timeline thin.jsonl --timeline-every 9\n"
-        f"{SESSIONS_RUN} --timeline tiers.json --host-pages 500 --disk-pages 900\n"
+        f"{SAMPLE_RUN} --timeline thin.jsonl --set timeline_every=9\n"
+        f"{SESSIONS_RUN} --timeline tiers.json --host-pages 500 --set offload.disk_pages=900\n"
         "kvarts verify t.json\nkvarts verify t.jsonl.gz\nkvarts verify t.parquet\n"
         "kvarts verify thin.jsonl\nkvarts verify t.json --json\nkvarts verify tiers.json --json\n"
         "kvarts verify t.json t.jsonl.gz t.parquet thin.jsonl\nkvarts verify t.json thin.jsonl --json\n"
@@ -68,8 +68,8 @@ def story_cases() -> Iterator[Case]:
         "default": (SAMPLE_RUN, "59", "20"),
         "mocker": (f"{SAMPLE_RUN} --profile mocker", "59", "20"),
         "sessions": (SESSIONS_RUN, "s0-0", "s7-0"),
-        "tiers": (f"{SESSIONS_RUN} --host-pages 400 --disk-pages 5000", "s0-0", "s7-0"),
-        "lazy": (f"{SESSIONS_RUN} --host-pages 400 --offload lazy --target-free 30", "s20-0", "s7-0"),
+        "tiers": (f"{SESSIONS_RUN} --host-pages 400 --set offload.disk_pages=5000", "s0-0", "s7-0"),
+        "lazy": (f"{SESSIONS_RUN} --host-pages 400 --offload lazy --set offload.target_free=30", "s20-0", "s7-0"),
         "priorities": (REPLAY.format(trace="priorities.jsonl --trace-block-size 16", pages=200), "14", "100"),
         "replicas": (f"{SESSIONS_RUN} --replicas 3 --router prefix", "s0-0", "s7-0"),
     }
@@ -102,12 +102,13 @@ def model_cases() -> Iterator[Case]:
         "model/fit",
         "kvarts model show llama-3.1-8b --device h100-80gb\n"
         "kvarts model show llama-3.1-8b --device rtx-4090 --max-batched-tokens 2048 --max-seqs 64 --page-size 32\n"
-        "kvarts model show qwen3-32b --device a100-80gb --tensor-parallel 2 --weight-dtype fp8 --kv-dtype fp8 --json\n"
-        "kvarts model show deepseek-v3 --device b200-180gb --tensor-parallel 8 --memory-fraction 0.8\n"
+        "kvarts model show qwen3-32b --device a100-80gb --tensor-parallel 2 --set weight_dtype=fp8 "
+        "--set kv_dtype=fp8 --json\n"
+        "kvarts model show deepseek-v3 --device b200-180gb --tensor-parallel 8 --set memory_fraction=0.8\n"
         "kvarts model show model/config.json --device cpu:cores=8,bandwidth=80GB/s,memory=16GiB\n"
         "[2] kvarts model show llama-3.1-70b --device rtx-4090\n[3] kvarts model show nothing\n"
         "[2] kvarts model show llama-3.1-8b --device nothing\n"
-        "[2] kvarts model show llama-3.1-8b --kv-dtype int3",
+        "[2] kvarts model show llama-3.1-8b --set kv_dtype=int3",
     )
 
 
@@ -122,7 +123,7 @@ def measured_cases() -> Iterator[Case]:
         f"kvarts compare run {requests} --series vllm-rtx4090/timeseries.csv --html page.html\n"
         f"kvarts compare q.jsonl {requests} --series vllm-rtx4090/timeseries.csv\n"
         f"[4] kvarts compare run vllm-rtx4090/requests.jsonl\n[3] kvarts compare run missing.jsonl\n"
-        f"[4] kvarts compare run {requests} --column arrival=when",
+        f"[4] kvarts compare run {requests} --set column=arrival=when",
     )
     steps = "--model llama-3.1-8b --device rtx-4090"
     yield case(
@@ -132,8 +133,8 @@ def measured_cases() -> Iterator[Case]:
         "kvarts replay small.jsonl --cost cost.toml --pages 9000 --page-size 16 --json\n"
         "[2] kvarts calibrate steps.jsonl\n[3] kvarts calibrate missing.jsonl --model llama-3.1-8b --device l40s",
     )
-    text = f"kvarts calibrate {requests} {CALIBRATE} --prompts {prompts} --trace-block-size 16 --out cost.toml"
-    yield case("calibrate/requests", f"{text} --seed 1 --fit-on 25")
+    text = f"kvarts calibrate {requests} {CALIBRATE} --prompts {prompts} --set trace_block_size=16 --out cost.toml"
+    yield case("calibrate/requests", f"{text} --set seed=1 --fit-on 25")
 
 
 def program_cases() -> Iterator[Case]:
@@ -141,14 +142,14 @@ def program_cases() -> Iterator[Case]:
     yield case("python/api", "python programs/api.py")
     yield case("python/ledger", "python programs/ledger.py")
     generate = (
-        "kvarts generate --model tiny --max-tokens 12 --ignore-eos --kv-memory 64kB --page-size 4 --dtype float32"
+        "kvarts generate --model tiny --max-tokens 12 --ignore-eos --kv-memory 64kB --set page_size=4 --dtype float32"
     )
-    sampled = "--temperature 0.9 --top-k 40 --top-p 0.95 --min-p 0.01 --repetition-penalty 1.1 --seed 5"
+    sampled = "--temperature 0.9 --set top_k=40 --set top_p=0.95 --set min_p=0.01 --set repetition_penalty=1.1 --seed 5"
     yield case(
         "torch/generate",
         f"kvarts model tiny tiny --family qwen3\n{generate} --prompt hello\n{generate} --prompts prompts.jsonl\n"
-        f"{generate} --prompts prompts.jsonl --logprobs\n{generate} --prompts prompts.jsonl {sampled}\n"
-        f"{generate} --prompt hello {sampled} --attention sdpa",
+        f"{generate} --prompts prompts.jsonl --set logprobs=true\n{generate} --prompts prompts.jsonl {sampled}\n"
+        f"{generate} --prompt hello {sampled} --set attention=sdpa",
         needs_torch=True,
     )
 

@@ -291,11 +291,11 @@ DATA = Path(str(files("kvarts") / "data"))
     "options",
     [
         pytest.param(
-            ("--slo-ttft-ms", "900", "--policy", "session-aware", "--price", "host=1", "--slo-share", "0.9"),
+            ("--slo-ttft-ms", "900", "--price", "host=1", "--slo-share", "0.9"),
             marks=pytest.mark.slow,
         ),
-        ("--at", "300", "--league"),
-        ("--replicas", "2", "--routers", "prefix,round-robin"),
+        ("policies", "--at", "300"),
+        ("routers", "--replicas", "2", "--routers", "prefix,round-robin"),
     ],
     ids=["slo", "league", "routers"],
 )
@@ -309,7 +309,7 @@ def test_workers_do_not_change_a_byte_of_a_plan(
     trace.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:40]))
     printed = []
     for workers in (1, 3):
-        command = ("plan", trace, "--cost", COST, "--pages", 6000, *options, "--workers", workers, "--json")
+        command = ("plan", *options, trace, "--cost", COST, "--pages", 6000, "--workers", workers, "--json")
         assert run_command(*command) == 0
         printed.append(capsysbinary.readouterr().out)
     assert printed[0] == printed[1]
@@ -322,7 +322,7 @@ def test_workers_do_not_change_how_many_users_fit(
     printed = []
     for workers in (1, 2):
         setting = ("--cost", COST, "--pages", 40_000, "--slo-ttft-ms", 4000, "--workers", workers)
-        assert run_command("plan", DATA / "coding-agents", "--users", "1..12", *setting, "--json") == 0
+        assert run_command("plan", "users", DATA / "coding-agents", "--users", "1..12", *setting, "--json") == 0
         printed.append(capsysbinary.readouterr().out)
     assert printed[0] == printed[1]
 

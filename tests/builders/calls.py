@@ -14,7 +14,7 @@ import click
 
 from kvarts.cli.commands import cli
 from kvarts.cli.main import main
-from kvarts.cli.options import role_of
+from kvarts.cli.options import Command, role_of
 
 __all__ = ["CALLS", "Call", "PathParam", "commands", "make_files", "path_params", "snapshot", "with_value"]
 
@@ -49,7 +49,14 @@ CALLS: dict[str, Call] = {
     "model list": Call(()),
     "model show": Call(("config.json",)),
     "model tiny": Call(("new",), needs=HAS_TORCH, is_slow=True, prints=False),
-    "plan": Call(("trace.jsonl", "--cost", "linear:step_ms=5")),
+    "plan curve": Call(("trace.jsonl",)),
+    "plan fleet": Call(("trace.jsonl", "--model", "llama-3.1-8b", "--device", "h100-80gb", "--gpus", "1",
+                        "--slo-ttft-ms", "500")),
+    "plan policies": Call(("trace.jsonl", "--policy", "auto", "--at", "4")),
+    "plan routers": Call(("trace.jsonl", "--cost", "linear:step_ms=5", "--pages", "200", "--replicas", "2",
+                          "--routers", "prefix")),
+    "plan slo": Call(("trace.jsonl", "--cost", "linear:step_ms=5")),
+    "plan users": Call(("talks.jsonl", "--cost", "linear:step_ms=5", "--pages", "200", "--users", "1..2")),
     "profile": Call(
         ("--model", "tiny", "--prompts", "prompts.jsonl", "--max-tokens", "2"), needs=HAS_TORCH, is_slow=True
     ),
@@ -73,17 +80,17 @@ CALLS: dict[str, Call] = {
     "watch": Call(
         ("tcp://127.0.0.1:1", "--duration", "0.2", "--metrics", "http://127.0.0.1:1/", "--quiet"), code=6, needs=HAS_ZMQ
     ),
-}
+}  # fmt: skip
 """A command without a line here fails test_edge_tables."""
 
 
 @cache
-def commands() -> dict[str, click.Command]:
+def commands() -> dict[str, Command]:
     """Every command, by the words that call it."""
     return dict(_commands(cli, ()))
 
 
-def _commands(group: click.Group, words: tuple[str, ...]) -> Iterator[tuple[str, click.Command]]:
+def _commands(group: click.Group, words: tuple[str, ...]) -> Iterator[tuple[str, Command]]:
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
@@ -91,6 +98,7 @@ def _commands(group: click.Group, words: tuple[str, ...]) -> Iterator[tuple[str,
         if isinstance(command, click.Group):
             yield from _commands(command, (*words, name))
         else:
+            assert isinstance(command, Command)
             yield " ".join((*words, name)), command
 
 
@@ -137,6 +145,8 @@ def make_files(folder: Path, run: Callable[[Sequence[object]], int]) -> None:
     """Write what the calls read to `folder`, which is the working directory of `run`."""
     rows = [{**GOOD, "timestamp": index * 50, "hash_ids": [index, index + 1]} for index in range(6)]
     (folder / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    talks = [{**row, "session_id": f"s{place % 3}"} for place, row in enumerate(rows)]
+    (folder / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talks))
     (folder / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
     (folder / "config.toml").write_text("pages = 100\n")
     (folder / "sweep.toml").write_text('trace = "trace.jsonl"\n[grid]\npages = [50, 100]\n')

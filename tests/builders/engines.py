@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from kvarts.core.build import build_engine, preparation_of
+from kvarts.core.build import Planning, Storage, Watching, build_engine, preparation_of
 from kvarts.core.config import EngineConfig
 from kvarts.core.content import Content
+from kvarts.core.engine import Engine
 from kvarts.core.event_log import EventReader
-from kvarts.core.executor import VirtualExecutor
+from kvarts.core.executor import Executor, VirtualExecutor
 from kvarts.core.kv.cache import Cache
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.request import Request
@@ -19,7 +20,15 @@ from kvarts.cost.simulated import SimExecutor
 from kvarts.proof.audit.opening import audit_of
 from kvarts.sim.replica import Replica
 
-__all__ = ["make_replica", "make_scheduler", "request_of", "run", "whole_pages"]
+__all__ = ["engine_with", "make_replica", "make_scheduler", "request_of", "run", "whole_pages"]
+
+
+def engine_with(config: EngineConfig, executor: Executor, **fields: Any) -> Engine:
+    """An engine with any fields of Storage, Planning and Watching."""
+    kinds = (Storage, Planning, Watching)
+    sorted_fields = [{name: fields.pop(name) for name in kind._fields if name in fields} for kind in kinds]
+    assert not fields, fields
+    return build_engine(config, executor, *(kind(**given) for kind, given in zip(kinds, sorted_fields, strict=True)))
 
 
 def make_replica(
@@ -34,7 +43,7 @@ def make_replica(
 ) -> Replica:
     """An engine in virtual time; a step takes a millisecond unless `executor` says otherwise."""
     executor = executor or SimExecutor(LinearCost(step_ms=1.0))
-    engine = build_engine(
+    engine = engine_with(
         config, executor, readers=readers, tiers=preparation_of(offload), audit=audit_of(audit), **kwargs
     )
     return Replica(engine, executor, step_by_step=step_by_step)
@@ -43,7 +52,7 @@ def make_replica(
 def make_scheduler(config: EngineConfig, *, offload: Any = None, **kwargs: Any) -> Scheduler:
     """A scheduler of pages that are only counted."""
     executor = SimExecutor(LinearCost(step_ms=1.0))
-    return build_engine(config, executor, tiers=preparation_of(offload), **kwargs).scheduler
+    return engine_with(config, executor, tiers=preparation_of(offload), **kwargs).scheduler
 
 
 def whole_pages(cache: Cache) -> PageCache:

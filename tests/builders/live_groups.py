@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kvarts.core.build import PrepareTiers, build_engine
+from kvarts.core.build import PrepareTiers
 from kvarts.core.config import EngineConfig
 from kvarts.core.content import Content
 from kvarts.core.engine import Engine
@@ -23,6 +23,7 @@ from kvarts.core.sched.drafts import Drafter
 from kvarts.core.sched.plan import StepPlan, StepResult
 from kvarts.proof.audit.opening import open_audit
 
+from builders.engines import engine_with
 from oracles.naive import NaiveRequest
 from oracles.naive_group_engine import NaiveGroupEngine
 from oracles.naive_kv_groups import seen_by
@@ -319,7 +320,7 @@ class LiveRun:
             assert request.output is not None
             self.tokens.append((request.tenant, [int(str(token)) for token in (*request.tokens, *request.output)]))
         self.executor = ReadingExecutor(memory, config, self.tokens)
-        self.engine: Engine = build_engine(
+        self.engine: Engine = engine_with(
             config,
             self.executor,
             memory=memory,

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvarts.core.build import Audit, build_engine
+from kvarts.core.build import Audit
 from kvarts.core.config import EngineConfig
 from kvarts.core.content import Content
 from kvarts.core.engine import Engine
@@ -16,6 +16,7 @@ from kvarts.core.event_log import EventReader
 from kvarts.core.request import Request
 from kvarts.proof.audit.opening import open_audit
 
+from builders.engines import engine_with
 from builders.toy_model import NUM_TOKEN_IDS, generate
 
 
@@ -50,7 +51,7 @@ def serve(
     """Runs all arrivals, one step at a time; the laws of page accounting are checked after each."""
     # The ledger of an audit does not follow drafts before prompts.
     audit: Audit = "laws" if below.get("num_draft_slots") else open_audit
-    engine = build_engine(config, executor, audit=audit, readers=observers, **below)
+    engine = engine_with(config, executor, audit=audit, readers=observers, **below)
     requests = [make_request(index, arrival, config.page_size) for index, arrival in enumerate(arrivals)]
     unfinished = set()
     cancelled = set()

@@ -14,7 +14,7 @@ from kvarts.core.content import Content
 from kvarts.core.kv.group_pages import GroupPages, HeldParts, IncomingParts, PartHolding
 from kvarts.core.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.core.kv.layers import KvKind
-from kvarts.core.kv.runs import Listed, PartRun, RunHolding, Spot
+from kvarts.core.kv.runs import EvictionSlot, LruEntry, PartRun, RunHolding
 from kvarts.core.kv.transfer import Direction, TransferReport
 from kvarts.core.tiers.channel import Channel
 from kvarts.core.tiers.layout import ConnectedTier
@@ -782,11 +782,11 @@ class TieredMachine(RuleBasedStateMachine):
         assert cache.empty_bytes * self.block_bytes == model.empty_bytes
         assert cache.free_bytes * self.block_bytes == model.free_bytes()
 
-    def listed(self, entries: Iterator[Listed]) -> list[tuple[int, Any]]:
+    def listed(self, entries: Iterator[LruEntry]) -> list[tuple[int, Any]]:
         """The parts of runs, the next to be evicted first, with what the model calls their pages."""
         parts: list[tuple[int, Any]] = []
         for run in entries:
-            if isinstance(run, Spot):
+            if isinstance(run, EvictionSlot):
                 continue
             assert isinstance(run, PartRun) and run.span is not None
             content = run.span.content

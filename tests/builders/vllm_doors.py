@@ -71,6 +71,50 @@ def check_policy(seed: int) -> None:
     assert num_evicted, "nothing was evicted"
 
 
+def check_steps(*, has_others: bool) -> None:
+    """A request that stores 12 chunks in a tier for 8, in steps, leaves its beginning, whatever was stored before."""
+    for name, module, found_in_steps_of in (
+        ("lru", None, {1: 0, 2: 0, 3: 0, 4: 0, 5: 0, 6: 0, 12: 0}),
+        ("KvartsCachePolicy", "kvarts.doors.vllm", {1: 8, 2: 8, 3: 6, 4: 8, 5: 5, 6: 6, 12: 0}),
+    ):
+        for size, expected in found_in_steps_of.items():
+            manager = CPUOffloadingManager(8, name, module)
+            if has_others:
+                store(manager, keys_of("other", 4), 4)
+            assert store(manager, keys_of("prompt", 12), size) == expected, (name, size)
+    # A request that finds a prefix keeps it while it stores what follows, and others are evicted for it.
+    manager = CPUOffloadingManager(8, "KvartsCachePolicy", "kvarts.doors.vllm")
+    store(manager, keys_of("prompt", 3), 3)
+    store(manager, keys_of("other", 5), 5)
+    assert store(manager, keys_of("prompt", 9), 2) == 7
+    assert store(manager, keys_of("third", 4), 2) == 4
+    context = ReqContext(req_id="look")
+    assert [manager.lookup(key, context) is LookupResult.HIT for key in keys_of("prompt", 5)] == [True] * 4 + [False]
+
+
+def keys_of(name: str, count: int) -> list[bytes]:
+    return [make_offload_key(f"{name} {place}".encode().ljust(32, b"."), 0) for place in range(count)]
+
+
+def store(manager: Any, keys: list[bytes], size: int) -> int:
+    """Store keys that are missing in steps of `size`; return how many can be found from the first on."""
+    context = ReqContext(req_id=keys[0].decode(errors="replace"))
+    manager.on_new_request(context)
+    found = 0
+    while found < len(keys) and manager.lookup(keys[found], context) is LookupResult.HIT:
+        found += 1
+    for start in range(found, len(keys), size):
+        step = keys[start : start + size]
+        for place, key in enumerate(keys[: start + size]):
+            context.set_offload_key_position(key, place)
+        placed = manager.prepare_store(step, context)
+        if placed is not None:
+            manager.complete_store(set(placed.keys_to_store), context)
+    hits = [manager.lookup(key, context) is LookupResult.HIT for key in keys]
+    manager.on_request_finished(context)
+    return hits.index(False) if False in hits else len(hits)
+
+
 def open_files(folder: str, num_pages: int, view: Any, **options: Any) -> Any:
     """Return the tier as vLLM's factory makes it."""
     from kvarts.core.tiers.pagefiles import file_bytes
@@ -209,6 +253,9 @@ if __name__ == "__main__":
             check_policy(number)
         else:
             check_files(f"{where}/{number}", number)
+    if what == "policy":
+        check_steps(has_others=False)
+        check_steps(has_others=True)
     if what == "files":
         check_slow(f"{where}/slow")
     print("held")

@@ -124,8 +124,8 @@ def test_report_and_requests_are_written(kvarts: Run, trace: Path, tmp_path: Pat
 def test_every_flag_reaches_the_replay(kvarts: Run, trace: Path) -> None:
     flags = (
         "--pages 99 --page-size 8 --profile mocker --cost linear:step_ms=5 --max-batched-tokens 64 --max-seqs 3 "
-        "--long-prefill-token-threshold 9 --watermark 0.25 "
-        f"--replicas 2 --router {ROUTERS[-1]} --concurrency 4 --slo-ttft-ms 9 --slo-tpot-ms 8 --slo-e2e-ms 7"
+        "--set long_prefill_token_threshold=9 --set watermark=0.25 "
+        f"--replicas 2 --router {ROUTERS[-1]} --concurrency 4 --slo-ttft-ms 9 --slo-tpot-ms 8 --set slo.e2e_ms=7"
         f" --audit"
     )
     ran = kvarts("replay", trace, *flags.split(), "--json")
@@ -262,7 +262,7 @@ def test_missing_files_have_their_own_code(kvarts: Run, tmp_path: Path) -> None:
 def test_skipped_lines_are_reported(kvarts: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(GOOD + "oops\n" + GOOD)
-    assert "2 completed, 0 rejected, 1 bad lines skipped" in kvarts("replay", trace, "--skip-bad-lines").out
+    assert "2 completed, 0 rejected, 1 bad lines skipped" in kvarts("replay", trace, "--set", "skip_bad_lines=true").out
 
 
 def test_every_option_is_explained(kvarts: Run) -> None:

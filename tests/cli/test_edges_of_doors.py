@@ -30,7 +30,7 @@ WATCH = ("watch", "--duration", "0.1")
         ((*WATCH, "tcp://127.0.0.1:5557", "--replay", "tcp://127.0.0.1:0"), 2, "is no port that can be used"),
         ((*WATCH, "tcp://127.0.0.1:5557", "--metrics", "x"), 2, "is not a URL of HTTP"),
         ((*WATCH, "tcp://127.0.0.1:5557", "--metrics", "file:///etc/passwd"), 2, "is not a URL of HTTP"),
-        ((*WATCH, "tcp://127.0.0.1:5557", "--topic", "\udcff"), 2, "topic: is not text in UTF-8"),
+        ((*WATCH, "tcp://127.0.0.1:5557", "--set", "topic=\udcff"), 2, "topic: is not text in UTF-8"),
         (("mock", "--port", "0", "--fail", f"first {'9' * 5000}: 429"), 2, "names no requests"),
     ],
 )  # fmt: skip
@@ -59,7 +59,7 @@ def test_steps_of_a_design_are_counted_before_they_are_replayed(
 ) -> None:
     on = ("--model", "llama-3.1-8b", "--device", "h100-80gb")
     begin = time.perf_counter()
-    assert run_command("calibrate", "--design", *on, "--max-batched-tokens", "1", "--max-seqs", "1") == 2
+    assert run_command("calibrate", "--design", *on, "--max-batched-tokens", "1", "--set", "max_seqs=1") == 2
     assert time.perf_counter() - begin < 5.0
     assert f"steps, and {MOST_STEPS:,} are replayed at most" in capsys.readouterr().err
 

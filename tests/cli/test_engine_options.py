@@ -7,35 +7,35 @@ import pytest
 from msgspec import structs
 
 from kvarts.cli.llm import engine_options, engine_options_of, kv_groups_option, snapshots_option
+from kvarts.cli.options import Command
 from kvarts.core.config import EngineOptions
 
 GIVEN = {
     "kv_memory": ("--kv-memory 1MiB", "1MiB"),
-    "page_size": ("--page-size 8", 8),
-    "max_num_batched_tokens": ("--max-batched-tokens 99", 99),
-    "max_num_seqs": ("--max-seqs 3", 3),
-    "max_itl_ms": ("--max-itl-ms 7.5", 7.5),
+    "page_size": ("--set page_size=8", 8),
+    "max_num_batched_tokens": ("--set max_batched_tokens=99", 99),
+    "max_num_seqs": ("--set max_seqs=3", 3),
+    "max_itl_ms": ("--set max_itl_ms=7.5", 7.5),
     "dtype": ("--dtype float16", "float16"),
     "device": ("--device cuda", "cuda"),
-    "attention": ("--attention sdpa", "sdpa"),
-    "layers": ("--layers model", "model"),
+    "attention": ("--set attention=sdpa", "sdpa"),
+    "layers": ("--set layers=model", "model"),
     "quantization": ("--quantization int4", "int4"),
-    "trust_remote_code": ("--trust-remote-code", True),
-    "kv_groups": ("--kv-groups all", "all"),
-    "snapshots": ("--snapshots branches", "branches"),
-    "kv_dtype": ("--kv-dtype fp8", "fp8"),
-    "enforce_eager": ("--enforce-eager", True),
+    "trust_remote_code": ("--set trust_remote_code=true", True),
+    "kv_groups": ("--set kv_groups=all", "all"),
+    "snapshots": ("--set snapshots=branches", "branches"),
+    "kv_dtype": ("--set kv_dtype=fp8", "fp8"),
+    "enforce_eager": ("--set enforce_eager=true", True),
 }
 """By field: words of a command line, and the value that they give the field."""
 
 
-@click.command()
+@click.command(cls=Command)
+@engine_options
+@kv_groups_option
+@snapshots_option
 def command(**values: object) -> EngineOptions:
     return engine_options_of(values)
-
-
-for add in (snapshots_option, kv_groups_option, engine_options):
-    add(command)
 
 
 def parsed(words: str) -> EngineOptions:
@@ -54,4 +54,4 @@ def test_an_option_reaches_its_field(field: str) -> None:
 
 
 def test_no_option_is_without_a_field() -> None:
-    assert len(command.params) == len(EngineOptions.__struct_fields__)
+    assert len(command.every) == len(EngineOptions.__struct_fields__) + 1, "those of fields, and --set"

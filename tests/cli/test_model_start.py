@@ -56,7 +56,7 @@ def test_options_of_vllm_change_the_plan_as_in_vllm() -> None:
     assert (eight["block_size"], eight["num_blocks"]) == (1600, 819)
     plain = start(*arguments, "--no-enable-prefix-caching", "--max-num-seqs", "256")
     assert [group["blocks_per_request"] for group in plain["groups"]] == [1, 1, 1, 335]
-    short = start(*arguments, "--max-model-len", "8192", "--max-num-seqs", "16", "--max-num-batched-tokens", "4096")
+    short = start(*arguments, "--set", "max_model_len=8192", "--max-num-seqs", "16", "--max-num-batched-tokens", "4096")
     assert (short["max_model_len"], short["max_num_seqs"], short["max_num_batched_tokens"]) == (8192, 16, 4096)
     assert short["refusal"] is None
     large = start("qwen3-32b", "--device", "h100", "--engine", "vllm", "--block-size", "64", *GIVEN)
@@ -68,7 +68,7 @@ def test_options_of_vllm_change_the_plan_as_in_vllm() -> None:
 def test_drafts_have_kv_and_states() -> None:
     """The bytes, blocks and tokens of a log: Qwen3.8-27B in NVFP4, with three drafted tokens."""
     arguments = ("qwen3.6-27b", "--device", "rtx-5090", "--engine", "vllm==0.32", "--available-kv-memory", "5000000000")
-    own = start(*arguments, "--speculative-tokens", "3", "--kv-dtype", "fp8", "--max-model-len", "98304")
+    own = start(*arguments, "--set", "speculative_tokens=3", "--kv-dtype", "fp8", "--set", "max_model_len=98304")
     assert (own["block_size"], own["kv_cache_tokens"]) == (1600, 113_624)
     assert [(group["layers"], group["blocks_per_request"]) for group in own["groups"]] == [(16, 5)] * 3 + [(17, 62)]
 
@@ -85,7 +85,15 @@ def test_refusals_are_vllms_words_with_what_to_change() -> None:
     assert "To serve at least one request with the model's max seq len (40960), (10.00 GiB KV cache is needed" in short
     assert "Give --max-model-len 8576, or -1" in short
     fitted = start(
-        "qwen3-32b", "--device", "h100", "--engine", "vllm", "--available-kv-memory", "2.1GiB", "--max-model-len", "-1"
+        "qwen3-32b",
+        "--device",
+        "h100",
+        "--engine",
+        "vllm",
+        "--available-kv-memory",
+        "2.1GiB",
+        "--set",
+        "max_model_len=-1",
     )
     assert fitted["max_model_len"] == 8576
     states = run("qwen3.5-27b", "--device", "h100", "--engine", "vllm", "--available-kv-memory", "22.1GiB")
@@ -118,7 +126,7 @@ def test_a_layout_file_is_planned(tmp_path: Path) -> None:
         'weights = "54GB"\nlayers = [\n  {count = 10, kind = "full", heads = 16, head_dim = 128},\n'
         '  {count = 52, kind = "window", window = 1024, heads = 16, head_dim = 128},\n]\n'
     )
-    arguments = ("any", "--kv-layout", str(path), "--device", "h100", "--engine", "vllm", "--max-model-len", "8192")
+    arguments = ("any", "--kv-layout", str(path), "--device", "h100", "--engine", "vllm", "--set", "max_model_len=8192")
     own = start(*arguments, *GIVEN)
     assert [group["layers"] for group in own["groups"]] == [10, 9, 9, 9, 9, 8, 8]
 
@@ -127,8 +135,8 @@ def test_a_layout_file_is_planned(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("--engine", "vllm==0.30"), "'vllm==0.30' is not understood"),
-        (("--max-model-len", "100"), "needs --engine vllm"),
-        (("--engine", "vllm", "--max-model-len", "0"), "must be at least 1"),
+        (("--set", "max_model_len=100"), "needs --engine vllm"),
+        (("--engine", "vllm", "--set", "max_model_len=0"), "must be at least 1"),
         (("--engine", "vllm", "--block-size", "24"), "take multiples of 16 tokens"),
         (("--engine", "vllm", "--available-kv-memory", "44.1GX"), "is not a size in bytes"),
     ],

@@ -59,7 +59,7 @@ def start(*options: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_says_where_it_listens_and_ends_in_good_order(number: signal.Signals) -> None:
-    with start("--sink", "2", "--window", "8", "--ttl", "60") as process:
+    with start("--sink", "2", "--window", "8", "--set", "ttl=60") as process:
         try:
             assert process.stderr is not None and process.stdout is not None
             line = process.stderr.readline()
@@ -100,9 +100,10 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
     engine = {"options": EngineOptions(), "at_capacity": "refuse"}
     assert kvarts("serve", "sessions", "--mock")[0] == 130
     assert opened.pop() == {"mock": True, "defaults": SessionSettings(), "max_sessions": 16_384, **engine}
-    options = "--sink 0 --window all --retention pin --past-max-positions --max-sessions 9 --session-memory 2GiB"
+    options = "--sink 0 --window all --set retention=pin --set past_max_positions=true --set max_sessions=9"
     options += (
-        f" --at-capacity evict --state-dir {tmp_path} --page-size 4 --dtype float32 --kv-groups tails --enforce-eager"
+        f" --session-memory 2GiB --set at_capacity=evict --state-dir {tmp_path} --set page_size=4 --dtype float32"
+        " --set kv_groups=tails --set enforce_eager=true"
     )
     assert kvarts("serve", "sessions", "--model", "here", *options.split())[0] == 130
     assert opened.pop() == {
@@ -125,9 +126,13 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
     [
         ("", 2, "model: give either. Give --model DIR or --mock."),
         ("--mock --model x", 2, "model: give either. Give --model DIR or --mock."),
-        ("--model x --speedup 2", 2, "--speedup: has no effect without --mock. Give --mock as well, or leave it out."),
-        ("--mock --positions cache --window all", 2, "positions: 'cache' needs a window"),
-        ("--mock --ttl 0", 2, "ttl_s: must be above 0, got 0.0"),
+        (
+            "--model x --speedup 2",
+            2,
+            "--speedup: has no effect without --mock. Give --mock as well, or leave it out.",
+        ),
+        ("--mock --set positions=cache --window all", 2, "positions: 'cache' needs a window"),
+        ("--mock --set ttl=0", 2, "ttl_s: must be above 0, got 0.0"),
         ("--mock --session-memory much", 2, "'much' is not a size in bytes"),
         ("--mock --bind 0.0.0.0:50051", 2, "bind: other machines reach 0.0.0.0"),
         ("--mock --bind here", 2, "bind: 'here' is no address. Write HOST:PORT."),

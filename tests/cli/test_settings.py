@@ -11,7 +11,17 @@ import msgspec
 import pytest
 
 from kvarts.base.errors import ConfigError
-from kvarts.base.settings import Flags, Given, Section, Setting, given_in, is_inline, settings_by_param, settings_of
+from kvarts.base.settings import (
+    SET,
+    Flags,
+    Given,
+    Section,
+    Setting,
+    given_in,
+    is_inline,
+    settings_by_param,
+    settings_of,
+)
 from kvarts.cli.effects import NEEDS
 from kvarts.cli.options import options_of
 from kvarts.cli.parts import concern_parts, load_parts
@@ -114,7 +124,7 @@ def test_a_setting_has_help_and_one_default(section: Section, setting: Setting) 
         (option,) = (param for param in replay_command.params if table in param.opts)
         assert isinstance(option, click.Option) and name in (option.help or "").rstrip(".").split(": ")[1].split(", ")
         return
-    (option,) = (param for param in replay_command.params if setting.flag in param.opts)
+    (option,) = (param for param in replay_command.every if setting.flag in param.opts)
     assert isinstance(option, click.Option)
     assert option.default is None, "a default belongs to the struct"
     assert option.help is not None and option.help.startswith(setting.help)
@@ -141,8 +151,11 @@ def test_a_flag_wins_over_a_file_and_a_file_over_the_default(
     if is_inline(setting):
         table, _, name = setting.flag.partition(" ")
         from_flag = parsed(table, f"{name}={text}")
+    elif setting.flag.startswith(SET):
+        from_flag = parsed("--set", f"{setting.key}={text or 'true'}")
     else:
         from_flag = parsed(setting.flag, text) if text else parsed(setting.flag)
+        assert parsed("--set", f"{setting.key}={text or 'true'}")[setting.key] == from_flag[setting.key]
     assert from_flag[setting.key] == written(setting, 3)[1] != setting.default
     merged = from_flag.over(from_file)
     assert merged[setting.key] == from_flag[setting.key]
@@ -187,7 +200,7 @@ def test_settings_of_models_are_keys_of_their_tables() -> None:
 
 
 def test_every_option_that_is_a_setting_has_its_own_flag() -> None:
-    flags = [param.opts[0] for param in replay_command.params if isinstance(param, click.Option)]
+    flags = [param.opts[0] for param in replay_command.every if isinstance(param, click.Option)]
     assert len(flags) == len(set(flags))
     assert {setting.flag for setting in settings_by_param(SECTIONS).values()} <= set(flags)
 
@@ -231,7 +244,8 @@ def test_what_is_laid_over_a_file_drops_what_it_stands_for(
         ("", "--kv-memory 1GiB --pages 4", "--kv-memory: cannot be combined with --pages. Keep one of them."),
         ("", "--model qwen3-8b", "--model: says nothing without a device. Model and device go together: --device"),
         ("device = 'l40s'", "", "c.toml: device: says nothing without a model. Model and device go together: model"),
-        ("", "--memory-fraction 2 --model qwen3-8b --device l40s", "--memory-fraction: must be above 0 and at most 1"),
+        ("", "--set memory_fraction=2 --model qwen3-8b --device l40s",
+         "--set memory_fraction: must be above 0 and at most 1"),
         ("tensor_parallel = 2", "--model qwen3-8b --device cpu:", "c.toml: tensor_parallel: cpu: has no link"),
         ("", "--model qwen3-8b --device l40s --kv-dtype bf8", "--kv-dtype: 'bf8' is not known"),
         ("[cost]\nmodel = 'linear'\nstep_ms = -1", "", "c.toml: cost.step_ms: must be at least 0"),

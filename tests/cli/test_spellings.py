@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +17,10 @@ EVERY = commands()
 
 
 def test_aliases_stand_for_options_that_exist() -> None:
-    flags = {flag for param in EVERY["replay"].params for flag in param.opts}
+    flags = {getattr(param, "flag", param.opts[0]) for command in EVERY.values() for param in command.every}
     assert set(ALIASES.values()) <= flags
-    assert not set(ANSWERS) & set(ALIASES)
+    # One that is its own alias is answered in commands without such a key.
+    assert not set(ANSWERS) & {theirs for theirs, ours in ALIASES.items() if theirs != ours}
 
 
 def test_options_of_vllm_are_ours(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +38,19 @@ def test_options_without_the_same_are_answered(
 ) -> None:
     assert run_command("replay", name, "4") == 2
     assert answer in capsys.readouterr().err
+
+
+def test_options_of_vllm_are_keys_where_they_have_no_option(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = EVERY["serve model"]
+    theirs = ["--model", "m", "--enforce-eager", "--max-num-seqs", "7", "--kv-cache-dtype=fp8"]
+    theirs += ["--tool-call-parser", "hermes"]
+    with server.make_context("model", theirs) as context:
+        given = {name: context.params[name] for name in ("enforce_eager", "max_seqs", "kv_dtype", "tool_call_parser")}
+    assert given == {"enforce_eager": True, "max_seqs": 7, "kv_dtype": "fp8", "tool_call_parser": "hermes"}
+    assert run_command("mock", "--max-queued", "5") == 2
+    assert "No such option: --max-queued: give --set max_queued=VALUE." in capsys.readouterr().err
 
 
 def test_a_command_with_such_an_option_keeps_it() -> None:
@@ -77,4 +92,72 @@ def test_replay_answers_what_it_does_not_know(
     arguments: str, code: int, says: str, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command("replay", *arguments.split()) == code
+    assert says in capsys.readouterr().err
+
+
+VLLM = "qwen3-8b --max-num-seqs 7 --block-size=32 --num-gpu-blocks-override 4000 -tp 1 --no-enable-prefix-caching"
+AS_OURS = "--model qwen3-8b --max-seqs 7 --page-size 32 --pages 4000 --set no_prefix_caching=true"
+
+
+def test_an_argument_line_of_vllm_is_taken_as_it_is(
+    tmp_path: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.sh"
+    file.write_text(f"vllm serve {VLLM} \\\n  --port 80\n")
+    printed = []
+    for words in (AS_OURS.split(), ["--vllm-args", VLLM], ["--vllm-args", f"@{file}"]):
+        assert run_command("replay", "sample:azure-chat", "--device", "h100-80gb", *words, "--json") == 0
+        printed.append(capsys.readouterr())
+    assert printed[0].out == printed[1].out == printed[2].out
+    assert json.loads(printed[0].out)["config"]["max_seqs"] == 7
+    assert "--vllm-args: without effect here: --port" in printed[2].err and "without" not in printed[1].err
+
+
+def test_options_win_over_an_argument_line(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "llama-3.1-8b", "--max-seqs", "3", "--vllm-args", VLLM, "--device", "h100-80gb", "--json")
+    assert run_command("replay", "sample:azure-chat", *words) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert (config["max_seqs"], config["page_size"]) == (3, 32)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--max-num-sqs 4", "vllm serve's --max-num-sqs is not known here. Did you mean max-num-seqs?"),
+        ("--scheduling-policy lottery", "--scheduling-policy lottery is not known. Use one of fcfs, priority."),
+        ("--max-num-seqs", "--max-num-seqs needs a value."),
+        ("--max-num-seqs x", "Invalid value for '--max-seqs': 'x' is not a valid integer"),
+        ("--enable-expert-parallel", "give --set expert_parallel=N"),
+        ("'", "No closing quotation"),
+    ],
+)
+@pytest.mark.parametrize("command", ["replay", "plan"])
+def test_what_is_wrong_in_an_argument_line_is_named(
+    command: str, line: str, says: str, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(command, "sample:azure-chat", "--vllm-args", line) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_missing_file_of_an_argument_line_is_named(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("replay", "--vllm-args", "@nowhere.sh") == 3
+    assert "nowhere.sh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--disk-pages 3", "No such option: --disk-pages: give --set offload.disk_pages=VALUE."),
+        ("--set offload.disk_page=3", "there is no key 'offload.disk_page'. Did you mean offload.disk_pages"),
+        ("--set pages", "'pages' is not KEY=VALUE"),
+        ("--set audit=yes", "audit is true or false, not 'yes'"),
+        ("--set", "requires an argument"),
+    ],
+)
+def test_keys_that_are_not_known_are_answered(
+    words: str, says: str, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("replay", "sample:azure-chat", *words.split()) == 2
     assert says in capsys.readouterr().err

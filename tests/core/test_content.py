@@ -3,31 +3,47 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvarts.base.errors import ConfigError
 from kvarts.core.content import Content
-from kvarts.core.keys import BlockKeys, root_key
+from kvarts.core.keys import APART, Adapter, BlockKeys, root_key, salt_of_adapter, salt_parts
 
-# What vLLM 0.32.0 computes for tokens 100..111 in pages of 4, salted "tenant-a": the root key, then three pages;
-# then the first page without a salt, and a page of the ids 151643, 2**31, 0, 70000.
+# The block hashes of vLLM 0.32.0's own requests, of tokens 100..111 in blocks of 4 with the salt "tenant-a": the root
+# key, then three pages; then the first page without a salt, and a page of the ids 151643, 2**31, 0, 70000.
 VLLM_KEYS = {
     "sha256": (
         "066b1e8987e027138e98701c46128929378935f9b6cd1549105ae6b4f0d71198",
-        "1dd3f6782a31d031f5a27d5e64c4bd6412f8a2c9040534f0fad66c7789f78d46",
-        "e955a01e9cbb9b0a1acaf8d78660f8776596ffc0da7fc28c747be8b99c174de6",
-        "a680acfbc0015184a3bb59f5b6af54822e99e6d32c99c6a18dfaf28739c83887",
+        "749184ef43d40d21d4804393c2861535202b942ed016446cb8c2e5427ce513de",
+        "47f98c3a70f8ecb1a95a78ab60e95f2004eef1bfe167a216864d8851a07a4de6",
+        "417eba3eb42820154a6e698e133fb6a38cc5468a8abb1947a3ed49440dc736e4",
         "007f699eb7d4928d9961af00e454b36a0a0a4098a8d565689dc54be60c72d352",
         "0ef08f5785a4429fd257407e409fe956264a5b45d9a5db8d1bc2896240a72f1a",
     ),
     "sha256_cbor": (
         "9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0",
-        "f223037d4fa58a8940f2e906aa50c2a2276b5c115ea56c19a96af4aa4010be26",
-        "f64a31c5d14b424d2cd2338c1241d9dcbe6af3b02d685c3cf903137410899b4a",
-        "61e70c906821108564829c395eb870f8805ac061f612d06b836da6542f877b15",
+        "e47ecb1ac5a3bb44efc9204df04748ccdaee7575e9ec93c7d7a8c6b251fb9bfa",
+        "c888640d0e1994e2f6478d86270f638d0fd4357f516a64257c2458af7e7d754e",
+        "36404953d116849e02c788579a3700813f484e57a89d9db8d0dac8fe6caab757",
         "f6660814c0f5fab668e3a3e4cc9d7c843f32e254d6a433791cccfba573d0cf8a",
         "5818da805e394dcddde235efb13774b4c27eda18ed89af3a4fbda7406962fcc3",
+    ),
+}
+
+# The same of tokens 100..107 for the adapter "sql" in /adapters/sql: two pages without a salt, and two with "tenant-a".
+VLLM_KEYS_OF_ADAPTERS = {
+    "sha256": (
+        "714da4e7cd684611817e8ca517fd5bdb86be8b1f791566c22430c517b9514b40",
+        "35704b18b614cd501d82e39b03f98792b4e76fe988e8212c19de75c5ceac5b45",
+        "aca41fa4b7f0e4eab2084e91c92a024b42ba4663fec122681bce177aa4ea1742",
+        "43633d39507d479e810b8bb7b7beecaa4592042351105394f3e2a49f794c6e4a",
+    ),
+    "sha256_cbor": (
+        "924622d14a55ffff4f54287ac72c79d82f2a2dbbe05f3239f7c871a5953c51d6",
+        "32527bb2c2cdca6cef049550dc0f4a251ca458b25d68a43abed1c340ba164a42",
+        "8ee68a8a9d18918fa0275a915c724d6c817931b324e95ebb8e9875f18e4c1dc1",
+        "631e05fc0c665352ceadcd513393d8034a7836d855e36eab483046cbfbc14ecf",
     ),
 }
 
@@ -46,6 +62,29 @@ def test_block_keys_are_those_of_vllm(algorithm: str) -> None:
     assert plain[0].hex() == unsalted
     wide = BlockKeys(tokens(151643, 2**31, 0, 70000), algorithm=algorithm)  # type: ignore[arg-type]
     assert wide[0].hex() == big
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_block_keys_of_an_adapter_are_those_of_vllm(algorithm: str) -> None:
+    found = []
+    for salt in (None, "tenant-a"):
+        content = tokens(*range(100, 108), salt=salt_of_adapter(Adapter("sql", "/adapters/sql"), salt))
+        found += [key.hex() for key in BlockKeys(content, algorithm=algorithm)]  # type: ignore[arg-type]
+    assert tuple(found) == VLLM_KEYS_OF_ADAPTERS[algorithm]
+
+
+@pytest.mark.parametrize("text", ["", "=path", "a\0b", "a\x1eb=c", "a=b\0", "a=" + "x" * 5000])
+def test_an_adapter_that_no_salt_could_be_of_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="NAME=PATH"):
+        Adapter.of(text)
+
+
+@given(st.text(min_size=1), st.text(), st.none() | st.text())
+def test_a_salt_gives_back_its_adapter(name: str, path: str, salt: str | None) -> None:
+    adapter = Adapter(name, path)
+    assume(not adapter.complaint() and APART not in (salt or ""))
+    assert salt_parts(salt_of_adapter(adapter, salt)) == (adapter, salt or "")
+    assert salt_parts(salt) == (None, salt or "")
 
 
 def test_block_keys_end_with_the_known_pages() -> None:

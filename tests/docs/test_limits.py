@@ -14,43 +14,49 @@ from kvarts.core.parts.combines import FEATURES, PLACES, REFUSED
 PAGE = (Path(__file__).parents[2] / "docs" / "limits.md").read_text()
 GEMMA = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all")
 LLAMA = ("--model", "llama-3.1-8b", "--device", "h100-80gb")
-HYBRID = ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--mamba-cache-mode", "align")
+HYBRID = ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--set", "mamba_cache_mode=align")
 EXPERTS = ("--model", "qwen3-30b-a3b", "--device", "h100-80gb")
 ASKED: dict[str, dict[str, tuple[str, ...]]] = {
     "replay": {
         "kv_groups": GEMMA,
         "states_by_page": HYBRID,
         "tiers": ("--host-pages", "64"),
-        "files": ("--host-pages", "64", "--disk-pages", "64"),
+        "files": ("--host-pages", "64", "--set", "offload.disk_pages=64"),
         "orders": ("--eviction", "auto"),
-        "layers": ("--host-pages", "64", "--load-overlap", "layers"),
-        "sync_loads": ("--host-pages", "64", "--load-kv", "sync"),
-        "drafts": (*LLAMA, "--speculative-tokens", "1", "--acceptance", "0.5"),
-        "bound": ("--max-itl-ms", "9"),
+        "layers": ("--host-pages", "64", "--set", "offload.load_overlap=layers"),
+        "sync_loads": ("--host-pages", "64", "--set", "offload.load_kv=sync"),
+        "drafts": (*LLAMA, "--set", "speculative_tokens=1", "--set", "acceptance=0.5"),
+        "bound": ("--set", "max_itl_ms=9"),
         "mocker": ("--profile", "mocker"),
-        "late_events": ("--replicas", "2", "--router", "prefix", "--router-event-lag", "10ms"),
-        "ahead": ("--async-scheduling",),
-        "ranks": (*EXPERTS, "--data-parallel", "2"),
-        "pipeline": (*LLAMA, "--pipeline-parallel", "2"),
+        "late_events": ("--replicas", "2", "--router", "prefix", "--set", "routing.event_lag=10ms"),
+        "ahead": (
+            "--set",
+            "async_scheduling=true",
+        ),
+        "ranks": (*EXPERTS, "--set", "data_parallel=2"),
+        "pipeline": (*LLAMA, "--set", "pipeline_parallel=2"),
     },
     "several": {
         "kv_groups": ("--model", "a=gemma-3-12b:kv_groups=all"),
         "states_by_page": ("--model", "a=granite-4.0-h-tiny:mamba_cache_mode=align"),
         "tiers": ("--host-pages", "64"),
-        "files": ("--host-pages", "64", "--disk-pages", "64"),
-        "ahead": ("--async-scheduling",),
+        "files": ("--host-pages", "64", "--set", "offload.disk_pages=64"),
+        "ahead": (
+            "--set",
+            "async_scheduling=true",
+        ),
         "orders": ("--eviction", "auto"),
-        "layers": ("--host-pages", "64", "--load-overlap", "layers"),
-        "sync_loads": ("--host-pages", "64", "--load-kv", "sync"),
+        "layers": ("--host-pages", "64", "--set", "offload.load_overlap=layers"),
+        "sync_loads": ("--host-pages", "64", "--set", "offload.load_kv=sync"),
         "drafts": ("--model", "a=llama-3.1-8b:speculative_tokens=1,acceptance=0.5"),
-        "bound": ("--max-itl-ms", "9"),
-        "late_events": ("--replicas", "2", "--router", "prefix", "--router-event-lag", "10ms"),
-        "ranks": ("--data-parallel", "2"),
-        "pipeline": ("--pipeline-parallel", "2"),
+        "bound": ("--set", "max_itl_ms=9"),
+        "late_events": ("--replicas", "2", "--router", "prefix", "--set", "routing.event_lag=10ms"),
+        "ranks": ("--set", "data_parallel=2"),
+        "pipeline": ("--set", "pipeline_parallel=2"),
     },
 }
 """Options that ask for a feature, by place."""
-ASKED["fleet"] = {**ASKED["replay"], "late_events": ("--router", "prefix", "--router-event-lag", "10ms")}
+ASKED["fleet"] = {**ASKED["replay"], "late_events": ("--router", "prefix", "--set", "routing.event_lag=10ms")}
 TRIES = [(place, feature) for place, features in ASKED.items() for feature in features]
 FLEET = ("--prefill", "replicas=1", "--decode", "replicas=1")
 SEVERAL = ("--device", "h100-80gb", "--trace", "a=tiny.jsonl", "--trace", "b=tiny.jsonl", "--model", "b=llama-3.1-8b")

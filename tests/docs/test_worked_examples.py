@@ -60,7 +60,7 @@ def test_the_streams() -> None:
     a, b = Stream(holding, 0, 0, 1, keeps=True), Stream(holding, 0, 0, 3, keeps=True)
     turns = Turns()
     turns.streams = [a, b, a, b, a]
-    assert turns.eat(account, 3) == account.num_evicted == 3
+    assert turns.evict(account, 3) == account.num_evicted == 3
     assert (turns.at, a.low, b.low) == (3, 2, 1)
     assert turns.streams[turns.at] is b
 
@@ -76,7 +76,7 @@ def test_a_stream_with_a_hole() -> None:
     older, newer = Turns(), Turns()
     older.newer, newer.older = newer, older
     turns.list_after(older)
-    assert turns.eat(account, 5) == account.num_evicted == 4, "all turns are taken, and that of page 2 is skipped"
+    assert turns.evict(account, 5) == account.num_evicted == 4, "all turns are taken, and that of page 2 is skipped"
 
 
 def one_window(num_pages: int) -> tuple[RunCache, RunHolding]:

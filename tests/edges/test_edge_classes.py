@@ -23,7 +23,7 @@ NO_TEXT = "\udcff"
 """An argument with a byte that is not UTF-8, as Python hands it on."""
 ALSO = {
     "mock": ("--host", "127.0.0.1", "--port", "0"),
-    "plan": ("--slo-ttft-ms", "300"),
+    "plan slo": ("--slo-ttft-ms", "300"),
     "serve sessions": ("--mock", "--bind", "nowhere"),
     "watch": ("tcp://127.0.0.1:1", "--duration", "0.1"),
 }

@@ -23,7 +23,11 @@ WRITES: dict[str, tuple[str, ...]] = {
     "soak": (*CALLS["soak"].arguments, "--json", "x.json", "--page", "x.html"),
     "model show": CALLS["model show"].arguments,
     "story": CALLS["story"].arguments,
-    "plan": (*CALLS["plan"].arguments, "--html", "x.html"),
+    **{
+        f"plan {name}": (*CALLS[f"plan {name}"].arguments, "--html", "x.html")
+        for name in ("curve", "fleet", "policies", "slo", "users")
+    },
+    "plan routers": (*CALLS["plan routers"].arguments, "--config", "config.toml"),
     "trace info": CALLS["trace info"].arguments,
     **{
         name: (*CALLS[name].arguments, "--output", "x.jsonl")

@@ -185,7 +185,7 @@ def test_traces(suffix: str, kept: Path, rows: list[Any], noise: bytes, at: int,
     if suffix == ".csv":
         text = b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.680,7,9\n" + text.replace(b" ", b"")
     (kept / f"bad{suffix}").write_bytes(text[:at] + noise + text[at:])
-    run(["replay", f"bad{suffix}", *(["--skip-bad-lines"] if skip else [])])
+    run(["replay", f"bad{suffix}", *(["--set", "skip_bad_lines=true"] if skip else [])])
 
 
 def damaged(data: bytes, at: int, cut: int, noise: bytes) -> bytes:

@@ -42,15 +42,22 @@ MANY = (
     "", " ", "x", "\N{ARABIC-INDIC DIGIT THREE}", "1_000", "0x10", "16EiB", "9" * 400 + "GB",
     "9" * 400 + "h", "a=" + "9" * 400,
 )  # fmt: skip
-VALUES = {"--target-free", "--transfer-latency-us", "--kv-bytes-per-token", "--h2d", "--d2h", "--disk-pages"}
-VALUES |= {"--disk-memory", "--disk-read", "--disk-write", "--disk-latency-us", "--offload"}
+VALUES = {
+    f"--set offload.{name}" for name in ["target_free", "latency_us", "kv_bytes_per_token", "h2d", "d2h", "disk_pages"]
+}
+VALUES |= {f"--set offload.{name}" for name in ["disk_memory", "disk_read", "disk_write", "disk_latency_us"]} | {
+    "--offload"
+}
+
+NAMED_INSTEAD = {"--vllm-args": "--model"}
+"""Options that say what others do: an error may name one of those."""
 
 
 def valued(name: str) -> list[click.Parameter]:
     """The options that take a value which is no path."""
     return [
         param
-        for param in commands()[name].params
+        for param in commands()[name].get_params(click.Context(commands()[name]))
         if param.param_type_name == "option" and not getattr(param, "is_flag", False) and role_of(param) is None
     ]
 
@@ -60,10 +67,15 @@ NAMES = [name for name, call in CALLS.items() if not call.is_slow and name not i
 
 def words(name: str, param: click.Parameter, value: str) -> list[str]:
     here = ["127.0.0.1" if text == "0.0.0.0" else text for text in CALLS[name].arguments]
-    arguments = [*name.split(), *here, param.opts[0], value]
+    arguments = [*name.split(), *here, *with_option(param, value)]
     if param.opts[0] in VALUES:
         arguments += ["--host-pages", "5"]
     return arguments
+
+
+def with_option(param: click.Parameter, value: str) -> list[str]:
+    flag, *key = param.opts[0].split(" ")
+    return [flag, f"{key[0]}={value}"] if key else [flag, value]
 
 
 def try_values(name: str, call: Run, values: tuple[str, ...], *, in_turn: bool = False) -> None:
@@ -75,7 +87,8 @@ def try_values(name: str, call: Run, values: tuple[str, ...], *, in_turn: bool =
             assert code in DOCUMENTED, what
             assert len(err) < 4000, what
             if code == 2 and err.startswith("kvarts: --"):
-                assert err.startswith(f"kvarts: {param.opts[0]}"), what
+                named = (param.opts[0], NAMED_INSTEAD.get(param.opts[0], param.opts[0]))
+                assert err.startswith(tuple(f"kvarts: {flag}" for flag in named)), what
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("soak", "calibrate")])
@@ -98,9 +111,12 @@ def test_no_value_is_answered_by_a_traceback(name: str, here: Path, call: Run) -
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--host-pages 5 --transfer-latency-us -1", "--transfer-latency-us: must be at least 0"),
-        ("--host-pages 5 --transfer-latency-us 1e308", "--transfer-latency-us: must be at most 1e+12"),
-        ("--host-pages 5 --kv-bytes-per-token 9223372036854775808", "--kv-bytes-per-token: must be at most"),
+        ("--host-pages 5 --set offload.latency_us=-1", "--set offload.latency_us: must be at least 0"),
+        ("--host-pages 5 --set offload.latency_us=1e308", "--set offload.latency_us: must be at most 1e+12"),
+        (
+            "--host-pages 5 --set offload.kv_bytes_per_token=9223372036854775808",
+            "--set offload.kv_bytes_per_token: must be at most",
+        ),
         ("--page-size 9223372036854775808", "--page-size: must be at most 1,048,576"),
         ("--replicas 9223372036854775808", "--replicas: must be at most 4,096"),
         ("--trace-block-size 9223372036854775808", "--trace-block-size"),
@@ -112,10 +128,10 @@ def test_no_value_is_answered_by_a_traceback(name: str, here: Path, call: Run) -
         ("--replicas 2 --pages 9 --store pages=0", "--store pages: must be at least 1"),
         ("--replicas 2 --router llm-d:prefix=3,prefix=4", "--router: llm-d has prefix twice"),
         (
-            "--replicas 2 --host-pages 9 --pull-from-peers --store pages=5 --transfer rate=1GB/s",
-            "--pull-from-peers: does not go with a store",
+            "--replicas 2 --host-pages 9 --set transfer.pull=true --store pages=5 --transfer rate=1GB/s",
+            "--set transfer.pull: does not go with a store",
         ),
-        ("--replicas 2 --pull-from-peers --transfer rate=1GB/s,token_bytes=8", "Give --host-memory as well"),
+        ("--replicas 2 --set transfer.pull=true --transfer rate=1GB/s,token_bytes=8", "Give --host-memory as well"),
     ],
 )
 def test_what_is_out_of_its_limits_is_named_as_it_was_typed(arguments: str, says: str, here: Path, call: Run) -> None:
@@ -131,10 +147,10 @@ LAYER_WISE = "--prefill replicas=1 --decode replicas=1 --transfer rate=1B/s,mode
     [
         "--replicas 2 --store pages=500,rate=1B/s",
         "--replicas 2 --store pages=500,worker_rate=1B/s",
-        "--host-pages 500 --d2h 1B/s",
+        "--host-pages 500 --set offload.d2h=1B/s",
         "--prefill replicas=1 --decode replicas=1 --transfer rate=1B/s,sharing=worker",
-        "--prefill replicas=1 --decode replicas=1 --transfer rate=1B/s --faults slow:0:1000000=0s",
-        f"{LAYER_WISE} --faults slow:0:1000000=0s",
+        "--prefill replicas=1 --decode replicas=1 --transfer rate=1B/s --set faults.script=slow:0:1000000=0s",
+        f"{LAYER_WISE} --set faults.script=slow:0:1000000=0s",
     ],
 )
 def test_transfers_that_last_longer_than_virtual_time_are_refused(arguments: str, here: Path, call: Run) -> None:
@@ -144,7 +160,7 @@ def test_transfers_that_last_longer_than_virtual_time_are_refused(arguments: str
     ]
     (here / "trace.jsonl").write_text("\n".join(rows))
     of_links = ("--transfer", f"token_bytes={1 << 30}")
-    bytes_per_token = of_links if "--transfer rate" in arguments else ("--kv-bytes-per-token", 1 << 30)
+    bytes_per_token = of_links if "--transfer rate" in arguments else ("--set", f"offload.kv_bytes_per_token={1 << 30}")
     code, _, err = call("replay", "trace.jsonl", *arguments.split(), *bytes_per_token)
     assert (code, "the replay lasts longer than 73 years" in err) == (2, True), err
 

@@ -34,7 +34,10 @@ WRITING: dict[str, tuple[str, ...]] = {
     "report": (*CALLS["report"].arguments, "--html", "x.html"),
     "soak": ("--virtual", "--duration", "10m", "--json", "x.json", "--page", "x.html"),
     "model tiny": ("new",),
-    "plan": (*CALLS["plan"].arguments, "--html", "x.html"),
+    **{
+        name: (*CALLS[name].arguments, "--html", "x.html")
+        for name in ("plan curve", "plan fleet", "plan policies", "plan slo", "plan users")
+    },
     **{
         name: (*CALLS[name].arguments, "--output", "x.jsonl")
         for name in ("trace anonymize", "trace convert", "trace merge", "trace scale", "trace slice")

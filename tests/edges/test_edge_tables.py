@@ -19,7 +19,7 @@ from builders.calls import CALLS, PathParam, commands, path_params, snapshot, wi
 Run = Callable[..., tuple[int, bytes, str]]
 
 DOCUMENTED = {0, 2, 3, 4, 5, 6, 7}
-NOT_INSTALLED = set() if find_spec("matplotlib") else {"plan --plot"}
+NOT_INSTALLED = set() if find_spec("matplotlib") else {"plan curve --plot", "plan slo --plot"}
 OUTPUTS = [
     each
     for each in path_params("output", "derived")
@@ -48,7 +48,7 @@ def arguments_for(param: PathParam, value: str) -> list[str]:
     """A call with `value`; several models where the option is for them."""
     if param.param.opts[0] == "--loans":
         several = ["--device", "h100-80gb", "--model", "a=llama-3.1-8b", "--model", "b=qwen3-8b"]
-        return ["replay", *several, "--trace", "a=trace.jsonl", "--trace", "b=other.jsonl", "--loans", value]
+        return ["replay", *several, "--trace", "a=trace.jsonl", "--trace", "b=other.jsonl", "--set", f"loans={value}"]
     arguments = with_value(param, value)
     if param.command == "calibrate" and param.param.opts[0] in ("--prompts", "--series", "--prior"):
         arguments[1] = "measured.csv"

@@ -62,8 +62,11 @@ def add_sessions(rng: random.Random, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         session = row["session_id"] = str(rng.randrange(5))
         if session in seen:
-            del row["timestamp"]
-            row["delay"] = rng.choice([0, 3, 50, 400])
+            has = rng.choice(["delay", "timestamp", "both"])
+            if has == "delay":
+                del row["timestamp"]
+            if has != "timestamp":
+                row["delay"] = rng.choice([0, 3, 50, 400])
         seen.add(session)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from equal.ranks import run_ranks
 from equal.workload import FULL, NEVER, STEP_NS, Step, TracedAsk, Workload
-from kvarts.core.build import build_engine
+from kvarts.core.build import Planning, Storage, Watching, build_engine
 from kvarts.core.config import EngineConfig
 from kvarts.core.content import Content
 from kvarts.core.event_log import EventReader
@@ -114,22 +114,21 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
     readers: list[EventReader] = [recorder]
     if workload.publishes:
         from equal.published import Published  # decodes with vLLM's classes
-        from kvarts.doors.kv_events.reader import KvEventReader
+        from kvarts.doors.kv_events.copies import CopiesReader
 
         sink = Published(recorder, workload.groups)
-        readers.append(KvEventReader(sink, algorithm="sha256", clears=False))
+        readers.append(CopiesReader(sink, algorithm="sha256", clears=False))
     engine = build_engine(
         config,
         executor,
-        memory=memory_of(workload.groups),
-        num_blocks=workload.num_blocks,
-        readers=readers,
-        plans_ahead=workload.is_async,
-        finds_prefixes=workload.finds_prefixes,
-        below=tiers,
-        drafter=drafter,
-        num_draft_slots=workload.num_draft_slots,
-        moves_pages=False,
+        Storage(memory=memory_of(workload.groups), num_blocks=workload.num_blocks, below=tiers, moves_pages=False),
+        Planning(
+            drafter=drafter,
+            num_draft_slots=workload.num_draft_slots,
+            plans_ahead=workload.is_async,
+            finds_prefixes=workload.finds_prefixes,
+        ),
+        Watching(readers),
     )
     requests: list[Request] = []
     preempted: set[int] = set()

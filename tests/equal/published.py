@@ -37,7 +37,8 @@ def note_blocks(
 ) -> None:
     """Note which hashes became findable and which were evicted; with `publishes`, all that their events report.
 
-    vLLM has an event for each copy of a block. `copies`: how many there are; only the first and the last one count.
+    vLLM has an event for each copy of a block. `copies`: how many there are. With `publishes`, the names of all but the
+    first and the last one have a number; without it, these are left out.
     """
     for event in events:
         group = event.group_idx or 0
@@ -46,14 +47,19 @@ def note_blocks(
             name = group, each.hex()
             if isinstance(event, BlockStored):
                 copies[name] += 1
-                if copies[name] == 1:
-                    done.stored.append(name)
-                    if publishes:
-                        done.published[name] = fields[name]
+                if copies[name] == 1 or publishes:
+                    done.stored.append(numbered(name, copies[name]))
+                if publishes:
+                    done.published[done.stored[-1]] = fields[name]
             else:
+                if copies[name] == 1 or publishes:
+                    done.removed.append(numbered(name, copies[name]))
                 copies[name] -= 1
-                if not copies[name]:
-                    done.removed.append(name)
+
+
+def numbered(name: tuple[int, str], number: int) -> tuple[int, str]:
+    """Return the name of copy `number` of a block."""
+    return (name[0], f"{name[1]} {number}") if number > 1 else name
 
 
 def fields_of(event: Any) -> Iterator[tuple[tuple[int, str], str]]:

@@ -1,4 +1,4 @@
-"""Budgets that only fall: lines of a function, members of a Protocol, members that are not implemented."""
+"""Budgets that only fall: lines of a function, members of a Protocol, members that are not implemented, options."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import click
 import pytest
+
+from kvarts.cli.commands import cli
+
+from builders.calls import commands
 
 ROOT = Path(__file__).parents[2]
 BUDGETS = tomllib.loads(Path(__file__).with_name("budgets.toml").read_text())
+COMMAND_LINE = BUDGETS.pop("command_line")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -63,6 +69,20 @@ def test_no_budget_is_larger_than_needed(budget: str) -> None:
 def test_long_functions_become_fewer() -> None:
     num = sum(number > 60 for number in counts()["function_lines"].values())
     assert num <= BUDGETS["function_lines"]["num_above_60"]
+
+
+def test_options_become_fewer() -> None:
+    """Keys of `--set` are no options: `-h` lists none of them."""
+    num = sum(param.param_type_name == "option" for command in commands().values() for param in command.params)
+    assert num == COMMAND_LINE["num_options"], "write a smaller number in budgets.toml; a larger one needs a reason"
+
+
+def test_the_help_of_a_replay_fits_one_screen() -> None:
+    with cli.make_context("kvarts", [], resilient_parsing=True) as context:
+        replay = cli.get_command(context, "replay")
+        assert replay is not None
+        with click.Context(replay, info_name="replay", parent=context) as inner:
+            assert len(inner.get_help().splitlines()) <= COMMAND_LINE["lines_of_replay_help"]
 
 
 def test_what_is_counted() -> None:

@@ -24,7 +24,7 @@ def ci() -> Any:
 
 def test_all_stages_run_and_all_commands_of_a_stage(ci: Any, capfd: pytest.CaptureFixture[str]) -> None:
     stages = [
-        ci.Stage("one", "", ("exit 3", "echo '2 failed, 7 passed in 0.10s'"), needs=()),
+        ci.Stage("one", "", ("echo FAILED a.py::b - why; exit 3", "echo '2 failed, 7 passed in 0.10s'"), needs=()),
         ci.Stage("next", "", ("echo next to others",), needs=(), beside=True),
         ci.Stage("stops", "", ("false", "echo not printed"), needs=(), stops=True),
         ci.Stage("needs", "", ("echo not printed",), needs=("one",)),
@@ -39,7 +39,8 @@ def test_all_stages_run_and_all_commands_of_a_stage(ci: Any, capfd: pytest.Captu
     lines = ci.summary(outcomes, 60.0).splitlines()
     assert lines[-1] == "2 failed, 12 passed, 1 skipped in all runs of pytest"
     assert lines[-2] == "1.0 minutes; stages that failed: one, stops, needs"
-    assert "          ! exit 3 (exit code 3)" in lines
+    assert "          ! echo FAILED a.py::b - why; exit 3 (exit code 3)" in lines
+    assert "          ! FAILED a.py::b - why" in lines
     assert "          ! not run: it needs one" in lines
     assert "          ! no wheel" in lines
 

@@ -46,8 +46,10 @@ def naive_requests(path: Path) -> list[NaiveRequest]:
         "dynamo": _of_dynamo,
         "aiperf": _of_aiperf,
         "aiperf-2025": _of_aiperf,
-        "openai": lambda i, r: NaiveRequest(
-            own(i, r["usage"]["prompt_tokens"]), max(1, r["usage"]["completion_tokens"])
+        "openai": lambda i, r: (
+            NaiveRequest(own(i, r["usage"]["prompt_tokens"]), r["usage"]["completion_tokens"])
+            if r["usage"]["completion_tokens"]
+            else None
         ),
         "litellm": lambda i, r: (
             NaiveRequest(own(i, r["prompt_tokens"]), r["completion_tokens"]) if r["status"] == "success" else None

@@ -87,7 +87,7 @@ def chain(
     names = []
     parent = sha256(cbor(seed)).digest()
     for start in range(0, len(token_ids) - block_size + 1, block_size):
-        extra = (salt,) if start == 0 and salt is not None else None
+        extra = (("cache_salt", salt),) if start == 0 and salt else None
         parent = sha256(cbor((parent, tuple(token_ids[start : start + block_size]), extra))).digest()
         names.append(parent)
     return names

@@ -304,7 +304,14 @@ class NaiveOffloadEngine(NaiveEngine):
             self.unmark_removed()
 
     def cancel(self, request: NaiveRequest) -> None:
+        """Whoever loads gives its pages back once the load has ended: until then, a transfer fills them."""
         super().cancel(request)
+        self.following = [pair for pair in self.following if pair[0] is not request]
+        if any(entry[0] is request for entry in self.ready) or any(each.request is request for each in self.turns):
+            self.ready = [entry for entry in self.ready if entry[0] is not request]
+            self.turns = [each for each in self.turns if each.request is not request]
+            self.turned.discard(request.seq)
+            self.release(request)
         self.forget(request)
 
     def give_name(self, request: NaiveRequest, index: int) -> None:
@@ -371,20 +378,30 @@ class NaiveOffloadEngine(NaiveEngine):
     def num_seated(self) -> int:
         if self.load_kv == "async":
             return len(self.running)
-        return len(self.running) + len(self.loading) + len(self.ready)
+        return len(self.running) + self.num_loading() + len(self.ready)
 
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.loading) + len(self.ready) + len(self.turns) + len(self.following)
+        loaded = len(self.ready) + len(self.turns)
+        return len(self.waiting) + self.num_loading() + loaded + len(self.following)
+
+    def num_loading(self) -> int:
+        return sum(not request.cancelled for request in self.loading)
 
     def begin_step(self, now_ns: int) -> None:
         self.used = []
-        self.early = [load for load in self.usable if load.result is None and load.request not in self.fronts()]
+        early = [load for load in self.usable if load.result is None and load.request not in self.fronts()]
+        self.early = [load for load in early if load.request is not None and not load.request.cancelled]
         for transfer in list(self.usable):
             if transfer.result is not None and self.load_kv == "async":
                 self.usable.remove(transfer)
                 self.leading.remove(transfer)
-                self.loading.remove(transfer.request)  # type: ignore[arg-type]
-                self.turns.append(transfer)
+                assert transfer.request is not None
+                self.loading.remove(transfer.request)
+                if transfer.request.cancelled:
+                    self.release(transfer.request)
+                    self.let_follow(transfer.request)
+                else:
+                    self.turns.append(transfer)
             elif transfer.result is not None and transfer.request not in self.fronts():
                 self.arrive(transfer, *transfer.result)
 
@@ -395,12 +412,16 @@ class NaiveOffloadEngine(NaiveEngine):
         self.usable.remove(transfer)
         self.leading.remove(transfer)
         self.loading.remove(request)
-        for index in range(num_pages):
-            if request.pages[index].name is None:
-                self.give_name(request, index)
+        if request.computed >= transfer.front[1]:
+            for index in range(num_pages):
+                if request.pages[index].name is None:
+                    self.give_name(request, index)
         self.settle_lists()
         self.mark_held(request)
-        self.ready.append((request, num_pages, by_tier))
+        if request.cancelled:
+            self.release(request)
+        else:
+            self.ready.append((request, num_pages, by_tier))
         self.let_follow(request)
 
     def let_follow(self, awaited: NaiveRequest) -> None:
@@ -972,7 +993,7 @@ class NaiveOffloadEngine(NaiveEngine):
     def fronts(self) -> list[NaiveRequest]:
         """Requests that compute what is before the pages that are loaded for them."""
         return [transfer.request for transfer in self.leading if transfer.request is not None
-                and transfer.request.computed < transfer.front[1]]  # fmt: skip
+                and transfer.request.computed < transfer.front[1] and not transfer.request.cancelled]  # fmt: skip
 
     def loading_with_front(self) -> list[NaiveRequest]:
         return [transfer.request for transfer in self.leading if transfer.request is not None]
@@ -982,7 +1003,7 @@ class NaiveOffloadEngine(NaiveEngine):
             request = transfer.request
             assert request is not None
             num_tokens = min(budget, self.most_tokens, transfer.front[1] - request.computed)
-            if num_tokens > 0:
+            if num_tokens > 0 and not request.cancelled:
                 before[request.seq] = request.computed
                 self.compute(request, request.computed + num_tokens)
                 budget -= num_tokens

@@ -263,9 +263,10 @@ class NaiveRouter:
         loads = [len(self.in_flight(worker)) for worker in self.workers]
         if not (max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads)):
             matched = [self.matched(worker, tokens, 1) for worker in self.workers]
-            if max(matched) / len(tokens) > 0.3:
-                return self.most(matched)
-        return self.least(loads)
+            longest = max(matched)
+            if longest / len(tokens) > 0.3:
+                return {next(each.worker for each in self.placed if each.tokens[:longest] == tokens[:longest])}
+        return {min(self.least(loads))}
 
     def production_stack_prefix(self, tokens: Pages) -> set[int]:
         return self.most([self.matched(worker, tokens, 128 // 4) for worker in self.workers])

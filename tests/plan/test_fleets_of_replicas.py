@@ -1,4 +1,4 @@
-"""`kvarts plan --gpus` with mixed workers alone, which needs no room of fleets."""
+"""`kvarts plan fleet --gpus` with mixed workers alone, which needs no room of fleets."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ MODEL = ("--model", "llama-3.1-8b", "--device", "h100-80gb")
 
 @pytest.mark.long
 def test_mixed_workers_are_replicas(asked: Callable[..., Any]) -> None:
-    options = ("--slo-ttft-ms", 200, "--slo-tpot-ms", 20, "--speedup", 10, "--slo-share", 1)
-    plan = asked("plan", "sample:azure-chat", *MODEL, *options, "--gpus", 3, "--router", "least-loaded", "--json")
+    options = ("--slo-ttft-ms", 200, "--slo-tpot-ms", 20, "--set", "speedup=10", "--slo-share", 1)
+    plan = asked(
+        "plan", "fleet", "sample:azure-chat", *MODEL, *options, "--gpus", 3, "--set", "router=least-loaded", "--json"
+    )
     mixed = [point for point in plan["fleets"]["points"] if not point["is_apart"]]
     assert {(point["pools"][0]["replicas"], point["pools"][0]["tensor_parallel"]) for point in mixed} <= {
         (1, 1),
@@ -32,12 +34,12 @@ def test_mixed_workers_are_replicas(asked: Callable[..., Any]) -> None:
 
 @pytest.mark.slow
 def test_a_cost_without_a_model_has_one_device_per_worker(asked: Callable[..., Any]) -> None:
-    cost = ("--cost", "linear:step_ms=5,chunk_token_ms=0.02", "--pages", 4000)
-    plan = asked("plan", "sample:azure-chat", *cost, "--slo-ttft-ms", 300, "--gpus", 2, "--json")["fleets"]
+    cost = ("--cost", "linear:step_ms=5,chunk_token_ms=0.02", "--set", "pages=4000")
+    plan = asked("plan", "fleet", "sample:azure-chat", *cost, "--slo-ttft-ms", 300, "--gpus", 2, "--json")["fleets"]
     assert plan["num_replayed"] <= BATCH + 2
     assert {pool["tensor_parallel"] for point in plan["points"] for pool in point["pools"]} == {1}
 
 
 def test_what_is_no_number_of_devices_is_refused(run_command: Any, capsys: Any) -> None:
-    assert run_command("plan", "sample:azure-chat", *MODEL, "--slo-ttft-ms", 5, "--gpus", 0) == 2
+    assert run_command("plan", "fleet", "sample:azure-chat", *MODEL, "--slo-ttft-ms", 5, "--gpus", 0) == 2
     assert "--gpus" in capsys.readouterr().err

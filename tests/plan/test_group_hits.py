@@ -118,13 +118,13 @@ def test_a_plan_says_what_groups_find_at_each_size(
     trace = tmp_path / "trace.jsonl"
     assert run_command("trace", "slice", SAMPLE, "--count", 40, "-o", trace) == 0
     model = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--page-size", 512, "--at", "100,2000")
-    plain = asked("plan", trace, *model, "--kv-groups", "off", "--json")
+    plain = asked("plan", trace, *model, "--set", "kv_groups=off", "--json")
     assert "group_hit_ratio" not in plain["at"][0]
-    plan = asked("plan", trace, *model, "--kv-groups", "all", "--json")
+    plan = asked("plan", trace, *model, "--set", "kv_groups=all", "--json")
     small, large = plan["at"]
     assert 0 < small["group_hit_ratio"] < large["group_hit_ratio"] == large["hit_ratio"]
     capsysbinary.readouterr()
-    assert run_command("plan", trace, *model, "--kv-groups", "all") == 0
+    assert run_command("plan", trace, *model, "--set", "kv_groups=all") == 0
     table = capsysbinary.readouterr().out.decode().splitlines()
     heading = next(line for line in table if "optimum" in line)
     assert heading.endswith("    groups")

@@ -27,7 +27,7 @@ from kvarts.sim.traffic.trace import Trace
 from builders.plan_traces import small_traces
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
-MODEL = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all")
+MODEL = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--set", "kv_groups=all")
 LAYERS = st.sampled_from(
     [
         KvLayer(kind="window", span=5),
@@ -98,11 +98,11 @@ def test_commands_replay_to_what_the_plan_says(
     # A Gemma holds few pages of long requests at once if every layer keeps every token.
     by_default = asked("plan", trace, *MODEL[:4], *options, "--json")["latency"]["points"]
     assert [point["ttft_ms"] for point in by_default] == [point["ttft_ms"] for point in latency["points"]]
-    whole = asked("plan", trace, *MODEL[:4], "--kv-groups", "off", *options, "--json")["latency"]["points"]
+    whole = asked("plan", trace, *MODEL[:4], "--set", "kv_groups=off", *options, "--json")["latency"]["points"]
     assert as_given(latency["points"])["num_rejected"] < as_given(whole)["num_rejected"]
 
 
-@pytest.mark.parametrize("below", [(), ("--host-memory", "8GiB", "--kv-groups", "tails")])
+@pytest.mark.parametrize("below", [(), ("--host-memory", "8GiB", "--set", "kv_groups=tails")])
 def test_a_plan_with_states_by_page_says_what_its_commands_replay_to(
     below: tuple[str, ...],
     tmp_path: Path,
@@ -113,12 +113,12 @@ def test_a_plan_with_states_by_page_says_what_its_commands_replay_to(
     trace = tmp_path / "trace.jsonl"
     assert run_command("trace", "slice", SAMPLE, "--count", 20, "-o", trace) == 0
     model = ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--page-size", 512, *below)
-    options = ("--mamba-cache-mode", "align", "--at", "64,1024", "--slo-ttft-ms", 10000, "--slo-share", 0.8)
+    options = ("--set", "mamba_cache_mode=align", "--at", "64,1024", "--slo-ttft-ms", 10000, "--slo-share", 0.8)
     plan = asked("plan", trace, *model, *options, "--json")
     assert {point["group_hit_ratio"] <= point["hit_ratio"] for point in plan["at"]} == {True}
     page_bytes = plan["config"]["page_bytes"]
     for each in plan["latency"]["options"]:
-        assert "--mamba-cache-mode align" in each["command"]
+        assert "--set mamba_cache_mode=align" in each["command"]
         summary = asked(*shlex.split(each["command"])[1:], "--json")
         assert summary["config"]["page_bytes"] == page_bytes
         (point,) = (point for point in plan["latency"]["points"] if point["command"] == each["command"])

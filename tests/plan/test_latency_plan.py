@@ -40,7 +40,7 @@ def test_each_router_has_its_fewest_replicas_and_one_less_is_too_few(
     trace = tmp_path / "trace.jsonl"
     assert run_command("trace", "slice", SAMPLE, "--count", 100, "-o", trace) == 0
     setting = ["--cost", COST, "--page-size", 512, "--pages", 250, "--slo-ttft-ms", 3000, "--slo-share", 0.9]
-    more = ["--replicas", 2, "--router", "least-loaded", "--speedup", 4, "--at", 250]
+    more = ["--replicas", 2, "--router", "least-loaded", "--set", "speedup=4", "--at", 250]
     latency = asked("plan", trace, *setting, *more, "--json")["latency"]
     rows = latency["replicas"]["by_router"]
     assert [row["router"] for row in rows] == ["least-loaded", "round-robin", "prefix"]
@@ -66,7 +66,7 @@ def test_longer_steps_never_make_the_answer_cheaper(
     trace = tmp_path / "trace.jsonl"
     assert run_command("trace", "slice", SAMPLE, "--count", 100, "-o", trace) == 0
     setting = ["--cost", COST, "--page-size", 512, "--pages", 400, "--slo-ttft-ms", 3000, "--slo-share", 0.9]
-    more = ["--speedup", 2, "--cost-error", 0.5, "--at", 400]
+    more = ["--set", "speedup=2", "--set", "cost_error=0.5", "--at", 400]
     latency = asked("plan", trace, *setting, *more, "--json")["latency"]
     cheapest = latency["options"][0]
     steps = [(answer["cheapest"]["replicas"], answer["cheapest"]["pages"]) for answer in _answers(latency)]
@@ -88,16 +88,16 @@ def test_worlds_are_counted_by_replays(
     """The SLO is kept in five of ten worlds for certain, and in each slower one whose replay keeps it."""
     trace = tmp_path / "trace.jsonl"
     assert run_command("trace", "slice", SAMPLE, "--count", 100, "-o", trace) == 0
-    setting = ["--cost", COST, "--page-size", 512, "--slo-ttft-ms", 3000, "--slo-share", 0.9, "--speedup", 2]
+    setting = ["--cost", COST, "--page-size", 512, "--slo-ttft-ms", 3000, "--slo-share", 0.9, "--set", "speedup=2"]
     for error in (0.1, 0.5):
-        latency = asked("plan", trace, *setting, "--pages", 400, "--cost-error", error, "--at", 400, "--json")[
+        latency = asked("plan", trace, *setting, "--pages", 400, "--set", f"cost_error={error}", "--at", 400, "--json")[
             "latency"
         ]
         step, worlds = latency["options"][0], latency["sensitivity"]["worlds"]
         kept = 5
         for middle in (0.55, 0.65, 0.75, 0.85, 0.95):
             factor = (1 + error) ** (NormalDist().inv_cdf(middle) / NormalDist().inv_cdf(0.9))
-            summary = replayed(asked, f"{step['command']} --cost-factor {factor:.3f}")
+            summary = replayed(asked, f"{step['command']} --set cost_factor={factor:.3f}")
             kept += summary["goodput"]["ratio"] >= 0.9
         assert worlds == {"kept": kept, "of": 10}
         assert any(text.startswith(f"it keeps the SLO in {kept} of 10 worlds") for text in step["would_change"])
@@ -234,7 +234,7 @@ def test_traces_with_nothing_to_hit_have_options_too(
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     setting = ["--cost", COST, "--page-size", page_size, "--pages", 900, "--slo-ttft-ms", 4000, "--price", "host=1"]
-    plan = asked("plan", trace, *setting, "--policy", "auto", "--json")
+    plan = asked("plan", trace, *setting, "--json")
     assert [option["name"] for option in plan["latency"]["options"]] == ["cheapest", "knee", "best"]
     for option in plan["latency"]["options"]:
         assert option["keeps_slo"]
@@ -263,5 +263,5 @@ def test_a_request_that_is_refused_does_not_keep_the_slo(tmp_path: Path, asked: 
 
 
 def test_curves_alone_replay_nothing(asked: Callable[..., Any]) -> None:
-    assert "latency" not in asked("plan", SAMPLE, "--cost", COST, "--curves-only", "--page-size", 512, "--json")
+    assert "latency" not in asked("plan", "curve", SAMPLE, "--page-size", 512, "--json")
     assert "latency" not in asked("plan", SAMPLE, "--page-size", 512, "--json")

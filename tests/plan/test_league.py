@@ -224,8 +224,8 @@ def test_a_policy_of_ones_own_takes_part(
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:200]))
     monkeypatch.syspath_prepend(tmp_path)
-    setting = ("--page-size", 512, "--at", 2000, "--pages", 2000, "--cost", COST, "--slo-ttft-ms", 5000)
-    plan = asked("plan", trace, *setting, "--policy", "my_policies:Newest", "--policy", "auto", "--json")
+    setting = ("--page-size", 512, "--at", 2000, "--pages", 2000, "--cost", COST, "--set", "slo.ttft_ms=5000")
+    plan = asked("plan", "policies", trace, *setting, "--policy", "my_policies:Newest", "--policy", "auto", "--json")
     rows = [row for row in plan["league"] if "replayed" not in row]
     assert [row["policy"] for row in rows] == ["lru", "my_policies:Newest", "auto"]
     assert rows[0]["hit_ratio"] == plan["at"][0]["hit_ratio"]
@@ -237,7 +237,7 @@ def test_a_policy_of_ones_own_takes_part(
         words = shlex.split(row["command"])
         assert words[:2] == ["kvarts", "replay"]
         assert asked(*words[1:], "--json")["ttft_ms"] == row["ttft_ms"]
-    assert run_command("plan", trace, *setting, "--policy", "my_policies:NoOrder") == 2
+    assert run_command("plan", "policies", trace, *setting, "--policy", "my_policies:NoOrder") == 2
     assert b"makes no EvictionOrder" in capsysbinary.readouterr().err
 
 

@@ -42,7 +42,7 @@ def test_a_plan_prints_plots_and_serialises(plan: Plan) -> None:
 
 
 def test_the_command_is_the_function(few: Trace, run_command: Any, capsys: Any) -> None:
-    assert run_command("plan", "sample:azure-chat", "--page-size", 64, "--policy", "auto", "--json") == 0
+    assert run_command("plan", "policies", "sample:azure-chat", "--page-size", 64, "--policy", "auto", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     values = json.loads(kvarts.plan("sample:azure-chat", page_size=64, policies=["auto"]).to_json())
 

@@ -264,7 +264,7 @@ def test_policies_are_compared_by_parts_and_replay_to_what_the_plan_says(
 ) -> None:
     options = (*GEMMA, "--at", 60, "--policy", "hinted", "--policy", "auto")
     capsysbinary.readouterr()
-    assert run_command("plan", trace, *options, "--json") == 0
+    assert run_command("plan", "policies", trace, *options, "--json") == 0
     said = capsysbinary.readouterr()
     assert b"whole" not in said.err
     plan = json.loads(said.out)
@@ -287,11 +287,11 @@ def test_policies_are_compared_by_parts_and_replay_to_what_the_plan_says(
     [
         pytest.param((*GEMMA, "--host-memory", "4GiB"), id="windows"),
         pytest.param(
-            ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--page-size", 512, "--kv-memory", "16GiB"),
+            ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--page-size", 512, "--set", "kv_memory=16GiB"),
             id="states",
         ),
         pytest.param(
-            ("--model", "gpt-oss-120b", "--device", "h200-141gb", "--page-size", 512, "--kv-memory", "4GiB"),
+            ("--model", "gpt-oss-120b", "--device", "h200-141gb", "--page-size", 512, "--set", "kv_memory=4GiB"),
             id="one-window",
         ),
     ],
@@ -334,6 +334,21 @@ def test_workers_do_not_change_a_byte(
     printed = []
     for workers in (1, 2):
         capsysbinary.readouterr()
-        assert run_command("plan", trace, *GEMMA, "--at", 60, "--policy", "auto", "--workers", workers, "--json") == 0
+        assert (
+            run_command(
+                "plan",
+                "policies",
+                trace,
+                *GEMMA,
+                "--at",
+                60,
+                "--policy",
+                "auto",
+                "--workers",
+                workers,
+                "--json",
+            )
+            == 0
+        )
         printed.append(capsysbinary.readouterr().out)
     assert printed[0] == printed[1]

@@ -1,4 +1,4 @@
-"""`kvarts plan --routers`: one row per router and age, each the replay that its command says."""
+"""`kvarts plan routers --routers`: one row per router and age, each the replay that its command says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICE = ["--model", "llama-3.1-8b", "--device", "h100-80gb", "--replicas", "3"]
 def test_each_row_is_the_replay_of_its_command(run_command: Any, capsys: Any) -> None:
     routers = "round-robin,prefix,llm-d:queue=1,kv=2"
     options = ["--routers", routers, "--router-ages", "0,200ms", "--slo-ttft-ms", "60", "--json"]
-    assert run_command("plan", "sample:azure-chat", *DEVICE, *options) == 0
+    assert run_command("plan", "routers", "sample:azure-chat", *DEVICE, *options) == 0
     points = json.loads(capsys.readouterr().out)["routers"]["points"]
     assert [(point["router"], point["age"]) for point in points] == [
         ("round-robin", None),
@@ -46,7 +46,7 @@ def test_late_events_of_kv_groups_are_those_of_the_command(tmp_path: Path, run_c
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--model", "gemma-3-12b", "--device", "h100-80gb", "--replicas", "3", "--routers", "prefix"]
-    assert run_command("plan", trace, *options, "--router-ages", "0,5s", "--json") == 0
+    assert run_command("plan", "routers", trace, *options, "--router-ages", "0,5s", "--json") == 0
     points = json.loads(capsys.readouterr().out)["routers"]["points"]
     assert points[0]["hit_ratio"] > points[1]["hit_ratio"]
     for point in points:
@@ -58,7 +58,7 @@ def test_late_events_of_kv_groups_are_those_of_the_command(tmp_path: Path, run_c
 
 @pytest.mark.slow
 def test_the_table_fits_a_terminal(run_command: Any, capsys: Any) -> None:
-    assert run_command("plan", "sample:azure-chat", *DEVICE, "--routers", "least-loaded,prefix,session") == 0
+    assert run_command("plan", "routers", "sample:azure-chat", *DEVICE, "--routers", "least-loaded,prefix,session") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("azure-conv-1000.csv on 3 replicas") and "shortest mean TTFT:" in lines
     assert max(map(len, lines[1:6])) <= 80
@@ -70,14 +70,14 @@ def test_the_table_fits_a_terminal(run_command: Any, capsys: Any) -> None:
     [
         (["--routers", "nearest"], "--routers: must be one of round-robin"),
         (["--routers", "llm-d", "--router-ages", "5x"], "--router-ages: '5x' is not a delay"),
-        (["--router-ages", "5"], "--router-ages: has no effect without --routers"),
+        (["--router-ages", "5"], "Missing option '--routers'"),
         (["--routers", "prefix", "--replicas", "1"], "--routers: needs replicas to choose from"),
         (["--routers", "prefix", "--router-ages", ",".join(map(str, range(101)))], "--routers: are more than 100"),
-        (["--routers", "prefix", "--html", "x.html"], "--html: has no effect with --routers"),
+        (["--routers", "prefix", "--html", "x.html"], "No such option '--html'"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(options: list[str], says: str, run_command: Any, capsys: Any) -> None:
-    assert run_command("plan", "sample:azure-chat", *DEVICE, *options) == 2
+    assert run_command("plan", "routers", "sample:azure-chat", *DEVICE, *options) == 2
     assert says in capsys.readouterr().err
 
 

@@ -10,12 +10,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvarts.base.errors import ConfigError
+from kvarts.core.content import pack_units
 from kvarts.core.kv.groups import PartGroup
 from kvarts.core.sched.plan import Batch
 from kvarts.cost.roofline import RooflineCost
 from kvarts.cost.roofline_settings import shipped_constants
 from kvarts.plan.latency import COST_ERROR, cost_error_of
-from kvarts.sim.config import ENGINES, ReplayConfig, make_config
+from kvarts.sim.config import ENGINES, SECTIONS, TABLES, ReplayConfig, make_config
 from kvarts.sim.replaying import replay
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 from kvarts.sim.traffic.workload import UniformLength, Workload
@@ -164,6 +165,32 @@ def test_an_engine_is_a_set_of_defaults(name: str) -> None:
     assert own.num_pages < config.num_pages
     alone = make_config({"engine": name, "cost": "linear:step_ms=5"})
     assert alone.max_num_seqs == known.max_seqs
+
+
+@pytest.mark.parametrize(("name", "given", "cached"), [
+    ("vllm", {}, 2047), ("vllm", {"full_prompt_hits": False}, 1536), ("sglang", {}, 1536), ("none", {}, 1536)
+])  # fmt: skip
+def test_vllms_connector_loads_a_whole_prompt_and_computes_its_last_token(
+    name: str, given: dict[str, Any], cached: int
+) -> None:
+    """The prompt has four whole pages, which are all in host memory when it comes again."""
+    prompts = [(1, 2048), (2, 6144), (1, 2048)]
+    rows = [
+        TraceRequest(row, row * 10**9, pack_units([token] * count), count, 1)
+        for row, (token, count) in enumerate(prompts)
+    ]
+    offload = {"host_pages": 40, "h2d": "10000GB/s", "latency_us": 0, **given}
+    config = make_config(
+        {**MODEL, "pages": 13, "page_size": 512, "engine": name, "offload": offload}, sections=(*SECTIONS, *TABLES)
+    )
+    requests: Any = replay(Trace(rows), config).requests
+    assert requests["cached_tokens"].tolist() == [0, 0, cached]
+
+
+def test_with_kv_groups_a_load_never_covers_a_whole_prompt() -> None:
+    settings = {**MODEL, "model": "gpt-oss-20b", "engine": "vllm", "offload": {"host_memory": "8GiB"}}
+    config = make_config(settings, sections=(*SECTIONS, *TABLES))
+    assert config.kv_groups == "all" and config.offload is not None and not config.offload.full_prompt_hits
 
 
 def test_without_an_engine_nothing_is_said_of_one() -> None:

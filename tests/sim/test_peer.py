@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,22 @@ def test_requests_agree_with_dynamo(slice_path: Path, name: str, settings: dict[
     ours = rows_of(replay(load_mooncake(slice_path), ReplayConfig(profile="mocker", **settings)))
     assert len(ours) == len(theirs) == 400
     for mine, peers in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(peers, abs=1e-3)
+
+
+SESSIONS = json.loads((DATA / "dynamo-1.6.1-sessions.json").read_text())
+
+
+@pytest.mark.parametrize("case", SESSIONS["cases"], ids=lambda case: f"{case['concurrency']}-{case['speedup']}")
+def test_turns_with_times_of_their_own_wait_as_in_dynamo(tmp_path: Path, case: dict[str, Any]) -> None:
+    """Dynamo takes the time between two stamps as a pause after the end of the turn before."""
+    path = tmp_path / "sessions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in SESSIONS["rows"]))
+    assert tuple(SESSIONS["columns"]) == COLUMNS
+    config = ReplayConfig(
+        profile="mocker", num_pages=4000, concurrency=case["concurrency"], speedup=case["speedup"], page_size=16
+    )
+    for mine, peers in zip(rows_of(replay(load_mooncake(path), config)), sorted(case["requests"]), strict=True):
         assert mine == pytest.approx(peers, abs=1e-3)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvarts.core.build import build_engine
 from kvarts.core.event_log import EventReader
 from kvarts.cost.simulated import SimExecutor
 from kvarts.run.wrappers import RecordingExecutor
@@ -18,6 +17,7 @@ from kvarts.sim.replaying import replay
 from kvarts.sim.replica import Replica
 
 from builders.case import Case, Row
+from builders.engines import engine_with
 
 
 def crowded() -> Case:
@@ -35,7 +35,7 @@ def test_a_recorder_around_the_cost_model_changes_no_byte(step_by_step: bool, mo
 
     def open_recorded(config: ReplayConfig, readers: list[EventReader]) -> Replica:
         executor = SimExecutor(config.cost_model)
-        engine = build_engine(config, RecordingExecutor(executor, file), readers=readers)
+        engine = engine_with(config, RecordingExecutor(executor, file), readers=readers)
         return Replica(engine, executor, step_by_step=config.step_by_step)
 
     monkeypatch.setattr(replays, "open_replica", open_recorded)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INLINE",
+    "OPTIONS",
+    "SET",
     "AtLeastOne",
     "Flags",
     "Given",
@@ -64,7 +66,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """One setting: the field of a struct, its key in a file, its flag on the command line, and its default.
 
     `default_text`: shown in the help instead of the default. `replaces`: keys of settings that it drops when it is
-    merged over them. `is_name`: not a value, but the name of a table chosen by the user.
+    merged over them. `is_name`: not a value, but the name of a table chosen by the user. `name`: short, as an option
+    and as an argument of a Python call would have it.
     """
 
     field: str
@@ -77,6 +80,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     metavar: str | None = None
     replaces: tuple[str, ...] = ()
     is_name: bool = False
+    name: str = ""
 
 
 class Words(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,13 +115,53 @@ def setting(
     return Words(help=help, flag=flag, metavar=metavar, default=default, replaces=replaces, kind=kind)
 
 
+OPTIONS = frozenset(
+    [
+        "model",
+        "device",
+        "tensor_parallel",
+        "kv_memory",
+        "weight_dtype",
+        "kv_dtype",
+        "pipeline_parallel",
+        "data_parallel",
+        "expert_parallel",
+        "pages",
+        "page_size",
+        "max_batched_tokens",
+        "max_seqs",
+        "cost",
+        "replicas",
+        "router",
+        "concurrency",
+        "speedup",
+        "engine",
+        "frontend_ms",
+        "step_by_step",
+        "audit",
+        "kv_groups",
+        "eviction",
+        "profile",
+        "slo.ttft_ms",
+        "slo.tpot_ms",
+        "trace_block_size",
+        "offload.host_pages",
+        "offload.host_memory",
+        "offload.policy",
+    ]
+)
+"""The settings with an option of their own, by key. All others are given as `--set KEY=VALUE`, or in a file."""
+
+SET = "--set "
+"""How the flag of a setting without an option of its own begins."""
+
 INLINE = " "
 """The flag of a setting that is given in the option of its table: `--transfer rate=25GB/s,latency_ms=2`."""
 
 
 def is_inline(setting: Setting) -> bool:
     """Return whether a setting is given in the option of its table; its flag is then that option and its field."""
-    return setting.flag is not None and INLINE in setting.flag
+    return setting.flag is not None and INLINE in setting.flag and not setting.flag.startswith(SET)
 
 
 @cache
@@ -131,6 +175,7 @@ def settings_of(struct: type[msgspec.Struct], table: str = "") -> tuple[Setting,
         if words is None:
             continue
         key = prefix + field.encode_name
+        flag = _flag_of(words, table, field.encode_name)
         default = field.default if field.default_factory is msgspec.NODEFAULT else None
         found.append(
             Setting(
@@ -140,9 +185,10 @@ def settings_of(struct: type[msgspec.Struct], table: str = "") -> tuple[Setting,
                 help=words.help,
                 default=default,
                 default_text=words.default,
-                flag=_flag_of(words, table, field.encode_name),
+                flag=flag if flag is None or INLINE in flag or key in OPTIONS else SET + key,
                 metavar=words.metavar,
                 replaces=tuple(prefix + name for name in words.replaces),
+                name=(flag or key).removeprefix("--"),
             )
         )
     return tuple(found)
@@ -311,7 +357,7 @@ ValueSource: TypeAlias = KeySource | Flags | Within | Keywords
 
 def keyword_of(setting: Setting) -> str:
     """Return the argument name of a setting: `host_memory` for `--host-memory`; its key if it has no option."""
-    return (setting.flag or setting.key).removeprefix("--").translate(AS_WORD)
+    return setting.name.translate(AS_WORD)
 
 
 AS_WORD = str.maketrans("-. ", "___")
@@ -603,7 +649,7 @@ def param_of_inline(option: str) -> str:
 def param_of(setting: Setting) -> str:
     """Return the name of the parameter of a setting's option."""
     assert setting.flag is not None
-    return "set_" + setting.flag.removeprefix("--").replace("-", "_")
+    return "set_" + keyword_of(setting)
 
 
 def value_kind(kind: Any) -> Any:

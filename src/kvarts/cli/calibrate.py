@@ -12,14 +12,14 @@ from kvarts.base.errors import ConfigError
 from kvarts.base.files import check_writable, is_standard_output, write_whole
 from kvarts.base.limits import MOST_COUNT, check_whole
 from kvarts.base.settings import Given, given_by_flags, given_in
-from kvarts.cli.options import INPUT, OUTPUT, Command, open_option, options_of
+from kvarts.cli.options import INPUT, OUTPUT, Command, key_option, open_option, options_of
 from kvarts.cli.outputs import check_opening, open_page
 from kvarts.cli.process import Progress, print_json
 from kvarts.sim.config import SECTIONS, resolve_replay
 
 if TYPE_CHECKING:
     from kvarts.plan.calibrate.fitting import Calibration
-    from kvarts.plan.calibrate.run import CalibrationRun
+    from kvarts.plan.calibrate.run import CalibrationRun, RunOptions
     from kvarts.plan.calibrate.shared import TableFit
     from kvarts.plan.calibrate.stepfit import StepFit
 
@@ -46,21 +46,23 @@ KEYS = (
     "router",
 )
 """Settings of a replay that describe the measured engine."""
+SHOWN = ("model", "device", "tensor_parallel", "cost", "pages", "max_batched_tokens")
+"""Those with an option of their own."""
 
 
-@click.command("calibrate", cls=Command, params=[RUNS, *options_of(SECTIONS, KEYS)])
+@click.command("calibrate", cls=Command, params=[RUNS, *options_of(SECTIONS, KEYS, SHOWN)])
 @click.option("--prompts", metavar="FILE", type=INPUT,
               help="Mooncake trace of the same requests in the same order: which share prefixes.")  # fmt: skip
-@click.option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1), default=512, show_default=True,
+@key_option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1), default=512, show_default=True,
               help="Tokens that a hash id of it stands for.")  # fmt: skip
 @click.option("--series", metavar="FILE", type=INPUT,
               help="CSV of t, running, waiting and kv_cache_pct, second by second.")  # fmt: skip
-@click.option("--column", "columns", metavar="FIELD=NAME", multiple=True,
+@key_option("--column", "columns", metavar="FIELD=NAME", multiple=True,
               help="The name in the run of request_id, arrival, scheduled, first_token, last_token, prompt_tokens or "
                    "output_tokens. May be repeated.")  # fmt: skip
-@click.option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
+@key_option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
 @click.option("--fit-on", metavar="N", type=int, help="Fit to the first N requests, and hold out the rest.")
-@click.option(
+@key_option(
     "--seed",
     metavar="N",
     type=int,
@@ -88,22 +90,7 @@ KEYS = (
               "--prior.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def calibrate_command(
-    runs: tuple[Path, ...],
-    prompts: Path | None,
-    trace_block_size: int,
-    series: Path | None,
-    columns: tuple[str, ...],
-    time_unit: str,
-    fit_on: int | None,
-    seed: int,
-    points: Path | None,
-    prior: Path | None,
-    hold_out: str | None,
-    asks_design: bool,
-    workers: int | None,
-    out: Path | None,
-    as_json: bool,
-    **settings: Any,
+    runs: tuple[Path, ...], points: Path | None, asks_design: bool, out: Path | None, as_json: bool, **values: Any
 ) -> None:
     """Fit a cost model to measured runs, by replaying them some thousand times.
 
@@ -114,11 +101,12 @@ def calibrate_command(
     --tensor-parallel), and prompts, trace_block_size, series, time_unit and a table [columns] as in the options.
     Options apply to all runs, where the .toml leaves a setting out. Needs the extra kvarts[calibrate].
     """
-    given = given_by_flags(settings, SECTIONS)
+    given = given_by_flags(values, SECTIONS)
+    prior, workers = values["prior"], values["workers"]
     if runs and (points is not None or asks_design):
         raise ConfigError("is not read with --points, nor with --design", field="runs", hint="Leave it out.")
     if points is not None:
-        _write(_fit_points(points, prior, hold_out, out, workers), out, as_json=as_json)
+        _write(_fit_points(points, prior, values["hold_out"], out, workers), out, as_json=as_json)
         return
     if asks_design:
         _design(given, as_json=as_json)
@@ -130,18 +118,14 @@ def calibrate_command(
     if out is not None:
         check_writable(out)
     if len(runs) == 1 and is_of_steps(runs[0]):
-        of_requests = {"prompts": prompts, "series": series, "column": columns, "fit_on": fit_on, "prior": prior}
-        of_requests["workers"] = workers
-        _refuse("is for a run of requests, and RUN is one of steps", of_requests)
+        of_requests = ("prompts", "series", "columns", "fit_on", "prior", "workers")
+        _refuse("is for a run of requests, and RUN is one of steps", {name: values[name] for name in of_requests})
         found: Calibration | StepFit = _fit_steps(runs[0], given)
     else:
-        from kvarts.plan.calibrate.run import RunOptions, load_runs
+        from kvarts.plan.calibrate.run import load_runs
 
-        check_whole(seed, "seed", least=0, most=MOST_COUNT)
-        if fit_on is not None:
-            check_whole(fit_on, "fit_on")
-        options = RunOptions(prompts, trace_block_size, series, _columns_of(columns), time_unit, fit_on)
-        found = _fit_requests(load_runs(runs, given, options), seed, prior, workers)
+        check_whole(values["seed"], "seed", least=0, most=MOST_COUNT)
+        found = _fit_requests(load_runs(runs, given, _run_options(values)), values["seed"], prior, workers)
     _write(found, out, as_json=as_json)
 
 
@@ -154,6 +138,15 @@ def _write(found: Calibration | StepFit | TableFit, out: Path | None, *, as_json
     if out is not None:
         write_whole(out, found.to_toml().encode())
         click.echo(f"kvarts: wrote {out}", err=True)
+
+
+def _run_options(values: dict[str, Any]) -> RunOptions:
+    from kvarts.plan.calibrate.run import RunOptions
+
+    if values["fit_on"] is not None:
+        check_whole(values["fit_on"], "fit_on")
+    names = ("prompts", "trace_block_size", "series", "time_unit", "fit_on")
+    return RunOptions(columns=_columns_of(values["columns"]), **{name: values[name] for name in names})
 
 
 def _refuse(why: str, values: dict[str, Any]) -> None:
@@ -182,7 +175,7 @@ def _fit_points(
 
 
 def _columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
-    """Return the column names of `--column FIELD=NAME` by field; None without the option."""
+    """Return the column names of the key `column`, FIELD=NAME, by field; None without it."""
     columns = {}
     for text in given:
         field, equals, name = text.partition("=")
@@ -253,9 +246,9 @@ def _progress(runs: list[CalibrationRun]) -> Progress:
 @click.option("--series", metavar="FILE", type=INPUT,
               help="CSV of t, running, waiting and kv_cache_pct, second by second. REPLAY must be a run "
               "directory.")  # fmt: skip
-@click.option("--column", "columns", metavar="FIELD=NAME", multiple=True,
+@key_option("--column", "columns", metavar="FIELD=NAME", multiple=True,
               help="The name of a field in MEASURED, as in `kvarts calibrate`.")  # fmt: skip
-@click.option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
+@key_option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
 @click.option("--html", "html_file", metavar="FILE", type=OUTPUT,
               help="Write one page that needs no network: the distributions and the curves of both.")  # fmt: skip
 @open_option()

@@ -47,26 +47,24 @@ class Mode(NamedTuple):
 
 
 NO_REPLAY = "no replay"
-SLO = ("--slo-ttft-ms", "--slo-tpot-ms", "--slo-e2e-ms")
-READING = ("--trace-block-size", "--skip-bad-lines")
-PLAN_RESULTS = ("--json", "--html", "--open", "--plot", "--config", "--page-size", *READING)
-REPLAYED_ON = ("--model", "--device", "--cost")
-OF_MODEL = ("--dtype", "--quantization", "--device", "--attention", "--layers")
-OF_FIT = ("--column", "--time-unit", "--trace-block-size", "--seed")
+SLO = ("--slo-ttft-ms", "--slo-tpot-ms", "--set slo.e2e_ms")
+READING = ("--set trace_block_size", "--set skip_bad_lines")
+PLAN_RESULTS = ("--json", "--html", "--open", "--config", "--page-size", *READING)
+OF_MODEL = ("--dtype", "--quantization", "--device", "--set attention", "--set layers")
+OF_FIT = ("--set column", "--set time_unit", "--set trace_block_size", "--set seed")
 
 NEEDS = (
-    Need(("--timeline-every",), ("--timeline", "--run-dir")),
+    Need(("--set timeline_every",), ("--timeline", "--run-dir")),
     Need(
-        ("--kv-events-replay", "--kv-events-format", "--kv-events-topic", "--kv-events-wait", "--kv-events-stay"),
+        (
+            "--kv-events-replay",
+            "--set kv_events_format",
+            "--set kv_events_topic",
+            "--set kv_events_wait",
+            "--set kv_events_stay",
+        ),
         ("--kv-events",),
     ),
-    Need(("--target-free",), ("--offload=lazy",)),
-    Need(
-        ("--disk-read", "--disk-write", "--disk-latency-us"),
-        ("--disk-pages", "--disk-memory"),
-        except_with=("--tier", "[[tier]]"),
-    ),
-    Need(("--memory-fraction",), unless=("--pages", "--kv-memory"), commands=("replay", "plan", "mock")),
     *(
         Need(
             (f"--{role} memory_fraction",),
@@ -75,40 +73,27 @@ NEEDS = (
         )
         for role in ("prefill", "decode")
     ),
-    Need(("--memory-fraction", "--data-parallel"), ("--device",), commands=("model show",)),
     Need(
         ("--router",),
-        ("--replicas", "--data-parallel", "--prefill", "--decode", "[[pool]]"),
+        ("--replicas", "--set data_parallel", "--prefill", "--decode", "[[pool]]"),
         commands=("replay", "calibrate"),
     ),
-    Need(
-        ("--router-staleness", "--router-event-lag", "--router-seed", "--router-queue-threshold"),
-        ("--router", "--prefill router", "--decode router"),
-        commands=("replay", "calibrate"),
-    ),
-    Need(("--router-ages",), ("--routers",)),
     Need(
         ("--workers",),
         ("--replicas", "--cost"),
         unless=("--prefill", "--decode", "[[pool]]"),
         commands=("replay",),
     ),
-    Need(("--router-queue",), ("--router-queue-threshold",)),
-    Need(("--slo-share", "--cost-error"), SLO, commands=("plan",)),
-    Need(("--gpus",), SLO, commands=("plan",)),
-    Need(("--store-sizes",), ("--gpus",), commands=("plan",)),
-    Need(("--trace-block-size",), ("--prompts",), commands=("calibrate",)),
+    Need(("--slo-share", "--set cost_error"), SLO, commands=("plan slo", "plan users", "plan fleet")),
+    Need(("--gpus",), SLO, commands=("plan fleet",)),
+    Need(("--set trace_block_size",), ("--prompts",), commands=("calibrate",)),
     Need(("--hold-out",), ("--points",), commands=("calibrate",)),
     Need(("--speedup",), ("--mock",), commands=("serve sessions",)),
-    Need(("--top-k", "--top-p", "--min-p"), ("--temperature",), commands=("generate", "profile")),
-    Need(("--startup-time",), ("--scaler",)),
+    Need(("--set top_k", "--set top_p", "--set min_p"), ("--temperature",), commands=("generate", "profile")),
     Need(("--open",), ("--html",)),
-    Need(("--stop-tokens",), ("--async-scheduling", "--engine")),
-    Need(("--retries",), ("--client-timeout-s",)),
-    Need(("--retry-after-s",), ("--retries",)),
-    Need(("--server-pid",), ("--address",), commands=("soak",)),
-    Need(("--every",), unless=("--quiet",), commands=("watch",)),
-    Need(("--max-rss-growth",), ("--server-pid",), unless=("--virtual",), commands=("soak",)),
+    Need(("--set server_pid",), ("--address",), commands=("soak",)),
+    Need(("--set every",), unless=("--quiet",), commands=("watch",)),
+    Need(("--set max_rss_growth",), ("--set server_pid",), unless=("--virtual",), commands=("soak",)),
 )
 
 TABLES = {"--prefill", "--decode"}
@@ -116,16 +101,9 @@ TABLES = {"--prefill", "--decode"}
 INLINE_VALUE = r"(?:^|,)(\w+)=([^,]*)"
 
 MODES = (
-    Mode("plan", "--users", drops=("--at", "--outputs", "--policy", "--league", "--price", "--cost-error",
-                                   "--curves-only", "--concurrency", "--speedup")),
-    Mode("plan", "--routers", drops=("--at", "--outputs", "--policy", "--league", "--price", "--cost-error", "--users",
-                                     "--slo-share", "--curves-only", "--router", "--router-staleness",
-                                     "--router-event-lag", "--html", "--open", "--plot"), unless="--gpus"),
-    Mode("plan", "--gpus", drops=("--at", "--outputs", "--policy", "--league", "--price", "--cost-error", "--users",
-                                  "--curves-only", "--router-ages", "--eviction")),
-    Mode("plan", "--curves-only", keeps=("--at", "--outputs", "--policy", "--league", *REPLAYED_ON, *PLAN_RESULTS)),
-    Mode("plan", NO_REPLAY, keeps=("--at", "--outputs", "--policy", "--league", "--curves-only", *PLAN_RESULTS),
-         why="has no effect: nothing is replayed", hint="Give --model and --device, or --cost."),
+    *(Mode(command, NO_REPLAY, keeps=(own, "--at", "--set outputs", *PLAN_RESULTS),
+           why="has no effect: nothing is replayed", hint="Give --model and --device, or --cost.")
+      for command, own in (("plan slo", "--plot"), ("plan policies", "--policy"))),
     Mode("calibrate", "--points", keeps=("--points", "--prior", "--hold-out", "--workers", "--out", "--json")),
     Mode("calibrate", "--design", drops=(*OF_FIT, "--prompts", "--series", "--fit-on", "--prior", "--workers",
                                        "--out")),
@@ -207,7 +185,7 @@ def _flags_of(context: "click.Context") -> dict[str, str]:
     """Return the parameter names of the command's options, by flag; arguments are not included."""
     return {
         param.opts[0] if param.opts[0].startswith("--") else param.opts[-1]: param.name or ""
-        for param in context.command.params
+        for param in context.command.get_params(context)
         if param.param_type_name == "option"
     }
 

@@ -39,6 +39,12 @@ SUMMARIES = {
     "model show": "Print the bytes of a token, a page and a sequence.",
     "model tiny": "Write a small random model, to try things with.",
     "plan": "Find how much KV memory, and how many replicas, a trace needs.",
+    "plan curve": "Print the hits at all sizes of KV memory.",
+    "plan fleet": "Find the fewest devices that keep an SLO, and in which pools.",
+    "plan policies": "Compare eviction policies.",
+    "plan routers": "Compare routers of several replicas.",
+    "plan slo": "Find the smallest memory that keeps an SLO (the default).",
+    "plan users": "Find how many users fit.",
     "profile": "Run a real model and record steps and KV use.",
     "replay": "Replay traffic in virtual time: latencies, hits, memory.",
     "report": "Show a run: a short table, or a page.",
@@ -77,11 +83,16 @@ EXAMPLES = {
     "model list": ("kvarts model list",),
     "model show": ("kvarts model show llama-3.1-8b --device h100-80gb",),
     "model tiny": ("kvarts model tiny DIR --family qwen3",),
-    "plan": (
-        "kvarts plan",
-        "kvarts plan my.jsonl --model llama-3.1-8b --device h100-80gb --slo-ttft-ms 500",
-        "kvarts plan sample:mooncake --html plan.html --open",
+    "plan curve": ("kvarts plan curve sample:mooncake --html plan.html --open",),
+    "plan fleet": ("kvarts plan fleet --gpus 8 --slo-ttft-ms 3000",),
+    "plan policies": ("kvarts plan policies --policy auto",),
+    "plan routers": ("kvarts plan routers --replicas 4 --routers prefix,least-loaded",),
+    "plan slo": (
+        "kvarts plan slo",
+        "kvarts plan slo my.jsonl --model llama-3.1-8b --device h100-80gb --slo-ttft-ms 500",
+        "kvarts plan slo sample:mooncake --html plan.html --open",
     ),
+    "plan users": ("kvarts plan users --users 1..200 --slo-ttft-ms 3000",),
     "profile": ("kvarts profile --model DIR --prompts prompts.jsonl --record steps.jsonl",),
     "replay": (
         "kvarts replay",
@@ -125,9 +136,10 @@ _REPLAYED = (
     "--slo-tpot-ms",
     "--host-memory",
     "--config",
+    "--set",
+    "--vllm-args",
     "--json",
     "--html",
-    "--open",
 )
 _HTTP = ("--model", "--host", "--port", "--api-key", "--served-model-name", "--max-model-len")
 
@@ -135,7 +147,6 @@ COMMON = {
     "calibrate": ("--model", "--device", "--pages", "--max-batched-tokens", "--prompts", "--design", "--out"),
     "generate": ("--model", "--prompt", "--prompts", "--chat", "--max-tokens", "--temperature", "--device"),
     "mock": (*_HTTP, "--device", "--pages", "--speedup", "--output-tokens", "--fail", "--kv-events"),
-    "plan": (*_REPLAYED, "--slo-share", "--users", "--gpus", "--at", "--league", "--price"),
     "profile": ("--model", "--prompts", "--record", "--kv-timeline", "--max-tokens", "--device"),
     "replay": (*_REPLAYED, "--cost", "--concurrency", "--run-dir"),
     "serve model": (*_HTTP, "--kv-memory", "--device", "--dtype"),

@@ -16,7 +16,7 @@ import click
 from kvarts.base.errors import ConfigError
 from kvarts.base.files import check_writable, is_replaceable
 from kvarts.base.tenants import check_key
-from kvarts.cli.options import INPUT, OUTPUT, GroupedOption
+from kvarts.cli.options import INPUT, OUTPUT, GroupedOption, KeyOption
 from kvarts.cli.process import collect_garbage
 from kvarts.doors.exposure import is_loopback
 
@@ -65,6 +65,9 @@ def http_options() -> list[click.Option]:
     def option(group: str, *names: str, **attributes: Any) -> click.Option:
         return GroupedOption(list(names), group=group, **attributes)
 
+    def key(group: str, *names: str, **attributes: Any) -> click.Option:
+        return KeyOption(list(names), group=group, **attributes)
+
     return [
         option(listening, "--host", metavar="HOST", default="127.0.0.1", show_default=True,
                help="Address to listen on."),
@@ -76,48 +79,47 @@ def http_options() -> list[click.Option]:
                help="Given twice: allow an address that other machines reach, without TLS or without a key."),
         option(listening, "--served-model-name", "names", metavar="NAME", multiple=True,
                help="Name of the model for clients. May be repeated."),
-        option(listening, "--lora", "adapters", metavar="NAME", multiple=True,
-               help="One more model name, with separate KV, like a LoRA adapter. May be repeated."),
-        option(listening, "--startup-delay", metavar="SECONDS", type=AT_LEAST_ZERO, default=0.0,
-               help="Answer for this long that the server is starting."),
-        option(listening, "--drain", "drain", metavar="SECONDS", type=AT_LEAST_ZERO, default=30.0, show_default=True,
-               help="At SIGTERM, wait as long for requests under way."),
-        option(listening, "--drain-delay", "drain_delay", metavar="SECONDS", type=AT_LEAST_ZERO, default=0.0,
-               help="Before that, answer 503 to /health and accept requests for so long, for load balancers. [0]"),
-        option(listening, "--no-ui", "has_page", flag_value=False, default=True,
-               help="Serve no live page at /."),
+        key(listening, "--lora", "adapters", metavar="NAME[=PATH]", multiple=True,
+            help="One more model name, with separate KV, like a LoRA adapter. May be repeated."),
+        key(listening, "--startup-delay", metavar="SECONDS", type=AT_LEAST_ZERO, default=0.0,
+            help="Answer for this long that the server is starting."),
+        key(listening, "--drain", "drain", metavar="SECONDS", type=AT_LEAST_ZERO, default=30.0, show_default=True,
+            help="At SIGTERM, wait as long for requests under way."),
+        key(listening, "--drain-delay", "drain_delay", metavar="SECONDS", type=AT_LEAST_ZERO, default=0.0,
+            help="Before that, answer 503 to /health and accept requests for so long, for load balancers. [0]"),
+        key(listening, "--ui", "has_page", type=click.BOOL, default=True, help="Serve a live page at /. [true]"),
         option(keys, "--api-key", "api_keys", metavar="KEY", multiple=True,
                help="Ask for one of these keys; each is another owner's. May be repeated; $VLLM_API_KEY is one more. "
                "Local users can read a key on a command line: --api-key-file hides it."),
         option(keys, "--api-key-file", metavar="FILE", type=INPUT,
                help="Keys, one per line, each optionally followed by owner=NAME, share=NUMBER and priority."),
-        option(keys, "--admin-key", "admin_keys", metavar="KEY", multiple=True,
-               help="Ask for this key where the server is changed. $KVARTS_ADMIN_KEY is one more."),
+        key(keys, "--admin-key", "admin_keys", metavar="KEY", multiple=True,
+            help="Ask for this key where the server is changed. $KVARTS_ADMIN_KEY is one more."),
         option(keys, "--admin-key-file", metavar="FILE", type=INPUT, help="Keys of administrators, one per line."),
-        option(keys, "--share-prefix-cache", is_flag=True,
-               help="With several owners: let them hit each other's KV, which reveals prompts of others."),
-        option(keys, "--allow-origin", "origins", metavar="ORIGIN", multiple=True,
-               help="Without a key, let web pages of this origin ask: http://localhost:3000. May be repeated."),
-        option(keys, "--allow-host", "hosts", metavar="NAME", multiple=True,
-               help="Without a key: a host name that requests may use, besides addresses and localhost."),
-        option(taking, "--max-model-len", metavar="TOKENS", type=click.IntRange(min=2),
+        key(keys, "--share-prefix-cache", is_flag=True,
+            help="With several owners: let them hit each other's KV, which reveals prompts of others."),
+        key(keys, "--allow-origin", "origins", metavar="ORIGIN", multiple=True,
+            help="Without a key, let web pages of this origin ask: http://localhost:3000. May be repeated."),
+        key(keys, "--allow-host", "hosts", metavar="NAME", multiple=True,
+            help="Without a key: a host name that requests may use, besides addresses and localhost."),
+        option(taking, "--max-model-len", key="max_model_len", metavar="TOKENS", type=click.IntRange(min=2),
                help="Most tokens of a prompt and its answer. [the model's limit, or the tokens of all pages]"),
-        option(taking, "--max-queued", metavar="N", type=click.IntRange(min=0), default=1024, show_default=True,
-               help="Requests beyond those that may run at once; more get 429."),
-        option(taking, "--retry-after", metavar="SECONDS", type=AT_LEAST_ZERO, default=1.0, show_default=True,
-               help="Their retry-after header."),
-        option(taking, "--max-body-bytes", metavar="N", type=click.IntRange(min=1024), default=8 * 1024 * 1024,
-               show_default=True, help="Refuse longer requests."),
-        option(taking, "--trust-request-chat-template", is_flag=True,
-               help="Render the chat templates that requests bring, which may compute for ever."),
+        key(taking, "--max-queued", metavar="N", type=click.IntRange(min=0), default=1024, show_default=True,
+            help="Requests beyond those that may run at once; more get 429."),
+        key(taking, "--retry-after", metavar="SECONDS", type=AT_LEAST_ZERO, default=1.0, show_default=True,
+            help="Their retry-after header."),
+        key(taking, "--max-body-bytes", metavar="N", type=click.IntRange(min=1024), default=8 * 1024 * 1024,
+            show_default=True, help="Refuse longer requests."),
+        key(taking, "--trust-request-chat-template", is_flag=True,
+            help="Render the chat templates that requests bring, which may compute for ever."),
         option(recording, "--record", metavar="FILE", type=OUTPUT,
                help="At the end, write the requests that arrived to FILE (.jsonl), for `kvarts replay`."),
-        option(recording, "--kv-cache-metrics", is_flag=True,
-               help="Measure how long KV blocks stay in memory: vllm:kv_block_lifetime_seconds and others."),
-        option(recording, "--kv-cache-metrics-sample", metavar="SHARE", type=float,
-               help="Share of the blocks to measure, above 0 and at most 1. [0.01]"),
-        option(recording, "--access-log", metavar="FILE", type=OUTPUT,
-               help="Append a line of JSON for each request; - is standard output."),
+        key(recording, "--kv-cache-metrics", is_flag=True,
+            help="Measure how long KV blocks stay in memory: vllm:kv_block_lifetime_seconds and others."),
+        key(recording, "--kv-cache-metrics-sample", metavar="SHARE", type=float,
+            help="Share of the blocks to measure, above 0 and at most 1. [0.01]"),
+        key(recording, "--access-log", metavar="FILE", type=OUTPUT,
+            help="Append a line of JSON for each request; - is standard output."),
     ]  # fmt: skip
 
 
@@ -137,8 +139,8 @@ def failure_options() -> list[click.Option]:
     failing = "Failures on purpose"
     return [
         GroupedOption(["--fail"], group=failing, metavar="SCRIPT",
-                      help="Script of failures: 'first 2: 429 retry_after=1; every 10th: cut after 5 chunks'."),
-        GroupedOption(["--allow-failures"], group=failing, is_flag=True,
+                      help="Script of failures. Such as 'first 2: 429 retry_after=1; every 10th: cut after 5 chunks'."),
+        KeyOption(["--allow-failures"], group=failing, is_flag=True,
                       help="Permit requests to choose their failure, and /admin/config to set another script."),
     ]  # fmt: skip
 
@@ -201,7 +203,7 @@ def _residency_share(values: dict[str, Any]) -> float:
     share = values["kv_cache_metrics_sample"]
     if not values["kv_cache_metrics"]:
         if share is not None:
-            raise ConfigError("needs --kv-cache-metrics", field="kv_cache_metrics_sample")
+            raise ConfigError("needs --set kv_cache_metrics=true", field="kv_cache_metrics_sample")
         return 0.0
     from kvarts.doors.openai.meter import DEFAULT_SHARE, Residency
 

@@ -12,7 +12,7 @@ import click
 from kvarts.base.errors import ConfigError
 from kvarts.base.units import parse_bytes
 from kvarts.cli.http_options import need_http, say
-from kvarts.cli.options import DIRECTORY, WINDOW, GroupedOption
+from kvarts.cli.options import DIRECTORY, WINDOW, GroupedOption, KeyOption
 from kvarts.cli.process import ServesRuntime
 from kvarts.core.parts.combines import check_combination, why_not
 
@@ -26,40 +26,41 @@ DRAIN_S = 5.0
 MAX_SESSIONS = 1024
 TTL_S = 3600.0
 GIVEN = {
-    "session_window": "--session-window",
-    "session_sink": "--session-sink",
-    "session_retention": "--session-retention",
-    "session_memory": "--session-memory",
-    "session_ttl": "--session-ttl",
-    "max_sessions": "--max-sessions",
+    "session_window": "--set session_window",
+    "session_sink": "--set session_sink",
+    "session_retention": "--set session_retention",
+    "session_memory": "--set session_memory",
+    "session_ttl": "--set session_ttl",
+    "max_sessions": "--set max_sessions",
     "state_dir": "--state-dir",
 }
 """Session options, by parameter."""
 
 
 def server_options() -> list[click.Option]:
-    """Return the session options of an HTTP server. Sessions are on unless `--no-sessions` is given."""
+    """Return the session options of an HTTP server. Sessions are on unless `no_sessions` is."""
+    title = "Sessions, of requests that name one"
 
-    def option(*names: str, **attributes: Any) -> click.Option:
-        return GroupedOption(list(names), group="Sessions, of requests that name one", **attributes)
+    def key(*names: str, **attributes: Any) -> click.Option:
+        return KeyOption(list(names), group=title, **attributes)
 
     return [
-        option("--session-window", metavar="N", type=WINDOW,
+        key("--session-window", metavar="N", type=WINDOW,
                help="Keep the KV of the last N tokens, in pages that are reserved; all: of all tokens, in the prefix "
                "cache. [all]"),
-        option("--session-sink", metavar="N", type=click.IntRange(min=0),
+        key("--session-sink", metavar="N", type=click.IntRange(min=0),
                help="With a window, keep that of the first N tokens as well. [4]"),
-        option("--session-retention", type=click.Choice(["pin", "cache", "host"]),
+        key("--session-retention", type=click.Choice(["pin", "cache", "host"]),
                help="Without a window: where KV is between turns. [cache]"),
-        option("--session-memory", metavar="SIZE",
+        key("--session-memory", metavar="SIZE",
                help="Most memory that windows may reserve: 4GiB. [half of the pages]"),
-        option("--session-ttl", metavar="SECONDS", type=click.FloatRange(min=0.0, min_open=True),
+        key("--session-ttl", metavar="SECONDS", type=click.FloatRange(min=0.0, min_open=True),
                help=f"Time after which idle sessions expire. [{TTL_S:g}]"),
-        option("--max-sessions", metavar="N", type=click.IntRange(min=1),
+        key("--max-sessions", metavar="N", type=click.IntRange(min=1),
                help=f"Most sessions; one more ends the session that is idle longest. [{MAX_SESSIONS}]"),
-        option("--state-dir", metavar="DIR", type=DIRECTORY,
+        GroupedOption(["--state-dir"], group=title, metavar="DIR", type=DIRECTORY,
                help="Keep sessions here, as `kvarts serve sessions` does. [in memory]"),
-        option("--no-sessions", is_flag=True, help="Answer as if no session had been named."),
+        key("--no-sessions", is_flag=True, help="Answer as if no session had been named."),
     ]  # fmt: skip
 
 
@@ -80,13 +81,13 @@ def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) 
     if why:
         if given:
             raise ConfigError(f"is of sessions: {why}", field=given[0], hint="Leave it out.")
-        if not values["no_sessions"]:  # with --no-sessions, session names are ignored
+        if not values["no_sessions"]:  # with no_sessions, session names are ignored
             for served in opened.models:
                 served.why_no_sessions = f"there are no sessions here: {why}"
         return
     for name in ("session_sink", "session_memory"):
         if values[name] is not None and not values["session_window"]:
-            raise ConfigError("is of sessions with a window", field=GIVEN[name], hint="Give --session-window N.")
+            raise ConfigError("is of sessions with a window", field=GIVEN[name], hint="Give --set session_window=N.")
     if values["session_retention"] is not None and values["session_window"]:
         raise ConfigError("is of sessions without a window", field=GIVEN["session_retention"], hint="Leave one out.")
     from kvarts.doors.openai.served import SessionsOnDemand
@@ -119,7 +120,7 @@ def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) 
 def _why_not(opened: Opened, values: dict[str, Any]) -> str:
     """Return why the server cannot have sessions; empty if it can."""
     if values["no_sessions"]:
-        return "--no-sessions was given"
+        return "--set no_sessions=true was given"
     given = ["sessions"]
     if len(opened.models) > 1:
         given.append("several")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.base.errors import ConfigError
-from kvarts.cli.options import GroupedOption
+from kvarts.cli.options import GroupedOption, KeyOption
 from kvarts.cli.parts import CommandPart, ReadersOf
 from kvarts.core.parts.combines import check_combination
 
@@ -41,11 +41,13 @@ def server_options() -> list[click.Option]:
             ["--kv-events-replay"], group=TITLE, metavar="ENDPOINT",
             help="Answer requests for past events, and for full state, at ENDPOINT.",
         ),
-        GroupedOption(
-            ["--kv-events-format"], group=TITLE, type=click.Choice(["map", "array"]), default="map",
-            help="Events as maps, as vLLM writes them, or as arrays, as it did before. [map]",
+        KeyOption(
+            ["--kv-events-format"], group=TITLE, default="map",
+            type=click.Choice(["map", "array", "copies", "reports"]),
+            help="Events as maps, as vLLM writes them, or as arrays, as it did before; maps with all copies of blocks, "
+            "as vLLM stores and removes them, or also with the reports of its kv_cache_report_mode full. [map]",
         ),
-        GroupedOption(
+        KeyOption(
             ["--kv-events-topic"], group=TITLE, metavar="TEXT", default="",
             help="Topic of the events; in a mock, and of several models, {model} stands for the name of the model. "
             "[empty]",
@@ -163,13 +165,15 @@ def _config_of(values: Mapping[str, Any]) -> KvEventsConfig | None:
         import zmq  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"KV events need ZeroMQ ({error})", hint="pip install 'kvarts[serve]'.") from None
-    from kvarts.doors.kv_events.batches import KvEventsConfig
+    from kvarts.doors.kv_events.batches import Extent, KvEventsConfig
 
+    extents: dict[str, Extent] = {"copies": "copies", "reports": "reports"}
     with _as_options():
         return KvEventsConfig(
             endpoint=values["kv_events"],
             replay_endpoint=values["kv_events_replay"],
-            form=values["kv_events_format"],
+            form="array" if values["kv_events_format"] == "array" else "map",
+            extent=extents.get(values["kv_events_format"], "blocks"),
             topic=values["kv_events_topic"],
             insecure=values["insecure"],
         )
@@ -226,11 +230,11 @@ class KvEventsPart(CommandPart):
         """Return `--kv-events` and the options that go with it."""
         return (
             *server_options(),
-            GroupedOption(
+            KeyOption(
                 ["--kv-events-wait"], group=TITLE, metavar="SECONDS", type=click.FloatRange(min=0.0), default=0.0,
                 help="Begin after the first subscription, or after this time. [0]",
             ),
-            GroupedOption(
+            KeyOption(
                 ["--kv-events-stay"], group=TITLE, metavar="SECONDS", type=click.FloatRange(min=0.0), default=0.0,
                 help="Answer requests for past events for this long after the replay. [0]",
             ),

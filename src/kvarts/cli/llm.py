@@ -15,6 +15,7 @@ import msgspec
 from kvarts.base.errors import ConfigError, InputError, KvartsError
 from kvarts.base.files import read_text
 from kvarts.cli import offload
+from kvarts.cli.options import KeyOption, key_option
 from kvarts.cli.process import hold_signals_back, narrate
 from kvarts.core.config import EngineOptions, Snapshots
 from kvarts.core.sampling import SamplingParams
@@ -51,6 +52,9 @@ SAMPLING: list[tuple[str, Any, str]] = [
     ("repetition_penalty", float, "Make tokens that have occurred less likely. [1]"),
     ("seed", int, "The same seed gives the same text, alone and in any batch."),
 ]
+OPTIONS = ("--kv-memory", "--dtype", "--quantization", "--device")
+"""The settings of an engine with an option of their own; the others are keys of `--set`."""
+RARE_SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def engine_options(command: Command, **attributes: Any) -> Command:
@@ -107,7 +111,8 @@ def engine_options(command: Command, **attributes: Any) -> Command:
         ),
     ]
     for name, settings in reversed(options):
-        command = click.option(name, show_default=True, **settings, **attributes)(command)
+        declared = attributes if name in OPTIONS else {**attributes, "cls": KeyOption}
+        command = click.option(name, show_default=True, **settings, **declared)(command)
     return command
 
 
@@ -119,18 +124,18 @@ def engine_options_of(values: dict[str, Any]) -> EngineOptions:
 
 
 def kv_groups_option(command: Command, **attributes: Any) -> Command:
-    """Add the option `--kv-groups`: which KV the layers retain. `attributes` are passed to it."""
+    """Add the key `kv_groups`: which KV the layers retain. `attributes` are passed to it."""
     text = (
         "KV that layers with a window keep. off: all tokens. all, tails: the tokens that later tokens attend to, "
         "and for later requests everything while there is room, or the tokens that a hit at the end of a prompt "
         "or an answer needs. Changes no token. [all if layers keep less and the other options permit it, else off]"
     )
-    return click.option("--kv-groups", metavar="NAME", help=text, **attributes)(command)
+    return key_option("--kv-groups", metavar="NAME", help=text, **attributes)(command)
 
 
 def snapshots_option(command: Command, **attributes: Any) -> Command:
-    """Add the option `--snapshots`: where layers with a state leave snapshots. `attributes` are passed to it."""
-    return click.option(
+    """Add the key `snapshots`: where layers with a state leave snapshots. `attributes` are passed to it."""
+    return key_option(
         "--snapshots",
         type=click.Choice(get_args(Snapshots)),
         default="ends",
@@ -177,13 +182,14 @@ def llm_options(command: Command) -> Command:
 
 def sampling_options(command: Command) -> Command:
     """Add the options that `sampling_params` reads."""
-    command = click.option("--logprobs", is_flag=True, help="Print the log-probability of each token.")(command)
+    command = key_option("--logprobs", is_flag=True, help="Print the log-probability of each token.")(command)
     command = click.option("--ignore-eos", is_flag=True, help="The model's own end is a token like any other.")(command)
-    command = click.option(
+    command = key_option(
         "--stop", multiple=True, metavar="TEXT", help="End where this text is generated. May be repeated."
     )(command)
     for name, kind, text in reversed(SAMPLING):
-        command = click.option(f"--{name.replace('_', '-')}", name, type=kind, default=None, help=text)(command)
+        declare = key_option if name in RARE_SAMPLING else click.option
+        command = declare(f"--{name.replace('_', '-')}", name, type=kind, default=None, help=text)(command)
     return command
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from kvarts.base.files import new_directory, writing
 from kvarts.base.limits import MOST_SEED, check_whole
 from kvarts.cli.llm import kv_groups_option, need_torch
-from kvarts.cli.options import DIRECTORY, Command
+from kvarts.cli.options import DIRECTORY, Command, key_option
 from kvarts.cli.process import print_json
 
 if TYPE_CHECKING:
@@ -29,33 +29,20 @@ EXIT_DIFFERENT = 5
               help="Random prompts to compare.")  # fmt: skip
 @click.option("--max-tokens", metavar="N", type=click.IntRange(min=1), default=16, show_default=True,
               help="Tokens to generate for each.")  # fmt: skip
-@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the prompts.")
+@key_option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the prompts.")
 @click.option("--dtype", metavar="DTYPE", default="auto", show_default=True,
               help="auto, float32, bfloat16 or float16.")  # fmt: skip
 @click.option("--device", metavar="NAME", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--attention", metavar="NAME", default="auto", show_default=True,
-              help="Attention backend: auto, flash, numba, sdpa or triton.")  # fmt: skip
-@click.option("--layers", metavar="NAME", default="auto", show_default=True,
-              help="How layers are computed: auto, compiled or model.")  # fmt: skip
-@click.option("--quantization", metavar="NAME", help="Weights in 8 or 4 bits, on a CPU: int8 or int4.")
-@click.option("--trust-remote-code", is_flag=True,
-              help="Run the Python code in the model's directory, with all your permissions.")  # fmt: skip
+@key_option("--attention", metavar="NAME", default="auto", show_default=True,
+            help="Attention backend: auto, flash, numba, sdpa or triton.")  # fmt: skip
+@key_option("--layers", metavar="NAME", default="auto", show_default=True,
+            help="How layers are computed: auto, compiled or model.")  # fmt: skip
+@key_option("--quantization", metavar="NAME", help="Weights in 8 or 4 bits, on a CPU: int8 or int4.")
+@key_option("--trust-remote-code", is_flag=True,
+            help="Run the Python code in the model's directory, with all your permissions.")  # fmt: skip
 @kv_groups_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
-def check_command(
-    model: str,
-    num_prompts: int,
-    max_tokens: int,
-    seed: int,
-    dtype: str,
-    device: str,
-    attention: str,
-    layers: str,
-    quantization: str | None,
-    trust_remote_code: bool,
-    kv_groups: str | None,
-    as_json: bool,
-) -> int:
+def check_command(model: str, num_prompts: int, max_tokens: int, seed: int, as_json: bool, **options: Any) -> int:
     r"""Check whether the model in the directory MODEL runs in pages.
 
     Random prompts run in an engine with few pages, and one at a time with transformers' `generate`. The tokens must be
@@ -71,16 +58,15 @@ def check_command(
     from kvarts.run.torch.decoder import Decoder
     from kvarts.run.torch.loading import load_model
 
-    load = partial(
-        load_model, model, dtype=dtype, device=device, quantization=quantization, trust_remote_code=trust_remote_code
-    )
+    of_loading = ("dtype", "device", "quantization", "trust_remote_code")
+    load = partial(load_model, model, **{name: options[name] for name in of_loading})
     loaded = load()
     check = check_model(
         loaded,
         load(model_impl="transformers") if isinstance(loaded, Decoder) else loaded,
-        attention=attention,
-        layers=layers,
-        kv_groups=kv_groups,
+        attention=options["attention"],
+        layers=options["layers"],
+        kv_groups=options["kv_groups"],
         num_prompts=num_prompts,
         num_tokens=max_tokens,
         seed=seed,
@@ -137,7 +123,7 @@ def _print_lines(model: str, check: ModelCheck) -> None:
 @click.argument("directory", type=DIRECTORY)
 @click.option("--family", metavar="NAME", default="qwen3", show_default=True,
               help="qwen3, llama, mistral (sliding window), gemma2 (soft caps), gemma3 (mixed windows) "
-                   "or qwen3-next (layers with a state, which need --kv-groups).")  # fmt: skip
+                   "or qwen3-next (layers with a state, which need --set kv_groups=all).")  # fmt: skip
 @click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the weights.")
 def tiny_command(directory: Path, family: str, seed: int) -> None:
     """Write a small model with random weights and a byte tokenizer to DIRECTORY, new or empty.

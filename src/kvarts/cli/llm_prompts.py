@@ -26,7 +26,7 @@ from kvarts.cli.llm import (
     sampling_params,
     speculation_option,
 )
-from kvarts.cli.options import INPUT, OUTPUT, Command
+from kvarts.cli.options import INPUT, OUTPUT, Command, key_option
 from kvarts.cli.process import print_bytes, print_json
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ EVERY_S = 0.5
               help='Many, run as they fit: JSON lines {"prompt": TEXT} or {"messages": [...]}. A JSON line each is '
               "printed, in their order. -: standard input.")  # fmt: skip
 @click.option("--chat", "is_chat", is_flag=True, help="--prompt is a user's message, for the model's chat template.")
-@click.option("--skip-bad", is_flag=True,
-              help="Run the other prompts where one cannot be run; its line has the error.")  # fmt: skip
+@key_option("--skip-bad", is_flag=True,
+            help="Run the other prompts where one cannot be run; its line has the error.")  # fmt: skip
 @sampling_options
 def generate_command(
     prompt: str | None, prompts_file: Path | None, is_chat: bool, skip_bad: bool, **values: Any

@@ -24,7 +24,7 @@ from kvarts.cli.http_options import (
     need_http,
     serve_http,
 )
-from kvarts.cli.options import INPUT, Command, GroupedOption, options_of
+from kvarts.cli.options import INPUT, Command, GroupedOption, KeyOption, options_of, vllm_option
 from kvarts.cli.parts import ReadersOf, check_engine_options, engine_options, with_engine_options
 from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.replaying import all_sections
@@ -57,6 +57,9 @@ KEYS = (
     "eviction",
 )
 TABLES = ("offload.",)
+SHOWN = ("model", "device", "tensor_parallel", "kv_memory", "pages", "page_size", "max_batched_tokens", "max_seqs",
+         "cost", "audit", "kv_groups", "offload.host_memory")  # fmt: skip
+"""The settings with an option of their own, among those of KEYS and TABLES."""
 DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100-80gb"
 
 
@@ -65,7 +68,7 @@ def _options() -> list[click.Parameter]:
     sections = all_sections()
     keys = [*KEYS, *(setting.key for section in sections if not section.is_named for setting in section.settings
                      if setting.key.startswith(TABLES))]  # fmt: skip
-    of_engine: dict[str, click.Option] = {option.opts[0]: option for option in options_of(sections, keys)}
+    of_engine: dict[str, click.Option] = {option.opts[0]: option for option in options_of(sections, keys, SHOWN)}
     of_engine.update(mock_sharing.options())
     of_engine.update({option.opts[0]: option for option in engine_options()})
     of_mock = [
@@ -76,14 +79,14 @@ def _options() -> list[click.Parameter]:
                       help="Mean length of answers, which end at max_tokens at the latest. [128]"),
         GroupedOption(["--answers"], group="Mock", metavar="FILE", type=INPUT,
                       help="Its answers, as rules in a .toml or .json."),
-        GroupedOption(["--media"], group="Mock", type=click.Choice(["openai", "qwen", "gemma", "claude"]),
-                      help="Count images and audio as models of this family do. [by --model, else openai]"),
+        KeyOption(["--media"], group="Mock", type=click.Choice(["openai", "qwen", "gemma", "claude"]),
+                  help="Count images and audio as models of this family do. [by --model, else openai]"),
     ]  # fmt: skip
     options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options(), *failure_options()]
     options += kv_events.server_options()
     options += http_sessions.server_options()
     options += mock_fleet.server_options()
-    return options
+    return [*options, vllm_option()]
 
 
 @click.command("mock", cls=Command, params=_options())

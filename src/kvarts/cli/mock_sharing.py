@@ -26,7 +26,7 @@ KEYS = ("static_split", "reclaim_after_s")
 def options() -> dict[str, click.Option]:
     """Return by flag: `--model`, which may be repeated for several models, and the options of sharing."""
     shared = [option for option in SHARING.options() if option.opts[0] == "--model"]
-    return {option.opts[0]: option for option in (*shared, *options_of(SHARING.sections, KEYS))}
+    return {option.opts[0]: option for option in (*shared, *options_of(SHARING.sections, KEYS, shown=()))}
 
 
 def given(params: dict[str, Any]) -> Given:

@@ -13,7 +13,7 @@ from kvarts.base.settings import Section, given_by_flags
 from kvarts.base.units import as_memory
 from kvarts.cli import llm_model
 from kvarts.cli.model_start import START_OPTIONS, start_settings, started
-from kvarts.cli.options import INPUT, Command, Group, options_of
+from kvarts.cli.options import INPUT, Command, Group, options_of, vllm_option
 from kvarts.cli.process import print_json
 from kvarts.core.config import EngineConfig
 from kvarts.core.kv.number_formats import is_fp8, kv_bits
@@ -184,10 +184,14 @@ KEYS = (
     "max_batched_tokens",
     "max_seqs",
 )
+SHOWN = ("device", "tensor_parallel", "page_size", "weight_dtype", "kv_dtype", "max_batched_tokens", "max_seqs")
+"""The settings with an option of their own, among KEYS."""
 
 
 @model_command.command(
-    "show", cls=Command, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS), *START_OPTIONS]
+    "show",
+    cls=Command,
+    params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS, SHOWN), *START_OPTIONS, vllm_option()],
 )
 @click.option(
     "--sequence-tokens", metavar="N", type=int, help="Also print the bytes of a sequence of N tokens. [32768]"

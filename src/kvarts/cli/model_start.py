@@ -8,7 +8,7 @@ import click
 
 from kvarts.base.errors import ConfigError
 from kvarts.base.units import parse_bytes
-from kvarts.cli.options import GroupedOption
+from kvarts.cli.options import GroupedOption, KeyOption
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +36,10 @@ def _option(name: str, text: str, **attributes: Any) -> GroupedOption:
     return GroupedOption([name], group="vLLM", help=text, **attributes)
 
 
+def _key(name: str, text: str, **attributes: Any) -> KeyOption:
+    return KeyOption([name], group="vLLM", help=text, **attributes)
+
+
 START_OPTIONS = (
     _option("--engine", "Print what this version prints when it starts: vllm (0.33), vllm==0.32.", metavar="NAME"),
     _option(
@@ -43,20 +47,20 @@ START_OPTIONS = (
         "Bytes for KV on each device, as vLLM logs them: 44.1GiB. [an interval, from the device]",
         metavar="SIZE",
     ),
-    _option(
+    _key(
         "--max-model-len",
         "Longest sequence, or -1 for the longest that fits. [that of the model]",
         metavar="TOKENS",
         type=int,
     ),
-    _option(
+    _key(
         "--speculative-tokens",
         "Tokens drafted by the model's own layers, such as MTP. [0]",
         metavar="N",
         type=click.IntRange(min=1),
     ),
-    _option("--no-prefix-caching", "Without the prefix cache: states are kept whole.", is_flag=True),
-    _option("--no-async-scheduling", "Plan each step after the one before it has ended.", is_flag=True),
+    _key("--no-prefix-caching", "Without the prefix cache: states are kept whole.", is_flag=True),
+    _key("--no-async-scheduling", "Plan each step after the one before it has ended.", is_flag=True),
 )
 """Options of `model show` that need --engine, and --engine."""
 

@@ -11,7 +11,7 @@ import click
 from kvarts.base.errors import ConfigError
 from kvarts.base.settings import Flags, Given, Section
 from kvarts.base.settings import settings_of as settings_of_struct
-from kvarts.cli.options import DIRECTORY, GroupedOption
+from kvarts.cli.options import DIRECTORY, GroupedOption, key_option
 from kvarts.cli.parts import CommandPart
 from kvarts.core.tiers.config import TIERS, OffloadConfig
 
@@ -22,9 +22,9 @@ Command = Callable[..., None]
 
 OPTIONS = (
     click.option("--host-memory", metavar="SIZE", help="Host memory below the pages, on a CPU: 4GiB."),
-    click.option("--disk-memory", metavar="SIZE", help="Files below host memory: 20GiB."),
-    click.option("--disk-path", metavar="DIR", type=DIRECTORY,
-                 help="Directory of the files. A later run of the same model reads them again."),
+    key_option("--disk-memory", metavar="SIZE", help="Files below host memory: 20GiB."),
+    key_option("--disk-path", metavar="DIR", type=DIRECTORY,
+               help="Directory of the files. A later run of the same model reads them again."),
 )  # fmt: skip
 
 
@@ -42,7 +42,7 @@ class OffloadPart(CommandPart):
                 ["--tier", "tiers"], group=TIERS.title, multiple=True, metavar="NAME:KEY=VALUE,...",
                 help="A tier below the device, the fastest first, or changes to that [[tier]] of the file: "
                 f"{', '.join(each.field for each in settings_of_struct(TIERS.struct))}. Instead of --host-memory "
-                "and --disk-memory, for other tiers than host memory and files.",
+                "and offload.disk_memory, for other tiers than host memory and files.",
             ),
         )  # fmt: skip
 
@@ -121,7 +121,9 @@ def settings_of(values: dict[str, Any]) -> dict[str, Any]:
     host, disk, path = (values[name] for name in ("host_memory", "disk_memory", "disk_path"))
     if (disk is None) != (path is None):
         raise ConfigError(
-            "files need both a size and a directory", field="disk_path", hint="Give --disk-memory and --disk-path."
+            "files need both a size and a directory",
+            field="disk_path",
+            hint="Give --set disk_memory=SIZE and --set disk_path=DIR.",
         )
     if host is None and disk is None:
         return {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +18,19 @@ import msgspec
 
 from kvarts.base.errors import ConfigError, did_you_mean, renamed
 from kvarts.base.files import check_outputs
-from kvarts.base.settings import Section, Setting, inline_settings, is_inline, param_of, param_of_inline, value_kind
+from kvarts.base.settings import (
+    SET,
+    Section,
+    Setting,
+    inline_settings,
+    is_inline,
+    param_of,
+    param_of_inline,
+    value_kind,
+)
 from kvarts.cli.effects import check_effects
 from kvarts.cli.helps import common_of, examples_of, groups_of, summary_of
+from kvarts.cli.process import say
 
 __all__ = [
     "ALIASES",
@@ -32,12 +43,16 @@ __all__ = [
     "Command",
     "Group",
     "GroupedOption",
+    "KeyOption",
     "PathRole",
     "grouped",
     "in_our_words",
+    "key_option",
     "open_option",
     "options_of",
     "role_of",
+    "set_option",
+    "vllm_option",
 ]
 
 PathRole = Literal["input", "output", "derived", "directory"]
@@ -59,27 +74,41 @@ ALIASES = {
     "--kv-cache-dtype": "--kv-dtype",
     "--kv-cache-memory-bytes": "--kv-memory",
     "--no-enable-prefix-caching": "--no-prefix-caching",
+    **{
+        name: name
+        for name in (
+            "--enforce-eager",
+            "--kv-cache-metrics",
+            "--kv-cache-metrics-sample",
+            "--max-model-len",
+            "--no-async-scheduling",
+            "--tool-call-parser",
+            "--trust-remote-code",
+            "--trust-request-chat-template",
+        )
+    },
 }
-"""Options of `vllm serve`, and the option here with the same meaning and values."""
+"""Options of `vllm serve`, and the option here with the same meaning and values; it may be a key of `--set`."""
 
 ANSWERS = {
     "--cpu-offload-gb": "kvarts keeps weights on the device; for KV below it, give --host-memory 64GiB",
     "--enable-chunked-prefill": "prompts are always chunked; --max-batched-tokens sets the largest chunk",
-    "--enable-expert-parallel": "give --expert-parallel N, over how many devices experts are divided",
-    "--enable-prefix-caching": "the prefix cache is on unless --no-prefix-caching is given",
+    "--enable-expert-parallel": "give --set expert_parallel=N, over how many devices experts are divided",
+    "--enable-prefix-caching": "the prefix cache is on unless --set no_prefix_caching=true is given",
     "--kv-offloading-size": "give --host-memory 64GiB",
     "--max-model-len": "a replay takes each request as long as the trace has it",
     "--num-gpu-blocks": "give --pages N",
-    "--quantization": "give --weight-dtype fp8, and --kv-dtype for KV",
+    "--quantization": "give --set weight_dtype=fp8, and --set kv_dtype=fp8 for KV",
     "--scheduling-policy": "requests are ordered by priority and arrival; for another policy see "
     "docs/guide-policies.md",
     "--swap-space": "give --host-memory 64GiB",
-    "-q": "give --weight-dtype fp8, and --kv-dtype for KV",
+    "-q": "give --set weight_dtype=fp8, and --set kv_dtype=fp8 for KV",
 }
 """Options of `vllm serve` without an equivalent, and what to do instead."""
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+VLLM_ARGS = "--vllm-args"
 HELP_ALL = "kvarts.help_all"
-NEVER = ("--reclaim-after",)
+NEVER = ("--set reclaim_after_s",)
 """Options that accept `inf`, which means never."""
 
 
@@ -113,31 +142,91 @@ def role_of(param: click.Parameter) -> PathRole | None:
     return role
 
 
-def in_our_words(args: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return `args` with vLLM's option names replaced. `known`: the options of the command.
+def in_our_words(
+    args: Sequence[str], known: Collection[str], keys: Mapping[str, click.Option] | None = None
+) -> list[str]:
+    """Return `args` with vLLM's option names replaced, and `--set KEY=VALUE` as one word that the parser knows.
 
-    Raise UsageError for an option in ANSWERS. Words after `--` are not changed.
+    `known`: the options of the command; `keys`: its keys of `--set`, with the options that they stand for. Raise
+    UsageError for an option in ANSWERS, for one that is a key, and for an unknown key. Words after `--` are not
+    changed.
     """
+    keys = keys or {}
+    of_flags = {option.flag: option for option in keys.values() if isinstance(option, KeyOption)}
     ours: list[str] = []
-    for place, word in enumerate(args):
+    words = iter(enumerate(args))
+    for place, word in words:
         if word == "--":
             return [*ours, *args[place:]]
         name, equals, value = word.partition("=")
+        if name == "--set" and keys and (equals or place + 1 < len(args)):
+            ours += _of_key(value if equals else next(words)[1], keys)
+            continue
         if name not in known:
-            if ALIASES.get(name) in known:
-                name = ALIASES[name]
+            same = ALIASES.get(name, "")
+            if same in known:
+                name = same
+            elif same in of_flags:
+                option = of_flags[same]
+                name, equals, value = option.opts[0], *(("=", "true") if option.type is click.BOOL else (equals, value))
+            elif name in of_flags:
+                raise click.UsageError(f"No such option: {name}: give {of_flags[name].opts[0]}=VALUE.")
             elif name in ANSWERS:
                 raise click.UsageError(f"No such option: {name}: {ANSWERS[name]}.")
         ours.append(f"{name}{equals}{value}")
     return ours
 
 
-class GroupedOption(click.Option):
-    """An option listed under a title in the help."""
+def _of_key(text: str, keys: Mapping[str, click.Option]) -> list[str]:
+    """Return the word for `KEY=VALUE`; none for a flag that is false."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise click.UsageError(f"Invalid value for '--set': {text!r} is not KEY=VALUE.")
+    option = keys.get(key.strip())
+    if option is None:
+        known = did_you_mean(key, list(keys)) or f"Known: {', '.join(sorted(keys))}."
+        raise click.UsageError(f"Invalid value for '--set': there is no key {key!r}. {known}")
+    if option.is_flag:
+        if value not in ("true", "false"):
+            raise click.UsageError(f"Invalid value for '--set': {key} is true or false, not {value!r}.")
+        return [option.opts[0]] if value == "true" else []
+    return [f"{option.opts[0]}={value}"]
 
-    def __init__(self, *args: Any, group: str, **attributes: Any) -> None:
+
+class GroupedOption(click.Option):
+    """An option listed under a title in the help. `key`: of `--set`, for the same."""
+
+    def __init__(self, *args: Any, group: str = "Options", key: str = "", **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.group = group
+        self.key = key
+
+
+def key_option(*names: str, **attributes: Any) -> Decorator:
+    """Return `click.option` for a setting without an option of its own; see KeyOption."""
+    return click.option(*names, cls=KeyOption, **attributes)
+
+
+class KeyOption(GroupedOption):
+    """A setting without an option of its own: `--set KEY=VALUE`, which reaches the parser as one word.
+
+    It is declared like an option. `flag`: the option that it would be. `key`: the name of that by default.
+    """
+
+    def __init__(self, names: Sequence[str], *, key: str = "", is_flag: bool = False, **attributes: Any) -> None:
+        (self.flag,) = (name for name in names if name.startswith("--"))
+        key = key or self.flag.removeprefix("--").replace("-", "_")
+        param = next((name for name in names if not name.startswith("-")), key)
+        if is_flag:
+            attributes = {"type": click.BOOL, "default": False, **attributes}
+        super().__init__([SET + key, param], key=key, hidden=True, **attributes)
+
+    def record_of_key(self, ctx: click.Context) -> tuple[str, str]:
+        """Return the lines of the help for the key: its name and value, and its meaning."""
+        shown = copy(self)
+        shown.hidden = False
+        record = shown.get_help_record(ctx)
+        return f"{self.key}={self.make_metavar(ctx)}", record[1] if record else ""
 
 
 class Command(click.Command):
@@ -150,41 +239,94 @@ class Command(click.Command):
 
     checks_effects = False
 
-    def __init__(self, *args: Any, checks_effects: bool = False, **attributes: Any) -> None:
-        super().__init__(*args, **attributes)
+    def __init__(
+        self,
+        name: str | None,
+        *,
+        params: list[click.Parameter] | None = None,
+        checks_effects: bool = False,
+        **attributes: Any,
+    ) -> None:
+        keys = [param for param in params or () if isinstance(param, KeyOption)]
+        shown = [param for param in params or () if not isinstance(param, KeyOption)]
+        super().__init__(name, params=[*shown, *([set_option()] if keys else [])], **attributes)
+        self.keys = keys
         self.checks_effects = checks_effects
 
+    @property
+    def every(self) -> list[click.Parameter]:
+        """The parameters, and the keys of `--set`."""
+        return [*self.params, *self.keys]
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, after renaming vLLM's options."""
+        """Parse, after renaming vLLM's options and reading `--set` and `--vllm-args`."""
         known = {name for param in self.params for name in param.opts}
-        return super().parse_args(ctx, in_our_words(args, known))
+        keys = self.known_keys()
+        if VLLM_ARGS in known:
+            args = self._with_line(args, keys)
+        return super().parse_args(ctx, in_our_words(args, known, keys))
+
+    def _with_line(self, args: Sequence[str], keys: Collection[str]) -> list[str]:
+        """Return `args` after the settings of vLLM's argument lines in them, over which the others win."""
+        from kvarts.cli.vllm_args import settings_of_line
+
+        lines: list[str] = []
+        others: list[str] = []
+        words = iter(args)
+        for word in words:
+            name, equals, value = word.partition("=")
+            if name != VLLM_ARGS:
+                others.append(word)
+                continue
+            line = value if equals else next(words, None)
+            if line is None:
+                raise click.UsageError(f"Option '{VLLM_ARGS}' requires an argument.")
+            lines.append(line)
+        has_model = any(param.human_readable_name == "MODEL" for param in self.params)
+        given = [
+            pair for line in lines for pair in settings_of_line(line, keys.__contains__, has_model=has_model, say=say)
+        ]
+        if any(word.partition("=")[0] == "--model" for word in others):
+            given = [pair for pair in given if pair[0] != "model"]  # that option may be repeated
+        return [*(word for key, value in given for word in ("--set", f"{key}={value}")), *others]
+
+    def known_keys(self) -> dict[str, click.Option]:
+        """Return the keys of `--set`, with the options that they stand for; empty for a command without `--set`."""
+        if not self.keys:
+            return {}
+        return {param.key: param for param in self.every if isinstance(param, GroupedOption) and param.key}
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the parameters, and the options that print help."""
-        return [*super().get_params(ctx), _help_all(hidden=not common_of(ctx))]
+        """Return the parameters, the keys of `--set`, and the options that print help."""
+        return [*super().get_params(ctx), *self.keys, _help_all(hidden=not (self.keys or common_of(ctx)))]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options by group, in order of first appearance; options without a group are first.
 
         A command with many options shows only the common ones, unless `--help-all` is given.
         """
-        common = () if ctx.meta.get(HELP_ALL) else common_of(ctx)
+        is_all = ctx.meta.get(HELP_ALL, False)
+        common = () if is_all else common_of(ctx)
         groups: dict[str, list[tuple[str, str]]] = {"Options": []}
         num_left = 0
         for param in self.get_params(ctx):
+            if isinstance(param, KeyOption):
+                num_left += not is_all
+                if is_all:
+                    groups.setdefault(f"{param.group}: keys of --set", []).append(param.record_of_key(ctx))
+                continue
             record = param.get_help_record(ctx) if param.param_type_name == "option" else None
             if record is None:
                 continue
             if common and param.opts[0] not in common and not {"--help", "--help-all"}.intersection(param.opts):
                 num_left += 1
                 continue
-            if common:
-                record = record[0], _first_sentence(record[1])
             groups.setdefault(getattr(param, "group", "Options"), []).append(record)
         for title, records in groups.items():
             if records:
                 with formatter.section(title):
-                    formatter.write_dl(records)
+                    room = formatter.width - formatter.current_indent - max(len(name) for name, _ in records) - 2
+                    formatter.write_dl([(name, _in_short(text, room)) for name, text in records] if common else records)
         if num_left:
             formatter.write_paragraph()
             formatter.write_text(f"{num_left} more options: {ctx.command_path} --help-all")
@@ -201,7 +343,7 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Check the arguments, then run the command."""
         paths: dict[str | None, list[Path]] = {}
-        for param in self.params:
+        for param in self.every:
             given = ctx.params.get(param.name or "")
             if given is not None:
                 paths.setdefault(role_of(param), []).extend(given if isinstance(given, tuple) else (given,))
@@ -219,7 +361,7 @@ class Command(click.Command):
 
     def _check_values(self, ctx: click.Context) -> None:
         """Raise ConfigError for NaN, infinity except in NEVER, and text that is not UTF-8; no click range does."""
-        for param in self.params:
+        for param in self.every:
             value = ctx.params.get(param.name or "")
             is_never = value == inf and param.opts[0] in NEVER
             if isinstance(value, float) and not isfinite(value) and not is_never:
@@ -231,10 +373,14 @@ class Command(click.Command):
     def _typed(self) -> dict[str, str]:
         """Return the options and arguments by the fields of errors that they stand for."""
         typed: dict[str, str] = {}
-        for param in self.params:
+        for param in self.every:
             shown = param.opts[0] if param.param_type_name == "option" else param.human_readable_name
             for name in (param.name or "", *(name.removeprefix("--").replace("-", "_") for name in param.opts)):
                 typed.setdefault(name, shown)
+            if isinstance(param, KeyOption):
+                typed[param.flag] = shown
+                typed.setdefault(param.flag.removeprefix("--").replace("-", "_"), shown)
+                typed.setdefault(param.key, shown)
         return typed
 
 
@@ -272,13 +418,18 @@ class Group(click.Group):
                     formatter.write(f"{'':>{formatter.current_indent}}{name:<{width}}{line}\n")
 
 
-def _first_sentence(text: str) -> str:
-    """Return the first sentence of an option's help, and its default."""
-    sentence, dot, rest = text.partition(". ")
-    if not dot:
-        return text
-    default = re.search(r"\[[^\[]*\](?:  \[.*\])?$", rest)
-    return f"{sentence}. {default[0]}" if default else f"{sentence}."
+def _in_short(text: str, room: int) -> str:
+    """Return the beginning of an option's help, in `room` characters where it can be cut, and its default.
+
+    It is the first sentence, or less if that is long.
+    """
+    match = re.search(r" \[([^\[;]*)[^\[]*\](?:  \[.*\])?$", text)
+    default = f" [{match[1]}]" if match else ""
+    said = text[: match.start()] if match else text
+    for end in (". ", "; ", ", ", ": ", " ("):
+        if len(said) + len(default) > room or end == ". ":
+            said = said.partition(end)[0].rstrip(".") + "."
+    return said + default
 
 
 def _help_all(*, hidden: bool) -> click.Option:
@@ -296,10 +447,10 @@ def _print_all(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
 
 
 def grouped(group: str) -> Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Return `click.option` for options under the title `group`."""
+    """Return `click.option` for options under the title `group`; with `cls=KeyOption`, for keys of `--set`."""
 
     def option(*names: str, **attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        return click.option(*names, cls=GroupedOption, group=group, **attributes)
+        return click.option(*names, **{"cls": GroupedOption, "group": group, **attributes})
 
     return option
 
@@ -309,14 +460,34 @@ def open_option(option: Callable[..., Decorator] = click.option) -> Decorator:
     return option("--open", "opens", is_flag=True, help="Open the page in the browser as well.")
 
 
-def options_of(sections: Iterable[Section], only: Sequence[str] | None = None) -> list[click.Option]:
-    """Return an option for each setting that has a flag; with `only`, for the settings with these keys.
+def set_option() -> click.Option:
+    """Return `--set` of a command with keys, which is read before the command line is parsed."""
+    return click.Option(
+        ["--set"], metavar="KEY=VALUE", multiple=True, expose_value=False,
+        help="Any other setting; --help-all lists their keys. May be repeated.",
+    )  # fmt: skip
+
+
+def vllm_option() -> click.Option:
+    """Return `--vllm-args`, which is read before the command line is parsed."""
+    return click.Option(
+        [VLLM_ARGS], metavar="LINE|@FILE", multiple=True, expose_value=False,
+        help="Settings in an argument line of `vllm serve`, or in a file with one. Options given here win.",
+    )  # fmt: skip
+
+
+def options_of(
+    sections: Iterable[Section], only: Sequence[str] | None = None, shown: Collection[str] | None = None
+) -> list[click.Option]:
+    """Return an option, or a key of `--set`, for each setting that has a flag; with `only`, for those with these keys.
+
+    `shown`: the keys of settings that are options, among those that can be; None for all.
 
     An option that is not given is None, so that the file decides, and then the setting's default.
     """
     sections = [section for section in sections if not section.is_named]
     options = [
-        _option(setting, section.title)
+        _option(setting, section.title, is_shown=shown is None or setting.key in shown)
         for section in sections
         for setting in section.settings
         if setting.flag is not None and not is_inline(setting) and (only is None or setting.key in only)
@@ -337,15 +508,17 @@ def _of_table(option: str, known: Mapping[str, Setting], section: Section) -> cl
     )
 
 
-def _option(setting: Setting, group: str) -> click.Option:
+def _option(setting: Setting, group: str, *, is_shown: bool) -> click.Option:
     assert setting.flag is not None
+    is_shown = is_shown and not setting.flag.startswith(SET)
     text = setting.help
     default = setting.default_text if setting.default_text is not None else _default_text(setting.default)
     if default:
         text += f" [{default}]"
-    return GroupedOption(
-        [setting.flag, param_of(setting)],
+    return (GroupedOption if is_shown else KeyOption)(
+        [f"--{setting.name}", param_of(setting)],
         group=group,
+        key=setting.key,
         default=None,
         help=text,
         metavar=setting.metavar,

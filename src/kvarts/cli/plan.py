@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,15 +10,27 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kvarts.base.errors import ConfigError
 from kvarts.base.files import check_outputs, check_writable, is_standard_output, write_whole
 from kvarts.base.limits import MOST_PAGES, brief
 from kvarts.base.settings import given_by_flags
 from kvarts.cli.effects import NO_REPLAY, check_effects
-from kvarts.cli.options import DIRECTORY, INPUT, OUTPUT, Command, grouped, open_option, options_of
+from kvarts.cli.fleet import PART as FLEET
+from kvarts.cli.options import (
+    DIRECTORY,
+    INPUT,
+    OUTPUT,
+    Command,
+    Group,
+    KeyOption,
+    grouped,
+    key_option,
+    open_option,
+    options_of,
+    vllm_option,
+)
 from kvarts.cli.outputs import check_opening, open_page
 from kvarts.cli.parts import engine_options, load_parts, with_engine_options
-from kvarts.cli.plan_options import PlanOptions, fleet_kinds
+from kvarts.cli.plan_options import PlanCall, PlanOptions, fleet_kinds
 from kvarts.cli.process import Progress, print_bytes, print_json, tell_whole_pages
 from kvarts.cli.replaying import all_sections, load_traffic, over_sample_settings, paths_in, read_settings, set_by
 from kvarts.core.config import EngineConfig
@@ -27,20 +39,35 @@ from kvarts.sim.config import resolve_replay
 
 if TYPE_CHECKING:
     from kvarts.base.settings import Given
+    from kvarts.sim.config import ReplayConfig
 
 __all__ = ["Pictures", "plan_command", "sweep_command"]
 
 MOST_USERS = 100_000
-OWN = ("sizes", "policies", "league", "prices", "slo_share", "cost_error", "curves_only")
+OWN = ("sizes", "policies", "prices", "slo_share", "cost_error")
 # A test compares these names with the league's.
 POLICY_NAMES = "auto, soonest-return, hinted, session-aware"
-
-curves = grouped("Cache curves")
-latencies = grouped("Latencies")
-fleets = grouped("Fleets")
-more = grouped("Next to the curve")
-results = grouped("Results")
 PICTURES = ("png", "svg")
+
+_TIMED = {"model", "device", "cost", "slo.ttft_ms", "slo.tpot_ms"}
+_SIZED = {"tensor_parallel", "page_size", "max_batched_tokens", "max_seqs"}
+SHOWN = {
+    "curve": {"page_size"},
+    "slo": {*_TIMED, *_SIZED, "pages", "replicas", "router", "offload.host_memory"},
+    "users": {*_TIMED, "pages", "replicas", "offload.host_memory"},
+    "fleet": {*_TIMED, "tensor_parallel"},
+    "routers": {"model", "device", "cost", "pages", "replicas"},
+    "policies": {"model", "device", "cost", "pages", "page_size"},
+}  # fmt: skip
+"""The settings that are options of each command; the others are keys of `--set`."""
+
+OF_TRACES = ("page_size", "trace_block_size", "skip_bad_lines", "session_turns", "answers")
+WITHOUT = {
+    "users": ("concurrency", "speedup"),
+    "fleet": ("eviction",),
+    "routers": ("router", "routing.staleness", "routing.event_lag"),
+}
+"""The settings that a command determines itself."""
 
 
 class Pictures:
@@ -77,13 +104,28 @@ class Pictures:
             write_whole(path, draw(values, "png" if path.suffix == ".png" else "svg"))
 
 
-def _options() -> list[click.Parameter]:
+def _options(name: str) -> list[click.Parameter]:
+    """Return the trace and the settings of a command."""
+    parts = load_parts()
+    apart = [section for part in parts if not part.of_one_model for section in part.sections]
+    if name != "fleet":
+        apart += FLEET.sections
+    settings = [
+        option
+        for option in options_of(
+            [section for section in all_sections() if section not in apart],
+            only=OF_TRACES if name == "curve" else None,
+            shown=SHOWN[name],
+        )
+        if getattr(option, "key", "") not in WITHOUT.get(name, ())
+    ]
     by_flag: dict[str, click.Option] = {}
-    several = [section for part in load_parts() if not part.of_one_model for section in part.sections]
-    for option in options_of(section for section in all_sections() if section not in several):
+    for option in settings:
         by_flag.setdefault(option.opts[0], option)
-    by_flag.update({option.opts[0]: option for option in engine_options()})
-    return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values()]
+    if name in ("slo", "users", "fleet"):
+        by_flag.update({option.opts[0]: option for option in engine_options()})
+    own = [] if name == "curve" else [vllm_option()]
+    return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values(), *own]
 
 
 def _is_count(text: str, most: int) -> bool:
@@ -150,194 +192,283 @@ class _Range(click.ParamType[Any]):
         return int(ends[0]), int(ends[1])
 
 
-@click.command("plan", cls=Command, params=_options(), no_args_is_help=False, checks_effects=True)
-@click.option("--config", "config_file", metavar="FILE", type=INPUT,
-              help="TOML file with these settings by their long names, and trace or a [workload] table. Options given "
-              "here win.")  # fmt: skip
-@results("--json", "as_json", is_flag=True, help="Print the plan as JSON instead of tables.")
-@results("--html", "html_file", metavar="FILE", type=OUTPUT,
-         help="Write a page with charts to FILE, which needs nothing else.")  # fmt: skip
-@open_option(results)
-@results("--plot", "plot_files", metavar="FILE", type=OUTPUT, multiple=True,
-         help="Write the charts to FILE: a PNG if it ends in .png, else an SVG. Needs kvarts[plan].")  # fmt: skip
-@curves("--at", "sizes", metavar="PAGES", type=_Sizes(),
-        help="Sizes to look at, such as 4000,16000. [the knees, and sizes for 50 to 100 % of the hits]")  # fmt: skip
-@curves("--outputs", "count_outputs", is_flag=True,
-        help="Let generated tokens that are not known take pages as well, as an engine's do.")  # fmt: skip
-@more(
-    "--policy",
-    "policies",
-    metavar="NAME",
-    multiple=True,
-    help="An eviction policy to compare with LRU: " + POLICY_NAMES + ", or module:Class. May be given again.",
-)
-@more("--league", is_flag=True, help="Compare all of these.")
-@more(
-    "--price",
-    "prices",
-    metavar="TIER=X,..",
-    type=_Prices(),
-    help="Price of a GiB of device, host and disk memory: the plan also prints what the next GiB of each saves per "
-    "price.",
-)
-@latencies(
-    "--users",
-    metavar="LOW..HIGH",
-    type=_Range(),
-    help="Find how many users fit: sessions of the trace in a closed loop, LOW to HIGH at a time.",
-)
-@latencies(
-    "--routers",
-    metavar="NAME,..",
-    help="Compare these routers on the trace, with --replicas: prefix,llm-d:prefix=3,queue=2,dynamo-kv. With --gpus: "
-    "those that are tried. [prefix,least-loaded]",
-)
-@latencies(
-    "--router-ages",
-    "ages",
-    metavar="TIME,..",
-    help="Compare them with metrics and cache events of this age: 0,50ms,1s.",
-)
-@fleets(
-    "--gpus",
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="Search for fleets of at most N devices: mixed workers, or prefill and decode apart, of all tensor parallel "
-    "sizes, behind --routers.",
-)
-@fleets(
-    "--store-sizes",
-    metavar="SIZE,..",
-    help="Also try a store of this size that all workers share: 500GiB,2TiB. [no store]",
-)
-@click.option("--workers", metavar="N", type=click.IntRange(min=1),
-              help="Processes that replay. [as many as there are cores, if the plan takes longer than a "
-              "second]")  # fmt: skip
-@latencies("--slo-share", metavar="X", type=click.FloatRange(0, 1, min_open=True), default=0.99,
-           help="An SLO is kept where this share of the requests keeps it. [0.99]")  # fmt: skip
-@latencies("--cost-error", metavar="X", default=None, type=click.FloatRange(0, 1, min_open=True, max_open=True),
-           help="Error of the cost model as a share: the search is repeated with steps shorter and longer by it. "
-                "[its error in 1 of 10 measurements; 0.15 if nothing was measured]")  # fmt: skip
-@latencies("--curves-only", is_flag=True, help="Replay nothing, also where model and device are given.")
-def plan_command(
-    trace: Path | None,
-    config_file: Path | None,
-    as_json: bool,
-    sizes: list[int] | None,
-    count_outputs: bool,
-    slo_share: float,
-    cost_error: float | None,
-    curves_only: bool,
-    policies: tuple[str, ...],
-    league: bool,
-    prices: dict[str, float] | None,
-    users: tuple[int, int] | None,
-    routers: str | None,
-    ages: str | None,
-    gpus: int | None,
-    store_sizes: str | None,
-    workers: int | None,
-    html_file: Path | None,
-    opens: bool,
-    plot_files: tuple[Path, ...],
-    **params: Any,
-) -> None:
+class PlanGroup(Group):
+    """The commands of `kvarts plan`; without the name of one, `slo` is called."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, with the default command in front of arguments that name none."""
+        if not args or args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["slo", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group("plan", cls=PlanGroup, no_args_is_help=False)
+def plan_command() -> None:
+    """Find how much KV memory, and how many replicas, a TRACE needs.
+
+    `kvarts plan TRACE ...` is `kvarts plan slo TRACE ...`, whose options `kvarts plan slo -h` lists. Without TRACE, the
+    bundled sample is used. A plan is printed on standard output, everything else on standard error.
+    """
+
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+results = grouped("Results")
+config_option = click.option(
+    "--config", "config_file", metavar="FILE", type=INPUT,
+    help="TOML file with settings by their keys, and trace or a [workload] table. Options given here win.",
+)  # fmt: skip
+json_option = results("--json", "as_json", is_flag=True, help="Print the plan as JSON instead of tables.")
+workers_option = click.option(
+    "--workers", metavar="N", type=click.IntRange(min=1),
+    help="Processes that replay. [as many as there are cores, if the plan takes longer than a second]",
+)  # fmt: skip
+slo_share_option = click.option(
+    "--slo-share", metavar="X", type=click.FloatRange(0, 1, min_open=True), default=0.99,
+    help="An SLO is kept where this share of the requests keeps it. [0.99]",
+)  # fmt: skip
+at_option = click.option(
+    "--at", "sizes", metavar="PAGES", type=_Sizes(),
+    help="Sizes to look at, such as 4000,16000. [the knees, and sizes for 50 to 100 % of the hits]",
+)  # fmt: skip
+outputs_option = key_option(
+    "--outputs", "count_outputs", is_flag=True,
+    help="Let generated tokens that are not known take pages as well, as an engine's do.",
+)  # fmt: skip
+html_option = results(
+    "--html", "html_file", metavar="FILE", type=OUTPUT,
+    help="Write a page with charts to FILE, which needs nothing else.",
+)  # fmt: skip
+plot_option = results(
+    "--plot", "plot_files", metavar="FILE", type=OUTPUT, multiple=True,
+    help="Write the charts to FILE: a PNG if it ends in .png, else an SVG. Needs kvarts[plan].",
+)  # fmt: skip
+
+
+def _command(name: str, *options: Decorator) -> Callable[[Callable[..., None]], click.Command]:
+    """Return the decorator of a command of `kvarts plan`: its settings, --config, --json and `options`."""
+
+    def declare(function: Callable[..., Any]) -> click.Command:
+        declared: Any = function
+        for add in (json_option, *reversed(options), config_option):
+            declared = add(declared)
+        command = plan_command.command(name, cls=Command, params=_options(name), checks_effects=True)
+        return command(declared)
+
+    return declare
+
+
+class _Asked:
+    """A call of a command of `kvarts plan`, read: its settings, its traffic, and what it prints.
+
+    `replays`: whether steps are timed, by default where a model, a device or a cost is given. `facts`: those of
+    `check_effects`, if nothing is. Raise ConfigError before anything is computed.
+    """
+
+    def __init__(self, values: dict[str, Any], *, replays: bool | None = None, facts: Sequence[str] = ()) -> None:
+        self.call = call = PlanCall.taken_from(values)
+        self._pictures = pictures = Pictures(call.html_file, call.plot_files, opens=call.opens)
+        sections = all_sections()
+        given = with_engine_options(values, given_by_flags(values, sections))
+        given = given.over(read_settings(call.config_file, sections))
+        if several := given.names("models"):
+            hint = "Plan for each alone, or replay them on one device."
+            raise given.error(f"[models.{several[0]}]", "a plan is for one model", hint=hint)
+        if call.trace is None and call.config_file is None and replays is not False:
+            given = over_sample_settings(given, sections)
+        if replays is None:
+            replays = any(key in given for key in ("model", "device", "cost"))
+        self.context = click.get_current_context()
+        check_effects(self.context, is_set=set_by(given, sections), facts=() if replays else facts)
+        named = [given.path_of("trace")] if "trace" in given else []
+        check_outputs(pictures.paths, [*named, *paths_in(given)])
+        check_policy(given)
+        self.given = given
+        self.replays = replays
+        self.own = _own_options(self.context)
+
+    def config(self, **asked: str) -> ReplayConfig | None:
+        """Return the configuration of replays; None if nothing is replayed. `asked`: as in the table of features."""
+        from kvarts.plan.fleet_search import given_of_fleets
+
+        if not self.replays:
+            return None
+        of_plan = {"plan": "plan", **asked}
+        if typed := [key for key in given_of_fleets(self.given) if self.given.source_of(key).path is None]:
+            of_plan["pools"] = typed[0]
+        config = resolve_replay(self.given, all_sections(), asked=of_plan)
+        tell_whole_pages(config)
+        return config
+
+    def options(self, config: ReplayConfig | None) -> PlanOptions:
+        """Load the traffic, and return the inputs of the plan."""
+        traffic = load_traffic(self.given, self.call.trace)
+        if config is not None:
+            config = with_policy(config, self.given, traffic)
+        if not traffic.knows_prefixes and self.context.info_name != "fleet":
+            click.echo(
+                "kvarts: the trace does not identify prefixes that prompts share: no curve rises above 0", err=True
+            )
+        flags = {flag for param in self.context.command.params for flag in param.opts}
+        name = self.context.info_name or ""
+        return PlanOptions(self.call, self.given, traffic, config, own=self.own, command=name, flags=flags)
+
+    def write(self, values: dict[str, Any], render: Callable[[dict[str, Any]], str]) -> None:
+        """Write the pictures, and print the plan unless they are on standard output."""
+        self._pictures.write(values)
+        if not self._pictures.are_printed:
+            if self.call.as_json:
+                print_json(values)
+            else:
+                print_bytes(render(values).encode())
+
+
+@_command("curve", at_option, outputs_option, html_option, open_option(results), plot_option)
+def curve_command(**values: Any) -> None:
     """Print what each size of KV memory buys on a TRACE: hits at all sizes at once, with the best that is possible.
 
-    TRACE is as in `kvarts replay`; without it, the bundled sample is used. With a model and a device, or a cost, some
-    sizes are also replayed; with an SLO, the plan has the smallest size that keeps it, and the largest rate; with
-    --gpus, the fewest devices that keep it, and in which pools. The plan is printed on standard output, everything
-    else on standard error.
+    Nothing is replayed. TRACE is as in `kvarts replay`; without it, the bundled sample is used.
     """
     from kvarts.plan import tables
-    from kvarts.plan.fleet_search import given_of_fleets
+
+    asked = _Asked(values, replays=False)
+    plan = asked.options(None).make(page_size=_page_size(asked.given))
+    asked.write(plan.values, tables.render)
+
+
+@_command(
+    "slo",
+    at_option,
+    outputs_option,
+    click.option(
+        "--price", "prices", metavar="TIER=X,..", type=_Prices(),
+        help="Price of a GiB of device, host and disk memory: the plan also prints what the next GiB of each saves per "
+        "price.",
+    ),
+    slo_share_option,
+    key_option(
+        "--cost-error", metavar="X", default=None, type=click.FloatRange(0, 1, min_open=True, max_open=True),
+        help="Error of the cost model as a share: the search is repeated with steps shorter and longer by it. "
+        "[its error in 1 of 10 measurements; 0.15 if nothing was measured]",
+    ),
+    workers_option, html_option, open_option(results), plot_option,
+)  # fmt: skip
+def slo_command(prices: dict[str, float] | None, **values: Any) -> None:
+    """Find the smallest KV memory that keeps an SLO on a TRACE, and the largest rate.
+
+    TRACE is as in `kvarts replay`; without it, the bundled sample is used. Hits are printed at all sizes; with a model
+    and a device, or a cost, some sizes are also replayed, on replicas too.
+    """
+    from kvarts.plan import tables
+
+    asked = _Asked(values, facts=(NO_REPLAY,))
+    plan = asked.options(asked.config()).make(page_size=_page_size(asked.given), prices=prices)
+    asked.write(plan.values, tables.render)
+
+
+@_command(
+    "users",
+    click.option(
+        "--users", metavar="LOW..HIGH", type=_Range(), required=True,
+        help="Sessions of the trace in a closed loop, LOW to HIGH at a time.",
+    ),
+    slo_share_option, workers_option, html_option, open_option(results),
+)  # fmt: skip
+def users_command(users: tuple[int, int], **values: Any) -> None:
+    """Find how many users fit: sessions of a TRACE, each of which waits for its answers."""
+    from kvarts.plan import tables
+
+    asked = _Asked(values)
+    options = asked.options(asked.config())
+    found = options.users(*users)
+    found["command"] = options.plan("--users", f"{users[0]}..{users[1]}", *asked.own)
+    asked.write(found, tables.render_users)
+
+
+@_command(
+    "fleet",
+    click.option(
+        "--gpus", metavar="N", type=click.IntRange(min=1), required=True,
+        help="Most devices: mixed workers, or prefill and decode apart, of all tensor parallel sizes, are tried.",
+    ),
+    click.option(
+        "--routers", metavar="NAME,..",
+        help="Routers that are tried, such as prefix,llm-d:prefix=3,queue=2,dynamo-kv. [prefix,least-loaded]",
+    ),
+    click.option(
+        "--store-sizes", metavar="SIZE,..",
+        help="Also try a store of this size that all workers share: 500GiB,2TiB. [no store]",
+    ),
+    slo_share_option, workers_option, html_option, open_option(results),
+)  # fmt: skip
+def fleet_command(gpus: int, routers: str | None, store_sizes: str | None, **values: Any) -> None:
+    """Find the fewest devices that keep an SLO on a TRACE, and in which pools of workers."""
     from kvarts.plan.tables import render_fleets
 
-    sections = all_sections()
-    given = with_engine_options(params, given_by_flags(params, sections)).over(read_settings(config_file, sections))
-    if several := given.names("models"):
-        hint = "Plan for each alone, or replay them on one device."
-        raise given.error(f"[models.{several[0]}]", "a plan is for one model", hint=hint)
-    pictures = Pictures(html_file, plot_files, opens=opens)
-    if trace is None and config_file is None:
-        given = over_sample_settings(given, sections)
-    replays = not curves_only and any(key in given for key in ("model", "device", "cost"))
-    is_other = curves_only or users is not None or routers is not None or gpus is not None
-    facts = () if replays or is_other else (NO_REPLAY,)
-    check_effects(click.get_current_context(), is_set=set_by(given, sections), facts=facts)
-    named = [given.path_of("trace")] if "trace" in given else []
-    check_outputs(pictures.paths, [*named, *paths_in(given)])
-    check_policy(given)
-    if gpus is not None:
-        kinds = fleet_kinds(given, gpus, routers, store_sizes)
-        traffic = load_traffic(given, trace)
-        options = PlanOptions(given, trace, config_file, traffic, None, slo_share, cost_error, [], [], workers)
-        values = options.fleets(kinds)
-        words = ["--gpus", f"{gpus}"]
-        words += [] if routers is None else ["--routers", routers]
-        words += [] if store_sizes is None else ["--store-sizes", store_sizes]
-        values["command"] = options.plan(*words, *_own_options(click.get_current_context()))
-        pictures.write(values)
-        if not pictures.are_printed:
-            _print(values, as_json, render_fleets)
-        return
-    config = None
-    if replays:
-        of_plan = {"plan": "plan"}
-        if typed := [key for key in given_of_fleets(given) if given.source_of(key).path is None]:
-            of_plan["pools"] = typed[0]
-        if ages is not None:
-            of_plan["late_events"] = "router_ages"
-        config = resolve_replay(given, sections, asked=of_plan)
-        tell_whole_pages(config)
-    traffic = load_traffic(given, trace)
-    if config is not None:
-        config = with_policy(config, given, traffic)
-    if not traffic.knows_prefixes:
-        click.echo("kvarts: the trace does not identify prefixes that prompts share: no curve rises above 0", err=True)
-    outputs = ["--outputs"] if count_outputs else []
-    own = _own_options(click.get_current_context())
-    options = PlanOptions(given, trace, config_file, traffic, config, slo_share, cost_error, outputs, own, workers)
-    if users is not None:
-        values = options.users(*users)
-        values["command"] = options.plan("--users", f"{users[0]}..{users[1]}", *own)
-        pictures.write(values)
-        if not pictures.are_printed:
-            _print(values, as_json, tables.render_users)
-        return
-    if routers is not None:
-        if pictures.paths:
-            raise ConfigError("has nothing to draw", field="--routers", hint="Leave out --html and --plot.")
-        values = options.routers(routers, ages)
-        values["command"] = options.plan("--routers", routers, *(() if ages is None else ("--router-ages", ages)))
-        _print(values, as_json, tables.render_routers)
-        return
-    if league:
-        from kvarts.plan.league import ALL_POLICIES
+    asked = _Asked(values)
+    kinds = fleet_kinds(asked.given, gpus, routers, store_sizes)
+    options = asked.options(None)
+    found = options.fleets(kinds)
+    words = ["--gpus", f"{gpus}"]
+    words += [] if routers is None else ["--routers", routers]
+    words += [] if store_sizes is None else ["--store-sizes", store_sizes]
+    found["command"] = options.plan(*words, *asked.own)
+    asked.write(found, render_fleets)
 
-        policies = (*ALL_POLICIES, *policies)
-    values = options.make(
-        sizes=sizes,
-        page_size=_page_size(given),
-        count_outputs=count_outputs,
-        policies=policies,
-        prices=prices,
-    ).values
-    pictures.write(values)
-    if not pictures.are_printed:
-        _print(values, as_json, tables.render)
+
+@_command(
+    "routers",
+    click.option(
+        "--routers", metavar="NAME,..", required=True,
+        help="Routers to compare, such as prefix,llm-d:prefix=3,queue=2,dynamo-kv.",
+    ),
+    click.option(
+        "--router-ages", "ages", metavar="TIME,..",
+        help="Compare them with metrics and cache events of this age: 0,50ms,1s.",
+    ),
+    workers_option,
+)  # fmt: skip
+def routers_command(routers: str, ages: str | None, **values: Any) -> None:
+    """Compare routers on a TRACE, with --replicas."""
+    from kvarts.plan import tables
+
+    asked = _Asked(values)
+    config = asked.config(**({} if ages is None else {"late_events": "router_ages"}))
+    options = asked.options(config)
+    found = options.routers(routers, ages)
+    found["command"] = options.plan("--routers", routers, *(() if ages is None else ("--router-ages", ages)))
+    asked.write(found, tables.render_routers)
+
+
+@_command(
+    "policies",
+    click.option(
+        "--policy", "policies", metavar="NAME", multiple=True,
+        help="An eviction policy to compare with LRU: " + POLICY_NAMES + ", or module:Class. May be given again. "
+        "[all of these]",
+    ),
+    at_option, outputs_option, workers_option, html_option, open_option(results),
+)  # fmt: skip
+def policies_command(policies: tuple[str, ...], **values: Any) -> None:
+    """Compare eviction policies on a TRACE, next to LRU and the best that is possible."""
+    from kvarts.plan import tables
+    from kvarts.plan.league import ALL_POLICIES
+
+    asked = _Asked(values, facts=(NO_REPLAY,))
+    plan = asked.options(asked.config()).make(page_size=_page_size(asked.given), policies=policies or ALL_POLICIES)
+    asked.write(plan.values, tables.render)
 
 
 def _own_options(context: click.Context) -> list[str]:
-    """Return the typed options of this command that determine the plan, except --outputs."""
+    """Return the typed options of this command that determine the plan, except the key `outputs`."""
+    assert isinstance(context.command, Command)
     words: list[str] = []
-    for param in context.command.params:
+    for param in context.command.every:
         name = param.name or ""
         if name not in OWN or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
             continue
         value, flag = context.params[name], param.opts[0]
-        if value is True:
-            words.append(flag)
+        if isinstance(param, KeyOption):
+            words += ["--set", f"{param.key}={value:g}"]
         elif isinstance(value, dict):
             words += [flag, ",".join(f"{key}={number:g}" for key, number in value.items())]
         elif name == "policies":
@@ -349,13 +480,6 @@ def _own_options(context: click.Context) -> list[str]:
 
 def _page_size(given: Given) -> int:
     return given.build(EngineConfig).page_size if "page_size" in given else EngineConfig().page_size
-
-
-def _print(plan: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], str]) -> None:
-    if as_json:
-        print_json(plan)
-    else:
-        print_bytes(render(plan).encode())
 
 
 @click.command("sweep", cls=Command)

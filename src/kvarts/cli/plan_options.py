@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,61 +23,86 @@ if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
     from kvarts.sim.traffic.trace import Trace
 
-__all__ = ["PlanOptions", "fleet_kinds"]
+__all__ = ["PlanCall", "PlanOptions", "fleet_kinds"]
 
+OUTPUTS = ("--set", "outputs=true")
 GIVE_MODEL = "Give --model and --device."
+
+
+@dataclass(frozen=True)
+class PlanCall:
+    """The argument and the options that several commands of `kvarts plan` have, with what is used where one has not."""
+
+    trace: Path | None = None
+    config_file: Path | None = None
+    sizes: list[int] | None = None
+    count_outputs: bool = False
+    slo_share: float = 0.99
+    cost_error: float | None = None
+    workers: int | None = None
+    as_json: bool = False
+    html_file: Path | None = None
+    opens: bool = False
+    plot_files: tuple[Path, ...] = ()
+
+    @classmethod
+    def taken_from(cls, values: dict[str, Any]) -> PlanCall:
+        """Return the call with parameters of a command, and remove them from `values`."""
+        return cls(**{each.name: values.pop(each.name) for each in fields(cls) if each.name in values})
 
 
 class PlanOptions(CommandLines):
     """All options, and the trace. `config`: None if nothing is replayed.
 
-    `options`: the plan's own options that belong in every command line it prints; `own`: its other options.
-    `workers`: processes that replay; None: as many as there are cores, where that pays.
+    `own`: the options of the plan that belong in every command line of it that is printed. `command`: that of `kvarts
+    plan`, which has the options `flags`.
     """
 
     def __init__(
         self,
+        call: PlanCall,
         given: Given,
-        trace: Path | None,
-        config_file: Path | None,
         traffic: Trace,
         config: ReplayConfig | None,
-        slo_share: float,
-        cost_error: float | None,
-        options: Sequence[str],
+        *,
         own: Sequence[str],
-        workers: int | None,
+        command: str,
+        flags: Collection[str],
     ) -> None:
+        self._call = call
         self._given = given
-        self._trace = trace
-        self._config_file = config_file
         self._traffic = traffic
         self._config = config
-        self._slo_share = slo_share
-        self._cost_error = cost_error
-        self._options = options
         self._own = own
-        self._num_workers = workers
+        self._command = command
+        self._flags = flags
 
     def plan(self, *more: str) -> str:
         """Return the command line of the plan; with `more`, that of another plan of the same trace."""
-        words = shlex.split(self.replay({}))
-        return shlex.join(["kvarts", "plan", *words[2:], *self._options, *(more or self._own)])
+        command = ("plan", *([] if self._command == "slo" else [self._command]))
+        changes = self._changes({})
+        sections, trace, file = all_sections(), self._call.trace, self._call.config_file
+        words = command_line(self._given, sections, trace, file, changes, command=command, options=self._flags)
+        outputs = OUTPUTS if self._call.count_outputs else ()
+        return " ".join(filter(None, (words, shlex.join([*outputs, *(more or self._own)]))))
 
     def replay(self, changes: Mapping[str, Any]) -> str:
         """Return the command line of a replay with `changes`."""
+        return command_line(
+            self._given, all_sections(), self._call.trace, self._call.config_file, self._changes(changes)
+        )
+
+    def _changes(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._config is not None and self._config.whole_pages:
-            changes = {"kv_groups": "off", **changes}  # what led to that may be an option of the plan
-        return command_line(self._given, all_sections(), self._trace, self._config_file, changes)
+            return {"kv_groups": "off", **changes}  # what led to that may be an option of the plan
+        return changes
 
     def make(
         self,
         *,
-        sizes: Sequence[int] | None,
         page_size: int,
-        count_outputs: bool,
-        policies: Sequence[str],
-        prices: dict[str, float] | None,
+        policies: Sequence[str] = (),
+        prices: dict[str, float] | None = None,
     ) -> Plan:
         """Return the plan. Raise ConfigError that names options."""
         from kvarts.plan.planning import make_plan
@@ -86,26 +112,21 @@ class PlanOptions(CommandLines):
                 return make_plan(
                     self._traffic,
                     self._config,
-                    at=sizes,
+                    at=self._call.sizes,
                     page_size=page_size,
-                    count_outputs=count_outputs,
+                    count_outputs=self._call.count_outputs,
                     policies=policies,
-                    slo_share=self._slo_share,
-                    cost_error=self._cost_error,
+                    slo_share=self._call.slo_share,
+                    cost_error=self._call.cost_error,
                     router=self._given["router"] if "router" in self._given else None,  # noqa: SIM401  (not a dict)
                     prices=prices,
                     kv_bytes_per_token=None if self._config is None else self._token_bytes(),
                     commands=self,
-                    workers=self._num_workers,
+                    workers=self._call.workers,
                     on_replay=progress.update,
                 )
         except SettingError as error:
-            raise self._as_options(error) from error
-
-    def _as_options(self, error: SettingError) -> ConfigError:
-        """Return `error` with options in place of the arguments of a plan."""
-        options = {"policy": "--league"} if "--league" in self._own and "--policy" not in self._own else {}
-        return _as_options(error, options)
+            raise _as_options(error) from error
 
     def users(self, low: int, high: int) -> dict[str, Any]:
         """Return how many users fit."""
@@ -120,11 +141,13 @@ class PlanOptions(CommandLines):
                     low,
                     high,
                     command=self._users_command,
-                    slo_share=self._slo_share,
-                    workers=self._num_workers,
+                    slo_share=self._call.slo_share,
+                    workers=self._call.workers,
                     on_replay=progress.update,
                 ).to_builtins()
         except ConfigError as error:
+            if error.field != "users":
+                raise
             raise ConfigError(error.what, field="--users", hint="Give a trace with sessions.") from error
         return self._answer(config, users=users)
 
@@ -142,13 +165,13 @@ class PlanOptions(CommandLines):
                     split_names(names),
                     [] if ages is None else [age.strip() for age in ages.split(",")],
                     command=self.replay,
-                    workers=self._num_workers,
+                    workers=self._call.workers,
                     on_replay=progress.update,
                 ).to_builtins()
         except SettingError as error:
             of_names = ("router", "routers")
             error.fields = tuple("routers" if field in of_names else "router_ages" for field in error.fields)
-            raise self._as_options(error) from error
+            raise _as_options(error) from error
         return self._answer(config, routers=routers)
 
     def fleets(self, kinds: FleetKinds) -> dict[str, Any]:
@@ -160,8 +183,8 @@ class PlanOptions(CommandLines):
                 self._traffic,
                 kinds,
                 command=self.replay,
-                slo_share=self._slo_share,
-                workers=self._num_workers,
+                slo_share=self._call.slo_share,
+                workers=self._call.workers,
                 on_replay=progress.update,
             ).to_builtins()
         return {
@@ -193,21 +216,21 @@ class PlanOptions(CommandLines):
             changes[f"tier.{listed[0]}.size" if listed else "offload.host_memory"] = as_size(host_bytes)
         if copies == 1:
             return self.replay(changes)
-        if self._trace is None:
-            return f"kvarts plan --users {users}"
+        if self._call.trace is None:
+            return f"kvarts plan users --users {users}"
         # Lines of the copies do not contain the tokens per hash id, so the command line does.
         again = command_line(
             self._given,
             all_sections(),
             Path("users.jsonl"),
-            self._config_file,
+            self._call.config_file,
             {
                 **changes,
                 "trace_block_size": self._traffic.unit_tokens,
                 **({"session_turns": "whole"} if "session_turns" in self._given else {}),  # as the copies are
             },
         )
-        scale = ["kvarts", "trace", "scale", str(self._trace), "--copies", str(copies), "-o", "users.jsonl"]
+        scale = ["kvarts", "trace", "scale", str(self._call.trace), "--copies", str(copies), "-o", "users.jsonl"]
         return f"{shlex.join(scale)} && {again}"
 
     def _token_bytes(self) -> int | None:
@@ -244,14 +267,14 @@ def fleet_kinds(given: Given, most_devices: int, routers: str | None, stores: st
     return kinds
 
 
-def _as_options(error: SettingError, options: Mapping[str, str] | None = None) -> ConfigError:
-    """Return `error` with options in place of the arguments of a plan; `options`: those that have other names."""
+def _as_options(error: SettingError) -> ConfigError:
+    """Return `error` with options in place of the arguments of a plan."""
 
     def spelled(text: str) -> str:
         return re.sub(r"\{(\w+)\}", lambda match: _option(match[1]), text)
 
     what, hint, (field, *_) = parts_of_error(error)
-    return ConfigError(spelled(what), field=(options or {}).get(field, _option(field)), hint=hint and spelled(hint))
+    return ConfigError(spelled(what), field=_option(field), hint=hint and spelled(hint))
 
 
 def _option(name: str) -> str:

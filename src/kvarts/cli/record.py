@@ -12,7 +12,7 @@ import click
 
 from kvarts.base.errors import OutputError
 from kvarts.base.files import check_writable, whole_file
-from kvarts.cli.options import DERIVED, OUTPUT, GroupedOption
+from kvarts.cli.options import DERIVED, OUTPUT, GroupedOption, KeyOption
 from kvarts.cli.parts import CommandPart
 from kvarts.sim.report.run_directory import EVENTS, TIMELINE, named, per_replica
 
@@ -52,14 +52,14 @@ class RecordPart(CommandPart):
     """Timelines and journals."""
 
     def options(self) -> Sequence[click.Option]:
-        """Return `--timeline`, `--timeline-every` and `--events`."""
+        """Return `--timeline`, the key `timeline_every` and `--events`."""
         return (
             GroupedOption(
                 ["--timeline", "timeline_file"], group=TITLE, metavar="FILE", type=DERIVED,
                 help="Write how KV pages were used, a row a step, to FILE: .json, .jsonl or .parquet, and .gz on top. "
                 "With replicas, a file each: FILE.json becomes FILE-r0.json and so on.",
             ),
-            GroupedOption(
+            KeyOption(
                 ["--timeline-every"], group=TITLE, metavar="K", type=click.IntRange(min=1), default=1,
                 help="Write every K-th row of the timeline, and besides the peak, every preemption, the first and the "
                 "last step. [1]",

@@ -10,7 +10,18 @@ import click
 
 from kvarts.base.settings import Given, Section, given_by_flags
 from kvarts.cli.effects import check_effects
-from kvarts.cli.options import DERIVED, DIRECTORY, INPUT, Command, grouped, open_option, options_of
+from kvarts.cli.options import (
+    DERIVED,
+    DIRECTORY,
+    INPUT,
+    Command,
+    KeyOption,
+    grouped,
+    open_option,
+    options_of,
+    set_option,
+    vllm_option,
+)
 from kvarts.cli.parts import CommandPart, concern_parts, load_parts
 from kvarts.cli.replaying import OWN_SECTIONS, all_sections, read_settings, run_replay
 
@@ -27,18 +38,32 @@ class ReplayCommand(Command):
     """
 
     sections: tuple[Section, ...] | None = None
-    _all: list[click.Parameter] | None = None
+    _all: tuple[list[click.Parameter], list[KeyOption]] | None = None
 
     @property
     def params(self) -> list[click.Parameter]:
         """The argument and the options of the settings, then the options of the command itself."""
-        if self._all is None:
-            self._all = [*_declared(self.sections), *self._own]
-        return self._all
+        return self._split()[0]
 
     @params.setter
     def params(self, own: list[click.Parameter]) -> None:
         self._own = own
+
+    @property
+    def keys(self) -> list[KeyOption]:
+        """The settings without an option of their own."""
+        return self._split()[1]
+
+    @keys.setter
+    def keys(self, own: list[KeyOption]) -> None:
+        assert not own
+
+    def _split(self) -> tuple[list[click.Parameter], list[KeyOption]]:
+        if self._all is None:
+            declared = _declared(self.sections)
+            keys = [param for param in declared if isinstance(param, KeyOption)]
+            self._all = [*(param for param in declared if not isinstance(param, KeyOption)), *self._own], keys
+        return self._all
 
     @property
     def parts(self) -> tuple[CommandPart, ...]:
@@ -53,6 +78,8 @@ class ReplayCommand(Command):
         return super(ReplayCommand, command).make_context(info_name, args, parent, **extra)
 
     def _for(self, args: Sequence[str]) -> ReplayCommand:
+        if {"--set", "--vllm-args"} & {word.partition("=")[0] for word in args}:
+            return self
         fewer = self._with_only(())
         if not {word.partition("=")[0] for word in args if word.startswith("-")} <= _names(self._own):
             fewer = self._with_only(OWN_SECTIONS)
@@ -75,13 +102,13 @@ def _declared(sections: Sequence[Section] | None) -> list[click.Parameter]:
         by_flag.setdefault(option.opts[0], option)
     if sections is None:
         by_flag.update({option.opts[0]: option for part in load_parts() for option in part.options()})
-    return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values()]
+    return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values(), set_option(), vllm_option()]
 
 
 @click.command("replay", cls=ReplayCommand, no_args_is_help=False, checks_effects=True)
 @click.option("--config", "config_file", metavar="FILE", type=INPUT,
-              help="TOML file with these settings by their long names (max_seqs for --max-seqs), and trace "
-              "or a [workload] table. Options given here win.")  # fmt: skip
+              help="TOML file with settings by their keys (max_seqs for --max-seqs), and trace or a [workload] "
+              "table. Options given here win.")  # fmt: skip
 @click.option("--workers", metavar="N", type=click.IntRange(min=1),
               help="Processes for replicas that do not affect each other, behind --router round-robin. [as many as "
               "there are cores, for 20,000 requests or more]")  # fmt: skip
@@ -105,10 +132,9 @@ def replay_command(
 ) -> int:
     """Replay traffic through the KV-cache control plane, in virtual time.
 
-    TRACE is a Mooncake JSONL file, a .csv of Azure's 2023 traces, or a .json of kv-cache-tester or a directory of them.
-    Without it, a bundled sample is replayed: twelve sessions of coding agents, and without --config on llama-3.1-8b on
-    an h100-80gb, unless options override that. The report is printed on standard output, everything else on standard
-    error. The exit code is 6 if no request fits into the memory.
+    TRACE is in a form that `kvarts trace forms` lists. Without it, twelve bundled sessions of coding agents are
+    replayed, on llama-3.1-8b on an h100-80gb if neither options nor --config say otherwise. The exit code is 6 if no
+    request fits into the memory.
     """
     context = click.get_current_context()
     assert isinstance(context.command, ReplayCommand)

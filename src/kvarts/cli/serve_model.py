@@ -21,7 +21,7 @@ from kvarts.cli.llm import (
     snapshots_option,
     speculation_option,
 )
-from kvarts.cli.options import Command, GroupedOption
+from kvarts.cli.options import Command, GroupedOption, KeyOption
 from kvarts.plan.league import find_policy
 
 __all__ = ["model_command"]
@@ -37,13 +37,13 @@ def _options() -> list[click.Parameter]:
 @click.command("model", cls=Command, params=_options())
 @click.option("--model", metavar="DIR", required=True, cls=GroupedOption, group="Model", help=MODEL_HELP)
 @lambda command: engine_options(command, cls=GroupedOption, group="Engine")
-@lambda command: kv_groups_option(command, cls=GroupedOption, group="Engine")
-@lambda command: snapshots_option(command, cls=GroupedOption, group="Engine")
+@lambda command: kv_groups_option(command, group="Engine")
+@lambda command: snapshots_option(command, group="Engine")
 @lambda command: speculation_option(command, cls=GroupedOption, group="Engine")
-@click.option("--eviction", metavar="NAME", cls=GroupedOption, group="Engine",
-              help="Which cached pages go next: a policy of `kvarts plan --league`, such as hinted; or module:Class. "
+@click.option("--eviction", metavar="NAME", cls=KeyOption, group="Engine",
+              help="Which cached pages go next: a policy of `kvarts plan policies`, such as hinted; or module:Class. "
                    "[lru]")  # fmt: skip
-@click.option("--tool-call-parser", metavar="NAME", default="auto", cls=GroupedOption, group="Model",
+@click.option("--tool-call-parser", metavar="NAME", default="auto", cls=KeyOption, group="Model",
               help="How the model writes calls of tools: hermes (Qwen, too), llama3_json, mistral, gemma, or auto, by "
                    "its chat template. [auto]")  # fmt: skip
 def model_command(**params: Any) -> None:

@@ -16,7 +16,7 @@ from kvarts.cli import (
     record,
 )
 from kvarts.cli.llm import MODEL_HELP, engine_options, engine_options_of, kv_groups_option
-from kvarts.cli.options import DIRECTORY, INPUT, WINDOW, Command, GroupedOption, grouped
+from kvarts.cli.options import DIRECTORY, INPUT, WINDOW, Command, GroupedOption, KeyOption, grouped
 from kvarts.cli.process import ServesRuntime, collect_garbage, narrate, need_grpc
 from kvarts.run.sessions.values import SessionSettings
 
@@ -38,26 +38,36 @@ of_address = grouped("Address")
             help="Keep the KV of the first N tokens,")  # fmt: skip
 @of_session("--window", metavar="N", type=WINDOW, default=64, show_default=True,
             help="and of the last N; all: of all tokens.")  # fmt: skip
-@of_session("--keep", type=click.Choice(["window", "h2o", "snapkv"]), default="window", show_default=True,
-            help="Also keep pages of --heavy tokens between these, by the attention that they receive.")  # fmt: skip
-@of_session("--heavy", metavar="N", type=click.IntRange(min=0), default=0, show_default=True,
-            help="With --keep h2o or snapkv: as many tokens.")  # fmt: skip
-@of_session("--positions", type=click.Choice(["global", "cache"]), default="global", show_default=True,
+@of_session("--keep", cls=KeyOption, type=click.Choice(["window", "h2o", "snapkv"]), default="window",
+            show_default=True,
+            help="Also keep pages of `heavy` tokens between these, by the attention that they receive.")  # fmt: skip
+@of_session("--heavy", cls=KeyOption, metavar="N", type=click.IntRange(min=0), default=0, show_default=True,
+            help="With keep=h2o or snapkv: as many tokens.")  # fmt: skip
+@of_session("--positions", cls=KeyOption, type=click.Choice(["global", "cache"]), default="global", show_default=True,
             help="Count positions in the history, or among the tokens that are kept.")  # fmt: skip
-@of_session("--past-max-positions", is_flag=True, help="Go on beyond the positions that the model was trained for.")
-@of_session("--retention", type=click.Choice(["pin", "cache", "host"]), default="cache", show_default=True,
-            help="With --window all: where KV is between turns.")  # fmt: skip
-@of_session("--ttl", metavar="SECONDS", type=float, help="Time after which idle sessions expire. [never]")
-@of_all("--max-sessions", metavar="N", type=click.IntRange(min=1), default=MAX_SESSIONS, show_default=True,
-        help="As many sessions at most.")  # fmt: skip
-@of_all("--max-history-tokens", metavar="N", type=click.IntRange(min=1),
+@of_session(
+    "--past-max-positions",
+    cls=KeyOption,
+    is_flag=True,
+    help="Go on beyond the positions that the model was trained for.",
+)
+@of_session("--retention", cls=KeyOption, type=click.Choice(["pin", "cache", "host"]), default="cache",
+            show_default=True, help="With --window all: where KV is between turns.")  # fmt: skip
+@of_session(
+    "--ttl", cls=KeyOption, metavar="SECONDS", type=float, help="Time after which idle sessions expire. [never]"
+)
+@of_all("--max-sessions", cls=KeyOption, metavar="N", type=click.IntRange(min=1), default=MAX_SESSIONS,
+        show_default=True, help="As many sessions at most.")  # fmt: skip
+@of_all("--max-history-tokens", cls=KeyOption, metavar="N", type=click.IntRange(min=1),
         help="Their histories have as many tokens together, 8 bytes each. [16777216]")  # fmt: skip
 @of_all("--session-memory", metavar="SIZE", help="Their KV takes as much at most: 4GiB.")
-@of_all("--at-capacity", type=click.Choice(["refuse", "evict"]), default="refuse", show_default=True,
+@of_all("--at-capacity", cls=KeyOption, type=click.Choice(["refuse", "evict"]), default="refuse", show_default=True,
         help="Without room for a session: refuse it, or evict the one that is idle longest.")  # fmt: skip
 @of_all("--state-dir", metavar="DIR", type=DIRECTORY,
         help="Keep sessions here, also beyond the end of the process.")  # fmt: skip
-@of_all("--host-memory", metavar="SIZE", help="Host memory below the pages, for --retention host: 8GiB.")
+@of_all(
+    "--host-memory", cls=KeyOption, metavar="SIZE", help="Host memory below the pages, for retention in the host: 8GiB."
+)
 @of_address("--bind", metavar="HOST:PORT", default="127.0.0.1:50051", show_default=True,
             help="Port 0: a free one.")  # fmt: skip
 @of_address("--http", metavar="HOST:PORT",
@@ -69,10 +79,10 @@ of_address = grouped("Address")
             help="Given twice: allow addresses that other machines reach, without TLS or without a token.")  # fmt: skip
 @of_address("--token-file", metavar="FILE", type=INPUT,
             help="Ask for a bearer token. A line is OWNER:TOKEN, or the only line is a token.")  # fmt: skip
-@of_address("--max-message-bytes", metavar="N", type=click.IntRange(min=1024), default=16 * 1024 * 1024,
+@of_address("--max-message-bytes", cls=KeyOption, metavar="N", type=click.IntRange(min=1024), default=16 * 1024 * 1024,
             show_default=True, help="Refuse longer requests.")  # fmt: skip
 @record.kv_timeline_option
-@lambda command: kv_groups_option(command, cls=GroupedOption, group="Engine")
+@lambda command: kv_groups_option(command, group="Engine")
 @lambda command: engine_options(command, cls=GroupedOption, group="Engine")
 def sessions_command(**values: Any) -> None:
     """Serve sessions over gRPC: conversations whose state is kept here, in bounded memory."""

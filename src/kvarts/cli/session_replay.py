@@ -22,7 +22,9 @@ class SessionsPart(CommandPart):
         for key in ("sink", "at_capacity"):
             if key in keys and "window" not in keys and given.source_of(f"{TABLE}.{key}") == Flags():
                 raise given.error(
-                    f"{TABLE}.{key}", "is of bounded sessions", hint="Give --session-window as well, or leave it out."
+                    f"{TABLE}.{key}",
+                    "is of bounded sessions",
+                    hint="Give --set sessions.window=N as well, or leave it out.",
                 )
         has_host = not {"offload.host_pages", "offload.host_memory"}.isdisjoint(given.in_table("offload"))
         has_host = has_host or bool(given.names("tier"))

@@ -18,7 +18,7 @@ from kvarts.base.units import as_duration, as_percent
 from kvarts.cli import (
     kv_events,
 )
-from kvarts.cli.options import DERIVED, GroupedOption
+from kvarts.cli.options import DERIVED, GroupedOption, KeyOption
 from kvarts.cli.outputs import ReplayFiles, as_bytes
 from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.process import Progress, print_bytes, tell_whole_pages
@@ -85,7 +85,7 @@ class SharingPart(CommandPart):
     )
 
     def options(self) -> Sequence[click.Option]:
-        """Return `--model`, which may be repeated for several models, `--trace` and `--loans`."""
+        """Return `--model`, which may be repeated for several models, `--trace` and the key `loans`."""
         (model,) = (each for each in settings_of(ModelSettings) if each.key == "model")
         several = (
             " Several models on one device: --model NAME=MODEL for each, and after a colon its weight=2, floor=100, "
@@ -94,14 +94,14 @@ class SharingPart(CommandPart):
         )
         return (
             GroupedOption(
-                ["--model", "models"], group="Model and device", default=None, multiple=True, metavar="NAME",
-                help=model.help + several,
+                ["--model", "models"], group="Model and device", key="model", default=None, multiple=True,
+                metavar="NAME", help=model.help + several,
             ),
             GroupedOption(
                 ["--trace", "traces"], group=TITLE, multiple=True, metavar="NAME=FILE",
                 help="The traffic of one.",
             ),
-            GroupedOption(
+            KeyOption(
                 ["--loans", "loans_file"], group=TITLE, metavar="FILE", type=DERIVED,
                 help="Write which model owed which one memory, and when, to FILE, a JSON line for "
                 "each period without a pause.",
@@ -177,7 +177,7 @@ class SharingPart(CommandPart):
             if key in given:
                 raise given.error(key, why, hint=hint)
         if loans_file is not None:
-            raise ConfigError(why, field="--loans", hint=hint)
+            raise ConfigError(why, field="loans", hint=hint)
         return None
 
 

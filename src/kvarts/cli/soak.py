@@ -16,7 +16,7 @@ import click
 from kvarts.base.errors import ConfigError
 from kvarts.base.files import check_writable, is_replaceable, is_standard_output, write_whole
 from kvarts.base.units import parse_duration_s
-from kvarts.cli.options import OUTPUT, Command
+from kvarts.cli.options import OUTPUT, Command, key_option
 from kvarts.cli.process import print_bytes
 
 if TYPE_CHECKING:
@@ -48,11 +48,14 @@ NUMBERS = (
     ("--vocab-size", 256, "Token ids that are sent are below this."),
     ("--seed", 0, "Seed of the tokens that are sent."),
 )
+RARE = ("--prompt-tokens", "--max-tokens", "--sink", "--window", "--vocab-size", "--seed")
+"""Keys of `--set`."""
 
 
 def _numbers(command: Any) -> Any:
     for name, default, text in reversed(NUMBERS):
-        command = click.option(name, metavar="N", type=int, default=default, show_default=True, help=text)(command)
+        declare = key_option if name in RARE else click.option
+        command = declare(name, metavar="N", type=int, default=default, show_default=True, help=text)(command)
     return command
 
 
@@ -60,17 +63,17 @@ def _numbers(command: Any) -> Any:
 @click.option("--address", metavar="HOST:PORT", help="A server of sessions, such as kvarts serve sessions.")
 @click.option("--virtual", is_flag=True, help="The mock in this process, on a virtual clock: hours take seconds.")
 @click.option("--duration", metavar="TIME", type=_Seconds(), default="4h", show_default=True, help="How long to run.")
-@click.option("--turn-spacing", metavar="TIME", type=_Seconds(), default="30s", show_default=True,
-              help="From the beginning of a turn to that of the next.")  # fmt: skip
+@key_option("--turn-spacing", metavar="TIME", type=_Seconds(), default="30s", show_default=True,
+            help="From the beginning of a turn to that of the next.")  # fmt: skip
 @_numbers
-@click.option("--bytes-per-token", "layers", metavar="BYTES[@TOKENS]", multiple=True,
+@key_option("--bytes-per-token", "layers", metavar="BYTES[@TOKENS]", multiple=True,
               help="What a token takes, of layers that retain TOKENS tokens [sink + window]; once for each kind of "
               "layers. Left out, it is derived while sessions fill up.")  # fmt: skip
-@click.option("--server-pid", metavar="PID", type=int, help="The server's process on this machine: judge its memory.")
-@click.option("--max-drift", metavar="SHARE", type=float, default=0.1, show_default=True,
-              help="By how much the time between tokens may rise over the run.")  # fmt: skip
-@click.option("--max-rss-growth", metavar="SHARE", type=float, default=0.05, show_default=True,
-              help="How much the server's memory may grow over the run, in addition to 8 bytes per token.")  # fmt: skip
+@key_option("--server-pid", metavar="PID", type=int, help="The server's process on this machine: judge its memory.")
+@key_option("--max-drift", metavar="SHARE", type=float, default=0.1, show_default=True,
+            help="By how much the time between tokens may rise over the run.")  # fmt: skip
+@key_option("--max-rss-growth", metavar="SHARE", type=float, default=0.05, show_default=True,
+            help="How much the server's memory may grow over the run, in addition to 8 bytes per token.")  # fmt: skip
 @click.option("--json", "json_file", metavar="OUT", type=OUTPUT,
               help="Write the measurements and the verdict, also while it runs.")  # fmt: skip
 @click.option("--page", "page_file", metavar="OUT", type=OUTPUT, help="Write a page that shows it.")

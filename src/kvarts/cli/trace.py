@@ -11,7 +11,7 @@ import click
 from kvarts.base.errors import ConfigError
 from kvarts.base.files import PREFIX, SAMPLES
 from kvarts.base.units import parse_duration_s
-from kvarts.cli.options import INPUT, OUTPUT, Command, Group
+from kvarts.cli.options import INPUT, OUTPUT, Command, Group, key_option
 from kvarts.cli.process import Progress, print_bytes, print_json
 
 if TYPE_CHECKING:
@@ -35,12 +35,12 @@ class _Duration(click.ParamType[int]):
 
 def _reading(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for reading traces."""
-    command = click.option("--skip-bad-lines", is_flag=True, help="Leave out lines that cannot be read.")(command)
-    command = click.option("--session-turns", type=click.Choice(["whole", "deltas"]),
-                           help="Whether later turns of sessions in Mooncake's form have whole prompts, or only "
-                                "their new part.")(command)  # fmt: skip
-    return click.option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1),
-                        help="Tokens that a hash id stands for.")(command)  # fmt: skip
+    command = key_option("--skip-bad-lines", is_flag=True, help="Leave out lines that cannot be read.")(command)
+    command = key_option("--session-turns", type=click.Choice(["whole", "deltas"]),
+                         help="Whether later turns of sessions in Mooncake's form have whole prompts, or only "
+                              "their new part.")(command)  # fmt: skip
+    return key_option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1),
+                      help="Tokens that a hash id stands for.")(command)  # fmt: skip
 
 
 def _writing(command: Callable[..., None]) -> Callable[..., None]:

@@ -25,7 +25,7 @@ from kvarts.base.files import (
     write_whole,
     writing,
 )
-from kvarts.cli.options import OUTPUT, Command, grouped
+from kvarts.cli.options import OUTPUT, Command, KeyOption, grouped
 from kvarts.cli.process import collect_garbage, print_bytes, print_json
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ MOST_WAITING = 1 << 16
 @click.command("watch", cls=Command)
 @click.argument("endpoint")
 @of_engine("--replay", metavar="ENDPOINT", help="Ask here for full state, and for batches that were lost.")
-@of_engine("--topic", default="", help="Prefix of the topics to receive. [all]")
+@of_engine("--topic", cls=KeyOption, default="", help="Prefix of the topics to receive. [all]")
 @of_engine("--bind", "binds", is_flag=True, help="Wait at ENDPOINT for engines that connect to their consumer.")
 @of_engine("--metrics", metavar="URL", help="Look at the engine's metrics: http://HOST:PORT/metrics.")
-@of_engine("--total-blocks", metavar="N", type=click.IntRange(min=1),
+@of_engine("--total-blocks", cls=KeyOption, metavar="N", type=click.IntRange(min=1),
            help="Blocks of the device. [from the metrics]")  # fmt: skip
-@of_engine("--allow-copies", is_flag=True,
-           help="Permit a second store of a block, for engines that publish each copy.")  # fmt: skip
-@of_engine("--max-blocks", metavar="N", type=click.IntRange(min=1), default=524_288, show_default=True,
+@of_engine("--no-copies", cls=KeyOption, is_flag=True,
+           help="Forbid a second store of a block, for engines that publish a block once, as kvarts' do.")  # fmt: skip
+@of_engine("--max-blocks", cls=KeyOption, metavar="N", type=click.IntRange(min=1), default=524_288, show_default=True,
            help="Blocks that are kept in mind at once, about 250 bytes each; of more, nothing is judged.")  # fmt: skip
 @of_engine("--ui", "ui_port", metavar="PORT", type=click.IntRange(0, 65535),
            help="Serve a live page at this port of 127.0.0.1; 0: a free one.")  # fmt: skip
@@ -63,7 +63,7 @@ MOST_WAITING = 1 << 16
 )
 @of_results("--timeline", "timeline_file", metavar="FILE", type=OUTPUT,
             help="Write a row for each look at the metrics, JSON lines, for `kvarts verify`.")  # fmt: skip
-@of_results("--every", metavar="SECONDS", type=click.FloatRange(min=0.1),
+@of_results("--every", cls=KeyOption, metavar="SECONDS", type=click.FloatRange(min=0.1),
             help="Seconds between two progress lines. [10; in a terminal 1]")  # fmt: skip
 @of_results("--quiet", is_flag=True, help="Print no progress.")
 @of_results("--verdict", "verdict_file", metavar="FILE", type=OUTPUT, help="Write the verdict as JSON.")
@@ -101,7 +101,7 @@ def watch_command(endpoint: str, **values: Any) -> int:
             stack.callback(journal.close)
         watched = Watched(
             total_blocks=values["total_blocks"],
-            allows_copies=values["allow_copies"],
+            allows_copies=not values["no_copies"],
             max_blocks=values["max_blocks"],
             journal=journal,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from kvarts.base.errors import ConfigError
 from kvarts.core.config import EngineConfig
@@ -38,8 +38,11 @@ __all__ = [
     "Audit",
     "OpenAudit",
     "OpenedAudit",
+    "Planning",
     "PrepareTiers",
     "PreparedTiers",
+    "Storage",
+    "Watching",
     "build_engine",
     "open_group_cache",
     "preparation_of",
@@ -90,26 +93,18 @@ class OpenedAudit(Protocol):
     """Makes the engine's eviction order, watched where the audit needs it."""
 
     def open(
-        self,
-        config: EngineConfig,
-        memory: GroupMemory | None,
-        num_blocks: int | None,
-        below: PreparedTiers | None,
-        *,
-        plans_ahead: bool,
-        finds_prefixes: bool,
-        account: Callable[[], Memory],
+        self, num_blocks: int | None, below: PreparedTiers | None, *, account: Callable[[], Memory]
     ) -> EventReader:
         """Return the reader that checks the engine's events. `account`: returns the engine's cache, once it has one."""
 
 
-OpenAudit: TypeAlias = Callable[..., OpenedAudit]
+OpenAudit: TypeAlias = "Callable[[EngineConfig, Storage, Planning], OpenedAudit]"
 """Opens an independent ledger for an engine: `kvarts.proof.audit.opening.open_audit`, which is passed in from above.
 
 Raises ConfigError for a part of the engine that the ledger does not follow.
 """
 
-Audit: TypeAlias = OpenAudit | Literal["laws"] | None
+Audit: TypeAlias = "OpenAudit | Literal['laws'] | None"
 """How an engine is audited: by its laws and by an independent ledger, by its laws alone, or not."""
 
 PrepareTiers = Callable[[EngineConfig, Callable[[], EvictionOrder], "GroupMemory | None"], PreparedTiers | None]
@@ -127,182 +122,219 @@ def preparation_of(settings: OffloadConfig | None, **of_files: Any) -> PrepareTi
     return None if settings is None else partial(prepare_tiers, settings, **of_files)
 
 
+class Storage(NamedTuple):
+    """Where an engine keeps KV: on its device, and in tiers below.
+
+    `memory`: the KV groups of a model in which some layers keep less than every token. It has `num_blocks` blocks, by
+    default as many as `num_pages` pages of the config occupy. `make_order`: makes the order in which runs are evicted.
+    `cache` and `pages`: those of an engine that shares its device. `holds_pages`: pages are kept in use between
+    requests. `leaps_told`: an engine with KV groups and readers of details may leap, see GroupPages.
+
+    `tiers`: prepares tiers below the device; `below`: instead, tiers that were prepared for the tree of `cache`.
+    `prefill`: compute times of prompts, for the choice between computing and loading; default: measured. `moves_pages`:
+    the executor performs transfers; default: if it needs page ids; otherwise transfers take the time of their channels.
+    """
+
+    memory: GroupMemory | None = None
+    num_blocks: int | None = None
+    make_order: Callable[[], EvictionOrder] = LruOrder
+    cache: Cache | None = None
+    pages: PageSource | None = None
+    holds_pages: bool = False
+    leaps_told: bool = True
+    tiers: PrepareTiers | None = None
+    below: PreparedTiers | None = None
+    prefill: PrefillNs | None = None
+    moves_pages: bool | None = None
+
+
+class Planning(NamedTuple):
+    """How an engine plans its steps.
+
+    `policy`: chooses the next waiting request; default: by priority, then arrival. `drafter`: proposes draft tokens,
+    for an executor that verifies them; executors in virtual time compute no tokens and do not support one.
+    `num_draft_slots`: drafts come first, see Scheduler. `hands_over`: other engines compute the prompts of requests or
+    continue them. `plans_ahead`: a step is planned while the one before it runs, as in Scheduler; not for executors
+    that compute tokens. `finds_prefixes`: False for an engine without a prefix cache, whose requests find nothing.
+    `step_ns`: the expected duration of a step, for `max_itl_ms`.
+    """
+
+    policy: AdmissionPolicy | None = None
+    drafter: Drafter | None = None
+    num_draft_slots: int = 0
+    hands_over: bool = False
+    plans_ahead: bool = False
+    finds_prefixes: bool = True
+    step_ns: Callable[[Batch], int] | None = None
+
+
+class Watching(NamedTuple):
+    """Who is told what an engine does, and what checks it.
+
+    `readers`: readers of its events; `num_waiting`: number of events that may wait, as in EventLog. `log`: that of an
+    engine that shares its device, instead of a new log with these readers. `audit`: assert the laws of page accounting
+    after every step, and check every event against an independent ledger; `"laws"`: without the ledger.
+    """
+
+    readers: Sequence[EventReader] = ()
+    num_waiting: int = 1
+    log: EventLog | None = None
+    audit: Audit = None
+
+
+OWN_DEVICE: Final = Storage()
+ONE_AFTER_THE_OTHER: Final = Planning()
+UNWATCHED: Final = Watching()
+
+
 def build_engine(
     config: EngineConfig,
     executor: Executor,
-    *,
-    memory: GroupMemory | None = None,
-    num_blocks: int | None = None,
-    readers: Sequence[EventReader] = (),
-    num_waiting: int = 1,
-    log: EventLog | None = None,
-    cache: Cache | None = None,
-    pages: PageSource | None = None,
-    policy: AdmissionPolicy | None = None,
-    make_order: Callable[[], EvictionOrder] = LruOrder,
-    tiers: PrepareTiers | None = None,
-    below: PreparedTiers | None = None,
-    moves_pages: bool | None = None,
-    prefill: PrefillNs | None = None,
-    audit: Audit = None,
-    drafter: Drafter | None = None,
-    num_draft_slots: int = 0,
-    holds_pages: bool = False,
-    hands_over: bool = False,
-    plans_ahead: bool = False,
-    finds_prefixes: bool = True,
-    step_ns: Callable[[Batch], int] | None = None,
-    leaps_told: bool = True,
+    storage: Storage = OWN_DEVICE,
+    planning: Planning = ONE_AFTER_THE_OTHER,
+    watching: Watching = UNWATCHED,
 ) -> Engine:
     """Return an engine around `executor`.
 
-    `memory`: the KV groups of a model in which some layers keep less than every token. It has `num_blocks` blocks,
-    by default as many as `config.num_pages` pages occupy. `readers`: readers of its events; `num_waiting`: number of
-    events that may wait, as in EventLog. `log`, `cache` and `pages`: those of an engine that shares its device,
-    instead of a new log with these readers and a separate pool. `policy`: chooses the next waiting request; default:
-    by priority, then arrival. `make_order`: makes the order in which runs are evicted. `tiers`: prepares tiers below
-    the device; `below`: instead, tiers that were prepared for the tree of `cache`. `prefill`: compute times of prompts,
-    for the choice between computing and loading; default: measured. `moves_pages`: the executor performs transfers;
-    default: if it needs page ids; otherwise transfers take the time of their channels. `audit`: assert the laws of
-    page accounting after every step, and check every event against an independent ledger; `"laws"`: without the ledger.
-    `drafter`: proposes draft tokens, for an executor that verifies them; executors in virtual time compute no tokens
-    and do not support one. `num_draft_slots`: drafts come first, see Scheduler. `holds_pages`: pages are kept in use
-    between requests. `hands_over`: other engines compute the prompts of requests or continue them. `plans_ahead`: a
-    step is planned while the one before it runs, as in Scheduler; not for executors that compute tokens.
-    `finds_prefixes`: False for an engine without a prefix cache, whose requests find nothing. `step_ns`: the expected
-    duration of a step, for `max_itl_ms`. `leaps_told`: an engine with KV groups and readers of details may leap, see
-    GroupPages.
-
     Raise ConfigError for an audit whose ledger does not follow some part, and for `max_itl_ms` without `step_ns`.
     """
-    opening: OpenedAudit | None = None
-    if audit is not None and audit != "laws":
-        opening = audit(
-            config,
-            make_order,
-            has_groups=memory is not None,
-            has_tiers=tiers is not None,
-            plans_ahead=plans_ahead,
-            hands_over=hands_over,
-            shares_device=cache is not None,
-            drafts_first=num_draft_slots > 0,
-        )
-        make_order = opening.make_order
-    if tiers is not None:
-        assert cache is None, "the tree of a given cache was made without these tiers"
-        below = tiers(config, make_order, memory)
-    if memory is not None:
-        num_blocks = memory.num_blocks(config.num_pages) if num_blocks is None else num_blocks
-    is_lazy = memory is not None and below is not None and below.is_lazy
-    if opening is not None:
+    return _Assembly(config, executor, storage, planning, watching).engine()
 
-        def account() -> Cache:
-            assert cache is not None
-            return cache
 
-        auditor = opening.open(
-            config,
-            memory,
-            num_blocks,
-            below,
-            plans_ahead=plans_ahead,
-            finds_prefixes=finds_prefixes,
-            account=account,
-        )
-        readers = (*readers, auditor)
-    if log is None:
-        log = EventLog(readers, num_waiting=num_waiting)
-    tell = log.tell_details
-    if moves_pages is None:
-        moves_pages = executor.needs_page_ids
-    is_shared = pages is not None
-    if cache is None:
-        needs_ids = executor.needs_page_ids
-        # Ids, events, tiers and handoffs name the parts of a group.
-        counts_only = below is None and tell is None and not (needs_ids or holds_pages or hands_over)
-        # An order that decides run by run may evict others where requests have made other runs of the same pages.
-        if memory is None or (memory.is_whole and counts_only and make_order is LruOrder):
-            cache = _page_cache(config, make_order, below, tell, memory, with_page_ids=needs_ids)
+class _Assembly:
+    """An engine that is being built: its log and cache first, then what reads or fills them."""
+
+    def __init__(
+        self, config: EngineConfig, executor: Executor, storage: Storage, planning: Planning, watching: Watching
+    ) -> None:
+        self.config, self.executor = config, executor
+        self.storage, self.planning, self.watching = storage, planning, watching
+        audit = watching.audit
+        opening = None if audit is None or audit == "laws" else audit(config, storage, planning)
+        self.make_order = storage.make_order if opening is None else opening.make_order
+        self.below = storage.below
+        if storage.tiers is not None:
+            assert storage.cache is None, "the tree of a given cache was made without these tiers"
+            self.below = storage.tiers(config, self.make_order, storage.memory)
+        self.num_blocks = storage.num_blocks
+        if storage.memory is not None and self.num_blocks is None:
+            self.num_blocks = storage.memory.num_blocks(config.num_pages)
+        readers = watching.readers
+        if opening is not None:
+            readers = (*readers, opening.open(self.num_blocks, self.below, account=lambda: self.cache))
+        self.log = watching.log or EventLog(readers, num_waiting=watching.num_waiting)
+        self.tell = self.log.tell_details
+        self.moves_pages = executor.needs_page_ids if storage.moves_pages is None else storage.moves_pages
+        self.cache: Cache = self._own_cache() if storage.cache is None else storage.cache
+        self.pins: Pins | None = None
+        self.pages: PageSource
+        if storage.pages is None:
+            self.pins = Pins(self.cache, self.tell)
+            self.pages = OnePool(self.cache, token_budget=config.max_num_batched_tokens, pins=self.pins)
         else:
-            assert num_blocks is not None
-            cache = open_group_cache(
-                config,
-                memory,
-                num_blocks=num_blocks,
-                tell=tell,
-                with_ids=executor.needs_page_ids or holds_pages or (below is not None and moves_pages),
-                num_below=0 if below is None else len(below.tier_names),
-                watches_list=is_lazy,
-                make_order=make_order,
-                plans_ahead=plans_ahead,
-                leaps_told=leaps_told and not hands_over,
-            )
-    pins = None
-    fingerprint = getattr(executor, "fingerprint", None)  # executors without a model lack it
-    if pages is None:
-        pins = Pins(cache, tell)
-        pages = OnePool(cache, token_budget=config.max_num_batched_tokens, pins=pins)
-    page_size = config.page_size
-    blocks_of = (lambda num_known: cache.needs.to_compute(num_known, page_size)) if is_shared else None
-    waiting = WaitingQueue(PriorityPolicy() if policy is None else policy, blocks_of)
-    loads: Loads | None = None
-    if below is not None:
-        lower = below.open_below(
-            cache,
-            with_page_ids=moves_pages,
-            tell=tell,
-            prefill=prefill,
-            fingerprint=fingerprint,
-            splits=not executor.needs_page_ids,  # rows of a batch are of requests that run
+            self.pages = storage.pages
+
+    def engine(self) -> Engine:
+        config, planning = self.config, self.planning
+        waiting = self._queue()
+        loads = None if self.below is None else self._loads(self.below, waiting)
+        # As in vLLM, the block that stands for missing ones counts as memory here.
+        num_kept = int(config.watermark * (self.cache.pool.total + 1))
+        scheduler = Scheduler(
+            config,
+            self.cache,
+            self.pages,
+            waiting,
+            batch=self._batch() if self.executor.needs_page_ids else None,
+            tell=self.tell,
+            pins=self.pins,
+            lag=int(planning.plans_ahead),
+            finds_prefixes=planning.finds_prefixes,
+            num_kept=num_kept,
         )
+        asked = Opening(
+            scheduler,
+            config,
+            loads,
+            self._handoffs() if planning.hands_over else None,
+            planning.drafter,
+            planning.num_draft_slots,
+            planning.step_ns,
+            num_kept,
+        )
+        scheduler.hooks = compose(asked)
+        audit = self.watching.audit is not None
+        return Engine(config, scheduler, self.executor, self.log, audit=audit, moves_pages=self.moves_pages)
+
+    def _own_cache(self) -> Cache:
+        """Return a cache of its own: of whole pages, or of the groups of the model."""
+        storage, memory, below = self.storage, self.storage.memory, self.below
+        needs_ids, hands_over = self.executor.needs_page_ids, self.planning.hands_over
+        # Ids, events, tiers and handoffs name the parts of a group.
+        counts_only = below is None and self.tell is None and not (needs_ids or storage.holds_pages or hands_over)
+        # An order that decides run by run may evict others where requests have made other runs of the same pages.
+        if memory is None or (memory.is_whole and counts_only and self.make_order is LruOrder):
+            return _page_cache(self.config, self.make_order, below, self.tell, memory, with_page_ids=needs_ids)
+        assert self.num_blocks is not None
+        return open_group_cache(
+            self.config,
+            memory,
+            num_blocks=self.num_blocks,
+            tell=self.tell,
+            with_ids=needs_ids or storage.holds_pages or (below is not None and self.moves_pages),
+            below=below,
+            make_order=self.make_order,
+            plans_ahead=self.planning.plans_ahead,
+            leaps_told=storage.leaps_told and not hands_over,
+        )
+
+    def _queue(self) -> WaitingQueue:
+        needs, page_size = self.cache.needs, self.config.page_size
+        is_shared = self.storage.pages is not None
+        blocks_of = (lambda num_known: needs.to_compute(num_known, page_size)) if is_shared else None
+        return WaitingQueue(self.planning.policy or PriorityPolicy(), blocks_of)
+
+    def _loads(self, below: PreparedTiers, waiting: WaitingQueue) -> Loads:
         from kvarts.core.sched.load_waits import Asynchronous, Reserve, Synchronous
         from kvarts.core.sched.loads import Loads, Waits
 
+        cache, page_size, tell = self.cache, self.config.page_size, self.tell
+        lower = below.open_below(
+            cache,
+            with_page_ids=self.moves_pages,
+            tell=tell,
+            prefill=self.storage.prefill,
+            fingerprint=getattr(self.executor, "fingerprint", None),  # executors without a model lack it
+            splits=not self.executor.needs_page_ids,  # rows of a batch are of requests that run
+        )
         waits: Waits
         if below.load_kv == "placed":
-            waits = Reserve(cache, pages)
+            waits = Reserve(cache, self.pages)
         elif below.load_kv == "async":
             waits = Asynchronous(cache, page_size, tell)
         else:
             waits = Synchronous(cache, page_size, tell)
-        offers = None if memory is None else cast("GroupOffers", lower.layout)
-        loads = Loads(lower, cache, waiting, page_size, tell, waits, offers)
-    batch: InputBatch | None = None
-    if executor.needs_page_ids:
-        if cache.settles:
+        offers = None if self.storage.memory is None else cast("GroupOffers", lower.layout)
+        return Loads(lower, cache, waiting, page_size, tell, waits, offers)
+
+    def _batch(self) -> InputBatch:
+        config, planning = self.config, self.planning
+        if self.cache.settles:
             from kvarts.core.sched.group_batch import GroupBatch
 
-            batch = GroupBatch(cast("GroupPages", cache), config.max_num_seqs)
-        else:
-            from kvarts.core.sched.input_batch import MOST_LATE, InputBatch
+            return GroupBatch(cast("GroupPages", self.cache), config.max_num_seqs)
+        from kvarts.core.sched.input_batch import MOST_LATE, InputBatch
 
-            # Without events and tiers, an LRU order evicts the same pages whenever a used page becomes findable.
-            is_unseen = make_order is LruOrder and tell is None and below is None and pins is not None
-            is_plain = drafter is None and not hands_over
-            most_late = max(0, MOST_LATE - page_size) if is_unseen and is_plain else 0
-            batch = InputBatch(config.max_num_seqs, page_size, most_late=most_late)
-    handoffs: Handoffs | None = None
-    if hands_over:
+        # Without events and tiers, an LRU order evicts the same pages whenever a used page becomes findable.
+        is_plain = self.make_order is LruOrder and planning.drafter is None and not planning.hands_over
+        is_unseen = self.tell is None and self.below is None and self.pins is not None
+        most_late = max(0, MOST_LATE - config.page_size) if is_plain and is_unseen else 0
+        return InputBatch(config.max_num_seqs, config.page_size, most_late=most_late)
+
+    def _handoffs(self) -> Handoffs:
         from kvarts.core.sched.handoffs import Handoffs
 
-        handoffs = Handoffs(cache, tell, finds_prefixes=finds_prefixes)
-    # As in vLLM, the block that stands for missing ones counts as memory here.
-    num_kept = int(config.watermark * (cache.pool.total + 1))
-    scheduler = Scheduler(
-        config,
-        cache,
-        pages,
-        waiting,
-        batch=batch,
-        tell=tell,
-        pins=pins,
-        lag=int(plans_ahead),
-        finds_prefixes=finds_prefixes,
-        num_kept=num_kept,
-    )
-    asked = Opening(scheduler, config, loads, handoffs, drafter, num_draft_slots, step_ns, num_kept)
-    scheduler.hooks = compose(asked)
-    return Engine(config, scheduler, executor, log, audit=audit is not None, moves_pages=moves_pages)
+        return Handoffs(self.cache, self.tell, finds_prefixes=self.planning.finds_prefixes)
 
 
 def open_group_cache(
@@ -312,8 +344,7 @@ def open_group_cache(
     num_blocks: int,
     tell: Tell | None,
     with_ids: bool,
-    num_below: int = 0,
-    watches_list: bool = False,
+    below: PreparedTiers | None = None,
     make_order: Callable[[], EvictionOrder] = LruOrder,
     plans_ahead: bool = False,
     leaps_told: bool = False,
@@ -321,8 +352,8 @@ def open_group_cache(
     """Return the cache of an engine for a model with the KV groups of `memory`, in `num_blocks` blocks.
 
     `with_ids`: parts have ids, which executors and pages kept in use between requests need. `tell` receives the events
-    of parts. `num_below` and `watches_list`: for tiers below, see GroupPages. `make_order`: makes the order in which
-    runs of parts are evicted; LruOrder stands for the cache's own list. `plans_ahead`, `leaps_told`: see GroupPages.
+    of parts. `below`: the tiers below it. `make_order`: makes the order in which runs of parts are evicted; LruOrder
+    stands for the cache's own list. `plans_ahead`, `leaps_told`: see GroupPages.
 
     Raise ConfigError for an order derived from LruOrder, which links whole pages.
     """
@@ -342,8 +373,8 @@ def open_group_cache(
         most_new_tokens=config.max_num_batched_tokens,
         with_ids=with_ids,
         tell=tell,
-        num_below=num_below,
-        watches_list=watches_list,
+        num_below=0 if below is None else len(below.tier_names),
+        watches_list=below is not None and below.is_lazy,
         eviction_order=order,
         at_branches=config.snapshots == "branches",
         plans_ahead=plans_ahead,

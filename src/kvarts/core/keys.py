@@ -1,8 +1,9 @@
 """Block keys: the names of KV pages outside this process.
 
-Keys are those of vLLM (`vllm.v1.core.kv_cache_utils`). The key of a page is the SHA-256 of the triple (key of the
+Keys are those of vLLM 0.32 (`vllm.v1.core.kv_cache_utils`). The key of a page is the SHA-256 of the triple (key of the
 previous page, token ids, extra keys), serialised by pickle (`sha256`) or as canonical CBOR (`sha256_cbor`); the chain
-begins with a root key. The salt of a tenant is the extra key of the first page, and so affects every later key.
+begins with a root key. An extra key begins with what it is: `("lora", name, path)` of the adapter of a request, in
+every page; `("cache_salt", salt)` of a tenant in the first, which affects every later key.
 
 A key costs one hash per page, so the control plane does not use keys: they are computed on demand.
 """
@@ -12,18 +13,73 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
-from typing import Literal, NewType
+from typing import Any, Literal, NamedTuple, NewType
 
 from kvarts.base.errors import ConfigError
 from kvarts.core.content import Content
 
-__all__ = ["VLLM_DEFAULT_SEED", "BlockKey", "BlockKeys", "KeyAlgorithm", "KeyMaker", "root_key"]
+__all__ = [
+    "APART",
+    "VLLM_DEFAULT_SEED",
+    "Adapter",
+    "BlockKey",
+    "BlockKeys",
+    "KeyAlgorithm",
+    "KeyMaker",
+    "root_key",
+    "salt_of_adapter",
+    "salt_parts",
+]
 
 VLLM_DEFAULT_SEED = "vllm-none-hash"
 """The seed from which vLLM 0.32 hashes its root key if PYTHONHASHSEED is not set."""
 
 BlockKey = NewType("BlockKey", bytes)
 KeyAlgorithm = Literal["sha256", "sha256_cbor"]
+
+
+APART = "\x00"
+"""Separates an adapter from the salt after it in a salt of both; neither can contain it, so they can be recovered."""
+AT = "\x1e"
+"""Separates the name of an adapter from its path."""
+MAX_PATH_CHARS = 4096
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter. Its weights may differ from those of another path under the same name, so that both are keys."""
+
+    name: str
+    path: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> Adapter:
+        """Return the adapter that `text` names: NAME or NAME=PATH. Raise ConfigError for what no salt could be of."""
+        name, _, path = text.partition("=")
+        adapter = cls(name, path)
+        if what := adapter.complaint():
+            raise ConfigError(f"{text!r}: {what}", field="lora", hint="Write NAME=PATH.")
+        return adapter
+
+    def complaint(self) -> str:
+        """Return why a salt could not be of it; empty for a good one."""
+        if not self.name or len(self.path) > MAX_PATH_CHARS:
+            return f"a name is needed, and a path of at most {MAX_PATH_CHARS} characters"
+        separator = next((each for each in (APART, AT) if each in self.name + self.path), None)
+        return "" if separator is None else f"has the character {separator!r}"
+
+
+def salt_of_adapter(adapter: Adapter, salt: str | None) -> str:
+    """Return the salt of the KV of `adapter`, for requests with `salt` or without one."""
+    return f"{adapter.name}{AT}{adapter.path}{APART}{salt or ''}"
+
+
+def salt_parts(salt: str | None) -> tuple[Adapter | None, str]:
+    """Return the adapter in a salt, if it has one, and the salt of its requests; "" without."""
+    if salt is None:
+        return None, ""
+    of_adapter, is_of_adapter, rest = salt.rpartition(APART)
+    name, _, path = of_adapter.partition(AT)
+    return Adapter(name, path) if is_of_adapter else None, rest
 
 
 def _hash_pickle(value: object) -> bytes:
@@ -72,8 +128,10 @@ class KeyMaker:
             return
         tokens = content.tokens(start * size, num_pages * size).tolist()
         parent = keys[-1] if keys else self._root
+        adapter, salt = salt_parts(content.salt)
+        every: tuple[Any, ...] = () if adapter is None else (("lora", *adapter),)
         for page in range(start, num_pages):
-            extra = (content.salt,) if page == 0 and content.salt is not None else None
+            extra = (*every, ("cache_salt", salt)) if page == 0 and salt else every or None
             first = (page - start) * size
             parent = BlockKey(self._hash((parent, tuple(tokens[first : first + size]), extra)))
             keys.append(parent)

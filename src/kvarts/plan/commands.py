@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarts.base.settings import INLINE, Given, Section, is_inline, settings_of
+from kvarts.base.settings import INLINE, SET, Given, Section, Setting, is_inline, settings_of
 
 if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
@@ -23,12 +23,16 @@ def command_line(
     trace: Path | None,
     config_file: Path | None,
     changes: Mapping[str, Any],
+    command: Sequence[str] = ("replay",),
+    options: Collection[str] | None = None,
 ) -> str:
     """Return a `kvarts replay` command with the options given on the command line, overridden by `changes`.
 
-    `changes` maps setting keys to values; None omits the option.
+    `changes` maps setting keys to values; None omits the option. `command`: another one, with only `options`; its other
+    settings are keys of `--set`.
     """
-    words = ["kvarts", "replay"]
+    words = ["kvarts", *command]
+    done: set[str] = set()
     if trace is not None:
         words.append(str(trace))
     if config_file is not None:
@@ -39,7 +43,7 @@ def command_line(
         for setting in () if section.is_named else section.settings:
             if setting.flag is None or setting.key in dropped:
                 continue
-            if setting.flag in words:
+            if setting.flag in done:
                 continue
             if setting.key in changes:
                 value = changes[setting.key]
@@ -51,15 +55,28 @@ def command_line(
                 option, _, name = setting.flag.partition(INLINE)
                 if value is not None:
                     inline.setdefault(option, []).append(f"{name}={_text(value)}")
-            elif value is True:
-                words.append(setting.flag)
-            elif value is not False and value is not None:
-                words += [setting.flag, _text(value)]
+            elif value is not None:
+                done.add(setting.flag)
+                words += _words(setting, value, options)
         for option, values in inline.items():
             words += [option, ",".join(values)]
         if section.into:
             words += _listed_words(given, section, changes)
     return shlex.join(words)
+
+
+def _words(setting: Setting, value: Any, options: Collection[str] | None) -> list[str]:
+    """Return the words that give a value: those of the option, else those of `--set`."""
+    assert setting.flag is not None
+    if setting.flag.startswith(SET) or (options is not None and setting.flag not in options):
+        return (
+            []
+            if value is False
+            else [SET.strip(), f"{setting.key}={str(value).lower() if value is True else _text(value)}"]
+        )
+    if isinstance(value, bool):
+        return [setting.flag] if value else []
+    return [setting.flag, _text(value)]
 
 
 def _listed_words(given: Given, section: Section, changes: Mapping[str, Any]) -> list[str]:

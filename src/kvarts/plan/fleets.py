@@ -264,7 +264,7 @@ def plan_fleets(
     on_replay: Callable[[], object] | None = None,
     **settings: Any,
 ) -> Plan:
-    """Search for the fleets of at most `gpus` devices with the highest goodput, as `kvarts plan --gpus` does.
+    """Search for the fleets of at most `gpus` devices with the highest goodput, as `kvarts plan fleet --gpus` does.
 
     `settings`: options of `kvarts replay` by their names, with an SLO: `model="llama-3.1-8b"`, `device="h100-80gb"`,
     `slo_ttft_ms=3000`, `transfer_rate="50GB/s"`. For `workers`, more than one requires a script that can be imported.

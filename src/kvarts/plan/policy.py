@@ -24,7 +24,7 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     eviction: Annotated[
         str | None,
         setting(
-            "Which cached pages go next: a policy of `kvarts plan --league`, such as auto; on the command line "
+            "Which cached pages go next: a policy of `kvarts plan policies`, such as auto; on the command line "
             "also module:Class.",
             metavar="NAME",
             default="lru",

@@ -126,7 +126,7 @@ class UsersPlan:
                     more[f"--router {router}"] = {"router": router}, {"router": router}
         if config.sessions is None:
             pinned = SessionReplay(retention="pin")
-            more["--session-retention pin"] = {"sessions": pinned}, {"sessions.retention": "pin"}
+            more["--set sessions.retention=pin"] = {"sessions": pinned}, {"sessions.retention": "pin"}
         tasks: dict[str, _Task] = {}
         for option, (fields, _) in more.items():
             with suppress(ConfigError):  # the rest of the configuration cannot have it

@@ -48,7 +48,8 @@ EngineName = Literal["none", "vllm", "sglang", "tensorrt-llm", "trtllm"]
 class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
     """Defaults of one engine, by the settings of a replay.
 
-    `separate_passes`: a step computes its prompts first, and its decodes in a separate pass.
+    `separate_passes`: a step computes its prompts first, and its decodes in a separate pass. `full_prompt_hits`: a load
+    from tiers below may cover a whole prompt, as vLLM's OffloadingConnector loads it.
     """
 
     max_batched_tokens: int
@@ -57,6 +58,7 @@ class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
     async_scheduling: bool
     frontend_ms: float
     separate_passes: bool = False
+    full_prompt_hits: bool = False
 
 
 TENSORRT_LLM = EngineSet(
@@ -64,7 +66,12 @@ TENSORRT_LLM = EngineSet(
 )
 ENGINES: dict[EngineName, EngineSet] = {
     "vllm": EngineSet(
-        max_batched_tokens=8192, max_seqs=1024, memory_fraction=0.9, async_scheduling=True, frontend_ms=6.0
+        max_batched_tokens=8192,
+        max_seqs=1024,
+        memory_fraction=0.9,
+        async_scheduling=True,
+        frontend_ms=6.0,
+        full_prompt_hits=True,
     ),
     "sglang": EngineSet(
         max_batched_tokens=8192,
@@ -190,7 +197,7 @@ class ReplayConfig(
     replicas: Annotated[
         int,
         setting(
-            "Engines of this configuration, each with all ranks of --data-parallel; with several models, devices with "
+            "Engines of this configuration, each with all ranks of data_parallel; with several models, devices with "
             "all of them.",
             metavar="N",
         ),
@@ -208,12 +215,14 @@ class ReplayConfig(
     concurrency: Annotated[
         int | None,
         setting(
-            "Closed loop: keep N requests (or sessions) in flight, whatever their times in the trace.",
+            "Keep N requests (or sessions) in flight, whatever their times: a closed loop.",
             metavar="N",
             replaces=("speedup",),
         ),
     ] = None
-    speedup: Annotated[float, setting("Open loop: divide arrival times and session delays by X.", metavar="X")] = 1.0
+    speedup: Annotated[
+        float, setting("Divide arrival times by X, and session delays too: an open loop.", metavar="X")
+    ] = 1.0
     engine: Annotated[
         EngineName,
         setting(
@@ -231,15 +240,15 @@ class ReplayConfig(
     stop_tokens: Annotated[
         bool,
         setting(
-            "Requests end with a stop token. With --async-scheduling, an engine has planned one more token of theirs "
+            "Requests end with a stop token. With async_scheduling, an engine has planned one more token of theirs "
             "when it knows that."
         ),
     ] = False
     mamba_cache_mode: Annotated[
         StateMode,
         setting(
-            "States that layers keep for prefixes. snapshots: as --snapshots; as in vLLM, all: after every page, or "
-            "align: at the ends of chunks, which end at pages."
+            "States that layers keep for prefixes. snapshots: as the key `snapshots`; as in vLLM, all: after every "
+            "page, or align: at the ends of chunks, which end at pages."
         ),
     ] = "snapshots"
     no_prefix_caching: Annotated[
@@ -258,7 +267,7 @@ class ReplayConfig(
         setting("Time after which a client gives up a request that has not ended.", metavar="S"),
     ] = None
     retries: Annotated[
-        int, setting("How often clients repeat a request that they gave up after --client-timeout-s.", metavar="N")
+        int, setting("How often clients repeat a request that they gave up after client_timeout_s.", metavar="N")
     ] = 0
     retry_after_s: Annotated[float, setting("Seconds between giving up and repeating a request.", metavar="S")] = 0.0
     slo: Slo = Slo()
@@ -382,10 +391,10 @@ class ReplayConfig(
 
     def source(self, trace: Trace) -> Source:
         """Return the source that determines when the requests of `trace` arrive."""
-        from kvarts.sim.traffic.source import source_of
+        from kvarts.sim.traffic.source import source_of, with_pauses
 
         return source_of(
-            trace,
+            with_pauses(trace) if self.profile == "mocker" else trace,
             concurrency=self.concurrency,
             speedup=self.speedup,
             delay_ns=self.frontend_ns,
@@ -649,6 +658,8 @@ def _resolved(
     engine = engine_of(given["engine"]) if "engine" in given else None
     if engine is not None and hasattr(facts.get("cost"), "separate_passes"):
         facts["cost"] = msgspec.structs.replace(facts["cost"], separate_passes=engine.separate_passes)
+    if engine is not None and engine.full_prompt_hits and not counts_parts(given, facts):
+        facts["full_prompt_hits"] = True
     config = build_replay(given, sections, facts)
     try:
         config.check_tiers()
@@ -656,6 +667,11 @@ def _resolved(
     except ConfigError as error:
         raise given.named(error, ()) from error
     return config
+
+
+def counts_parts(given: Given, facts: Mapping[str, Any]) -> bool:
+    """Return whether KV groups are counted: they are given, or the model has some and they are not off."""
+    return given["kv_groups"] != "off" if "kv_groups" in given else bool(facts.get("groups"))
 
 
 def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, Any]) -> ReplayConfig:

@@ -86,7 +86,8 @@ class Ranks:
             return self.now_ns
         computing = []
         for replica in busy:
-            if replica.prepare(now_ns):
+            # Transfers that ended may have been all that was left: nothing is stored for its own sake.
+            if replica.has_work and replica.prepare(now_ns):
                 computing.append(replica)
             else:
                 replica.engine.now_ns = now_ns

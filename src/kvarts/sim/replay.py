@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from kvarts.core.build import build_engine, preparation_of
+from kvarts.core.build import Planning, Storage, Watching, build_engine, preparation_of
 from kvarts.core.event_log import EventReader
 from kvarts.cost.polynomial import PrefillCost
 from kvarts.cost.simulated import SimExecutor
@@ -382,19 +382,21 @@ def open_replica(config: ReplayConfig, readers: Sequence[EventReader]) -> Replic
     engine = build_engine(
         config,
         executor,
-        memory=None if config.kv_groups == "off" else config.memory,
-        readers=readers,
-        num_waiting=MANY_EVENTS,
-        policy=config.admission(),
-        make_order=config.eviction,
-        tiers=preparation_of(config.offload),
-        prefill=prefill_cost(config),
-        audit=audit_of(config.audit),
-        holds_pages=config.sessions is not None and config.sessions.holds_pages,
-        plans_ahead=config.async_scheduling and config.profile == "default",
-        finds_prefixes=not config.no_prefix_caching,
-        step_ns=config.cost_model.step_ns,
-        leaps_told=not config.step_by_step,
+        Storage(
+            memory=None if config.kv_groups == "off" else config.memory,
+            make_order=config.eviction,
+            holds_pages=config.sessions is not None and config.sessions.holds_pages,
+            leaps_told=not config.step_by_step,
+            tiers=preparation_of(config.offload),
+            prefill=prefill_cost(config),
+        ),
+        Planning(
+            policy=config.admission(),
+            plans_ahead=config.async_scheduling and config.profile == "default",
+            finds_prefixes=not config.no_prefix_caching,
+            step_ns=config.cost_model.step_ns,
+        ),
+        Watching(readers, num_waiting=MANY_EVENTS, audit=audit_of(config.audit)),
     )
     return Replica(engine, executor, step_by_step=config.step_by_step, plans_ahead=config.async_scheduling)
 

@@ -93,6 +93,11 @@ class Replica:
         return 0 if self._joining is None else self._joining.num_requests
 
     @property
+    def known_tokens(self) -> int:
+        """The known tokens of all decodes in the step under way, the last one of a leap; without one, in the next."""
+        return self.scheduler.wheel.known_tokens_after(max(0, self._num_leapt - 1))
+
+    @property
     def plans_ahead(self) -> bool:
         """Whether the next step is planned while one runs."""
         return self._joining is not None

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from kvarts.base.limits import MOST_SECONDS, check_number
 from kvarts.base.settings import AtLeastOne, SettingError, setting
 from kvarts.core.config import AtCapacity, SessionRetention
 from kvarts.core.kv.groups import SinkWindow
@@ -76,8 +77,8 @@ class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 "retention",
                 hint="A bounded session keeps its pages. Leave {retention} out.",
             )
-        if self.ttl_s is not None and not 0 < self.ttl_s < float("inf"):
-            raise SettingError(f"must be positive, got {self.ttl_s}", "ttl_s")
+        if self.ttl_s is not None:
+            check_number(self.ttl_s, "ttl_s", above=True, most=MOST_SECONDS)
         if self.at_capacity not in ("refuse", "evict"):
             raise SettingError(f"must be 'refuse' or 'evict', got {self.at_capacity!r}", "at_capacity")
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.base.errors import ConfigError
-from kvarts.core.build import build_engine
 from kvarts.core.config import EngineConfig
 from kvarts.core.content import Content
 from kvarts.core.events import Event, Preemption, StepDone
 from kvarts.core.request import Request
 from kvarts.core.sched.plan import Batch, StepPlan, StepResult
 
+from builders.engines import engine_with
 from builders.guesser import Guesser, guessers
 from builders.pages import evicted_names
 from builders.serving import Arrival, assert_undisturbed, serve, served
@@ -122,9 +122,7 @@ class Kept:
 @given(drafted())
 def test_every_step_is_as_in_the_naive_engine(case: Drafted) -> None:
     config, sampler, kept = case.config, Sampler(case), Kept()
-    engine = build_engine(
-        config, sampler, audit="laws", readers=[kept], drafter=sampler, num_draft_slots=case.num_slots
-    )
+    engine = engine_with(config, sampler, audit="laws", readers=[kept], drafter=sampler, num_draft_slots=case.num_slots)
     naive = NaiveDraftEngine(
         num_slots=case.num_slots,
         drafts=lambda seq, made: case.drafts[seq][made - 1],
@@ -197,4 +195,4 @@ def test_a_budget_that_lacks_room_for_drafts_is_refused() -> None:
     config = EngineConfig(num_pages=12, page_size=2, max_num_batched_tokens=8, max_num_seqs=2)
     guesser = Guesser(1, wrong=0.7, most=8)
     with pytest.raises(ConfigError, match="2 sequences with 8 drafted tokens each need up to 18 tokens a step"):
-        build_engine(config, ToyExecutor(12, 2, 2), drafter=guesser, num_draft_slots=8)
+        engine_with(config, ToyExecutor(12, 2, 2), drafter=guesser, num_draft_slots=8)

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.base.errors import ConfigError
-from kvarts.core.build import build_engine
 from kvarts.core.config import EngineConfig
 from kvarts.core.content import Content
 from kvarts.core.events import Blocked
@@ -25,7 +24,7 @@ from kvarts.core.sched.wheel import DecodeWheel
 from kvarts.cost.polynomial import PolynomialCost
 from kvarts.cost.simulated import SimExecutor
 
-from builders.engines import make_replica, make_scheduler, request_of
+from builders.engines import engine_with, make_replica, make_scheduler, request_of
 from builders.engines import run as run_engine
 from builders.grouped import FULL, WINDOW
 
@@ -246,7 +245,7 @@ def test_an_engine_at_rest_is_examined_whole_also_with_windows() -> None:
 
 def test_a_head_that_lacks_memory_needs_less_once_a_reservation_shares_what_it_hits() -> None:
     config = EngineConfig(num_pages=20, page_size=1, max_num_seqs=8, max_num_batched_tokens=64)
-    engine = build_engine(config, SimExecutor(PolynomialCost()), hands_over=True)
+    engine = engine_with(config, SimExecutor(PolynomialCost()), hands_over=True)
     scheduler = engine.scheduler
     steps = count()
 

@@ -43,4 +43,4 @@ def test_a_tier_that_is_too_small_is_enlarged() -> None:
     host = report_of(offload={"host_pages": 4_000}).advice
     assert host is not None and "try --host-memory " in host
     disk = report_of(offload={"host_pages": 4_000, "disk_pages": 8_000}).advice
-    assert disk is not None and disk.endswith("try more --disk-memory")
+    assert disk is not None and disk.endswith("try a larger --set offload.disk_memory")

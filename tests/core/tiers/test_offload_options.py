@@ -23,9 +23,11 @@ SECTIONS = all_sections()
 
 def test_every_flag_reaches_the_tiers() -> None:
     flags = (
-        "--host-pages 70 --offload lazy --target-free 3 --h2d 1GB/s --d2h 2GB/s --transfer-latency-us 4 "
-        "--kv-bytes-per-token 1000 --disk-memory 1GB --disk-read 3GB/s --disk-write 5GB/s --disk-latency-us 6 "
-        "--preemption-mode recompute --load-overlap layers"
+        "--host-pages 70 --offload lazy --set offload.target_free=3 --set offload.h2d=1GB/s --set offload.d2h=2GB/s "
+        "--set offload.latency_us=4 "
+        "--set offload.kv_bytes_per_token=1000 --set offload.disk_memory=1GB --set offload.disk_read=3GB/s "
+        "--set offload.disk_write=5GB/s --set offload.disk_latency_us=6 "
+        "--set offload.preemption_mode=recompute --set offload.load_overlap=layers"
     )
     assert resolve_replay(parsed(*flags.split()), SECTIONS).offload == OffloadConfig(
         host_pages=70,
@@ -77,7 +79,7 @@ def test_the_report_has_the_tiers(
 
 
 def test_a_model_says_how_many_layers_it_has_unless_they_are_given() -> None:
-    command = "--host-pages 10 --load-overlap layers --model qwen3-0.6b --device l40s"
+    command = "--host-pages 10 --set offload.load_overlap=layers --model qwen3-0.6b --device l40s"
     given = parsed(*command.split())
     for more, num_layers in (({}, 28), ({"offload.num_layers": 5}, 5)):
         offload: Any = resolve_replay(given.over(given_in(more, SECTIONS)), SECTIONS).offload
@@ -86,7 +88,7 @@ def test_a_model_says_how_many_layers_it_has_unless_they_are_given() -> None:
 
 def test_a_model_says_what_a_token_weighs_unless_it_is_given() -> None:
     command = "--host-pages 10 --model qwen3-0.6b --device l40s"
-    for more, weighs in (("", 114_688), (" --kv-bytes-per-token 5", 5)):
+    for more, weighs in (("", 114_688), (" --set offload.kv_bytes_per_token=5", 5)):
         offload: Any = resolve_replay(parsed(*(command + more).split()), SECTIONS).offload
         assert offload.kv_bytes_per_token == weighs
 
@@ -96,10 +98,12 @@ def test_kv_groups_say_what_a_token_weighs(fleet: str) -> None:
     """The option had no effect, and nothing was said of it."""
     resolve: Any = resolve_fleet if fleet else resolve_replay
     command = f"--host-pages 10 --model gpt-oss-20b --device h100-80gb{fleet}"
-    of_token = ("--kv-bytes-per-token", "7")
+    of_token = ("--set", "offload.kv_bytes_per_token=7")
     resolve(parsed(*command.split()), SECTIONS)
     resolve(parsed(*command.split(), *of_token, "--kv-groups", "off"), SECTIONS)
-    with pytest.raises(ConfigError, match="--kv-bytes-per-token: has no effect where KV is counted by KV group"):
+    with pytest.raises(
+        ConfigError, match=r"--set offload.kv_bytes_per_token: has no effect where KV is counted by KV group"
+    ):
         resolve(parsed(*command.split(), *of_token), SECTIONS)
     in_file = given_in({"offload": {"kv_bytes_per_token": 7}}, SECTIONS, Path("c.toml"))  # for other commands as well
     resolve(parsed(*command.split()).over(in_file), SECTIONS)
@@ -112,8 +116,8 @@ def test_kv_groups_say_what_a_token_weighs(fleet: str) -> None:
     [
         ({"host_memory": "1GiB"}, "--host-pages 7", {"host_pages": 7}),
         ({"host_pages": 7}, "--host-memory 1GiB", {"host_memory": "1GiB"}),
-        ({"host_pages": 7, "disk_memory": "1GiB"}, "--disk-pages 9", {"host_pages": 7, "disk_pages": 9}),
-        ({"host_pages": 7, "h2d": "3GB/s"}, "--h2d 4GB/s", {"host_pages": 7, "h2d": "4GB/s"}),
+        ({"host_pages": 7, "disk_memory": "1GiB"}, "--set offload.disk_pages=9", {"host_pages": 7, "disk_pages": 9}),
+        ({"host_pages": 7, "h2d": "3GB/s"}, "--set offload.h2d=4GB/s", {"host_pages": 7, "h2d": "4GB/s"}),
     ],
 )
 def test_pages_and_memory_replace_each_other(file: dict[str, Any], arguments: str, expected: dict[str, Any]) -> None:
@@ -125,11 +129,15 @@ def test_pages_and_memory_replace_each_other(file: dict[str, Any], arguments: st
     ("file", "arguments", "says"),
     [
         ("host_pages = 3\nhost_memory = '1GiB'", "", "c.toml: offload.host_pages: is given beside offload.host_memory"),
-        ("host_pages = 3", "--h2d fast", "--h2d: 'fast' is not a bandwidth"),
-        ("host_pages = 3\nh2d = 'fast'", "--d2h 3GB/s", "c.toml: offload.h2d: 'fast' is not a bandwidth"),
+        ("host_pages = 3", "--set offload.h2d=fast", "--set offload.h2d: 'fast' is not a bandwidth"),
+        ("host_pages = 3\nh2d = 'fast'", "--set offload.d2h=3GB/s", "c.toml: offload.h2d: 'fast' is not a bandwidth"),
         ("host_pags = 3", "", "c.toml: offload.host_pags: unknown key. Known: "),
         ("", "--host-pages 3 --host-memory 1GiB", "--host-pages: is given beside --host-memory. Keep one of them."),
-        ("", "--h2d 3GB/s", "--h2d: has no effect without a size. Give --host-pages or --host-memory as well."),
+        (
+            "",
+            "--set offload.h2d=3GB/s",
+            "--set offload.h2d: has no effect without a size. Give --host-pages or --host-memory as well.",
+        ),
         ("disk_pages = 3", "", "c.toml: offload.disk_pages: needs host memory above it. Give offload.host_pages"),
         ("disk_memory = '3GB'", "", "c.toml: offload.disk_memory: needs host memory above it."),
     ],
@@ -144,18 +152,18 @@ def test_a_mock_refuses_what_has_no_effect_without_a_size(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was refused by replays, and a mock said nothing."""
-    assert run_command("mock", "--port", "0", "--h2d", "3GB/s") == 2
-    assert "--h2d: has no effect without a size" in capsys.readouterr().err
+    assert run_command("mock", "--port", "0", "--set", "offload.h2d=3GB/s") == 2
+    assert "--set offload.h2d: has no effect without a size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ("--h2d 3GB/s", "--h2d: has no effect without a size"),
-        ("--transfer-latency-us 3", "--transfer-latency-us: has no effect without a size"),
-        ("--preemption-mode recompute", "--preemption-mode: has no effect without a size"),
-        ("--load-overlap layers", "--load-overlap: has no effect without a size"),
-        ("--kv-bytes-per-token 3", "--kv-bytes-per-token: has no effect without a size"),
+        ("--set offload.h2d=3GB/s", "--set offload.h2d: has no effect without a size"),
+        ("--set offload.latency_us=3", "--set offload.latency_us: has no effect without a size"),
+        ("--set offload.preemption_mode=recompute", "--set offload.preemption_mode: has no effect without a size"),
+        ("--set offload.load_overlap=layers", "--set offload.load_overlap: has no effect without a size"),
+        ("--set offload.kv_bytes_per_token=3", "--set offload.kv_bytes_per_token: has no effect without a size"),
     ],
 )
 def test_a_store_alone_reads_few_options_of_tiers(

@@ -45,7 +45,7 @@ class SafeFirstMachine(CacheMachine):
         by_pointer = data.draw(st.booleans())
         if match.nodes and by_pointer:
             last = match.nodes[-1]
-            one = data.draw(st.sampled_from(last.twins or [last]))
+            one = data.draw(st.sampled_from(last.duplicates or [last]))
             match = Match(match.content, self.order.path_to(one, match.num_pages), match.num_pages, 0)
         return hold_found(self.cache, match, start)
 

@@ -147,8 +147,10 @@ def test_a_list_and_its_short_form_are_refused_together() -> None:
     with pytest.raises(ConfigError, match="--host-pages: does not go with a list of tiers"):
         resolve_replay(parsed(*AS_FLAGS, "--host-pages", "4"), SECTIONS)
     for rate in ("4GB/s", "50GB/s"):  # the last one is what it is without that
-        with pytest.raises(ConfigError, match=r"--h2d: does not go with a list of tiers\. Say read of a tier, in"):
-            resolve_replay(parsed(*AS_FLAGS, "--h2d", rate), SECTIONS)
+        with pytest.raises(
+            ConfigError, match=r"--set offload.h2d: does not go with a list of tiers\. Say read of a tier, in"
+        ):
+            resolve_replay(parsed(*AS_FLAGS, "--set", f"offload.h2d={rate}"), SECTIONS)
     with pytest.raises(ConfigError, match=r"h2d: does not go with a list of tiers\. Give read to a TierConfig"):
         OffloadConfig(tiers=THREE, h2d="4GB/s")
 
@@ -159,9 +161,9 @@ def test_an_option_of_files_beside_a_list_names_the_key_of_a_tier(
 ) -> None:
     trace = () if command == "mock" else (write_trace(tmp_path / "trace.jsonl"),)
     of_model = ("--model", "llama-3.1-8b", "--device", "h100-80gb")
-    assert run_command(command, *trace, *of_model, "--tier", "x:pages=40", "--disk-latency-us", 100) == 2
+    assert run_command(command, *trace, *of_model, "--tier", "x:pages=40", "--set", "offload.disk_latency_us=100") == 2
     error = capsysbinary.readouterr().err.decode()
-    assert "--disk-latency-us: does not go with a list of tiers" in error
+    assert "--set offload.disk_latency_us: does not go with a list of tiers" in error
     assert "--tier NAME:latency_us=VALUE" in error
 
 
@@ -318,8 +320,17 @@ def test_a_tier_that_is_added_is_above_the_store_of_a_file(tmp_path: Path) -> No
         (["--tier", "store:scope=all,size=10"], "--tier store: size: 10 hold no page of 2,097,152 bytes"),
         (["--store", "memory=10"], "--store memory: 10 hold no page"),
         (
-            ["--tier", "a:size=0", "--pull-from-peers", "--transfer", "rate=9GB/s", "--transfer", "token_bytes=9"],
-            "--pull-from-peers: needs workers with host memory. Give a [[tier]] with a size to each",
+            [
+                "--tier",
+                "a:size=0",
+                "--set",
+                "transfer.pull=true",
+                "--transfer",
+                "rate=9GB/s",
+                "--transfer",
+                "token_bytes=9",
+            ],
+            "--set transfer.pull: needs workers with host memory. Give a [[tier]] with a size to each",
         ),
     ],
 )
@@ -437,12 +448,13 @@ def test_a_plan_searches_for_its_first_tier_alone(
     trace = write_trace(tmp_path / "trace.jsonl")
     of_model = ("--model", "llama-3.1-8b", "--device", "h100-80gb", "--pages", 150)
     lists: list[tuple[object, ...]] = [("--tier", "dram:pages=40"), AS_FLAGS]
-    lists += [("--host-pages", 40), ("--host-pages", 40, "--disk-pages", 400)]
+    lists += [("--set", "offload.host_pages=40")]
+    lists += [("--set", "offload.host_pages=40", "--set", "offload.disk_pages=400")]
     found = []
     for tiers in lists:
         assert run_command("plan", trace, *of_model, *tiers, "--json") == 0
         plan = json.loads(capsysbinary.readouterr().out)
-        assert None not in [point["replayed"] for point in plan["tiers"]["curve"]] or "--disk-pages" in tiers
+        assert None not in [point["replayed"] for point in plan["tiers"]["curve"]] or "offload.disk_pages=400" in tiers
         least = plan["tiers"]["least_host"]
         assert least.pop("hit_ratio_without", 0.0) == 0.0
         assert run_command("plan", trace, *of_model, *tiers) == 0
@@ -458,7 +470,7 @@ def test_a_plan_of_users_names_the_first_tier_of_a_list(
 ) -> None:
     slo = ("--slo-ttft-ms", 20000, "--slo-share", 0.9)
     of_model = ("--model", "llama-3.1-8b", "--device", "h100-80gb", "--pages", 12000)
-    command = ("plan", "sample:agents", "--users", "8..12", *slo, *of_model, "--tier", "dram:size=0", "--json")
+    command = ("plan", "users", "sample:agents", "--users", "8..12", *slo, *of_model, "--tier", "dram:size=0", "--json")
     assert run_command(*command) == 0
     users = json.loads(capsysbinary.readouterr().out)["users"]
     point = users["host"]["points"][0]

@@ -49,7 +49,7 @@ def test_devices_divide_heads_and_states() -> None:
     for ours, theirs in zip(one["kv_groups"], two["kv_groups"], strict=True):
         assert ours["state_bytes"] == 2 * theirs["state_bytes"]
         assert ours["page_bytes"] == 2 * theirs["page_bytes"]
-    stages = values("gpt-oss-120b", "--pipeline-parallel", "2")["kv_groups"]
+    stages = values("gpt-oss-120b", "--set", "pipeline_parallel=2")["kv_groups"]
     assert [group["page_bytes"] for group in stages] == [9 * 16 * 2 * 8 * 64 * 2] * 2
     latent = values("deepseek-v3", "--tensor-parallel", "8")["kv_groups"]
     assert latent == values("deepseek-v3")["kv_groups"]

@@ -430,7 +430,7 @@ def test_sizes_that_cannot_be_are_named(tmp_path: Path, field: str, value: Any, 
     ],
 )
 def test_one_check_of_splits(model: str, split: dict[str, int], says: str | None) -> None:
-    options = [text for name, ways in split.items() for text in (f"--{name.replace('_', '-')}", str(ways))]
+    options = [text for name, ways in split.items() for text in ("--set", f"{name}={ways}")]
     result = CliRunner().invoke(cli, ["model", "show", model, *options])
     if says is None:
         check_split(load_geometry(model), **split)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("grpc", reason="needs kvarts[grpc]")
 import grpc
 
-from kvarts.base.errors import ConfigError
+from kvarts.base.errors import ConfigError, OutputError
 from kvarts.doors.grpc.messages import STATUSES
 from kvarts.doors.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.doors.proto.kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
@@ -226,6 +226,20 @@ def test_a_bug_is_an_internal_error_of_one_line_and_the_server_goes_on(caplog: p
         assert all(record.exc_info for record in caplog.records)
 
     with_server(FakeRuntime(step_s=0.02), test)
+
+
+def test_a_full_disk_is_no_bug_and_its_path_is_the_operators(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(runtime: FakeRuntime, channel: Any) -> None:
+        stub = SessionsStub(channel)
+        session_id = (await stub.CreateSession(added.CreateSessionRequest())).session_id
+        runtime.fault = OutputError("cannot be written: No space left on device", path="/srv/sessions")
+        answer = await status_of(stub.Info(added.InfoRequest(session_id=session_id)))
+        assert answer == (Code.RESOURCE_EXHAUSTED, "cannot be written: No space left on device")
+        (record,) = caplog.records
+        assert record.getMessage() == "/srv/sessions: cannot be written: No space left on device"
+        assert record.exc_info is None
+
+    with_server(FakeRuntime(), test)
 
 
 def test_each_status_is_of_a_class_of_its_own() -> None:

@@ -139,7 +139,7 @@ def test_subscribers_that_read_nothing_take_no_memory_and_keep_nothing_from_thos
         stalled: list[zmq.Socket[bytes]] = []
         num_bytes = 0
         num_missed: list[int] = []
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while num_bytes < 120 * MIB:
             assert time.monotonic() < deadline
             if len(stalled) < 50 and last % 100 == 0:

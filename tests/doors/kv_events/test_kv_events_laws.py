@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from kvarts.core.content import Content
 from kvarts.core.event_log import EventReader
 from kvarts.core.events import Event, PagesRemoved, PagesStored
-from kvarts.core.keys import BlockKey, BlockKeys
-from kvarts.doors.kv_events.batches import Batch, BlocksCleared, BlocksRemoved, BlocksStored, Wire
+from kvarts.core.keys import Adapter, BlockKey, BlockKeys, salt_of_adapter
+from kvarts.doors.kv_events.batches import Batch, BlocksCleared, BlocksRemoved, BlocksStored, EventGroup, Wire
 from kvarts.doors.kv_events.reader import KvEventReader
 
 from builders.case import Case, cases
@@ -139,3 +140,23 @@ def test_full_state_names_parents_first_whatever_order_they_came_in() -> None:
     consumer = NaiveConsumer()
     consumer.apply(Wire("map").encode(reader.snapshot().told, 0.0))
     assert {medium: len(blocks) for medium, blocks in consumer.content().items()} == {"CPU": 3}
+
+
+@pytest.mark.parametrize(
+    ("salt", "name", "extra_keys"),
+    [
+        (None, None, [None, None]),
+        ("tenant-a", None, [["tenant-a"], None]),
+        (salt_of_adapter(Adapter("sql", "/adapters/sql"), None), "sql", [["sql"], ["sql"]]),
+        (salt_of_adapter(Adapter("sql", "/adapters/sql"), "tenant-a"), "sql", [["sql", "tenant-a"], ["sql"]]),
+    ],
+)
+def test_events_name_adapters_and_salts_as_those_of_vllm(salt: str | None, name: str | None, extra_keys: Any) -> None:
+    """The values that vLLM 0.32's `to_event_extra_keys` returns for the extra keys of its hashes."""
+    of = Content.from_tokens(range(100, 108), page_size=4, owner=0, salt=salt)
+    told = BlocksStored(of, 0, list(BlockKeys(of, algorithm="sha256_cbor")), None, "GPU", 0)
+    groups = [EventGroup("full")]
+    (event,) = msgspec.msgpack.decode(Wire("map", groups=groups).encode([told], 0.0))[1]
+    assert (event["lora_name"], event["extra_keys"]) == (name, extra_keys)
+    (row,) = msgspec.msgpack.decode(Wire("array", groups=groups).encode([told], 0.0))[1]
+    assert (row[7], row[8]) == (name, extra_keys)

@@ -467,7 +467,7 @@ def test_owners_do_not_find_what_others_have_computed(server: Server) -> None:
 def test_sharing_the_prefix_cache_is_an_option(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(KEYS)
-    with started("--api-key-file", keys, "--share-prefix-cache") as server:
+    with started("--api-key-file", keys, "--set", "share_prefix_cache=true") as server:
         body = {"prompt": list(range(441)), "max_tokens": 1}
         server.call(COMPLETIONS, body, VICTIM)
         usage = server.call(COMPLETIONS, body, ATTACKER).json["usage"]
@@ -477,7 +477,7 @@ def test_sharing_the_prefix_cache_is_an_option(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fail", ["die", "stall 99999999s", "503"])
 def test_failures_are_off_unless_they_are_allowed(server: Server, fail: str) -> None:
     refused = server.call(COMPLETIONS, {"prompt": "a"}, {**ATTACKER, "x-kvarts-fail": fail})
-    assert refused.status == 403 and "--allow-failures" in refused.error["message"]
+    assert refused.status == 403 and "--set allow_failures=true" in refused.error["message"]
     assert server.call(COMPLETIONS, {"prompt": "a"}, {**ATTACKER, "x-return-error": "503"}).status == 403
     for asked in ({"health": {"mock": "dead"}}, {"fail": "all: die"}):
         assert server.call("/admin/config", asked, ATTACKER).status == 403
@@ -486,7 +486,7 @@ def test_failures_are_off_unless_they_are_allowed(server: Server, fail: str) -> 
 
 
 def test_a_stall_has_an_end() -> None:
-    with started("--allow-failures") as server:
+    with started("--set", "allow_failures=true") as server:
         refused = server.call(COMPLETIONS, {"prompt": "a"}, {"x-kvarts-fail": "stall 99999999s"})
         assert refused.status == 400 and "300 s" in refused.error["message"]
         assert server.call(COMPLETIONS, {"prompt": "a"}, {"x-kvarts-fail": "stall 1ms"}).status == 200
@@ -519,7 +519,7 @@ def test_pages_of_other_origins_change_nothing(page_server: Server, headers: dic
 
 @pytest.fixture(scope="module")
 def page_server() -> Iterator[Server]:
-    with started("--allow-origin", "http://friend.example", "--allow-host", "friend.example") as running:
+    with started("--set", "allow_origin=http://friend.example", "--set", "allow_host=friend.example") as running:
         yield running
 
 
@@ -549,11 +549,11 @@ def test_pages_of_an_origin_that_is_allowed_may_ask_and_read(page_server: Server
     [
         (("--api-key", ""), {}),
         (("--api-key", " "), {}),
-        (("--admin-key", ""), {}),
+        (("--set", "admin_key="), {}),
         (("--api-key-file", "{empty}"), {}),
         (("--admin-key-file", "{empty}"), {}),
         ((), {"VLLM_API_KEY": ""}),
-        (("--api-key", "same", "--admin-key", "same"), {}),
+        (("--api-key", "same", "--set", "admin_key=same"), {}),
     ],
 )
 def test_a_key_that_is_none_does_not_open_the_server(
@@ -611,7 +611,7 @@ def test_tenants_under_attack_get_the_same_answers_and_their_shares(tmp_path: Pa
     keys = tmp_path / "keys"
     lines = [f"{owner}-key owner={owner} share={share}" for owner, share in zip(OWNERS, shares, strict=True)]
     keys.write_text("\n".join(lines))
-    small = ("--max-seqs", "24", "--max-queued", "200", "--cost", "linear:step_ms=4")
+    small = ("--max-seqs", "24", "--set", "max_queued=200", "--cost", "linear:step_ms=4")
     tenants = OWNERS[:2]
     with started("--api-key-file", keys, *small) as server:
         alone = {owner: [answer_to(server, owner, body) for body in questions(owner)] for owner in tenants}

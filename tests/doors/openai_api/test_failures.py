@@ -100,6 +100,16 @@ def test_a_refusal_says_when_to_come_again(start: Any) -> None:
     assert server.complaints() == []
 
 
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_failure_on_purpose_is_no_bug(start: Any, caplog: pytest.LogCaptureFixture, status: int) -> None:
+    """It keeps its words and its delay, and nothing is logged."""
+    server = start(fail=f"all: {status} retry_after=2")
+    reply = call(server.url, COMPLETIONS, {"prompt": "x", "max_tokens": 1})
+    assert (reply.status, reply.headers["retry-after"]) == (status, "2")
+    assert reply.error["message"] == f"fails on purpose: {status} retry_after=2"
+    assert not caplog.records
+
+
 def test_a_stream_is_cut_where_it_was_to_be(start: Any) -> None:
     server = start(fail="all: cut after 3 chunks")
     body = json.dumps(BODY).encode()

@@ -141,7 +141,7 @@ def test_a_template_of_a_request_is_not_computed_unless_it_is_trusted(
 ) -> None:
     reply = call(start().url, path, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **fields})
     assert (reply.status, reply.error["param"]) == (400, "chat_template")
-    assert "--trust-request-chat-template" in reply.error["message"]
+    assert "--set trust_request_chat_template=true" in reply.error["message"]
 
 
 def test_tokenize_computes_no_template_of_a_request(start: Start) -> None:

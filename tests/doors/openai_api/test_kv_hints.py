@@ -256,6 +256,6 @@ def test_a_policy_of_a_server_is_checked_before_it_starts(
     name: str,
     said: bytes,
 ) -> None:
-    assert run_command(*command, "--eviction", name) == 2
+    assert run_command(*command, "--set", f"eviction={name}") == 2
     told = capsysbinary.readouterr().err
-    assert b"--eviction: " in told and said in told
+    assert b"--set eviction: " in told and said in told

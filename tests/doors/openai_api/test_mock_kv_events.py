@@ -41,7 +41,7 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
 
 def test_events_of_a_mock_with_kv_groups_name_the_group() -> None:
     command = ["mock", "--port", "0", "--speedup", "1000", "--page-size", "16"]
-    command += ["--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all"]
+    command += ["--model", "gemma-3-27b", "--device", "h100-80gb", "--set", "kv_groups=all"]
     command += ["--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0"]
     with preforked.start(*command) as server:
         assert server.stderr is not None

@@ -59,7 +59,7 @@ def pages(url: str) -> dict[str, dict[str, float]]:
 
 def test_a_window_that_was_passed_is_cached_and_not_used() -> None:
     prompt = " ".join(["word"] * 3000)
-    with mocked(*GEMMA, "--kv-groups", "all") as url:
+    with mocked(*GEMMA, "--set", "kv_groups=all") as url:
         reply = call(url, "/v1/completions", {"model": "gemma-3-27b", "prompt": prompt, "max_tokens": 8})
         assert reply.status == 200
         found = pages(url)
@@ -73,7 +73,7 @@ def test_a_window_that_was_passed_is_cached_and_not_used() -> None:
 def test_a_request_may_be_longer_where_windows_give_back() -> None:
     lengths = []
     for kv_groups in ("off", "all"):
-        with mocked(*GEMMA, "--kv-groups", kv_groups, "--max-batched-tokens", "512") as url:
+        with mocked(*GEMMA, "--set", f"kv_groups={kv_groups}", "--max-batched-tokens", "512") as url:
             (model,) = call(url, "/v1/models").json["data"]
             lengths.append(model["max_model_len"])
     assert lengths[1] > 3 * lengths[0]
@@ -158,7 +158,7 @@ def test_a_mock_that_writes_a_state_by_page_elsewhere_is_noticed() -> None:
 @pytest.mark.parametrize(
     "models",
     [
-        "--served-model-name chat --model granite-4.0-h-tiny --mamba-cache-mode align",
+        "--served-model-name chat --model granite-4.0-h-tiny --set mamba_cache_mode=align",
         "--model code=qwen3-8b --model chat=granite-4.0-h-tiny:mamba_cache_mode=align",
     ],
 )
@@ -178,7 +178,16 @@ def test_states_by_page_let_a_request_go_on_from_an_answer(models: str) -> None:
 
 def test_host_memory_keeps_what_the_device_evicts() -> None:
     prompts = [" ".join([word] * 4001) for word in "abcdefgh"]
-    tier = ("--kv-groups", "tails", "--host-memory", "8GiB", "--h2d", "10TB/s", "--d2h", "10TB/s")
+    tier = (
+        "--set",
+        "kv_groups=tails",
+        "--host-memory",
+        "8GiB",
+        "--set",
+        "offload.h2d=10TB/s",
+        "--set",
+        "offload.d2h=10TB/s",
+    )
     with mocked(*GEMMA, *tier) as url:
         for prompt in (*prompts, prompts[0]):
             reply = call(url, "/v1/completions", {"model": "gemma-3-27b", "prompt": prompt, "max_tokens": 4})
@@ -233,7 +242,7 @@ def test_sessions_say_what_those_of_whole_pages_say(kept: dict[str, Any], groups
 @pytest.mark.parametrize(
     "tiers",
     [
-        ("--host-pages", "100", "--disk-pages", "800"),
+        ("--set", "offload.host_pages=100", "--set", "offload.disk_pages=800"),
         ("--tier", "dram:pages=100", "--tier", "cxl:pages=120", "--tier", "nvme:kind=files,pages=800"),
     ],
 )

@@ -24,7 +24,7 @@ SEVERAL = (
     *("--model", "chat=granite-4.0-h-tiny:mamba_cache_mode=align", "--model", "code=gpt-oss-20b:kv_groups=tails"),
     *(*ENGINE, "--kv-memory", "2GiB"),
 )
-HOST = ("--host-memory", "16GiB", "--h2d", "100GB/s", "--d2h", "100GB/s")
+HOST = ("--host-memory", "16GiB", "--set", "offload.h2d=100GB/s", "--set", "offload.d2h=100GB/s")
 
 
 def prompts(count: int) -> list[str]:
@@ -64,8 +64,8 @@ def cached(rows: Path) -> list[int]:
 @pytest.mark.parametrize(
     "options",
     [
-        (*HYBRID, "--mamba-cache-mode", "all"),
-        (*HYBRID, "--mamba-cache-mode", "align", *HOST),
+        (*HYBRID, "--set", "mamba_cache_mode=all"),
+        (*HYBRID, "--set", "mamba_cache_mode=align", *HOST),
         (*WINDOWS, "--kv-groups", "tails", *HOST),
     ],
     ids=" ".join,

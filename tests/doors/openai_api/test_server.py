@@ -290,7 +290,16 @@ def command(*arguments: str) -> preforked.Command:
 def test_the_command_listens_where_it_says_and_drains_at_sigterm(tmp_path: Any) -> None:
     record, log = tmp_path / "arrived.jsonl", tmp_path / "access.jsonl"
     process = command(
-        *("--startup-delay", "0.4", "--drain-delay", "0.7", "--record", str(record), "--access-log", str(log)),
+        *(
+            "--set",
+            "startup_delay=0.4",
+            "--set",
+            "drain_delay=0.7",
+            "--record",
+            str(record),
+            "--set",
+            f"access_log={log}",
+        ),
         *("--model", "qwen3-8b", "--device", "h100-80gb"),
     )
     try:

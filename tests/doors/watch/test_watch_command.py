@@ -82,7 +82,7 @@ def test_a_late_watch_of_an_engine_that_begins_anew(
     with working(work):
         code = run_command(
             *("watch", live, "--replay", replay, "--duration", 60, "--events", journal, "--verdict", out),
-            *("--every", 0.2),
+            *("--set", "every=0.2"),
         )
     printed = capsys.readouterr()
     assert (code, printed.out.splitlines()[0]) == (0, "ok")
@@ -135,7 +135,7 @@ def test_claims_that_cannot_be_are_listed_and_the_code_is_5(
         fake.send(4, stored([3], 77))
 
     with working(work):
-        code = run_command("watch", fake.endpoint, "--duration", 60, "--json")
+        code = run_command("watch", fake.endpoint, "--duration", 60, "--json", "--no-copies")
     verdict = json.loads(capsys.readouterr().out)
     assert (code, verdict["verdict"]) == (5, "violated")
     statuses = {result["rule"]: result["status"] for result in verdict["rules"]}
@@ -172,7 +172,7 @@ def test_only_a_topic_is_heard(run_command: Run, fake: Fake, tmp_path: Path) -> 
         fake.send(0, stored([2, 3]), topic=b"kv@b@m")
 
     with working(work):
-        run_command("watch", fake.endpoint, "--duration", 60, "--topic", "kv@b", "--verdict", tmp_path / "v.json")
+        run_command("watch", fake.endpoint, "--duration", 60, "--set", "topic=kv@b", "--verdict", tmp_path / "v.json")
     assert verdict_of(tmp_path / "v.json")["blocks"] == {"GPU": 2}
 
 
@@ -294,7 +294,8 @@ def test_a_replay_publishes_and_a_watch_follows_it(
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--pages", "70", "--page-size", "16", "--max-seqs", "2"]
-    publish = ["--kv-events", live, "--kv-events-replay", replay, "--kv-events-wait", "20", "--kv-events-stay", "1"]
+    publish = ["--kv-events", live, "--kv-events-replay", replay]
+    publish += ["--set", "kv_events_wait=20", "--set", "kv_events_stay=1"]
     with preforked.start("replay", trace, *options, *publish) as process:
 
         def end_the_watch() -> None:
@@ -303,7 +304,7 @@ def test_a_replay_publishes_and_a_watch_follows_it(
 
         ending = threading.Thread(target=end_the_watch)
         ending.start()
-        code = run_command("watch", live, "--replay", replay, "--duration", 60, "--total-blocks", 70, "--json")
+        code = run_command("watch", live, "--replay", replay, "--duration", 60, "--set", "total_blocks=70", "--json")
         ending.join()
     verdict = json.loads(capsys.readouterr().out)
     assert (process.returncode, code) == (0, 0), verdict

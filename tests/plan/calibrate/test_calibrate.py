@@ -265,7 +265,7 @@ def test_a_file_that_is_no_run_is_named(tmp_path: Path) -> None:
         load_measured(path)
     for text, says in (
         ("", "holds no request"),
-        ("arrival,first_token\n1,2\n", "run.csv:2: last_token: is missing. Give --column last_token=NAME; there are"),
+        ("arrival,first_token\n1,2\n", "run.csv:2: last_token: is missing. Give --set column=last_token=NAME"),
         ('{"queued_ts": 1\n', "run.csv:1: is not JSON"),
         ("arrival,first_token\n1\n", "run.csv:2: has another number of columns"),
     ):

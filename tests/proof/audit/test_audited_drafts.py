@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvarts.core.build import build_engine
 from kvarts.core.config import EngineConfig
 from kvarts.core.engine import Engine
 from kvarts.core.event_log import EventLog
@@ -18,6 +17,7 @@ from kvarts.proof.audit.auditor import AuditError, Auditor, Finding
 from kvarts.proof.audit.ledger import LedgerGroup
 
 from builders.case import Case, Row
+from builders.engines import engine_with
 from builders.guesser import Guesser, Knowing
 from builders.live_groups import FULL, LiveRun, window, with_outputs
 from builders.serving import Arrival, make_request
@@ -46,7 +46,7 @@ def run(change: Change = lambda event: event, plant: Callable[[Engine], None] = 
     reader = Tampered(change)
     guesser = Guesser(4, wrong=0.5, most=5)
     executor = ToyExecutor(CONFIG.num_pages, CONFIG.page_size, CONFIG.max_num_seqs)
-    engine = build_engine(CONFIG, executor, log=EventLog((reader,)), drafter=guesser)
+    engine = engine_with(CONFIG, executor, log=EventLog((reader,)), drafter=guesser)
     reader.engine = engine
     plant(engine)
     for index in range(3):

@@ -20,7 +20,7 @@ def test_what_is_computed_while_the_rest_is_loaded_is_no_hit(
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     device = ("--model", "qwen3-8b", "--device", "h100-80gb", "--pages", 2100)
-    tier = ("--host-memory", "64GiB", "--h2d", "5GB/s")
+    tier = ("--host-memory", "64GiB", "--set", "offload.h2d=5GB/s")
     assert run_command("replay", trace, *device, *tier, "--audit", "--run-dir", tmp_path / "run") == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     hits = report["num_cached_tokens_by_tier"]

@@ -32,7 +32,7 @@ def test_a_request_that_was_given_up_in_the_router_has_no_replica(kvarts: Kvarts
     trace.write_text(
         "".join(json.dumps({**row, **more}) + "\n" for more in ({"timestamp": 0}, {"timestamp": 0}, waits))
     )
-    queue = ("--replicas", 2, "--router", "least-loaded", "--router-queue-threshold", 0.1)
+    queue = ("--replicas", 2, "--router", "least-loaded", "--set", "routing.queue_threshold=0.1")
     assert kvarts("replay", trace, *queue, "--run-dir", run, "--html", tmp_path / "page.html")[0] == 0
     rows = [json.loads(line) for line in (run / "requests.jsonl").read_text().splitlines()]
     assert [(row["replica"], row["status"]) for row in rows[2:]] == [(-1, "cancelled")]

@@ -47,7 +47,7 @@ def test_a_run_directory_is_never_two_runs(kvarts: Kvarts, recorded_run: Path) -
 
 
 def test_each_replica_has_files_of_its_own(kvarts: Kvarts, tmp_path: Path) -> None:
-    files = ("--timeline", tmp_path / "t.jsonl.gz", "--events", tmp_path / "e.jsonl", "--timeline-every", 100)
+    files = ("--timeline", tmp_path / "t.jsonl.gz", "--events", tmp_path / "e.jsonl", "--set", "timeline_every=100")
     code, _, _ = kvarts("replay", "--replicas", 2, "--run-dir", tmp_path / "run", *files)
     assert code == 0
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_file())

@@ -65,9 +65,18 @@ def test_no_file_is_bad_usage(kvarts: Kvarts) -> None:
     assert (code, out) == (2, "") and "FILE" in err
 
 
-@pytest.mark.parametrize("how", [("--stop-tokens",), ()])
+@pytest.mark.parametrize(
+    "how",
+    [
+        (
+            "--set",
+            "stop_tokens=true",
+        ),
+        (),
+    ],
+)
 def test_a_plan_computes_requests_that_have_left(kvarts: Kvarts, tmp_path: Path, how: tuple[str, ...]) -> None:
-    """With --async-scheduling, the memory of requests that end during a step is in use for one more step."""
+    """With --set async_scheduling=true, the memory of requests that end during a step is in use for one more step."""
     rows = [
         {"timestamp": 1000 * n, "input_length": 46 + n, "output_length": 5, "hash_ids": [n], "cancel_after_ms": 1 + n}
         for n in range(4)
@@ -75,7 +84,19 @@ def test_a_plan_computes_requests_that_have_left(kvarts: Kvarts, tmp_path: Path,
     trace, timeline = tmp_path / "trace.jsonl", tmp_path / "timeline.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, _, err = kvarts(
-        *("replay", trace, "--page-size", 16, "--pages", 56, "--trace-block-size", 64, "--async-scheduling", *how),
+        *(
+            "replay",
+            trace,
+            "--page-size",
+            16,
+            "--pages",
+            56,
+            "--trace-block-size",
+            64,
+            "--set",
+            "async_scheduling=true",
+            *how,
+        ),
         *("--cost", "linear:step_ms=5", "--timeline", timeline),
     )
     assert code == 0, err

@@ -24,7 +24,8 @@ TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor 
 
 @pytest.fixture
 def options(tiny: Callable[[str], Path]) -> tuple[Any, ...]:
-    return ("--model", tiny("qwen3"), "--max-tokens", 5, "--ignore-eos", "--kv-memory", "1MiB", "--attention", "sdpa")
+    engine = ("--kv-memory", "1MiB", "--set", "attention=sdpa")
+    return ("--model", tiny("qwen3"), "--max-tokens", 5, "--ignore-eos", *engine)
 
 
 def lines_of(printed: bytes) -> list[dict[str, Any]]:
@@ -66,7 +67,7 @@ def test_a_bad_prompt_is_named_by_its_line_and_the_rest_run_if_asked(
         said = capsysbinary.readouterr()
         assert f"{path}:2: " in said.err.decode() and not said.out
     path.write_text("".join(f'{{"prompt": "ab"}}\n{line}\n' for line in bad))
-    assert run_command("generate", "--prompts", path, "--skip-bad", *options) == 0
+    assert run_command("generate", "--prompts", path, "--set", "skip_bad=true", *options) == 0
     rows = lines_of(capsysbinary.readouterr().out)
     assert [row.get("line") for row in rows[1::2]] == [2, 4, 6, 8, 10, 12]
     assert all(f"{path}:{row['line']}: " in row["error"] for row in rows[1::2])
@@ -74,7 +75,7 @@ def test_a_bad_prompt_is_named_by_its_line_and_the_rest_run_if_asked(
 
 
 def test_log_probabilities_of_one_prompt(options: tuple[Any, ...], run_command: Run, capsysbinary: Printed) -> None:
-    assert run_command("generate", "--prompt", "ab", "--logprobs", *options) == 0
+    assert run_command("generate", "--prompt", "ab", "--set", "logprobs=true", *options) == 0
     (row,) = lines_of(capsysbinary.readouterr().out)
     assert len(row["logprobs"]) == len(row["tokens"]) == 5
 
@@ -124,7 +125,7 @@ def test_check_says_what_a_model_asks_for(
     tiny: Callable[[str], Path], run_command: Run, capsysbinary: Printed, tmp_path: Path
 ) -> None:
     model = tiny("gemma3")
-    assert run_command("model", "check", model, "--attention", "sdpa", "--prompts", 3, "--json") == 0
+    assert run_command("model", "check", model, "--set", "attention=sdpa", "--prompts", 3, "--json") == 0
     found = json.loads(capsysbinary.readouterr().out)
     assert found["is_exact"] and found["num_alike"] == found["num_tokens"] == 48
     assert found["windows"] == {"24": 2, "all": 2} and found["attention"] == "sdpa"

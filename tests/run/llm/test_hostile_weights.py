@@ -59,6 +59,32 @@ def test_sizes_that_cannot_be_are_named_before_anything_is_built(tmp_path: Path,
     assert said.value.exit_code == 4
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_attention_heads", 10**6), ("head_dim", 10**9), ("vocab_size", 10**9), ("hidden_size", 2**31 - 1)],
+)
+def test_sizes_that_the_weights_cannot_have_are_named_before_anything_is_built(
+    tmp_path: Path, field: str, value: int
+) -> None:
+    model = tmp_path / "model"
+    write_tiny("llama", model)
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    named = r"config\.json: \w+: the weights have less than a matrix of|is no model that transformers knows"
+    with pytest.raises(InputError, match=named) as said:
+        load_model(model)
+    assert said.value.exit_code == 4
+
+
+def test_fields_of_a_type_that_transformers_refuses_are_named(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    write_tiny("llama", model)
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_parameters": [1]}))
+    with pytest.raises(InputError, match="is no model that transformers knows"):
+        load_model(model)
+
+
 def test_a_tokenizer_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_tiny("llama", model)

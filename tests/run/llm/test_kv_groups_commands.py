@@ -1,4 +1,4 @@
-"""Commands with `--kv-groups`: the same text, timelines that hold, reports in blocks, and what is refused."""
+"""Commands with `kv_groups`: the same text, timelines that hold, reports in blocks, and what is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def profile(kvarts: Kvarts, directory: Path, prompts: Path, kv_groups: str) -> d
     options = ("--model", directory, "--prompts", prompts, "--max-tokens", 60, "--ignore-eos", "--kv-memory", "640KiB")
     files = ("--kv-timeline", prompts.with_suffix(f".{kv_groups}.jsonl"),
              "--write-trace", prompts.with_suffix(f".{kv_groups}.trace"))  # fmt: skip
-    code, printed, said = kvarts("profile", *options, "--kv-groups", kv_groups, *files)
+    code, printed, said = kvarts("profile", *options, "--set", f"kv_groups={kv_groups}", *files)
     assert code == 0, said
     report = json.loads(printed)
     assert isinstance(report, dict)
@@ -69,7 +69,7 @@ def test_a_profile_counts_blocks_and_says_the_same(
 def test_text_is_the_same_and_memory_is_told(kvarts: Kvarts, directory: Path) -> None:
     say = ("generate", "--model", directory, "--prompt", "the sea " * 20, "--max-tokens", 40, "--ignore-eos",
            "--kv-memory", "256KiB")  # fmt: skip
-    code, text, said = kvarts(*say, "--kv-groups", "all")
+    code, text, said = kvarts(*say, "--set", "kv_groups=all")
     assert (code, text) == kvarts(*say)[:2]
     assert "16 pages of 16 tokens in 0.2 MiB as 32 blocks of 8,192 bytes" in said
 
@@ -78,7 +78,7 @@ def test_host_memory_changes_no_token_and_is_in_timeline_and_report(
     kvarts: Kvarts, directory: Path, prompts: Path
 ) -> None:
     options = ("profile", "--model", directory, "--prompts", prompts, "--max-tokens", 30, "--ignore-eos",
-               "--kv-memory", "320KiB", "--kv-groups", "tails")  # fmt: skip
+               "--kv-memory", "320KiB", "--set", "kv_groups=tails")  # fmt: skip
     timeline = prompts.with_suffix(".host.jsonl")
     traces = [prompts.with_suffix(name) for name in (".alone", ".below")]
     assert kvarts(*options, "--write-trace", traces[0])[0] == 0
@@ -121,12 +121,12 @@ def test_a_check_compares_with_generate(kvarts: Kvarts, directory: Path, monkeyp
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--kv-groups", "some"], "--kv-groups: must be off, all or tails, got 'some'"),
+        (["--set", "kv_groups=some"], "--set kv_groups: must be off, all or tails, got 'some'"),
         pytest.param(
-            ["--kv-groups", "all", "--host-memory", "1MiB", "--disk-memory", "1", "--disk-path", "."],
+            ["--set", "kv_groups=all", "--host-memory", "1MiB", "--set", "disk_memory=1", "--set", "disk_path=."],
             "--disk-memory: 1 bytes hold no block of",
         ),
-        (["--kv-groups", "all", "--layers", "compiled"], "--layers: "),
+        (["--set", "kv_groups=all", "--set", "layers=compiled"], "--set layers: "),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(kvarts: Kvarts, directory: Path, options: list[str], told: str) -> None:

@@ -205,12 +205,12 @@ def test_a_model_without_a_latent_says_nothing_of_one(tiny: Callable[[str], Path
 def test_commands_say_what_is_kept(kvarts: Kvarts, deepseek: tuple[Path, int]) -> None:
     path, value_dim = deepseek
     expanded, latent = 4 * LAYERS * HEADS * 2 * max(NOPE + ROPE, value_dim), 4 * LAYERS * (RANK + ROPE)
-    code, shown, _ = kvarts("model", "show", path, "--kv-dtype", "float32")
+    code, shown, _ = kvarts("model", "show", path, "--set", "kv_dtype=float32")
     assert code == 0
     assert f"= {latent:,} bytes" in shown and f"{expanded:,} bytes if it is expanded to keys and values" in shown
-    values = json.loads(kvarts("model", "show", path, "--kv-dtype", "float32", "--json")[1])
+    values = json.loads(kvarts("model", "show", path, "--set", "kv_dtype=float32", "--json")[1])
     assert (values["kv_bytes_per_token"], values["expanded_kv_bytes_per_token"]) == (latent, expanded)
-    options: tuple[Any, ...] = ("--prompts", 2, "--max-tokens", 4, "--kv-groups", "all", "--attention", "sdpa")
+    options: tuple[Any, ...] = ("--prompts", 2, "--max-tokens", 4, "--set", "kv_groups=all", "--set", "attention=sdpa")
     code, checked, said = kvarts("model", "check", path, *options)
     assert code == 0, said
     assert f"{latent:,} bytes of latents" in checked

@@ -15,7 +15,6 @@ pytest.importorskip("tokenizers", reason="real models need kvarts[torch]")
 
 from kvarts.base.clock import VirtualClock
 from kvarts.base.errors import ConfigError
-from kvarts.core.build import build_engine
 from kvarts.core.config import EngineConfig
 from kvarts.core.events import Arrived, Rejected
 from kvarts.core.sampling import Logprobs, SamplingParams
@@ -25,6 +24,7 @@ from kvarts.run.engine_loop import EngineLoop
 from kvarts.run.llm_engine import EngineDeadError, LLMEngine
 from kvarts.run.text import DetokenizingExecutor
 
+from builders.engines import engine_with
 from builders.kept import Kept
 from builders.toy_model import NUM_TOKEN_IDS, ToyExecutor, generate
 
@@ -85,7 +85,7 @@ class Served:
         self.toy = Toy(num_pages, config.page_size, seqs)
         executor = DetokenizingExecutor(self.toy, max_num_seqs=seqs, clock=clock)
         self.kept = Kept()
-        self.core = build_engine(config, executor, readers=[self.kept], audit=open_audit)
+        self.core = engine_with(config, executor, readers=[self.kept], audit=open_audit)
         self.sampling = NoSampling()
         engine = LLMEngine(
             self.core, self.sampling, executor, clock, page_size=config.page_size, tokenizer=Digits()

@@ -197,15 +197,15 @@ def test_a_check_tells_the_loss(
     tiny: Tiny, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     path = tiny("llama")
-    assert run_command("model", "check", path, "--prompts", 2, "--quantization", "int8") == 0
+    assert run_command("model", "check", path, "--prompts", 2, "--set", "quantization=int8") == 0
     told = quantization_of(load_model(path, quantization="int8"))
     assert f"weights     {told}\n" in capsysbinary.readouterr().out.decode()
-    assert run_command("model", "check", path, "--prompts", 2, "--quantization", "int8", "--json") == 0
+    assert run_command("model", "check", path, "--prompts", 2, "--set", "quantization=int8", "--json") == 0
     assert msgspec.json.decode(capsysbinary.readouterr().out)["quantization"] == msgspec.to_builtins(told)
     assert run_command("model", "check", path, "--prompts", 1, "--json") == 0
     assert msgspec.json.decode(capsysbinary.readouterr().out)["quantization"] is None
-    assert run_command("model", "check", path, "--quantization", "int5") == 2
-    assert "--quantization: must be int8 or int4, got 'int5'" in capsysbinary.readouterr().err.decode()
+    assert run_command("model", "check", path, "--set", "quantization=int5") == 2
+    assert "--set quantization: must be int8 or int4, got 'int5'" in capsysbinary.readouterr().err.decode()
 
 
 @pytest.mark.parametrize("server", ["model", "sessions"])

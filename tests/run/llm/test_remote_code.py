@@ -37,7 +37,7 @@ def with_code(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_code_of_a_model_does_not_run_unless_it_is_trusted(with_code: tuple[Path, Path]) -> None:
     directory, marker = with_code
-    with pytest.raises(InputError, match="--trust-remote-code"):
+    with pytest.raises(InputError, match="--set trust_remote_code=true"):
         LLM(str(directory), kv_memory="1MiB")
     assert not marker.exists()
 

@@ -29,7 +29,7 @@ def test_a_prompt_is_answered_as_by_itself(kvarts: Kvarts, directory: Path) -> N
     from kvarts.run.torch.check import generated
 
     code, text, said = kvarts("generate", "--model", directory, "--prompt", "the sea " * 8, "--max-tokens", 12,
-                              "--ignore-eos", "--kv-memory", "256KiB", "--kv-groups", "all")  # fmt: skip
+                              "--ignore-eos", "--kv-memory", "256KiB", "--set", "kv_groups=all")  # fmt: skip
     assert code == 0, said
     assert "64 pages of 16 tokens in 0.2 MiB as 64 blocks of 4,096 bytes" in said
     model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
@@ -41,7 +41,7 @@ def test_a_prompt_is_answered_as_by_itself(kvarts: Kvarts, directory: Path) -> N
 
 def test_guesses_change_no_text(kvarts: Kvarts, directory: Path) -> None:
     asked = ("generate", "--model", directory, "--prompt", "the sea " * 8, "--max-tokens", 40, "--ignore-eos",
-             "--kv-memory", "256KiB", "--kv-groups", "all")  # fmt: skip
+             "--kv-memory", "256KiB", "--set", "kv_groups=all")  # fmt: skip
     code, text, _ = kvarts(*asked)
     assert code == 0
     code, guessed, _ = kvarts(*asked, "--speculative-config", "ngram")
@@ -50,7 +50,7 @@ def test_guesses_change_no_text(kvarts: Kvarts, directory: Path) -> None:
 
 @pytest.mark.long
 def test_a_check_says_what_it_ran(kvarts: Kvarts, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = ("model", "check", directory, "--prompts", 8, "--max-tokens", 8, "--kv-groups", "all")
+    check = ("model", "check", directory, "--prompts", 8, "--max-tokens", 8, "--set", "kv_groups=all")
     code, printed, said = kvarts(*check)
     assert code == 0, said
     assert "states      3 layers; 16,896 bytes a sequence" in printed and "64 of 64 tokens" in printed
@@ -76,7 +76,7 @@ def test_a_profile_counts_states(kvarts: Kvarts, directory: Path, tmp_path: Path
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     code, printed, said = kvarts(
         "profile", "--model", directory, "--prompts", prompts, "--max-tokens", 20, "--ignore-eos",
-        "--kv-memory", "160KiB", "--kv-groups", "all", "--kv-timeline", timeline)  # fmt: skip
+        "--kv-memory", "160KiB", "--set", "kv_groups=all", "--kv-timeline", timeline)  # fmt: skip
     assert code == 0, said
     full, state = json.loads(printed)["kv_groups"]
     assert (full["kind"], full["layers"], full["part_blocks"]) == ("full", 1, 1)
@@ -92,8 +92,8 @@ def test_a_profile_counts_states(kvarts: Kvarts, directory: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--kv-groups", "off"], "--kv-groups: qwen3_next has 3 layers that keep a state instead of tokens"),
-        (["--kv-groups", "all", "--layers", "compiled"], "3 layers keep a state"),
+        (["--set", "kv_groups=off"], "--set kv_groups: qwen3_next has 3 layers that keep a state instead of tokens"),
+        (["--set", "kv_groups=all", "--set", "layers=compiled"], "3 layers keep a state"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(kvarts: Kvarts, directory: Path, options: list[Any], told: str) -> None:

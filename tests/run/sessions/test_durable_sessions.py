@@ -180,43 +180,65 @@ def test_tombstones_do_not_stay_for_ever(tmp_path: Path) -> None:
     assert old.session_id not in known
 
 
-def test_a_session_goes_on_when_a_full_disk_has_room_again(tmp_path: Path) -> None:
-    """What could not be written is not acknowledged, and what is here all the same is written before anything else."""
+async def said_until_it_fails(sessions: Sessions, session: str, num_tokens: int) -> list[int]:
+    """Generate until that fails; return the tokens that arrived before."""
+    updates = sessions.generate(OWNER, session, greedy(num_tokens))
+    arrived: list[int] = []
+    while True:
+        try:
+            update = await anext(updates)
+        except OutputError:
+            return arrived
+        assert isinstance(update, Token)
+        arrived.append(update.token_id)
 
-    async def fill() -> tuple[str, str, list[int], list[int]]:
+
+@pytest.mark.parametrize("room_bytes", [0, 4096, 50_000], ids=["none", "a page", "some"])
+def test_a_session_goes_on_when_a_full_disk_has_room_again(tmp_path: Path, room_bytes: int) -> None:
+    """What could not be written is not acknowledged, and is not in the history either: the client never got it."""
+
+    async def fill() -> dict[str, list[int]]:
         sessions = reopen(tmp_path)
-        session, other = [await sessions.create(OWNER, SessionSettings(sink=2, window=40)) for _ in range(2)]
-        for each in (session, other):
+        histories = {}
+        for each in [
+            await sessions.create(OWNER, SessionSettings(sink=2, window=40)),
+            await sessions.create(OWNER, SessionSettings(sink=2, window=40)),
+            await sessions.create(OWNER),
+        ]:
             await sessions.append(OWNER, each, range(30))
-        with full_disk(1):
-            with pytest.raises(OutputError):
-                await sessions.append(OWNER, session, [1, 2, 3])
-            assert (await sessions.info(OWNER, session)).history_length == 30
-            for each in (session, other):
+            histories[each] = [*range(30)]
+        size_bytes = max(path.stat().st_size for path in tmp_path.iterdir() if path.is_file())
+        with full_disk(size_bytes + room_bytes if room_bytes else 1):
+            for each, history in histories.items():
+                arrived = await said_until_it_fails(sessions, each, 20_000)
+                assert arrived == mock_says(history, len(arrived))
+                history.extend(arrived)
+                assert (await sessions.info(OWNER, each)).history_length == len(history)
                 with pytest.raises(OutputError):
-                    await say(sessions, each, [], 500)
-            with pytest.raises(OutputError):
-                await say(sessions, session, [], 5)
-        history = [*range(30)]
-        length = (await sessions.info(OWNER, session)).history_length
-        history += mock_says(history, length - len(history))
-        history += [4, 5]
-        said = await say(sessions, session, [4, 5], 6)
-        assert said == mock_says(history, 6)
-        history += said
-        rest = (await sessions.info(OWNER, other)).history_length
+                    await sessions.append(OWNER, each, [1, 2, 3])
+                assert not await said_until_it_fails(sessions, each, 5)
+                assert (await sessions.info(OWNER, each)).history_length == len(history)
+        session, other, unbounded = histories
+        for each in (session, unbounded):
+            history = histories[each]
+            history += [4, 5]
+            said = await say(sessions, each, [4, 5], 6)
+            assert said == mock_says(history, 6)
+            history += said
+            assert (await sessions.info(OWNER, each)).inv1_violations == 0
         fork = await sessions.fork(OWNER, other)
-        forked = [*range(30), *mock_says([*range(30)], rest - 30)]
+        histories[fork] = [*histories[other]]
         await sessions.shut_down()
-        return session, fork, history, forked
+        return histories
 
-    async def after(session: str, fork: str, history: list[int], forked: list[int]) -> None:
+    async def after(histories: dict[str, list[int]]) -> None:
         sessions = reopen(tmp_path)
-        assert await say(sessions, session, [], 4) == mock_says(history, 4)
-        assert await say(sessions, fork, [], 4) == mock_says(forked, 4)
+        for each, history in histories.items():
+            assert (await sessions.info(OWNER, each)).history_length == len(history)
+            assert await say(sessions, each, [], 4) == mock_says(history, 4)
         await sessions.shut_down()
 
-    asyncio.run(after(*asyncio.run(fill())))
+    asyncio.run(after(asyncio.run(fill())))
 
 
 SERVER = """

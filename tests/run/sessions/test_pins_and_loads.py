@@ -49,9 +49,18 @@ def test_a_load_below_pinned_pages_begins(kvarts: Kvarts, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
     command = ["replay", tmp_path / "trace.jsonl", "--model", tmp_path / "config.json", "--device", "h100-80gb"]
-    command += ["--trace-block-size", 32, "--session-turns", "whole", "--page-size", 8, "--max-seqs", 8]
-    command += ["--max-batched-tokens", 33, "--host-pages", 1774, "--load-kv", "sync", "--session-retention", "pin"]
-    command += ["--mamba-cache-mode", "align", "--cost", "linear:step_ms=5", "--pages", 588, "--json"]
+    command += ["--trace-block-size", 32, "--set", "session_turns=whole", "--page-size", 8, "--max-seqs", 8]
+    command += [
+        "--max-batched-tokens",
+        33,
+        "--host-pages",
+        1774,
+        "--set",
+        "offload.load_kv=sync",
+        "--set",
+        "sessions.retention=pin",
+    ]
+    command += ["--set", "mamba_cache_mode=align", "--cost", "linear:step_ms=5", "--pages", 588, "--json"]
     code, out, _ = kvarts(*command, *["--audit"])
     assert code == 0 and json.loads(out)["num_completed"] == 5
 

@@ -390,7 +390,7 @@ def test_host_memory_keeps_what_the_device_evicts() -> None:
     [
         ({"window": 0}, "window: must be at least 1, got 0"),
         ({"sink": -1}, "sink: must not be negative, got -1"),
-        ({"ttl_s": 0}, "ttl_s: must be positive, got 0"),
+        ({"ttl_s": 0}, "ttl_s: must be above 0, got 0"),
         ({"window": 9, "retention": "pin"}, "retention: is of sessions without a window"),
         ({"window": 9999}, "window: a session needs 2502 pages, beside 128 for chunks, and the device has 40"),
     ],
@@ -424,7 +424,7 @@ def test_options_and_tables_say_the_same(
     trace.write_bytes(msgspec.json.encode(rows[0]) + b"\n" + msgspec.json.encode(rows[1]) + b"\n")
     config = tmp_path / "config.toml"
     config.write_text("pages = 2000\npage_size = 4\n\n[sessions]\nwindow = 256\nsink = 8\n")
-    by_options = ["--pages", 2000, "--page-size", 4, "--session-window", 256, "--session-sink", 8]
+    by_options = ["--pages", 2000, "--page-size", 4, "--set", "sessions.window=256", "--set", "sessions.sink=8"]
     printed = []
     for arguments in (["--config", config], by_options):
         assert run_command("replay", trace, *arguments, "--json") == 0
@@ -435,9 +435,12 @@ def test_options_and_tables_say_the_same(
     assert run_command("replay", trace, *by_options) == 0
     assert "0 of 1,019 tokens of history computed again" in capsys.readouterr().out
     for wrong, problem in (
-        (["--session-sink", 8], "--session-sink: is of bounded sessions"),
-        (["--session-retention", "host"], "--session-retention: needs host memory"),
-        (["--session-window", 8, "--session-retention", "pin"], "--session-retention: is of sessions without a window"),
+        (["--set", "sessions.sink=8"], "--set sessions.sink: is of bounded sessions"),
+        (["--set", "sessions.retention=host"], "--set sessions.retention: needs host memory"),
+        (
+            ["--set", "sessions.window=8", "--set", "sessions.retention=pin"],
+            "--set sessions.retention: is of sessions without a window",
+        ),
     ):
         assert run_command("replay", trace, *wrong) == 2
         assert problem in capsys.readouterr().err

@@ -295,8 +295,8 @@ def on_a_fake(monkeypatch: pytest.MonkeyPatch) -> FakeTarget:
 
 
 def soak(*more: object) -> list[object]:
-    return ["soak", "--duration", "200s", "--turn-spacing", "1s", "--sessions", 2, "--prompt-tokens", 16,
-            "--max-tokens", 8, *more]  # fmt: skip
+    return ["soak", "--duration", "200s", "--set", "turn_spacing=1s", "--sessions", 2, "--set", "prompt_tokens=16",
+            "--set", "max_tokens=8", *more]  # fmt: skip
 
 
 @pytest.mark.parametrize("where", [("--virtual",), ("--address", "127.0.0.1:50051")])
@@ -322,7 +322,7 @@ def test_the_mock_on_a_virtual_clock_is_bounded(kvarts: Any, tmp_path: Path) -> 
 
 
 def test_the_command_says_what_is_violated(on_a_fake: FakeTarget, kvarts: Any, tmp_path: Path) -> None:
-    code, printed, _ = kvarts(*soak("--virtual", "--bytes-per-token", "999"))
+    code, printed, _ = kvarts(*soak("--virtual", "--set", "bytes_per_token=999"))
     assert code == 5
     assert "kv_live_bytes       violated      turn 0, session 0: 1,000 bytes at 1 tokens, and not 999" in printed
     assert kvarts(*soak("--virtual", "--duration", "3"))[0] == 6
@@ -350,7 +350,7 @@ def test_what_the_command_refuses(kvarts: Any, tmp_path: Path) -> None:
         (["soak", "--virtual", "--address", "x"], 2),
         (["soak", "--virtual", "--json", tmp_path / "no" / "out.json"], 7),
         (["soak", "--virtual", "--duration", "soon"], 2),
-        (["soak", "--virtual", "--bytes-per-token", "4096 bytes"], 2),
+        (["soak", "--virtual", "--set", "bytes_per_token=4096 bytes"], 2),
         (["soak", "--virtual", "--sessions", 0], 2),
     ):
         found, printed, said = kvarts(*arguments)

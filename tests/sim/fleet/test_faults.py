@@ -54,7 +54,7 @@ def test_requests_of_a_worker_that_goes_down_go_on_elsewhere(asked: Callable[...
     report = asked(
         "replay", "sample:mooncake", *SMALL, "--prefill", "replicas=2", "--decode", "replicas=2",
         "--transfer", "rate=5GB/s", "--transfer", "token_bytes=131072",
-        "--faults", "down:3=100s-150s,cut:0=200s-210s,slow:1:20=300s,down:0=250s",
+        "--set", "faults.script=down:3=100s-150s,cut:0=200s-210s,slow:1:20=300s,down:0=250s",
     )  # fmt: skip
     faults = report["fleet"]["faults"]
     assert report["num_completed"] == 1000
@@ -64,27 +64,27 @@ def test_requests_of_a_worker_that_goes_down_go_on_elsewhere(asked: Callable[...
 
 
 def test_replicas_fail_as_workers_of_a_fleet_do(asked: Callable[..., Any]) -> None:
-    report = asked("replay", "sample:mooncake", *SMALL, "--replicas", 3, "--faults", "down:1=100s-150s")
+    report = asked("replay", "sample:mooncake", *SMALL, "--replicas", 3, "--set", "faults.script=down:1=100s-150s")
     assert report["num_completed"] == 1000
     assert report["fleet"]["faults"]["num_restarted"] > 0
     assert [pool["role"] for pool in report["fleet"]["pools"]] == ["mixed"]
 
 
 def test_a_scaler_brings_a_worker_for_the_last_one_that_fails(asked: Callable[..., Any]) -> None:
-    options = ("replay", "sample:mooncake", *SMALL, "--replicas", 1, "--faults", "down:0=100s")
+    options = ("replay", "sample:mooncake", *SMALL, "--replicas", 1, "--set", "faults.script=down:0=100s")
     alone = asked(*options)
     assert alone["num_failed"] == alone["num_requests"] - alone["num_completed"] > 0
-    report = asked(*options, "--scaler", "queue,target=4,every=30s", "--startup-time", 10)
+    report = asked(*options, "--set", "scaling.policy=queue,target=4,every=30s", "--set", "scaling.startup_s=10")
     assert report["num_completed"] == 1000
 
 
 def test_a_fault_of_a_worker_that_is_not_there_is_refused(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command("replay", "sample:mooncake", "--replicas", 2, "--faults", "down:2=1s") == 2
-    assert "--faults" in (said := capsys.readouterr().err)
+    assert run_command("replay", "sample:mooncake", "--replicas", 2, "--set", "faults.script=down:2=1s") == 2
+    assert "--set faults.script" in (said := capsys.readouterr().err)
     assert "workers 0 to 1" in said
-    assert run_command("replay", "sample:mooncake", "--replicas", 2, "--faults", "cut:1=1s") == 2
+    assert run_command("replay", "sample:mooncake", "--replicas", 2, "--set", "faults.script=cut:1=1s") == 2
     assert "mixed workers send nothing" in capsys.readouterr().err
 
 

@@ -54,7 +54,7 @@ def test_a_run_directory_has_the_timelines_of_all_workers_and_makes_a_page(
     run_command: Callable[..., int], trace: Path, tmp_path: Path
 ) -> None:
     run, page = tmp_path / "run", tmp_path / "page.html"
-    scaler = ("--scaler", "script,10s=2:3", "--faults", "down:1=20s-30s")
+    scaler = ("--set", "scaling.policy=script,10s=2:3", "--set", "faults.script=down:1=20s-30s")
     assert run_command("replay", trace, *APART, *SMALL, *scaler, "--run-dir", run, "--html", page) == 0
     assert {path.name for path in run.iterdir()} == {
         "report.json",
@@ -125,7 +125,7 @@ def test_prompts_of_which_a_decode_worker_has_most_are_computed_there(
         )
     )
     options = ("--prefill", "replicas=1", "--decode", "replicas=1", *SMALL, "--transfer", "rate=1GB/s")
-    weighs = ("--transfer", "token_bytes=1000", "--remote-prefill-from", 2, "--requests", rows)
+    weighs = ("--transfer", "token_bytes=1000", "--set", "transfer.least_remote=2", "--requests", rows)
     report = asked("replay", trace, *options, *weighs, "--json")
     assert report["fleet"]["num_local_prefills"] == 1
     first, again, other = (json.loads(line) for line in rows.read_text().splitlines())
@@ -145,7 +145,7 @@ def test_pools_have_tiers_of_their_own(asked: Callable[..., Any], tmp_path: Path
         "pages = 200\npage_size = 512\n[offload]\nh2d = '9GB/s'\n[[pool]]\nreplicas = 1\nhost_pages = 5000\n"
         "[[pool]]\nname = 'bare'\n[[pool]]\nname = 'files'\nhost_pages = 60\ndisk_pages = 3000\nh2d = '50GB/s'\n"
     )
-    options = ("--requests", rows, "--run-dir", tmp_path / "run", "--kv-bytes-per-token", 9000)
+    options = ("--requests", rows, "--run-dir", tmp_path / "run", "--set", "offload.kv_bytes_per_token=9000")
     report = asked("replay", trace, "--config", config, *options, "--json")
     first, bare, files = report["config"]["pools"]
     assert (first["offload"]["host_pages"], first["offload"]["h2d"]) == (5000, "9GB/s")
@@ -168,7 +168,7 @@ def test_replicas_share_a_store(
     once = [json.loads(line) for line in SAMPLE.read_text().splitlines()[:40]]
     again = [{**row, "timestamp": row["timestamp"] + 60_000} for row in once]
     trace.write_text("".join(json.dumps(row) + "\n" for row in (*once, *again)))
-    options = ("--pages", 400, "--page-size", 512, "--replicas", 3, "--kv-bytes-per-token", 9000)
+    options = ("--pages", 400, "--page-size", 512, "--replicas", 3, "--set", "offload.kv_bytes_per_token=9000")
     without = asked("replay", trace, *options[:-2], "--json")
     report = asked("replay", trace, *options, "--store", "memory=30GB", "--run-dir", run, "--requests", rows, "--json")
     store, tiers = report["fleet"]["store"], report["num_cached_tokens_by_tier"]
@@ -188,7 +188,7 @@ def test_replicas_share_a_store(
     assert b"of other workers" in capsysbinary.readouterr().out
 
 
-PULLS = "--pull-from-peers", "--transfer", "rate=1GB/s", "--transfer", "token_bytes=1000"
+PULLS = "--set", "transfer.pull=true", "--transfer", "rate=1GB/s", "--transfer", "token_bytes=1000"
 
 
 def test_workers_read_from_each_other(
@@ -199,7 +199,7 @@ def test_workers_read_from_each_other(
     once = [json.loads(line) for line in SAMPLE.read_text().splitlines()[:40]]
     again = [{**row, "timestamp": row["timestamp"] + 60_000} for row in once]
     trace.write_text("".join(json.dumps(row) + "\n" for row in (*once, *again)))
-    host = "--host-pages", 5000, "--kv-bytes-per-token", 9000
+    host = "--host-pages", 5000, "--set", "offload.kv_bytes_per_token=9000"
     options = ("replay", trace, "--pages", 400, "--page-size", 512, "--replicas", 3, *host)
     without = asked(*options, "--json")
     report = asked(*options, *PULLS, "--run-dir", run, "--requests", rows, "--json")
@@ -265,14 +265,14 @@ def test_replicas_share_a_store_of_parts(
         ((*APART, "--transfer", "rate=1GB/s"), "--transfer token_bytes"),
         ((*APART, "--decode", "pages=0"), "--decode pages"),
         ((*APART, "--replicas", 2), "says nothing of pools"),
-        ((*APART, "--decode", "host_memory=1B", "--kv-bytes-per-token", 9), "--decode host_memory"),
-        ((*APART, "--h2d", "1GB/s"), "has no effect without a size"),
+        ((*APART, "--decode", "host_memory=1B", "--set", "offload.kv_bytes_per_token=9"), "--decode host_memory"),
+        ((*APART, "--set", "offload.h2d=1GB/s"), "has no effect without a size"),
         ((*APART, "--store", "rate=1GB/s"), "says how, and not how much"),
-        ((*APART, "--remote-prefill-from", 0), "--remote-prefill-from"),
-        ((*APART, "--remote-prefill-from", 9, "--profile", "mocker"), "--remote-prefill-from"),
+        ((*APART, "--set", "transfer.least_remote=0"), "--set transfer.least_remote"),
+        ((*APART, "--set", "transfer.least_remote=9", "--profile", "mocker"), "--set transfer.least_remote"),
         ((*APART, "--store", "memory=1MB"), "hold no page of 2,097,152 bytes"),
         ((*APART, "--store", "pages=9", "--host-pages", 9, "--offload", "lazy"), "--offload"),
-        ((*APART, "--scaler", "script,30s=3"), "a pool mixed, which is not there"),
+        ((*APART, "--set", "scaling.policy=script,30s=3"), "a pool mixed, which is not there"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -333,7 +333,11 @@ def test_requests_wait_in_the_router_of_prefill_workers(asked: Callable[..., Any
     burst = *APART, *SMALL, "--speedup", 50, "--router", "least-loaded", "--json"
     waits = [
         asked("replay", trace, *burst, *queue)["fleet"]["waits"]["prefill_queue_ms"]
-        for queue in ((), ("--router-queue-threshold", 1), ("--router-queue-threshold", 1, "--router-queue", "wspt"))
+        for queue in (
+            (),
+            ("--set", "routing.queue_threshold=1"),
+            ("--set", "routing.queue_threshold=1", "--set", "routing.queue=wspt"),
+        )
     ]
     assert waits[1]["mean"] == pytest.approx(waits[0]["mean"], rel=0.1), "with one worker, the order is the same"
     assert waits[2]["mean"] < 0.9 * waits[1]["mean"]
@@ -345,12 +349,12 @@ def test_ages_apply_to_the_routers_that_read_what_ages(
     """One router of a fleet may read metrics or cache events that the other one does not."""
     pools = ("--prefill", "replicas=2", "--decode", "replicas=2")
     base = ("replay", trace, *pools, *SMALL, "--prefill", "router=llm-d")
-    late, current = (asked(*base, "--router-staleness", age, "--json") for age in ("30s", 0))
+    late, current = (asked(*base, "--set", f"routing.staleness={age}", "--json") for age in ("30s", 0))
     assert late["num_completed"] == current["num_completed"]
     assert late["ttft_ms"]["mean"] > 1.1 * current["ttft_ms"]["mean"]
-    for more in (("--decode", "router=dynamo-kv"), ("--decode", "router=prefix", "--router-event-lag", "1s")):
-        assert kvarts(*base, "--router-staleness", "1s", *more)[0] == 0
-    code, _, told = kvarts(*base, "--decode", "router=least-loaded", "--router-event-lag", "1s")
+    for more in (("--decode", "router=dynamo-kv"), ("--decode", "router=prefix", "--set", "routing.event_lag=1s")):
+        assert kvarts(*base, "--set", "routing.staleness=1s", *more)[0] == 0
+    code, _, told = kvarts(*base, "--decode", "router=least-loaded", "--set", "routing.event_lag=1s")
     assert (code, "which reads no events" in told) == (2, True), told
 
 
@@ -366,5 +370,5 @@ def test_pools_of_one_role_are_told_apart(
 
 def test_requests_that_no_worker_can_take_are_counted(kvarts: Callable[..., tuple[int, str, str]], trace: Path) -> None:
     num_rows = len(trace.read_text().splitlines())
-    _, told, _ = kvarts("replay", trace, *APART, *SMALL, "--faults", "down:0=0s,down:1=0s")
+    _, told, _ = kvarts("replay", trace, *APART, *SMALL, "--set", "faults.script=down:0=0s,down:1=0s")
     assert f"0 completed, 0 rejected, {num_rows} failed" in told

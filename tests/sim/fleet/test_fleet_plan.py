@@ -1,4 +1,4 @@
-"""`kvarts plan --gpus`: the front of devices and goodput, each point the replay of its command."""
+"""`kvarts plan fleet --gpus`: the front of devices and goodput, each point the replay of its command."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def settings() -> Given:
 
 @pytest.mark.long
 def test_each_figure_is_that_of_the_replay_of_its_command(asked: Callable[..., Any], trace: Path) -> None:
-    plan = asked("plan", trace, *MODEL, *TIGHT, "--gpus", 4, "--routers", "prefix,least-loaded", "--store-sizes",
-                 "64GiB", "--tensor-parallel", 1, "--json")["fleets"]  # fmt: skip
+    plan = asked("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 4, "--routers", "prefix,least-loaded",
+                 "--store-sizes", "64GiB", "--tensor-parallel", 1, "--json")["fleets"]  # fmt: skip
     assert {point["is_apart"] for point in plan["points"]} == {False, True}
     assert {point["store"] for point in plan["points"]} == {None, "64GiB"}
     options = plan["options"]
@@ -67,7 +67,9 @@ def test_each_figure_is_that_of_the_replay_of_its_command(asked: Callable[..., A
 
 @pytest.mark.long
 def test_no_point_of_the_front_is_dominated_and_all_other_points_are(asked: Callable[..., Any], trace: Path) -> None:
-    whole = asked("plan", trace, *MODEL, *TIGHT, "--gpus", 6, "--slo-share", 0.95, "--routers", "prefix", "--json")
+    whole = asked(
+        "plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 6, "--slo-share", 0.95, "--routers", "prefix", "--json"
+    )
     assert asked(*shlex.split(whole["command"])[1:], "--json") == whole
     plan = whole["fleets"]
     assert plan["compared_by"] == "slo_ratio"
@@ -125,7 +127,7 @@ def test_processes_do_not_change_a_byte(
 ) -> None:
     printed = []
     for workers in (1, 2):
-        command = ("plan", trace, *MODEL, *TIGHT, "--gpus", 3, "--workers", workers, "--json")
+        command = ("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 3, "--workers", workers, "--json")
         assert run_command(*command) == 0
         printed.append(capsysbinary.readouterr().out)
     assert printed[0] == printed[1]
@@ -133,8 +135,8 @@ def test_processes_do_not_change_a_byte(
 
 @pytest.mark.slow
 def test_what_is_given_for_a_pool_is_kept(asked: Callable[..., Any], trace: Path) -> None:
-    of_pools = ("--decode", "device=h200-141gb", "--prefill", "tensor_parallel=2", "--router", "least-loaded")
-    plan = asked("plan", trace, *MODEL, *TIGHT, "--gpus", 4, *of_pools, "--json")["fleets"]
+    of_pools = ("--decode", "device=h200-141gb", "--prefill", "tensor_parallel=2", "--set", "router=least-loaded")
+    plan = asked("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 4, *of_pools, "--json")["fleets"]
     apart = [point for point in plan["points"] if point["is_apart"]]
     assert apart and {point["pools"][0]["tensor_parallel"] for point in apart} == {2}
     assert all("device=h200-141gb" in point["command"] for point in apart)
@@ -145,8 +147,8 @@ def test_what_is_given_for_a_pool_is_kept(asked: Callable[..., Any], trace: Path
 
 @pytest.mark.slow
 def test_a_closed_loop_is_compared_by_goodput_per_second(asked: Callable[..., Any], trace: Path) -> None:
-    plan = asked("plan", trace, *MODEL, "--slo-e2e-ms", 60000, "--concurrency", 16, "--gpus", 3, "--tensor-parallel", 1,
-                 "--transfer", "rate=50GB/s", "--json")["fleets"]  # fmt: skip
+    plan = asked("plan", "fleet", trace, *MODEL, "--set", "slo.e2e_ms=60000", "--set", "concurrency=16", "--gpus", 3,
+                 "--tensor-parallel", 1, "--transfer", "rate=50GB/s", "--json")["fleets"]  # fmt: skip
     assert plan["compared_by"] == "goodput_per_s"
     for smaller, larger in pairwise(plan["front"]):
         assert smaller["goodput_per_s"] < larger["goodput_per_s"]
@@ -158,19 +160,19 @@ def test_the_text_has_the_answer_and_three_commands(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
 ) -> None:
     page = tmp_path / "page.html"
-    assert run_command("plan", trace, *MODEL, *TIGHT, "--gpus", 4) == 0
+    assert run_command("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 4) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert sum(line.startswith("  kvarts replay ") for line in lines) == 3
     assert max(len(line) for line in lines if "kvarts replay" not in line and "TP" not in line) <= 90
-    assert run_command("plan", trace, *MODEL, *TIGHT, "--gpus", 4, "--html", page) == 0
+    assert run_command("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 4, "--html", page) == 0
     assert "Fleets for slice.jsonl" in page.read_text()
 
 
 def test_settings_of_a_file_stay_there(asked: Callable[..., Any], trace: Path, tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(FILE + "pages = 20000\n[slo]\nttft_ms = 3000\n")
-    plan = asked("plan", trace, "--config", path, "--gpus", 2, "--slo-tpot-ms", 50, "--json")["fleets"]
+    plan = asked("plan", "fleet", trace, "--config", path, "--gpus", 2, "--slo-tpot-ms", 50, "--json")["fleets"]
     assert {pool["pages"] for point in plan["points"] for pool in point["pools"]} == {20000}
     for option in plan["options"]:
         report = asked(*shlex.split(option["command"])[1:], "--json")
@@ -178,13 +180,14 @@ def test_settings_of_a_file_stay_there(asked: Callable[..., Any], trace: Path, t
 
 
 def test_free_links_are_said(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], trace: Path) -> None:
-    assert run_command("plan", trace, *MODEL, "--slo-ttft-ms", 5000, "--gpus", 2, "--tensor-parallel", 1) == 0
+    assert run_command("plan", "fleet", trace, *MODEL, "--slo-ttft-ms", 5000, "--gpus", 2, "--tensor-parallel", 1) == 0
     assert "Transfers of KV take no time here" in capsys.readouterr().out
 
 
 def test_kinds_that_cannot_run_are_left_out_with_the_reason(asked: Callable[..., Any]) -> None:
     large = ("--model", "llama-3.1-70b", "--device", "h100-80gb")
-    plan = asked("plan", "sample:azure-chat", *large, "--slo-ttft-ms", 5000, "--routers", "least-loaded", "--gpus", 4,
+    plan = asked("plan", "fleet", "sample:azure-chat", *large, "--slo-ttft-ms", 5000, "--routers", "least-loaded",
+                 "--gpus", 4,
                  "--json")["fleets"]  # fmt: skip
     assert all(pool["tensor_parallel"] > 1 for point in plan["points"] for pool in point["pools"])
     assert any(each["kind"] == "mixed TP1 least-loaded" and "weights" in each["why"] for each in plan["left_out"])
@@ -195,8 +198,8 @@ def test_kinds_that_cannot_run_are_left_out_with_the_reason(asked: Callable[...,
 def test_a_scaler_is_compared_with_the_best_fixed_fleet(
     asked: Callable[..., Any], run_command: Any, capsysbinary: Any, trace: Path, layout: tuple[object, ...]
 ) -> None:
-    options = ("plan", trace, *MODEL, *TIGHT, *layout, "--gpus", 4)
-    scaled = (*options, "--scaler", "queue,target=2,stable=60s", "--startup-time", 5)
+    options = ("plan", "fleet", trace, *MODEL, *TIGHT, *layout, "--gpus", 4)
+    scaled = (*options, "--set", "scaling.policy=queue,target=2,stable=60s", "--set", "scaling.startup_s=5")
     fixed, plan = asked(*options, "--json")["fleets"], asked(*scaled, "--json")["fleets"]
     scaler = plan.pop("scaler")
     assert plan == fixed, "the search has no scaler"
@@ -213,18 +216,19 @@ def test_a_scaler_is_compared_with_the_best_fixed_fleet(
 
 
 def test_a_router_that_takes_no_notice_of_an_option_is_left_out(asked: Callable[..., Any], trace: Path) -> None:
-    options = ("--routers", "least-loaded,llm-d", "--router-staleness", "50ms", "--tensor-parallel", 1)
-    plan = asked("plan", trace, *MODEL, *TIGHT, "--gpus", 3, *options, "--json")["fleets"]
+    options = ("--routers", "least-loaded,llm-d", "--set", "routing.staleness=50ms", "--tensor-parallel", 1)
+    plan = asked("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 3, *options, "--json")["fleets"]
     assert {point["router"] for point in plan["points"]} == {None, "llm-d"}
     assert {each["kind"] for each in plan["left_out"]} == {"mixed least-loaded", "apart least-loaded"}
     for point in plan["points"]:
-        assert ("--router-staleness 50ms" in point["command"]) is (point["router"] is not None)
+        assert ("--set routing.staleness=50ms" in point["command"]) is (point["router"] is not None)
 
 
 @pytest.mark.long
 def test_a_store_beside_kv_groups(asked: Callable[..., Any], trace: Path) -> None:
     of_groups = ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--kv-memory", "4GiB", "--tensor-parallel", 1)
-    plan = asked("plan", trace, *of_groups, *TIGHT, "--gpus", 2, "--routers", "prefix", "--store-sizes", "64GiB",
+    plan = asked("plan", "fleet", trace, *of_groups, *TIGHT, "--gpus", 2, "--routers", "prefix",
+                 "--store-sizes", "64GiB",
                  "--json")["fleets"]  # fmt: skip
     for point in plan["points"]:
         report = asked(*shlex.split(point["command"])[1:], "--json")
@@ -234,9 +238,22 @@ def test_a_store_beside_kv_groups(asked: Callable[..., Any], trace: Path) -> Non
 
 @pytest.mark.long
 def test_a_script_is_compared_with_a_fleet_that_has_its_pools(asked: Callable[..., Any], trace: Path) -> None:
-    options = ("plan", trace, *MODEL, *TIGHT, "--gpus", 4, "--tensor-parallel", 1, "--routers", "prefix", "--json")
+    options = (
+        "plan",
+        "fleet",
+        trace,
+        *MODEL,
+        *TIGHT,
+        "--gpus",
+        4,
+        "--tensor-parallel",
+        1,
+        "--routers",
+        "prefix",
+        "--json",
+    )
     for script, is_apart in (("script,20s=2", False), ("script,20s=2:1", True)):
-        plan = asked(*options, "--scaler", script)["fleets"]
+        plan = asked(*options, "--set", f"scaling.policy={script}")["fleets"]
         scaler = plan["scaler"]
         (fixed,) = (point for point in plan["points"] if point["name"] == scaler["begins_as"])
         assert fixed["is_apart"] is is_apart and fixed["command"] == scaler["fixed"]["command"]
@@ -247,8 +264,9 @@ def test_a_script_is_compared_with_a_fleet_that_has_its_pools(asked: Callable[..
 
 @pytest.mark.long
 def test_a_script_for_pools_that_no_small_fleet_has(asked: Callable[..., Any], run_command: Any) -> None:
-    options = ("plan", "sample:azure-chat", *MODEL, "--slo-ttft-ms", 60000, "--gpus", 2, "--tensor-parallel", 1,
-               "--scaler", "script,30s=1:2")  # fmt: skip
+    options = ("plan", "fleet", "sample:azure-chat", *MODEL, "--slo-ttft-ms", 60000, "--gpus", 2,
+               "--tensor-parallel", 1,
+               "--set", "scaling.policy=script,30s=1:2")  # fmt: skip
     plan = asked(*options, "--json")["fleets"]
     assert [point["devices"] for point in plan["front"]] == [1]
     assert plan["scaler"] == {"policy": "script,30s=1:2", "begins_as": None}
@@ -260,7 +278,7 @@ def test_the_function_is_the_command(asked: Callable[..., Any], trace: Path) -> 
     settings: dict[str, Any] = {"slo_ttft_ms": 3000, "slo_tpot_ms": 25, "transfer_rate": "50GB/s", "tensor_parallel": 1}
     plan = plan_fleets(trace, 3, model="llama-3.1-8b", device="h100-80gb", routers=["prefix"], **settings)
     options = ("--slo-ttft-ms", 3000, "--slo-tpot-ms", 25, "--transfer", "rate=50GB/s", "--tensor-parallel", 1)
-    values = asked("plan", trace, *MODEL, *options, "--gpus", 3, "--routers", "prefix", "--json")
+    values = asked("plan", "fleet", trace, *MODEL, *options, "--gpus", 3, "--routers", "prefix", "--json")
     del values["command"]
     assert json.loads(plan.to_json()) == values
     assert plan.advice == values["fleets"]["answer"] and len(plan.options) == len(values["fleets"]["options"])
@@ -283,10 +301,14 @@ FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'
 @pytest.mark.parametrize(
     ("options", "text", "says"),
     [
-        (["--gpus", "2", "--replicas", "2"], "", "--replicas: does not go with a search for fleets"),
+        (["--gpus", "2", "--set", "replicas=2"], "", "--set replicas: does not go with a search for fleets"),
         (["--gpus", "2", "--prefill", "replicas=2"], "", "--prefill replicas: does not go with a search for fleets"),
-        (["--gpus", "2", "--faults", "down:1=5s"], "", "--faults: does not go with a search for fleets"),
-        (["--gpus", "2", "--data-parallel", "2"], "", "--data-parallel: does not go with a plan"),
+        (
+            ["--gpus", "2", "--set", "faults.script=down:1=5s"],
+            "",
+            "--set faults.script: does not go with a search for fleets",
+        ),
+        (["--gpus", "2", "--set", "data_parallel=2"], "", "--set data_parallel: does not go with a plan"),
         (["--gpus", "2"], "replicas = 2\n", "replicas: does not go with a search for fleets"),
         (["--gpus", "2"], '[transfer]\nrate = "5GB/s"\n', "transfer.rate: does not go with a search for fleets"),
         (["--gpus", "2"], '[[pool]]\nrole = "mixed"\n', "does not go with a search for fleets"),
@@ -300,10 +322,11 @@ FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'
         ),
         (["--gpus", "2", "--tensor-parallel", "4"], "", "--gpus: is less than one worker takes"),
         (["--gpus", "2000"], "", "--gpus: must be at most 256"),
-        (["--gpus", "2", "--league"], "", "--league: has no effect with --gpus"),
-        (["--gpus", "1", "--scaler", "script,30s=3:1"], "", "--scaler: has numbers for a pool decode"),
-        (["--prefill", "replicas=2"], "", "--prefill replicas: does not go with a plan"),
-        (["--store", "memory=5GiB"], "", "--store memory: does not go with a plan"),
+        (
+            ["--gpus", "1", "--set", "scaling.policy=script,30s=3:1"],
+            "",
+            "--set scaling.policy: has numbers for a pool decode",
+        ),
     ],
 )
 def test_what_a_search_cannot_have_is_refused(
@@ -311,14 +334,14 @@ def test_what_a_search_cannot_have_is_refused(
 ) -> None:
     path = tmp_path / "c.toml"
     path.write_text(FILE + text)
-    assert run_command("plan", "sample:azure-chat", "--config", path, "--slo-ttft-ms", 900, *options) == 2
+    assert run_command("plan", "fleet", "sample:azure-chat", "--config", path, "--slo-ttft-ms", 900, *options) == 2
     assert says in capsys.readouterr().err
 
 
 def test_an_slo_and_a_model_are_needed(run_command: Any, capsys: Any) -> None:
-    assert run_command("plan", "sample:azure-chat", *MODEL, "--gpus", 2) == 2
+    assert run_command("plan", "fleet", "sample:azure-chat", *MODEL, "--gpus", 2) == 2
     assert "--gpus: has no effect without --slo-ttft-ms" in capsys.readouterr().err
-    assert run_command("plan", "sample:azure-chat", "--slo-ttft-ms", 5, "--gpus", 2) == 2
+    assert run_command("plan", "fleet", "sample:azure-chat", "--slo-ttft-ms", 5, "--gpus", 2) == 2
     assert "--gpus: needs a model and a device" in capsys.readouterr().err
 
 

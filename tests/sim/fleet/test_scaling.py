@@ -130,9 +130,16 @@ def test_a_policy_of_tokens_keeps_its_rule(policy: str, state: FleetState, targe
 def test_dynamos_loads_of_prefill_workers_are_needed_where_there_are_any(
     run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    by_load = ("--scaler", "dynamo,target=load,decode-up=80,decode-down=40", "--pages", 600, "--page-size", 512)
+    by_load = (
+        "--set",
+        "scaling.policy=dynamo,target=load,decode-up=80,decode-down=40",
+        "--pages",
+        600,
+        "--page-size",
+        512,
+    )
     assert run_command("replay", "sample:mooncake", *by_load, "--prefill", "replicas=1", "--decode", "replicas=1") == 2
-    assert b"--scaler: needs prefill-up and prefill-down" in capsysbinary.readouterr().err
+    assert b"--set scaling.policy: needs prefill-up and prefill-down" in capsysbinary.readouterr().err
     assert run_command("replay", "sample:mooncake", *by_load, "--replicas", 2) == 0
 
 
@@ -155,7 +162,8 @@ def test_dynamo_decides_nothing_while_workers_of_any_pool_start() -> None:
 def test_a_policy_of_tokens_scales_a_fleet(asked: Callable[..., Any], policy: str) -> None:
     report = asked(
         "replay", "sample:mooncake", "--profile", "mocker", "--pages", 600, "--page-size", 512, "--json",
-        "--prefill", "replicas=1", "--decode", "replicas=1", "--scaler", policy, "--startup-time", 5,
+        "--prefill", "replicas=1", "--decode", "replicas=1", "--set", f"scaling.policy={policy}",
+        "--set", "scaling.startup_s=5",
     )  # fmt: skip
     assert report["num_completed"] == 1000
     assert max(pool["mean_workers"] for pool in report["fleet"]["pools"]) > 1.2
@@ -209,8 +217,8 @@ def test_what_is_no_scaler_is_refused(policy: str, said: str) -> None:
 def test_workers_start_drain_and_cost_what_they_are_there_for(asked: Callable[..., Any]) -> None:
     report = asked(
         "replay", "sample:mooncake", "--profile", "mocker", "--pages", 16384, "--page-size", 512, "--json",
-        "--prefill", "replicas=1", "--decode", "replicas=1", "--startup-time", 10,
-        "--scaler", "script,30s=2:3,120s=1:1",
+        "--prefill", "replicas=1", "--decode", "replicas=1", "--set", "scaling.startup_s=10",
+        "--set", "scaling.policy=script,30s=2:3,120s=1:1",
     )  # fmt: skip
     prefill, decode = report["fleet"]["pools"]
     end_s = report["duration_ms"] / 1e3
@@ -276,9 +284,10 @@ def test_a_pool_keeps_a_worker_whatever_a_scaler_decides() -> None:
 def test_a_fleet_costs_its_gpu_hours(asked: Callable[..., Any]) -> None:
     command = (
         "replay", "sample:mooncake", "--profile", "mocker", "--pages", 16384, "--page-size", 512, "--json",
-        "--slo-ttft-ms", 5000, "--prefill", "replicas=1", "--decode", "replicas=1", "--scaler", "script,30s=2:3",
+        "--slo-ttft-ms", 5000, "--prefill", "replicas=1", "--decode", "replicas=1",
+        "--set", "scaling.policy=script,30s=2:3",
     )  # fmt: skip
-    report = asked(*command, "--gpu-price", "prefill=2.5,decode=4")
+    report = asked(*command, "--set", "price.gpu_hour=prefill=2.5,decode=4")
     fleet, plain = report["fleet"], asked(*command)
     hours = [pool["gpu_hours"] for pool in fleet["pools"]]
     assert [pool["cost"] for pool in fleet["pools"]] == pytest.approx([2.5 * hours[0], 4 * hours[1]])
@@ -287,12 +296,12 @@ def test_a_fleet_costs_its_gpu_hours(asked: Callable[..., Any]) -> None:
     assert fleet["cost_per_thousand_good"] == pytest.approx(fleet["cost"] / num_good * 1000)
     assert fleet["cost_per_million_output_tokens"] == pytest.approx(fleet["cost"] / report["num_output_tokens"] * 1e6)
     assert "cost" not in plain["fleet"] and "cost" not in plain["fleet"]["pools"][0]
-    assert asked(*command, "--gpu-price", 2)["fleet"]["cost"] == pytest.approx(2 * sum(hours))
+    assert asked(*command, "--set", "price.gpu_hour=2")["fleet"]["cost"] == pytest.approx(2 * sum(hours))
 
 
 def test_replicas_of_one_kind_have_a_cost_too(asked: Callable[..., Any]) -> None:
     base = ("replay", "sample:mooncake", "--profile", "mocker", "--pages", 16384, "--page-size", 512, "--json")
-    priced, plain = (asked(*base, "--replicas", 2, *more) for more in (("--gpu-price", 3), ()))
+    priced, plain = (asked(*base, "--replicas", 2, *more) for more in (("--set", "price.gpu_hour=3"), ()))
     assert priced["ttft_ms"] == plain["ttft_ms"]
     assert priced["fleet"]["cost"] == pytest.approx(3 * 2 * plain["duration_ms"] / 3.6e6)
 
@@ -314,5 +323,5 @@ def test_replicas_of_one_kind_have_a_cost_too(asked: Callable[..., Any]) -> None
 )
 def test_what_is_no_price_is_refused(price: str, said: str, kvarts: Callable[..., tuple[int, str, str]]) -> None:
     pools = ("--prefill", "replicas=1", "--decode", "replicas=1")
-    code, _, told = kvarts("replay", "sample:mooncake", "--pages", 900, *pools, "--gpu-price", price)
-    assert (code, "--gpu-price" in told, said in told) == (2, True, True), told
+    code, _, told = kvarts("replay", "sample:mooncake", "--pages", 900, *pools, "--set", f"price.gpu_hour={price}")
+    assert (code, "--set price.gpu_hour" in told, said in told) == (2, True, True), told

@@ -116,7 +116,7 @@ def test_hits_lost_to_eviction_ask_for_a_tier_below() -> None:
 def test_without_a_prefix_cache_no_memory_is_advised() -> None:
     said = advice(agents(no_prefix_caching=True))
     assert said is not None and said.startswith("without a prefix cache nothing is found, and about ")
-    assert said.endswith("leave out --no-prefix-caching")
+    assert said.endswith("leave out --set no_prefix_caching=true")
 
 
 def test_a_warning_of_snapshots_is_of_a_prefix_cache() -> None:
@@ -159,7 +159,7 @@ def test_long_replays_are_not_repeated_without_being_asked() -> None:
 def test_with_files_below_no_size_is_named() -> None:
     report = agents_report(offload={"host_memory": "4GiB", "disk_memory": "4GiB"})
     said = report.advice
-    assert said is not None and said.endswith("try more --disk-memory")
+    assert said is not None and said.endswith("try a larger --set offload.disk_memory")
 
 
 @pytest.mark.parametrize(

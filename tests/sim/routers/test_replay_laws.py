@@ -231,10 +231,10 @@ def test_late_events_hide_what_is_new() -> None:
 def test_a_run_directory_is_that_of_the_command(tmp_path: Path, run_command: Any, capsys: Any) -> None:
     config = tmp_path / "c.toml"
     config.write_text('replicas = 2\npages = 40000\nrouter = "llm-d"\n[routing]\nstaleness = "100ms"\nseed = 3\n')
-    options = ["--replicas", "2", "--pages", "40000", "--router", "llm-d", "--router-seed", "3"]
+    options = ["--replicas", "2", "--pages", "40000", "--router", "llm-d", "--set", "routing.seed=3"]
     assert run_command("replay", "sample:azure-chat", "--config", config, "--json") == 0
     from_file = capsys.readouterr().out
-    assert run_command("replay", "sample:azure-chat", *options, "--router-staleness", "100ms", "--json") == 0
+    assert run_command("replay", "sample:azure-chat", *options, "--set", "routing.staleness=100ms", "--json") == 0
     assert capsys.readouterr().out == from_file
     config.write_text('replicas = 2\nrouter = "os:getcwd"\n')
     assert run_command("replay", "sample:azure-chat", "--config", config) == 2

@@ -258,7 +258,7 @@ def test_states_by_page_are_said_of_each_model(
     for name in ("chat", "code"):
         assert run_command("verify", tmp_path / "run" / name / "timeline.json.gz") == 0
         capsysbinary.readouterr()
-    assert run_command("replay", *models, *traces, *SHORT, "--mamba-cache-mode", "align") == 2
+    assert run_command("replay", *models, *traces, *SHORT, "--set", "mamba_cache_mode=align") == 2
     said = capsysbinary.readouterr().err.decode()
     assert "Say it of each: --model NAME=MODEL:mamba_cache_mode=align." in said
 

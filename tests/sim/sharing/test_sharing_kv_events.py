@@ -113,7 +113,7 @@ def test_each_model_and_each_device_has_the_next_port(tmp_path: Path) -> None:
     """A topic names the model, and a batch the number of the device."""
     port, asked = free_ports(4), free_ports(4)
     events = ["--kv-events", f"tcp://127.0.0.1:{port}", "--kv-events-replay", f"tcp://127.0.0.1:{asked}"]
-    events += ["--kv-events-topic", "kv@{model}", "--kv-events-stay", "20", "--replicas", "2"]
+    events += ["--set", "kv_events_topic=kv@{model}", "--set", "kv_events_stay=20", "--replicas", "2"]
     told = {}
     with preforked.start("replay", *MODELS, *traffic(tmp_path), *events) as process:
         assert process.stderr is not None

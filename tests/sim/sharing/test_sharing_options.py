@@ -30,8 +30,8 @@ def test_the_command_line_is_laid_over_the_tables_of_a_file() -> None:
         "slo": {"e2e_ms": 3.0},
         "models": {"a": {**NUMBERS, "weight": 2}, "b": {**NUMBERS, "guarantee": 0.25}},
     }
-    command = "--model c=:cost=polynomial,kv_bytes_per_token=8 --model a=:weight=3,priority=1 --health b=dead@3"
-    given = parsed(*command.split(), "--slo-ttft-ms", "5", "--static-split").over(given_in(file, SECTIONS))
+    command = "--model c=:cost=polynomial,kv_bytes_per_token=8 --model a=:weight=3,priority=1 --set health=b=dead@3"
+    given = parsed(*command.split(), "--slo-ttft-ms", "5", "--set", "static_split=true").over(given_in(file, SECTIONS))
     config = resolve_shares(given, SECTIONS)
     assert config.models == {
         "a": ModelShare(**NUMBERS, weight=3.0, priority=1),
@@ -58,7 +58,7 @@ def test_an_engine_does_not_plan_ahead_where_models_take_turns() -> None:
     (of_model,) = resolve_shares(parsed(*command.split()), SECTIONS).configs.values()
     assert (of_model.max_num_batched_tokens, of_model.engine, of_model.async_scheduling) == (8192, "vllm", False)
     with pytest.raises(ConfigError, match="does not go with several models on a device: models take turns"):
-        resolve_shares(parsed(*command.split()[:-2], "--async-scheduling"), SECTIONS)
+        resolve_shares(parsed(*command.split()[:-2], "--set", "async_scheduling=true"), SECTIONS)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_sessions_of_several_models_are_refused() -> None:
             "",
             "c.toml: models.a.priority: is 2, and the mocker knows no priorities. Leave out profile, or the priority.",
         ),
-        ("", "--loans x", "--loans: is for several models on one device."),
+        ("", "--set loans=x", "--set loans: is for several models on one device."),
         ("", "--trace a=x", "--trace a: is for several models on one device."),
         (
             "device = 'l40s'\n[models.a]\nmodel = 'qwen3-8b'\nkv_dtype = 'x'",
@@ -196,8 +196,8 @@ def test_snapshots_are_those_of_one_model() -> None:
     """They were refused together with a model without states, though each model has its own."""
     config = resolve_shares(parsed(*HYBRID.format(":snapshots=branches").split()), SECTIONS)
     assert {name: of_model.snapshots for name, of_model in config.configs.items()} == {"a": "branches", "b": "ends"}
-    with pytest.raises(ConfigError, match=r"--snapshots: .*Say it of each: --model NAME=MODEL:snapshots=branches"):
-        resolve_shares(parsed(*HYBRID.format("").split(), "--snapshots", "branches"), SECTIONS)
+    with pytest.raises(ConfigError, match=r"--set snapshots: .*Say it of each: --model NAME=MODEL:snapshots=branches"):
+        resolve_shares(parsed(*HYBRID.format("").split(), "--set", "snapshots=branches"), SECTIONS)
 
 
 def test_drafts_are_those_of_one_model() -> None:
@@ -208,11 +208,12 @@ def test_drafts_are_those_of_one_model() -> None:
     assert [cost.acceptance for cost in costs.values()] == [(0.7, 0.4), ()]
     assert config.models["a"].weight == 2.0
     for option, value, hint in (
-        ("--speculative-tokens", "2", "speculative_tokens=2,acceptance=0.7,0.4"),
-        ("--acceptance", "0.7", "acceptance=0.7,speculative_tokens=1"),
+        ("--set", "speculative_tokens=2", "speculative_tokens=2,acceptance=0.7,0.4"),
+        ("--set", "acceptance=0.7", "acceptance=0.7,speculative_tokens=1"),
         ("--kv-dtype", "fp8", "kv_dtype=fp8"),
     ):
-        with pytest.raises(ConfigError, match=f"{option}: .*Say it of each: --model NAME=MODEL:{hint}."):
+        named = f"{option} {value.partition('=')[0]}" if option == "--set" else option
+        with pytest.raises(ConfigError, match=f"{named}: .*Say it of each: --model NAME=MODEL:{hint}."):
             resolve_shares(parsed(*HYBRID.format("").split(), option, value), SECTIONS)
         resolve_shares(parsed(*HYBRID.format(f":{hint}").split()), SECTIONS)
     with pytest.raises(ConfigError, match=r"--model a: '0\.4' is not known"):

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.core.build import build_engine
 from kvarts.core.config import EngineConfig
 from kvarts.core.engine import Engine
 from kvarts.core.request import Request, RequestState
 from kvarts.sim.sharing.device import SharedDevice
 
+from builders.engines import engine_with
 from builders.serving import Arrival, assert_undisturbed, make_request, output_of, served
 from builders.toy_model import ToyExecutor, generate
 
@@ -43,7 +43,7 @@ def serve_both(
         part = device.register(name, page_bytes=page_bytes[name], guaranteed_bytes=guarantees[name], with_page_ids=True)
         part.token_budget = config.max_num_batched_tokens
         executor = ToyExecutor(part.pool.total, config.page_size, config.max_num_seqs)
-        engine = build_engine(config, executor, cache=part.cache, pages=part)
+        engine = engine_with(config, executor, cache=part.cache, pages=part)
         assert engine.scheduler.cache.pool.has_ids
         device.attach(name, engine.scheduler, engine.cancel)
         requests = [make_request(index, arrival, config.page_size) for index, arrival in enumerate(arrivals)]

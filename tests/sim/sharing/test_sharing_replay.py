@@ -28,7 +28,7 @@ def test_the_command_writes_everything_and_says_the_same_twice(
 ) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
     command = ["replay", *MODELS, *short_traces, *DEVICE, "--json"]
-    assert run_command(*command, "--run-dir", first, "--loans", tmp_path / "loans.jsonl") == 0
+    assert run_command(*command, "--run-dir", first, "--set", f"loans={tmp_path / 'loans.jsonl'}") == 0
     printed = capsysbinary.readouterr().out
     # Observed, it goes step by step; unobserved, many turns at once.
     assert run_command(*command) == 0
@@ -51,7 +51,7 @@ def test_the_command_writes_everything_and_says_the_same_twice(
 
 
 def test_a_split_lends_nothing(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--static-split") == 0
+    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--set", "static_split=true") == 0
     printed = capsys.readouterr().out
     assert "split, nothing is lent" in printed
     assert "loans" not in printed
@@ -60,7 +60,7 @@ def test_a_split_lends_nothing(run_command: Callable[..., int], capsys: pytest.C
 def test_baselines_are_reported_worst_first(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], short_traces: list[str]
 ) -> None:
-    command = ["replay", *MODELS, *short_traces, *DEVICE, "--baselines"]
+    command = ["replay", *MODELS, *short_traces, *DEVICE, "--set", "baselines=true"]
     assert run_command(*command, "--json") == 0
     summary = msgspec.json.decode(capsys.readouterr().out)
     ratios = {
@@ -75,7 +75,7 @@ def test_baselines_are_reported_worst_first(
         assert model["beside"]["slice"]["ratio"]["mean"] == pytest.approx(
             model["ttft_ms"]["mean"] / model["beside"]["slice"]["ttft_ms"]["mean"]
         )
-    assert run_command(*command, "--reclaim-after", "inf") == 0
+    assert run_command(*command, "--set", "reclaim_after_s=inf") == 0
     printed = capsys.readouterr().out
     assert printed.index("worst ratio") < printed.index("of its slice, alone (") < printed.index("Jain's index")
     assert "of contested time by share" in printed
@@ -85,9 +85,9 @@ def test_a_split_is_what_the_baseline_says(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], short_traces: list[str]
 ) -> None:
     """The TTFT beside it is that of a replay with --static-split."""
-    assert run_command("replay", *MODELS, *short_traces, *DEVICE, "--static-split", "--json") == 0
+    assert run_command("replay", *MODELS, *short_traces, *DEVICE, "--set", "static_split=true", "--json") == 0
     split = msgspec.json.decode(capsys.readouterr().out)["models"]
-    assert run_command("replay", *MODELS, *short_traces, *DEVICE, "--baselines", "--json") == 0
+    assert run_command("replay", *MODELS, *short_traces, *DEVICE, "--set", "baselines=true", "--json") == 0
     shared = msgspec.json.decode(capsys.readouterr().out)
     for name, model in shared["models"].items():
         for figure in ("mean", "p99"):
@@ -120,7 +120,7 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
     tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     places = ["--json", "--requests", tmp_path / "requests.jsonl"]
-    health = ["--health", "code=dead@200", "--health", "chat=degraded@30", "--health", "chat=healthy@50"]
+    health = ["--set", "health=code=dead@200", "--set", "health=chat=degraded@30", "--set", "health=chat=healthy@50"]
     assert run_command("replay", *MODELS, *TRACES, *DEVICE, *places, *health) == 0
     models = msgspec.json.decode(capsysbinary.readouterr().out)["models"]
     assert models["chat"]["num_completed"] == 1000
@@ -129,7 +129,7 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
     rows = msgspec.json.Decoder(dict[str, object]).decode_lines((tmp_path / "requests-code.jsonl").read_bytes())
     reasons = {row["status"]: row["reason"] for row in rows}
     assert reasons == {"completed": None, "failed": "its model died at 200 s", "rejected": "its model is dead"}
-    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--json", "--health", "code=degraded@200") == 0
+    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--json", "--set", "health=code=degraded@200") == 0
     models = msgspec.json.decode(capsysbinary.readouterr().out)["models"]
     assert models["code"]["num_failed"] > 0 == models["code"]["num_rejected"]
     assert models["chat"]["num_completed"] == 1000
@@ -151,11 +151,11 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
         ([CHAT, *MODELS, *DEVICE], "TRACE: each model has its own. Give --trace NAME=FILE for each."),
         ([*MODELS, *TRACES, *DEVICE, "--replicas", "0"], "--replicas: must be at least 1, got 0"),
         (
-            [*MODELS, *TRACES, *DEVICE, "--health", "x=dead@1"],
-            "--health: is of 'x', which is no model. There are: chat, code.",
+            [*MODELS, *TRACES, *DEVICE, "--set", "health=x=dead@1"],
+            "--set health: is of 'x', which is no model. There are: chat, code.",
         ),
         (["--model", "llama-3.1-8b", "--model", "qwen3-8b"], "--model: several models need names."),
-        (["--static-split"], "--static-split: is for several models on one device."),
+        (["--set", "static_split=true"], "--set static_split: is for several models on one device."),
         (
             ["--model", "a=llama-3.1-8b:wieght=2"],
             "--model a: 'wieght=2' is not known. Known: weight_dtype, kv_dtype, speculative_tokens, acceptance,",

@@ -329,7 +329,7 @@ def test_the_command_says_the_same_observed(
     tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], short_traces: list[str]
 ) -> None:
     command = [*COMMAND, *short_traces, "--router", ROUTERS[-1], "--json"]
-    assert run_command(*command, "--run-dir", tmp_path / "run", "--loans", tmp_path / "loans.jsonl") == 0
+    assert run_command(*command, "--run-dir", tmp_path / "run", "--set", f"loans={tmp_path / 'loans.jsonl'}") == 0
     printed = capsysbinary.readouterr().out
     assert run_command(*command) == 0
     assert capsysbinary.readouterr().out == printed == (tmp_path / "run" / "report.json").read_bytes()

@@ -210,7 +210,16 @@ def test_a_model_with_states_by_page_has_them_in_its_host_memory(
     tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], short_traces: list[str]
 ) -> None:
     models = ["--model", "chat=granite-4.0-h-tiny:mamba_cache_mode=align,kv_groups=tails", "--model", "code=qwen3-8b"]
-    below = ["--host-memory", "8GiB", "--disk-memory", "8GiB", "--store-within", 0.1, "--page-size", 256]
+    below = [
+        "--host-memory",
+        "8GiB",
+        "--set",
+        "offload.disk_memory=8GiB",
+        "--set",
+        "offload.store_within_ms=0.1",
+        "--page-size",
+        256,
+    ]
     command = ["replay", *models, *short_traces, *DEVICE, *below, "--json"]
     assert run_command(*command, "--audit", "--run-dir", tmp_path) == 0
     printed = capsysbinary.readouterr().out

@@ -121,7 +121,7 @@ def test_a_report_says_whether_hits_are_exact(
     assert not load_trace(FORMS / "azure.csv").tells_hits
     assert run_command("replay", path) == 0
     assert "at least 24.4 % of prompt tokens (512 of 2,100)" in capsys.readouterr().out
-    assert run_command("replay", path, "--answers", "implied") == 0
+    assert run_command("replay", path, "--set", "answers=implied") == 0
     assert "  48.0 % of prompt tokens (1,008 of 2,100)" in capsys.readouterr().out
     assert run_command("replay", path, "--json") == 0
     assert json.loads(capsys.readouterr().out)["prefix_hit_ratio_is_lower_bound"] is True

@@ -38,6 +38,7 @@ LEFT_OUT = {
     "burstgpt.csv": {"without output tokens": 1},
     "guidellm-v2.json": {"incomplete": 1},
     "litellm.jsonl": {"failed": 1},
+    "openai.jsonl": {"without output tokens": 1},
     "sglang.jsonl": {"failed": 1},
     "vllm-bench.json": {"failed": 1},
 }
@@ -205,10 +206,10 @@ def test_deltas_are_refused_unless_it_is_said_what_they_are(tmp_path: Path) -> N
     with pytest.raises(InputError) as caught:
         load_trace(path)
     assert caught.value.field == "hash_ids"
-    assert "--session-turns deltas" in str(caught.value) and "all of 2 sessions" in str(caught.value)
+    assert "--set session_turns=deltas" in str(caught.value) and "all of 2 sessions" in str(caught.value)
     whole = load_trace(path, session_turns="whole")
     assert sum(request.num_prompt_tokens for request in whole) == 2048 + 300 + 1536 + 700 + 64
-    assert any("--session-turns says" in warning for warning in whole.said())
+    assert any("--set session_turns says" in warning for warning in whole.said())
     deltas = load_trace(path, session_turns="deltas")
     lengths = {request.row: request.num_prompt_tokens for request in deltas}
     assert lengths == {0: 2048, 1: 2048 + 40 + 300, 2: 1536, 3: 2388 + 30 + 700, 4: 1536 + 8 + 64}

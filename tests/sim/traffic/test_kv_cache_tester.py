@@ -35,7 +35,7 @@ GOOD: dict[str, Any] = {
     "hash_id_scope": "local",
     "requests": [
         {"t": 0.0, "type": "s", "in": 130, "out": 5, "hash_ids": [1, 2], "api_time": 2.0, "think_time": 0.0},
-        {"t": 5.0, "type": "n", "in": 200, "out": 0, "hash_ids": [1, 2, 3], "think_time": 3.0},
+        {"t": 5.0, "type": "n", "in": 200, "out": 1, "hash_ids": [1, 2, 3], "think_time": 3.0},
         {"t": 20.0, "type": "n", "in": 128, "out": 7, "hash_ids": [1, 4], "api_time": 1.5, "think_time": 18.0},
         {
             "t": 30.0,
@@ -127,10 +127,11 @@ def assert_adds_up(paths: list[Path]) -> None:
     for path in paths:
         file = naive_read(path)
         turns = [turn for session in by_session(path).values() for turn in session]
-        num_broken_off = sum(turn.output_tokens == 0 for turns in naive_sessions(file).values() for turn in turns)
+        broken_off = [each for all_of in naive_sessions(file).values() for each in all_of if not each.output_tokens]
         totals = file["totals"]["combined_tokens"]
-        assert sum(turn.num_prompt_tokens for turn in turns) == totals["input"]
-        assert sum(turn.num_output_tokens for turn in turns) == totals["output"] + num_broken_off
+        num_left_out = sum(turn.input_tokens for turn in broken_off)
+        assert sum(turn.num_prompt_tokens for turn in turns) == totals["input"] - num_left_out
+        assert sum(turn.num_output_tokens for turn in turns) == totals["output"]
 
 
 def test_the_bundled_sessions_add_up_to_their_own_totals() -> None:

@@ -58,7 +58,7 @@ BAD = [
     ("[1, 2]", None, "Expected `object`"),
     (row(input_length=-1), "input_length", "at least 1, got -1"),
     (row(input_length=0), "input_length", "at least 1, got 0"),
-    (row(output_length=0), "output_length", "at least 1, got 0"),
+    (row(output_length=-1), "output_length", "at least 0, got -1"),
     (row(output_length=None), "output_length", "missing"),
     (row(input_length=None), "input_length", "missing"),
     (row(input_length="many"), "input_length", "Expected `int`"),

@@ -20,7 +20,7 @@ from kvarts.sim.traffic.trace import Trace
 from kvarts.sim.traffic.trace_file import TraceFile
 
 FORMS = Path(__file__).parent / "forms"
-ROWS = {"mooncake": 3, "bailian": 4, "dynamo": 2, "aiperf": 2, "openai": 3, "burstgpt": 4, "azure": 3}
+ROWS = {"mooncake": 3, "bailian": 4, "dynamo": 2, "aiperf": 2, "openai": 2, "burstgpt": 4, "azure": 3}
 """Requests in each form with a line each."""
 WHOLE = {"vllm-bench": 2, "guidellm": 3}
 """Those in each that is one object."""

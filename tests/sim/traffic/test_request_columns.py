@@ -90,9 +90,11 @@ def test_a_row_that_is_not_plain_is_read_as_it_is_alone(
     def outcome(read: str) -> tuple[list[TraceRequest] | str, int, int, int]:
         reader = MooncakeReader(path, skip_bad_lines=skips, trace_block_size=SIZE)
         try:
-            found: list[TraceRequest] | str = list(reader if read == "iterated" else reader.read())
+            found = list(reader if read == "iterated" else reader.read())
         except InputError as error:
             return str(error), 0, 0, 0
+        if read == "read":  # for the rows that wait for them, it has those without output tokens
+            found = [request for request in found if request.num_output_tokens]
         return found, reader.num_skipped, reader.num_rows, reader.num_without_ids
 
     assert outcome("read") == outcome("iterated")

@@ -20,6 +20,7 @@ __all__ = [
     "ChunkComputed",
     "ChunkPlanned",
     "CopiesRemoved",
+    "CopiesStored",
     "DecodesStalled",
     "DraftJudged",
     "DraftTaken",
@@ -56,7 +57,7 @@ __all__ = [
 class PagesStored(msgspec.Struct, frozen=True, gc=False):
     """A run of full pages became findable, after page `start_page - 1` of `parent`; None at the root.
 
-    Copies of findable pages are not reported as stored. `medium`: the tier.
+    Copies of findable pages are another event, CopiesStored. `medium`: the tier.
     """
 
     content: Content
@@ -82,6 +83,16 @@ class PagesRemoved(msgspec.Struct, frozen=True, gc=False):
     is_held: bool = False
     group: int | None = None
     is_dropped: bool = False
+
+
+class CopiesStored(msgspec.Struct, frozen=True, gc=False):
+    """A run of full pages that could be found already has one more copy; the fields are those of PagesStored."""
+
+    content: Content
+    start_page: int
+    end_page: int
+    parent: Content | None
+    group: int | None = None
 
 
 class CopiesRemoved(msgspec.Struct, frozen=True, gc=False):
@@ -205,7 +216,7 @@ class TransferEnded(msgspec.Struct, frozen=True, gc=False):
     is_given_up: bool = False
 
 
-PageEvent = PagesStored | PagesRemoved | CopiesRemoved | PartsGivenBack
+PageEvent = PagesStored | PagesRemoved | CopiesStored | CopiesRemoved | PartsGivenBack
 
 # Requests -------------------------------------------------------------------------------------------------
 

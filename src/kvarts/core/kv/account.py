@@ -13,12 +13,12 @@ from typing import Final, Protocol
 
 from kvarts.core.content import Content
 from kvarts.core.event_log import Tell
-from kvarts.core.events import CopiesRemoved, PagesRemoved, PagesStored, PartsGivenBack
+from kvarts.core.events import CopiesRemoved, CopiesStored, PagesRemoved, PagesStored, PartsGivenBack
 from kvarts.core.hints import Hints
 from kvarts.core.kv.eviction import EvictionOrder, noter_of, ranges_read_by
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.pool import NO_IDS, IdPool, PageId, PageIds, SharedMemory
-from kvarts.core.kv.runs import Listed, PartCounts, PartRun, RunHolding, Span, Spot, Stream, Turns
+from kvarts.core.kv.runs import EvictionSlot, LruEntry, PartCounts, PartRun, RunHolding, Span, Stream, Turns
 
 __all__ = ["MOST_UNCHECKED", "RunAccount", "RunEvents", "Unchecked", "Wants"]
 
@@ -76,12 +76,12 @@ class RunAccount(PartCounts):
         "_unchecked_ids",
         "events",
         "eviction_order",
+        "lru",
         "note_request",
         "now_ns",
         "only_counts",
         "promised_bytes",
         "reads_ranges",
-        "ring",
         "shared",
         "wants",
     )
@@ -111,9 +111,9 @@ class RunAccount(PartCounts):
         """Free bytes that are reserved for requests that will take them."""
         self.now_ns = 0
         """The time, for an order that uses it."""
-        self.ring = Listed()
+        self.lru = LruEntry()
         """A sentinel that closes the list to a ring: its `newer` is the oldest entry, its `older` the youngest."""
-        self.ring.older = self.ring.newer = self.ring
+        self.lru.older = self.lru.newer = self.lru
         self._unchecked_ids = Unchecked()
         self._num_checks = 0
 
@@ -160,33 +160,33 @@ class RunAccount(PartCounts):
         """The bytes of that part, and of those evicted right after it."""
         return self._oldest().next_bytes(self)
 
-    def _oldest(self) -> Listed:
+    def _oldest(self) -> LruEntry:
         """Return the next entry to evict; it has parts."""
-        ring = self.ring
-        oldest = ring.newer
+        lru = self.lru
+        oldest = lru.newer
         if self.eviction_order is not None:
             return self.next_in_order()
         assert oldest is not None
-        while oldest is not ring and not oldest.next_bytes(self):
+        while oldest is not lru and not oldest.next_bytes(self):
             newer = oldest.newer
-            oldest.eat(self, 0)  # it has no parts left, or is a place
+            oldest.evict(self, 0)  # it has no parts left, or is a place
             assert newer is not None
             oldest = newer
         return oldest
 
     # The list ---------------------------------------------------------------------------------------------
 
-    def entries(self) -> Iterator[Listed]:
+    def entries(self) -> Iterator[LruEntry]:
         """Iterate over the listed entries, the next to be evicted first."""
-        entry = self.ring.newer
-        while entry is not self.ring:
+        entry = self.lru.newer
+        while entry is not self.lru:
             assert entry is not None
             yield entry
             entry = entry.newer
         if self.eviction_order is not None:
             yield from self.eviction_order
 
-    def next_in_order(self) -> Listed:
+    def next_in_order(self) -> LruEntry:
         """Return the next entry to evict if an eviction order lists the cached parts."""
         raise NotImplementedError
 
@@ -219,29 +219,29 @@ class RunAccount(PartCounts):
         return self._unchecked_ids.is_due(num_moved, self.blocks.total)
 
     @property
-    def first(self) -> Listed | None:
+    def first(self) -> LruEntry | None:
         """The first entry of the list; None if the list is empty."""
-        first = self.ring.newer
-        return None if first is self.ring else first
+        first = self.lru.newer
+        return None if first is self.lru else first
 
-    def append(self, entry: Listed) -> None:
+    def append(self, entry: LruEntry) -> None:
         """List `entry` as the youngest; the caller counts its parts."""
-        ring = self.ring
-        youngest = ring.older
+        lru = self.lru
+        youngest = lru.older
         assert youngest is not None
-        entry.older, entry.newer = youngest, ring
-        youngest.newer = ring.older = entry
+        entry.older, entry.newer = youngest, lru
+        youngest.newer = lru.older = entry
         if self.shared is not None:
             entry.stamp = self.shared.tick()
 
-    def move_first(self, entry: Listed) -> None:
+    def move_first(self, entry: LruEntry) -> None:
         """Make a listed entry the next to be evicted."""
         entry.unlist()
-        ring = self.ring
-        oldest = ring.newer
+        lru = self.lru
+        oldest = lru.newer
         assert oldest is not None
-        entry.older, entry.newer = ring, oldest
-        oldest.older = ring.newer = entry
+        entry.older, entry.newer = lru, oldest
+        oldest.older = lru.newer = entry
         if self.shared is not None:
             entry.stamp = self.shared.before_all()
 
@@ -296,13 +296,13 @@ class RunAccount(PartCounts):
         if self.only_counts and not self.emits:
             self._evict_counted(num_bytes)
             return
-        oldest = self.ring.newer
+        oldest = self.lru.newer
         while self.empty_bytes < num_bytes:
             if self.eviction_order is not None:
                 oldest = self.next_in_order()
             assert oldest is not None
             newer = oldest.newer
-            self.note_gone(oldest.eat(self, num_bytes - self.empty_bytes))
+            self.note_gone(oldest.evict(self, num_bytes - self.empty_bytes))
             oldest = newer
         if self.events is not None:
             self.events.told()
@@ -311,14 +311,14 @@ class RunAccount(PartCounts):
         """Do the same without ids, events and an order, in one loop: this runs for every chunk in a full memory."""
         part_bytes, num_cached, num_evicted, evicted = self.part_bytes, self.num_cached, self.num_evicted, self._evicted
         all_bytes = missing_bytes = num_bytes - self.empty_bytes
-        older: Listed = self.ring  # the last entry that stays; those between it and `oldest` are not listed any more
+        older: LruEntry = self.lru  # the last entry that stays; those between it and `oldest` are not listed any more
         oldest = older.newer
         while missing_bytes > 0:
             assert oldest is not None
             if not isinstance(oldest, PartRun):
                 newer = oldest.newer
                 older.newer, oldest.older = oldest, older
-                missing_bytes -= oldest.eat(self, missing_bytes)
+                missing_bytes -= oldest.evict(self, missing_bytes)
                 if oldest.newer is not None:
                     older = oldest
                 oldest = newer
@@ -380,8 +380,8 @@ class RunAccount(PartCounts):
     def hold(self, run: PartRun, holding: RunHolding) -> None:
         """Make `holding` a holder of a run, which follows the runs that it already holds in the group."""
         if run.holders:
-            if run.spot is not None and not holding.is_transfer:
-                run.leave_spot()
+            if run.slot is not None and not holding.is_transfer:
+                run.leave_slot()
             if self.is_bounded[run.group]:
                 self.disturb(run)
         else:
@@ -395,13 +395,13 @@ class RunAccount(PartCounts):
 
     def hold_in_place(self, run: PartRun, holding: RunHolding) -> None:
         """Make a transfer a holder of `run`, which keeps its place in the list, unless a window has passed it."""
-        spot: Spot | None = None
+        slot: EvictionSlot | None = None
         if not (run.holders or run.is_passed or run.listed_by is not None):
-            spot = Spot()
-            spot.list_after(run)
+            slot = EvictionSlot()
+            slot.list_after(run)
         self.hold(run, holding)
-        if spot is not None:
-            run.spot = spot
+        if slot is not None:
+            run.slot = slot
 
     def note_begin(self) -> None:
         """Let the order know the time, as a sequence begins."""
@@ -423,8 +423,8 @@ class RunAccount(PartCounts):
         for run in path:  # `hold`, inlined: this runs for every request
             holders = run.holders
             if holders:
-                if run.spot is not None and not is_transfer:
-                    run.leave_spot()
+                if run.slot is not None and not is_transfer:
+                    run.leave_slot()
                 if is_bounded:
                     self.disturb(run)
             else:
@@ -476,8 +476,8 @@ class RunAccount(PartCounts):
             count = run.end - run.start
             if run.is_kept:
                 num_cached += count
-                if run.spot is not None:
-                    run.take_spot()
+                if run.slot is not None:
+                    run.take_slot()
                     before = None
                 elif order is not None:
                     listed.append(run)
@@ -555,6 +555,8 @@ class RunEvents:
         self._offset = offset
         self._came: list[list[tuple[int, int, Content | None]]] = []
         """By group, runs that became findable: pages, and the content before the first of them."""
+        self._copied: list[tuple[int, int, int, Content | None]] = []
+        """Runs that have one more copy: the group, the pages, and the content before the first of them."""
         self._by: Content | None = None
         """The content with which they became findable."""
         # The last evicted pages, and the fields that they have in common with those before them.
@@ -569,11 +571,16 @@ class RunEvents:
     def came(self, content: Content, group: int, span: Span, start: int, end: int) -> None:
         """Record that pages [start, end) of `span`, which `content` has, become findable in a group.
 
-        Pages that have a resident copy are left out. The pages of a group must be recorded in their order.
+        Those that have a resident copy get one more. The pages of a group must be recorded in their order.
         """
         self._by = content
-        for first, stop in _uncovered(span.parts[self._offset + group], start, end):
-            self.came_new(content, group, span, first, stop)
+        position = start
+        for first, stop in (*_uncovered(span.parts[self._offset + group], start, end), (end, end)):
+            if position < first:
+                self._copied.append((group, position, first, _content_before(span, position)))
+            if first < stop:
+                self.came_new(content, group, span, first, stop)
+            position = stop
 
     def came_new(self, content: Content, group: int, span: Span, start: int, end: int) -> None:
         """Do the same for pages without a resident copy."""
@@ -627,6 +634,10 @@ class RunEvents:
             for start, end, before in runs:
                 self.tell(PagesStored(by, start, end, before, self._medium, group))
             runs.clear()
+        for group, start, end, before in self._copied:
+            if self._medium == "device":
+                self.tell(CopiesStored(by, start, end, before, group))
+        self._copied.clear()
 
     def goes_alone(self, run: PartRun, span: Span, start: int, end: int, copy: int | None, *, is_dropped: bool) -> None:
         """Record the same for pages that all have the same copies: `copy` is the place of `run` among them, or None."""

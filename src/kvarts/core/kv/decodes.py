@@ -428,7 +428,7 @@ class Decodes:
         """Return the youngest entry of the list; turns can be added to it."""
         turns = self._last_turns
         account = self._account
-        if turns is not account.ring.older or account.shared is not None:
+        if turns is not account.lru.older or account.shared is not None:
             turns = self._last_turns = Turns()
             account.append(turns)
         return turns

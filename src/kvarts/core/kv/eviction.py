@@ -40,17 +40,18 @@ class Node:
     `key` names its first page among its siblings. `refs`: how many paths hold the run; at 0 it is listed for eviction.
     `holds`: how many transfers do; with both at 0 the run is cached. `pins`: how many of the paths keep it for later.
     `is_orphan`: it has left the tree, and a transfer still holds it. `children` is by their keys, and one dict for all
-    twins. `page_ids` is None where pages are only counted. A root has neither content nor key.
+    duplicates. `page_ids` is None where pages are only counted. A root has neither content nor key.
 
     `place` belongs to the eviction order: its state of the run, whether the run is referenced or not. It is None for a
     new run, and only such a run grows; the parts of a split run share it. `older` and `newer` are links for an order
     that keeps runs in lists; they are set while it lists the run. `notes` belongs to the tree's watcher: one object for
-    all twins.
+    all duplicates.
     """
 
     __slots__ = (
         "children",
         "content",
+        "duplicates",
         "end",
         "holds",
         "is_orphan",
@@ -64,7 +65,6 @@ class Node:
         "place",
         "refs",
         "start",
-        "twins",
     )
 
     older: Node
@@ -87,7 +87,7 @@ class Node:
         self.refs = refs
         self.parent = parent
         self.children = children
-        self.twins: list[Node] | None = None
+        self.duplicates: list[Node] | None = None
         self.page_ids: list[PageId] | None = None
         self.holds = 0
         self.pins = 0
@@ -101,7 +101,7 @@ class Node:
         return 0
 
     def __repr__(self) -> str:
-        return f"Node(pages {self.start}..{self.end}, refs {self.refs}, twins {len(self.twins or ())})"
+        return f"Node(pages {self.start}..{self.end}, refs {self.refs}, duplicates {len(self.duplicates or ())})"
 
 
 Path = list[Node]
@@ -408,7 +408,7 @@ class TreeWatcher(Protocol):
         """Record that the last `num_pages` of `node`, which is the only copy, were evicted."""
 
     def first_copy_gone(self, node: Node) -> None:
-        """Record that `node`, the first of several copies, was evicted; the next is now first of `twins`."""
+        """Record that `node`, the first of several copies, was evicted; the next is now first of `duplicates`."""
 
     def died(self, node: Node) -> None:
         """Record that `node`, the last copy of its pages, was evicted."""

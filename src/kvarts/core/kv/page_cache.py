@@ -202,7 +202,7 @@ class PageCache(Cache):
         """Return how many pages nothing but transfers holds of what `hold` returned, copies included."""
         num_pages = 0
         for node in pages.nodes():
-            for copy in node.twins or (node,):
+            for copy in node.duplicates or (node,):
                 if not copy.refs:
                     num_pages += copy.end - copy.start
         return num_pages
@@ -394,7 +394,7 @@ class PageCache(Cache):
         orphans: dict[int, Node] = {}
         for pages in holds:
             for node in pages.nodes():
-                for copy in node.twins or (node,):
+                for copy in node.duplicates or (node,):
                     transferred[id(copy)] += 1
                     if copy.is_orphan:
                         orphans[id(copy)] = copy
@@ -629,7 +629,7 @@ class LatePagesOfTree(LatePages):
         if not holding.path:
             return False
         last = holding.path[-1]
-        return last.refs == 1 and last.twins is None
+        return last.refs == 1 and last.duplicates is None
 
     def repeats(self, holding: Holding) -> bool:
         """Return whether the next page of `holding` that becomes findable will be a copy of a resident one."""

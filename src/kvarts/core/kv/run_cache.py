@@ -17,7 +17,7 @@ from kvarts.core.kv.decodes import Decodes
 from kvarts.core.kv.eviction import EvictionOrder
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.pool import NO_IDS, IdPool, PageError, PageId, PageIds, are_all_once
-from kvarts.core.kv.runs import NEVER, Listed, PartRun, RunHolding, RunMatch, Span, Spot, Stream
+from kvarts.core.kv.runs import NEVER, EvictionSlot, LruEntry, PartRun, RunHolding, RunMatch, Span, Stream
 from kvarts.core.kv.span_tree import SpanTree
 
 __all__ = ["RunCache"]
@@ -91,7 +91,7 @@ class RunCache(RunAccount):
 
     # Holding and releasing --------------------------------------------------------------------------------
 
-    def next_in_order(self) -> Listed:
+    def next_in_order(self) -> LruEntry:
         """Return the next run to evict; in groups that keep all tokens, followers are evicted first if possible."""
         order, first = self.eviction_order, self.first
         assert order is not None
@@ -134,11 +134,11 @@ class RunCache(RunAccount):
 
         A run that a window has passed gets no place: its release may be a turn of a stream.
         """
-        if not run.is_kept or run.is_passed or run.spot is not None or self.eviction_order is not None:
+        if not run.is_kept or run.is_passed or run.slot is not None or self.eviction_order is not None:
             return
         if run.is_lent:
-            run.spot = Spot()
-            self.append(run.spot)
+            run.slot = EvictionSlot()
+            self.append(run.slot)
 
     # Sequences --------------------------------------------------------------------------------------------
 
@@ -664,8 +664,8 @@ class RunCache(RunAccount):
                 if run.end != page:
                     continue
                 run.is_kept = run.is_wanted = False
-                if run.spot is not None:
-                    run.leave_spot()
+                if run.slot is not None:
+                    run.leave_slot()
                 if run.holders:
                     continue
                 if self.events is not None:
@@ -850,7 +850,7 @@ class RunCache(RunAccount):
                 for run in runs:
                     assert run.span is span and len(run.holders) == held.get(id(run), 0), "L2: a part is held by others"
                     assert run.is_listed == (not run.holders), "L2: a part is listed, and held"
-                    assert run.spot is None or run.is_lent, "L2: a part that is in use has a place in the list"
+                    assert run.slot is None or run.is_lent, "L2: a part that is in use has a place in the list"
                     assert span.start <= run.start <= run.end <= span.end, "L1: a part is not of its span"
                     if self.blocks is not None:
                         num_ids = (run.end - run.start) * self.part_blocks[run.group]

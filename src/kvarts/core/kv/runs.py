@@ -34,13 +34,13 @@ from kvarts.core.kv.pool import NO_IDS, IdPool, PageId, PageIds
 __all__ = [
     "ENDED",
     "NEVER",
-    "Listed",
+    "EvictionSlot",
+    "LruEntry",
     "PartCounts",
     "PartRun",
     "RunHolding",
     "RunMatch",
     "Span",
-    "Spot",
     "Stream",
     "Turns",
     "first_list",
@@ -52,11 +52,11 @@ NO_HOLES: Final[list[tuple[int, int]]] = []
 """Those of a stream that lists all its pages; nothing adds to it."""
 MOST_ALIKE: Final = 1 << 6
 """The number of turns that are examined at once."""
-MOST_EATEN: Final = 1 << 12
+MOST_EVICTED: Final = 1 << 12
 """The number of evicted turns after which their entries are deleted."""
 
 
-class Listed:
+class LruEntry:
     """An entry of the list of a RunAccount, between `older` and `newer`; both are None while it is not listed.
 
     `stamp`: when its parts were released, where ages are known.
@@ -65,22 +65,22 @@ class Listed:
     __slots__ = ("newer", "older", "stamp")
 
     def __init__(self) -> None:
-        self.older: Listed | None = None
-        self.newer: Listed | None = None
+        self.older: LruEntry | None = None
+        self.newer: LruEntry | None = None
         self.stamp = 0
 
     def next_bytes(self, account: PartCounts) -> int:
         """Return the bytes of its next part to evict, and of those evicted right after it; 0 if it has none."""
         raise AssertionError("no part is cached")
 
-    def eat(self, account: PartCounts, missing_bytes: int) -> int:
+    def evict(self, account: PartCounts, missing_bytes: int) -> int:
         """Evict its parts until these have `missing_bytes` or it has none left; in that case unlist it.
 
         Return the bytes of the evicted parts, which `PartCounts.note_gone` counts as empty.
         """
         raise AssertionError("parts are missing, and none is cached")
 
-    def list_after(self, older: Listed) -> None:
+    def list_after(self, older: LruEntry) -> None:
         """List it right after `older`, with the same age."""
         newer = older.newer
         assert newer is not None
@@ -96,14 +96,14 @@ class Listed:
         self.older = self.newer = None
 
 
-class Spot(Listed):
+class EvictionSlot(LruEntry):
     """The place of an entry that is not listed for the time being. There is nothing to evict, and it stays."""
 
     def next_bytes(self, account: PartCounts) -> int:
         """Return 0."""
         return 0
 
-    def eat(self, account: PartCounts, missing_bytes: int) -> int:
+    def evict(self, account: PartCounts, missing_bytes: int) -> int:
         """Do nothing."""
         return 0
 
@@ -231,7 +231,7 @@ class PartCounts:
         raise NotImplementedError
 
 
-class PartRun(Listed):
+class PartRun(LruEntry):
     """The parts of pages [start, end) in one group; a snapshot of states belongs to the last page before it.
 
     `span`: where it can be found; None for pages that only the sequence itself will find, once it has released
@@ -240,7 +240,7 @@ class PartRun(Listed):
     blocks, part by part in the order of pages; empty where blocks are only counted. `keeps`: how many of its holders
     are kept for later. `list_index`: the index of its list in its span: its group for the device, or a later one for a
     tier below. `is_wanted`: it must be stored below before it is evicted. `is_passed`: the window of the last
-    sequence that released it has passed it, and that sequence went on. `spot`: its place in the list, while only stores
+    sequence that released it has passed it, and that sequence went on. `slot`: its place in the list, while only stores
     hold it. `listed_by`: the eviction order that lists it, unless the account's list does; `place`: that order's state
     of it (Run). `writer`: in a tier that engines share, the engine that stored it; `written`: that engine's content of
     its pages, since its span may be of another engine's.
@@ -258,8 +258,8 @@ class PartRun(Listed):
         "list_index",
         "listed_by",
         "place",
+        "slot",
         "span",
-        "spot",
         "start",
         "stream",
         "writer",
@@ -278,7 +278,7 @@ class PartRun(Listed):
         ids: PageIds | None = None,
         list_index: int = -1,
     ) -> None:
-        self.older = self.newer = None  # as of Listed: this runs for every chunk
+        self.older = self.newer = None  # as of LruEntry: this runs for every chunk
         self.stamp = 0
         self.group = group
         self.list_index = group if list_index < 0 else list_index
@@ -294,7 +294,7 @@ class PartRun(Listed):
         self.keeps = 0
         self.listed_by: EvictionOrder | None = None
         self.place: Any = None
-        self.spot: Spot | None = None
+        self.slot: EvictionSlot | None = None
         self.writer = -1
         self.written: Content | None = None
 
@@ -348,19 +348,19 @@ class PartRun(Listed):
         elif self.newer is not None:
             super().unlist()
 
-    def take_spot(self) -> None:
+    def take_slot(self) -> None:
         """List it in its place."""
-        spot = self.spot
-        assert spot is not None
-        self.list_after(spot)
-        self.leave_spot()
+        slot = self.slot
+        assert slot is not None
+        self.list_after(slot)
+        self.leave_slot()
 
-    def leave_spot(self) -> None:
+    def leave_slot(self) -> None:
         """Give its place up."""
-        spot = self.spot
-        assert spot is not None
-        spot.unlist()
-        self.spot = None
+        slot = self.slot
+        assert slot is not None
+        slot.unlist()
+        self.slot = None
 
     def leave_order(self) -> None:
         """Record that no eviction order lists it any more, nor links it."""
@@ -376,7 +376,7 @@ class PartRun(Listed):
     @property
     def is_private(self) -> bool:
         """Whether it can be found, one sequence holds it, and it has neither ids nor a place."""
-        return len(self.holders) == 1 and self.span is not None and not (self.ids or self.keeps or self.spot)
+        return len(self.holders) == 1 and self.span is not None and not (self.ids or self.keeps or self.slot)
 
     @property
     def is_found(self) -> bool:
@@ -392,7 +392,7 @@ class PartRun(Listed):
         """Return the bytes of all its parts."""
         return (self.end - self.start) * account.part_bytes[self.group]
 
-    def eat(self, account: PartCounts, missing_bytes: int) -> int:
+    def evict(self, account: PartCounts, missing_bytes: int) -> int:
         """Evict its parts, the last first, until these have `missing_bytes` or nothing is left of it."""
         index = self.group
         part_bytes = account.part_bytes[index]
@@ -504,9 +504,9 @@ class PartRun(Listed):
             head.list_after(self)
         elif self.stream is not None:
             self.stream.insert(head, before=self)
-        elif self.spot is not None:
-            head.spot = Spot()
-            head.spot.list_after(self.spot)
+        elif self.slot is not None:
+            head.slot = EvictionSlot()
+            head.slot.list_after(self.slot)
         return head
 
     def give_head(self, page: int, holding: RunHolding) -> PartRun:
@@ -787,13 +787,13 @@ ENDED: Final = RunHolding(NOTHING, NOWHERE, 0, 1, 0)
 """In place of the holding of a stream that has ended: the holding need not live as long as the pages are listed."""
 
 
-class Turns(Listed):
+class Turns(LruEntry):
     """Streams in the order in which each released one page; the turns before `at` are evicted."""
 
     __slots__ = ("at", "streams")
 
     def __init__(self) -> None:
-        self.older = self.newer = None  # as of Listed
+        self.older = self.newer = None  # as of LruEntry
         self.stamp = 0
         self.streams: list[Stream] = []
         self.at = 0
@@ -808,7 +808,7 @@ class Turns(Listed):
             stream.low += 1
         return 0
 
-    def eat(self, account: PartCounts, missing_bytes: int) -> int:
+    def evict(self, account: PartCounts, missing_bytes: int) -> int:
         """Evict the pages of its first turns until these have `missing_bytes` or all turns are evicted."""
         streams, at, gone_bytes = self.streams, self.at, 0
         end = len(streams)
@@ -871,7 +871,7 @@ class Turns(Listed):
         streams = self.streams
         if at == len(streams):
             self.unlist()
-        elif at > MOST_EATEN:
+        elif at > MOST_EVICTED:
             del streams[:at]
             at = 0
         self.at = at

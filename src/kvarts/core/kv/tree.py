@@ -7,7 +7,7 @@ page-by-page list:
 * runs that nothing references are listed by an `EvictionOrder`, which receives them deepest first; eviction takes
   the run that the order names and removes pages from its tail;
 * a hit inside a run splits it: the head leaves the order with the hit, the tail keeps its place;
-* a request that computes pages that are already resident keeps its own copy (a *twin*). The oldest copy is the one
+* a request that computes pages that are already resident keeps its own copy (a *duplicate*). The oldest copy is the one
   that is found; when it is evicted, the next takes its place.
 
 The tree knows neither requests nor tokens, only paths: the list of nodes that a holder pinned, root side first.
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvarts.core.content import NOTHING, Content
 from kvarts.core.event_log import Tell
-from kvarts.core.events import CopiesRemoved, PagesRemoved, PagesStored
+from kvarts.core.events import CopiesRemoved, CopiesStored, PagesRemoved, PagesStored
 from kvarts.core.kv.cache import Match
 from kvarts.core.kv.eviction import EvictionOrder, HeldPages, Node, Path, TreeWatcher, walk
 from kvarts.core.kv.pool import PageId
@@ -146,10 +146,10 @@ class PrefixTree:
     def hold_pages(self, pages: HeldPages) -> None:
         """Protect `pages`, in all their copies, from eviction until `unhold`; each keeps its place."""
         for node in pages.nodes():
-            if node.twins is None and node.refs:
+            if node.duplicates is None and node.refs:
                 node.holds += 1
                 continue
-            for copy in node.twins or (node,):
+            for copy in node.duplicates or (node,):
                 if not (copy.refs or copy.holds):
                     self.num_cached -= copy.end - copy.start
                     copy.holds = 1
@@ -180,7 +180,7 @@ class PrefixTree:
         """End a `hold_pages`; return the orphans that nothing holds any more, whose pages must be freed."""
         orphans = []
         for node in pages.nodes():
-            for copy in node.twins or (node,):
+            for copy in node.duplicates or (node,):
                 assert copy.holds > 0, f"{copy} was let go more often than it was held"
                 copy.holds -= 1
                 if not (copy.refs or copy.holds):
@@ -207,7 +207,7 @@ class PrefixTree:
             if (
                 last.refs == 1
                 and last.place is None
-                and not (last.children or last.twins or last.holds)
+                and not (last.children or last.duplicates or last.holds)
                 and (watcher is None or watcher.may_grow(last))
             ):
                 # The holder is alone with a leaf about which the order has no state: the run grows.
@@ -244,6 +244,8 @@ class PrefixTree:
                     self.on_copied()
                     first_copy = last.children[key]
                 node = self._add_twin(first_copy, content, end, last)
+                if self.tell is not None:
+                    self.tell(CopiesStored(content, start, node.end, last.content if start else None))
             if page_ids is not None:
                 node.page_ids = page_ids[start : node.end]
             path.append(node)
@@ -336,15 +338,15 @@ class PrefixTree:
         order = self.order
         while count:
             node: Node = order.next_run()
-            while node.children and node.twins is None and not node.holds:
+            while node.children and node.duplicates is None and not node.holds:
                 # Runs after it are evicted first; an order that ensures that itself names such a run only if they are
                 # held.
                 node = next(reversed(node.children.values()))
             if node.holds:
                 node = self._next_without_followers()
             size = node.end - node.start
-            if size > count and node.twins is not None:
-                self._split(node, node.end - count)  # twins stay aligned; `node` is the tail
+            if size > count and node.duplicates is not None:
+                self._split(node, node.end - count)  # duplicates stay aligned; `node` is the tail
                 size = count
             if size > count:
                 node.end -= count
@@ -379,7 +381,7 @@ class PrefixTree:
         """
         node: Node
         for node in self.order:
-            if not node.holds and (node.twins is not None or not node.children):
+            if not node.holds and (node.duplicates is not None or not node.children):
                 return node
         first: Node = self.order.next_run()
         while True:
@@ -393,7 +395,7 @@ class PrefixTree:
     def _orphan(self, node: Node) -> None:
         """Remove a leaf and its copies, held only by transfers, from the tree: the run before it is evicted."""
         assert not node.refs, f"{node} is in use, and what is before it is not"
-        copies = node.twins or [node]
+        copies = node.duplicates or [node]
         for copy in copies:
             self.order.removed(copy)
             copy.is_orphan = True
@@ -413,9 +415,9 @@ class PrefixTree:
             self.on_removed(node, start, end)
 
     def _split(self, node: Node, at: int) -> Node:
-        """Split the run, and every twin with it, before page `at`; return the head. `node` becomes the tail."""
+        """Split the run, and every duplicate with it, before page `at`; return the head. `node` becomes the tail."""
         assert node.start < at < node.end
-        tails = node.twins or [node]
+        tails = node.duplicates or [node]
         first = tails[0]
         parent = first.parent
         assert parent is not None and parent.children is not None
@@ -436,7 +438,7 @@ class PrefixTree:
         parent.children[heads[0].key] = heads[0]
         if len(heads) > 1:
             for head in heads:
-                head.twins = heads
+                head.duplicates = heads
         for head, tail in zip(heads, tails, strict=True):
             if tail.refs == 0:
                 self.order.split(head, tail)  # deeper pages are evicted first
@@ -452,22 +454,22 @@ class PrefixTree:
             first_copy = self._split(first_copy, common)
         if first_copy.children is None:
             first_copy.children = {}
-        if first_copy.twins is None:
-            first_copy.twins = [first_copy]
-        twin = Node(content, first_copy.key, start, common, 1, parent)
-        twin.holds, twin.notes = first_copy.holds, first_copy.notes
-        twin.children = first_copy.children
-        twin.twins = first_copy.twins
-        twin.twins.append(twin)
-        return twin
+        if first_copy.duplicates is None:
+            first_copy.duplicates = [first_copy]
+        duplicate = Node(content, first_copy.key, start, common, 1, parent)
+        duplicate.holds, duplicate.notes = first_copy.holds, first_copy.notes
+        duplicate.children = first_copy.children
+        duplicate.duplicates = first_copy.duplicates
+        duplicate.duplicates.append(duplicate)
+        return duplicate
 
     def _remove(self, node: Node) -> None:
         """Remove a whole unreferenced run from the order and from the tree."""
         self.order.removed(node)
-        twins = node.twins
+        duplicates = node.duplicates
         parent = node.parent
         assert parent is not None and parent.children is not None
-        if twins is None:
+        if duplicates is None:
             assert not node.children, f"{node} would be evicted under its children"
             del parent.children[node.key]
             if self._watcher is not None:
@@ -475,26 +477,26 @@ class PrefixTree:
             if self.tell is not None or self.on_removed is not None:
                 self._tell_removed(node, node.start, node.end)
             return
-        copy = twins.index(node)
+        copy = duplicates.index(node)
         if self.tell is not None:
             self.tell(CopiesRemoved(node.content, node.start, node.end, copy))
-        del twins[copy]
+        del duplicates[copy]
         if copy == 0:
             self.found_from = 0
-            parent.children[node.key] = twins[0]
+            parent.children[node.key] = duplicates[0]
             if self._watcher is not None:
                 self._watcher.first_copy_gone(node)
-        if len(twins) == 1:
-            twins[0].twins = None
+        if len(duplicates) == 1:
+            duplicates[0].duplicates = None
 
     # Looking ----------------------------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[Node]:
-        """Iterate over all resident runs, twins included, parents before children."""
+        """Iterate over all resident runs, duplicates included, parents before children."""
         if self.on_read is not None:
             self.on_read()
         stack = list(self._roots.values())
         while stack:
             for child in (stack.pop().children or {}).values():
-                yield from child.twins or [child]
+                yield from child.duplicates or [child]
                 stack.append(child)

@@ -119,7 +119,7 @@ REFUSED = (
         ("states_by_page", "uncached"), "such an engine keeps no states for prefixes", "Leave {mamba_cache_mode} out."
     ),
     Refusal(("fused", "windows"), "it reads no sinks", "Take sdpa, or numba on a CPU."),
-    Refusal(("sessions", "mocker"), "Dynamo's mocker knows no sessions", "Take another profile."),
+    Refusal(("sessions", "mocker"), "Dynamo's mocker keeps no KV for sessions", "Take another profile."),
     Refusal(("sessions", "several"), "sessions are of one model"),
     Refusal(("record", "sessions"), "it is replayed request by request"),
     Refusal(("pipeline", "ranks"), "it is not modelled"),

@@ -218,7 +218,11 @@ class DecodeWheel:
     @property
     def known_tokens(self) -> int:
         """The known tokens of all decoding requests in the next step; for bounded ones, the tokens that they see."""
-        return self._base_sum + self._num_growing * (self.step + 1)
+        return self.known_tokens_after(0)
+
+    def known_tokens_after(self, num_steps: int) -> int:
+        """Return the same for `num_steps` steps later, at most as many as are identical."""
+        return self._base_sum + self._num_growing * (self.step + num_steps + 1)
 
     def num_computed(self, request: Request) -> int:
         """Return how many tokens of `request`, which is on the wheel, are computed before the next step."""

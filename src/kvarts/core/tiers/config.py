@@ -198,7 +198,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host_memory: Annotated[
         Size | None,
         setting(
-            "Host memory below the device of each replica: 64GiB. A page takes --kv-bytes-per-token times its tokens.",
+            "Host memory below the device of each replica: 64GiB. A page takes kv_bytes_per_token times its tokens.",
             flag="--host-memory",
             metavar="SIZE",
             replaces=("host_pages",),

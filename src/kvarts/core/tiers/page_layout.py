@@ -32,7 +32,7 @@ __all__ = ["Marks", "PageLayout"]
 def _is_last(path: Path, start: int, end: int) -> bool:
     """Return whether pages [start, end) are within the last run of `path`, without another copy."""
     last = path[-1]
-    return last.start <= start and end <= last.end and last.twins is None
+    return last.start <= start and end <= last.end and last.duplicates is None
 
 
 class Marks:

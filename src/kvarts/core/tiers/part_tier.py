@@ -2,10 +2,11 @@
 
 Runs are found by the spans of pages that device and tiers share. In each group, a page has at most one part here,
 stored or coming. Stored runs form one list, the least recently used first, and are evicted in that order, each from its
-tail. A pinned run is not evicted, and an entry stands for it in its place (`Spot`): only stores and loads count as
-uses. Runs that were used together are evicted in the order of their value to other sequences: first windows, chunks and
-snapshots, which serve one end only; then groups that keep all tokens, the deepest page first. Storing or loading a part
-makes all earlier parts in those groups more recent than itself, so the rest of a sequence is always a prefix of it.
+tail. A pinned run is not evicted, and an entry stands for it in its place (`EvictionSlot`): only stores and loads count
+as uses. Runs that were used together are evicted in the order of their value to other sequences: first windows, chunks
+and snapshots, which serve one end only; then groups that keep all tokens, the deepest page first. Storing or loading a
+part makes all earlier parts in those groups more recent than itself, so the rest of a sequence is always a prefix of
+it.
 
     used together:  full     [0 ........ 96)      listed, the least recent first:
                     window         [80 .. 96)     window [80, 96), full [0, 96)
@@ -21,7 +22,7 @@ from kvarts.core.event_log import Tell
 from kvarts.core.kv.account import MOST_UNCHECKED, RunAccount, RunEvents, Unchecked
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.pool import NO_IDS, IdPool, PageId, PageIds, are_all_once
-from kvarts.core.kv.runs import PartRun, RunHolding, RunMatch, Span, Spot, first_list, holding_of_transfer
+from kvarts.core.kv.runs import EvictionSlot, PartRun, RunHolding, RunMatch, Span, first_list, holding_of_transfer
 from kvarts.core.kv.span_tree import SpanTree, find
 from kvarts.core.kv.transfer import Coming
 
@@ -186,8 +187,8 @@ class PartTier(RunAccount):
         """Release a pinned run, which must be unlisted from its span, when its last pin ends."""
         run.is_kept = False
         run.span = None
-        if run.spot is not None:
-            run.leave_spot()
+        if run.slot is not None:
+            run.leave_slot()
         if not (span.num_users or span.children):
             span.prune()
 
@@ -345,10 +346,10 @@ class PartTier(RunAccount):
                     continue
                 used = run.cut(max(start, run.start), min(end, run.end))
                 if used.holders:
-                    spot = used.spot
-                    assert spot is not None, "a pinned part has no place"
-                    spot.unlist()
-                    self.append(spot)
+                    slot = used.slot
+                    assert slot is not None, "a pinned part has no place"
+                    slot.unlist()
+                    self.append(slot)
                     before = None
                     continue
                 used.unlist()
@@ -362,7 +363,7 @@ class PartTier(RunAccount):
     def listed(self) -> Iterator[PartRun]:
         """Return the runs that can be found and are not pinned, the least recently used first."""
         for entry in self.entries():
-            if not isinstance(entry, Spot):
+            if not isinstance(entry, EvictionSlot):
                 assert isinstance(entry, PartRun)
                 yield entry
 

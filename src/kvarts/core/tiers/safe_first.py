@@ -283,7 +283,7 @@ class SafeFirst:
         """Move runs that became unsafe, and check whether a lower tier has the new pages."""
         if self._toggled:
             self.regroup()
-        if node.twins is not None or self.on_grown is None:
+        if node.duplicates is not None or self.on_grown is None:
             return
         notes = node.notes
         if start > node.start:
@@ -313,8 +313,8 @@ class SafeFirst:
 
     def first_copy_gone(self, node: Node) -> None:
         """Record which copy is now the first."""
-        assert node.twins
-        node.notes.first = node.twins[0]
+        assert node.duplicates
+        node.notes.first = node.duplicates[0]
 
     def died(self, node: Node) -> None:
         """Set `trails` of the run before `node`, and move that run if it has become safe."""
@@ -351,7 +351,7 @@ class SafeFirst:
             parent = node.parent
             if parent is None:
                 return
-            self._toggled += [copy for copy in node.twins or (node,) if copy.refs == 0]
+            self._toggled += [copy for copy in node.duplicates or (node,) if copy.refs == 0]
             before = parent.notes
             was_unsafe = _is_unsafe(before)
             before.num_unsafe += 1 if _is_unsafe(notes) else -1

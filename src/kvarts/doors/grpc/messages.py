@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
-from kvarts.base.errors import ConfigError
+from kvarts.base.errors import ConfigError, OutputError
 from kvarts.core.sampling import SamplingParams
 from kvarts.doors.proto import ERROR_KEY
 from kvarts.doors.proto.kakeya.v1 import runtime_pb2 as contract
@@ -70,6 +70,7 @@ STATUSES: dict[type[BaseException], grpc.StatusCode] = {
     SessionsExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     SessionBusyError: grpc.StatusCode.ABORTED,
     DecodeError: grpc.StatusCode.INVALID_ARGUMENT,
+    OutputError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     asyncio.CancelledError: grpc.StatusCode.CANCELLED,
 }
 """The status of each error and its subclasses. All others are INTERNAL."""
@@ -252,7 +253,10 @@ async def refuse(context: Any, error: BaseException) -> NoReturn:
     """End a call with the status of `error`. Log an error that is not in the table, since it is a bug."""
     status = next((STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES), None)
     text = str(error)
-    if status is grpc.StatusCode.CANCELLED:
+    if isinstance(error, OutputError):
+        LOG.error("%s", error)
+        text = error.what  # without the path, which is the operator's
+    elif status is grpc.StatusCode.CANCELLED:
         text = "was cancelled"
     elif status is None:
         LOG.error("an unexpected error", exc_info=error)

@@ -14,7 +14,7 @@ import msgspec
 
 from kvarts.base.errors import ConfigError
 from kvarts.core.content import Content
-from kvarts.core.keys import VLLM_DEFAULT_SEED, BlockKey, KeyAlgorithm
+from kvarts.core.keys import VLLM_DEFAULT_SEED, BlockKey, KeyAlgorithm, salt_parts
 from kvarts.doors.exposure import check_endpoint, check_reach
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "BlocksRemoved",
     "BlocksStored",
     "EventGroup",
+    "Extent",
     "Form",
     "KvEventsConfig",
     "Told",
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 Form = Literal["map", "array"]
+Extent = Literal["blocks", "copies", "reports"]
 
 
 class EventGroup(msgspec.Struct, frozen=True):
@@ -51,7 +53,9 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     TCP port is that of rank 0 plus `rank`. `hash_bytes`: send whole hashes of 32 bytes instead of their last eight as a
     number. `seed` is vLLM's PYTHONHASHSEED, if that is set there. `state_on_subscribe`: a new subscriber makes the
     publisher send the full state again, to all. `state_on_replay`: the answer to a replay from before the first batch
-    in the buffer begins with the full state. `groups`: the KV groups, for an engine that counts them.
+    in the buffer begins with the full state. `groups`: the KV groups, for an engine that counts them. `extent`: events
+    for `blocks`, when the first copy comes and the last one goes; for all `copies`, as of vLLM; or also the `reports`
+    of vLLM's `kv_cache_report_mode` `full`, for all requests.
 
     Events hold the token ids of all prompts, and ZMQ neither encrypts nor authenticates: an endpoint that other
     machines reach requires `insecure`, the number of times --insecure was given, see kvarts.doors.exposure.
@@ -71,11 +75,14 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     state_on_subscribe: bool = False
     state_on_replay: bool = False
     groups: tuple[EventGroup, ...] = ()
+    extent: Extent = "blocks"
     insecure: int = 0
 
     def __post_init__(self) -> None:
         if self.form not in ("map", "array"):
             raise ConfigError(f"must be 'map' or 'array', got {self.form!r}", field="form")
+        if self.extent not in ("blocks", "copies", "reports"):
+            raise ConfigError(f"must be 'blocks', 'copies' or 'reports', got {self.extent!r}", field="extent")
         for field, least in (("rank", 0), ("buffer_steps", 1), ("high_water_mark", 0)):
             if getattr(self, field) < least:
                 raise ConfigError(f"must be at least {least}, got {getattr(self, field)}", field=field)
@@ -287,7 +294,7 @@ class Wire:
                 "block_size": told.content.page_size,
                 "lora_id": None,
                 "medium": told.medium,
-                "lora_name": None,
+                "lora_name": _lora_name(told),
                 "extra_keys": _extra_keys(told),
                 "group_idx": told.group or 0,
                 **self._kept_by(told),
@@ -304,7 +311,8 @@ class Wire:
     def _as_array(self, told: Told) -> list[Any]:
         if isinstance(told, BlocksStored):
             hashes, parent = self._hashes(told.keys), self._parent(told)
-            stored = ["BlockStored", hashes, parent, _token_ids(told), told.content.page_size, None, told.medium, None]
+            stored = ["BlockStored", hashes, parent, _token_ids(told), told.content.page_size, None, told.medium]
+            stored.append(_lora_name(told))
             return (
                 stored
                 if told.group is None
@@ -336,7 +344,14 @@ def _token_ids(told: BlocksStored) -> list[int]:
     return told.content.tokens(start, start + len(told.keys) * size).tolist()
 
 
+def _lora_name(told: BlocksStored) -> str | None:
+    adapter, _ = salt_parts(told.content.salt)
+    return None if adapter is None else adapter.name
+
+
 def _extra_keys(told: BlocksStored) -> list[tuple[str, ...] | None]:
-    content = told.content
-    first = (content.salt,) if content.salt is not None and not told.start_page else None
-    return [first, *[None] * (len(told.keys) - 1)]
+    """Return the extra keys of each block. In events, vLLM leaves out what they are, and the paths of adapters."""
+    adapter, salt = salt_parts(told.content.salt)
+    every = () if adapter is None else (adapter.name,)
+    first = (*every, salt) if salt and not told.start_page else every
+    return [first or None, *[every or None] * (len(told.keys) - 1)]

@@ -16,16 +16,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil
 from threading import Event as Flag
 from threading import Thread
+from types import MappingProxyType
 from typing import Any
 
 import zmq
 
 from kvarts.base.errors import ConfigError
-from kvarts.doors.kv_events.batches import Batch, BatchQueue, BlocksCleared, KvEventsConfig, Told, Wire, at_rank
+from kvarts.doors.kv_events.batches import (
+    Batch,
+    BatchQueue,
+    BlocksCleared,
+    Extent,
+    KvEventsConfig,
+    Told,
+    Wire,
+    at_rank,
+)
+from kvarts.doors.kv_events.copies import CopiesReader, ReportsReader
 from kvarts.doors.kv_events.reader import KvEventReader
 
 __all__ = [
@@ -561,13 +572,19 @@ class KvEvents:
         self.publisher.close()
 
 
+READERS: Mapping[Extent, type[KvEventReader]] = MappingProxyType(
+    {"blocks": KvEventReader, "copies": CopiesReader, "reports": ReportsReader}
+)
+
+
 def open_kv_events(config: KvEventsConfig, *, now_s: Callable[[], float] | None = None) -> KvEvents:
     """Open the sockets of `config`. `now_s`: clock for batches, time.time for a server; by default, the engine's.
 
     Raise ConfigError for an endpoint that cannot be bound.
     """
     queue = BatchQueue()
-    reader = KvEventReader(queue, algorithm=config.algorithm, seed=config.seed, now_s=now_s, clears=config.rank == 0)
+    of_extent = READERS[config.extent]
+    reader = of_extent(queue, algorithm=config.algorithm, seed=config.seed, now_s=now_s, clears=config.rank == 0)
     try:
         return KvEvents(config, reader, ZmqPublisher(config, queue, reader))
     except BaseException:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from kvarts.core.content import Content
-from kvarts.core.events import Event, PagesRemoved, PagesStored, StepEnded, StepStarted, TransferEnded
+from kvarts.core.events import CopiesRemoved, Event, PagesRemoved, PagesStored, StepEnded, StepStarted, TransferEnded
 from kvarts.core.keys import VLLM_DEFAULT_SEED, BlockKey, KeyAlgorithm, KeyMaker, root_key
 from kvarts.doors.kv_events.batches import Batch, BlocksCleared, BlocksRemoved, BlocksStored, Told
 
@@ -19,6 +19,8 @@ Part = tuple[str, int | None]
 
 Place = tuple[Content, int, BlockKey | None]
 """A content and page named by a block, and the block before it."""
+Blocks = Mapping[Part, Mapping[BlockKey, Place]]
+"""Blocks by medium and group."""
 NS_PER_S = 1e9
 
 MEDIA = MappingProxyType({"device": "GPU", "host": "CPU", "disk": "STORAGE", "store": "STORAGE"})
@@ -74,6 +76,10 @@ class ResidentBlocks:
         """Record that blocks left a medium, or a group in it; return those that were present."""
         blocks = self._parts.get(part, {})
         return [key for key in keys if blocks.pop(key, None) is not None]
+
+    def parts_of(self, medium: str) -> dict[Part, dict[BlockKey, Place]]:
+        """Return the blocks in a medium, by group."""
+        return {part: blocks for part, blocks in self._parts.items() if part[0] == medium}
 
     def copy(self) -> dict[Part, dict[BlockKey, Place]]:
         """Return all blocks, by medium and group, as they are now."""
@@ -147,21 +153,24 @@ class KvEventReader:
         """Emit the block changes in `events`, if any, as one batch."""
         with self._lock:
             for event in events:
-                if isinstance(event, PagesStored):
-                    self._store(event)
-                elif isinstance(event, PagesRemoved):
-                    self._remove(event)
-                elif isinstance(event, StepStarted):
-                    self._time_s = event.start_ns / NS_PER_S
-                elif isinstance(event, StepEnded):
-                    self._time_s = event.end_ns / NS_PER_S
-                elif isinstance(event, TransferEnded):
-                    self._time_s = event.time_ns / NS_PER_S
+                self._note(event)
             self._tell_removed()
             if self._told:
                 told, self._told = self._told, []
                 self._batch(told)
         self._sink.pace()  # outside the lock: the sender may be calling `snapshot`
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, PagesStored):
+            self._store(event)
+        elif isinstance(event, PagesRemoved):
+            self._remove(event)
+        elif isinstance(event, StepStarted):
+            self._time_s = event.start_ns / NS_PER_S
+        elif isinstance(event, StepEnded):
+            self._time_s = event.end_ns / NS_PER_S
+        elif isinstance(event, TransferEnded):
+            self._time_s = event.time_ns / NS_PER_S
 
     def snapshot(self) -> Batch:
         """Return events that describe the full state after the last batch, under its number; -1 before the first.
@@ -169,18 +178,22 @@ class KvEventReader:
         Any thread may call it.
         """
         with self._lock:
-            seq, time_s, parts = self.num_batches - 1, self.time_s, self._resident.copy()
-        return Batch(seq, time_s, _everything(parts))
+            seq, time_s, layers = self.num_batches - 1, self.time_s, self._layers()
+        return Batch(seq, time_s, _everything(layers))
 
     def announce(self) -> None:
         """Emit the full state as a new batch, as if all blocks had just been stored."""
         with self._lock:
-            self._batch(_everything(self._resident.copy()))
+            self._batch(_everything(self._layers()))
 
     @property
     def time_s(self) -> float:
         """Time of a batch that is emitted now."""
         return self._time_s if self._now_s is None else self._now_s()
+
+    def _layers(self) -> list[Blocks]:
+        """Return the blocks that can be found."""
+        return [self._resident.copy()]
 
     def _batch(self, told: Sequence[Told]) -> None:
         batch = Batch(self.num_batches, self.time_s, told)
@@ -194,11 +207,17 @@ class KvEventReader:
             self.num_unnamed_pages += event.end_page - max(end, start)
         if end <= start:
             return
-        keys = self._names.of(content, start, end, event.parent)
-        parent = self._parent(content, start, event.parent)
-        self._tell_removed()
-        run = BlocksStored(content, start, keys, parent, _medium_of(event), event.group)
+        run = self._run(content, start, end, event.parent, (_medium_of(event), event.group))
         self._resident.add(run)
+        self._tell(run)
+
+    def _run(self, content: Content, start: int, end: int, before: Content | None, part: Part) -> BlocksStored:
+        """Return pages [start, end) of `content` as blocks of `part`. `before`: a content with the page before them."""
+        keys = self._names.of(content, start, end, before)
+        return BlocksStored(content, start, keys, self._parent(content, start, before), *part)
+
+    def _tell(self, run: BlocksStored) -> None:
+        self._tell_removed()
         self._told.append(run)
 
     def _parent(self, content: Content, start: int, before: Content | None) -> BlockKey | None:
@@ -206,16 +225,21 @@ class KvEventReader:
 
     def _remove(self, event: PagesRemoved) -> None:
         part = _medium_of(event), event.group
+        keys = self._keys_of_removed(event, part)
+        self._removed += self._resident.remove(part, keys)
+
+    def _keys_of_removed(self, event: PagesRemoved | CopiesRemoved, part: Part) -> list[BlockKey]:
+        """Return the names of removed pages, the last page first. Removals of another part are emitted before."""
         content = event.content
         end = min(event.end_page, content.num_known_pages)
         if end <= event.start_page:
-            return
+            return []
         keys = self._names.of(content, event.start_page, end)
-        keys.reverse()  # the last page is removed first
+        keys.reverse()
         if part != self._removed_from:
             self._tell_removed()
             self._removed_from = part
-        self._removed += self._resident.remove(part, keys)
+        return keys
 
     def _tell_removed(self) -> None:
         if not self._removed:
@@ -231,9 +255,10 @@ def _medium_of(event: PagesStored | PagesRemoved) -> str:
     return MEDIA.get(event.medium) or event.medium.upper()
 
 
-def _everything(parts: Mapping[Part, Mapping[BlockKey, Place]]) -> list[Told]:
-    """Return events that clear everything, and then store the blocks of each medium."""
+def _everything(layers: Sequence[Blocks]) -> list[Told]:
+    """Return events that clear everything, and then store the blocks of each medium, layer by layer."""
     told: list[Told] = [BlocksCleared()]
-    for part, blocks in parts.items():
-        told += runs_of(blocks, part)
+    for parts in layers:
+        for part, blocks in parts.items():
+            told += runs_of(blocks, part)
     return told

@@ -184,11 +184,11 @@ class Guard:
         host = (request.header("host") or "").lower()
         if self._hosts is not None and host and host != self._own_host:
             if not self._is_own(host):
-                raise ApiError(403, f"{host!r} is not a name of this server: --allow-host makes it one")
+                raise ApiError(403, f"{host!r} is not a name of this server: --set allow_host=NAME makes it one")
             self._own_host = host
         origin = request.header("origin")
         if origin is not None and origin not in self._origins and urlsplit(origin).netloc.lower() != host:
-            raise ApiError(403, f"pages of {origin!r} may ask for nothing here: --allow-origin lets them")
+            raise ApiError(403, f"pages of {origin!r} may ask for nothing here: --set allow_origin=ORIGIN lets them")
 
     def _is_own(self, host: str) -> bool:
         """Return whether `host` is a name that no foreign page can have resolved to this server."""

@@ -345,7 +345,7 @@ class Answers:
         except ConfigError as error:
             raise ApiError(400, f"is not an answer: {error}", param=param) from error
         if (answer.fail or answer.latency_s) and not self._allows_failures:
-            raise ApiError(403, "failures on purpose are off: start a mock with --allow-failures", param=param)
+            raise ApiError(403, "failures on purpose are off: start a mock with --set allow_failures=true", param=param)
         return answer
 
     @property

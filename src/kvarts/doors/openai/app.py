@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvarts.base.errors import ConfigError
+from kvarts.base.errors import ConfigError, OutputError
 from kvarts.base.limits import brief
 from kvarts.doors.openai.access import Access, Guard, Route
 from kvarts.doors.openai.bodies import model_in, parsed
 from kvarts.doors.openai.budget import Workbench
-from kvarts.doors.openai.errors import ApiError, api_error
+from kvarts.doors.openai.errors import ApiError, api_error, is_bug
 from kvarts.doors.openai.failures import NO_FAILURE, Cut, Failure, FailureScript, parse_failure
 from kvarts.doors.openai.generation import Exchange, Generating
 from kvarts.doors.openai.http import (
@@ -45,7 +45,7 @@ ABORT = "kvarts.abort"
 
 BODIES_AT_ONCE = 4
 """Number of maximum-size bodies whose bytes may be read at once, in total."""
-FAILURES_OFF = "failures on purpose are off: start a mock with --allow-failures"
+FAILURES_OFF = "failures on purpose are off: start a mock with --set allow_failures=true"
 LOG = logging.getLogger("kvarts.doors.openai")
 MESSAGES = "/v1/messages"
 MAX_ID_CHARS = 256
@@ -249,7 +249,9 @@ class OpenAIApp:
 
     def _told(self, error: Exception) -> ApiError:
         """Return the error that the client receives."""
-        if api_error(error).status == 500 and self._models.first.host.loop.is_alive:
+        if isinstance(error, OutputError):
+            LOG.error("%s", error)
+        if is_bug(error) and self._models.first.host.loop.is_alive:
             LOG.exception("an unexpected error")
             return ApiError(500, f"{type(error).__name__}: {error}")
         return api_error(error)

@@ -16,6 +16,7 @@ from kvarts.base.decoders import convert, decoder_of
 from kvarts.base.errors import ConfigError, parts_of
 from kvarts.base.limits import brief
 from kvarts.core.hints import Hints
+from kvarts.core.keys import APART
 from kvarts.core.sampling import SamplingParams, StructuredOutputs
 from kvarts.doors.openai.budget import Budget
 from kvarts.doors.openai.errors import ApiError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from kvarts.doors.openai.media import Media
 
 __all__ = [
-    "APART",
     "MAX_NAME_CHARS",
     "BodyT",
     "ChatBody",
@@ -46,8 +46,6 @@ MAX_STOP_TOKENS = 1024
 MAX_NAME_CHARS = 256
 MAX_SALT_CHARS = 1024
 MAX_PRIORITY = 2**31 - 1
-APART = "\x00"
-"""Separates joined names and salts; neither can contain it, so the parts can be recovered."""
 
 NOT_DONE = (
     "logit_bias",

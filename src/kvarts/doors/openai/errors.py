@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from kvarts.base.errors import KvartsError, with_type
+from kvarts.base.errors import KvartsError, OutputError, with_type
 from kvarts.run.llm_engine import EngineDeadError, RequestFailedError
 
-__all__ = ["ApiError", "api_error", "too_long"]
+__all__ = ["ApiError", "api_error", "is_bug", "too_long"]
 
 TYPES = {
     400: "BadRequestError",
@@ -106,7 +106,16 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(500, error.what)
     if isinstance(error, RequestFailedError) and error.asked is None:
         return ApiError(503 if error.is_outage else 500, str(error))
+    if isinstance(error, OutputError):
+        return ApiError(503, error.what)  # without the path, which is the operator's
     if isinstance(error, KvartsError):
         field = (error.asked if isinstance(error, RequestFailedError) else error.field) or ""
         return ApiError(400, str(error).removeprefix("sampling."), param=field.removeprefix("sampling.") or None)
     return ApiError(500, f"the engine has stopped after an error: {with_type(error)}")
+
+
+def is_bug(error: BaseException) -> bool:
+    """Return whether `error` is neither an answer on purpose nor one that a user, a disk or a dead engine causes."""
+    if isinstance(error, RequestFailedError):
+        return error.asked is None and not error.is_outage
+    return not isinstance(error, ApiError | KvartsError)

@@ -16,11 +16,11 @@ import msgspec
 from kvarts.base.errors import KvartsError
 from kvarts.base.limits import brief
 from kvarts.base.tenants import PARTED, Owner
+from kvarts.core.keys import salt_of_adapter
 from kvarts.core.sampling import SamplingParams, StructuredOutputs
 from kvarts.doors.openai.answer import Answer, Choice, Piece, size_of
 from kvarts.doors.openai.answers import Answers, Question
 from kvarts.doors.openai.bodies import (
-    APART,
     BodyT,
     ChatBody,
     CompletionBody,
@@ -112,7 +112,7 @@ def salt_of(served: Served, body: GenerationBody, owner: Owner) -> tuple[str | N
     adapter = served.adapter_of(body.model)
     tenant = body.cache_salt or None
     if adapter is not None:
-        tenant = f"{adapter}{APART}{tenant or ''}"
+        tenant = salt_of_adapter(adapter, tenant)
     if not served.sets_owners_apart:
         return tenant, tenant
     return f"{tenant or ''}{PARTED}{owner.name}", tenant

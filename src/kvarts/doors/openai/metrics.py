@@ -206,7 +206,7 @@ class MeterMetrics:
         residency = self._meter.residency
         if residency is None:
             return
-        sampled = "Sampled (--kv-cache-metrics-sample)."
+        sampled = "Sampled (kv_cache_metrics_sample)."
         histograms = (
             ("lifetime", "KV cache block lifetime from allocation to eviction.", residency.lifetime_s),
             ("idle_before_evict", "idle time before KV cache block eviction.", residency.idle_s),

@@ -14,7 +14,7 @@ import msgspec
 
 from kvarts.base.clock import Clock, PacedClock, PutOffClock
 from kvarts.base.tenants import Keys
-from kvarts.core.build import build_engine, preparation_of
+from kvarts.core.build import Planning, Storage, Watching, build_engine, preparation_of
 from kvarts.core.config import EngineConfig, EngineOptions
 from kvarts.core.engine import Engine
 from kvarts.core.event_log import EventReader
@@ -182,16 +182,17 @@ def mock_model(
     core = build_engine(
         config,
         parts.waiting,
-        memory=groups,
-        readers=readers,
-        audit=audit_of(audit),
-        tiers=preparation_of(offload),
-        make_order=make_order,
-        prefill=PrefillCost(
-            cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens
-        ).prefill_ns,
-        moves_pages=False,
-        step_ns=cost.step_ns,
+        Storage(
+            memory=groups,
+            make_order=make_order,
+            tiers=preparation_of(offload),
+            prefill=PrefillCost(
+                cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens
+            ).prefill_ns,
+            moves_pages=False,
+        ),
+        Planning(step_ns=cost.step_ns),
+        Watching(readers, audit=audit_of(audit)),
     )
     paced.is_at_rest = lambda: not core.scheduler.has_work
     replica = Replica(core, SimExecutor(cost), step_by_step=True)

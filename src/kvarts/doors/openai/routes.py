@@ -11,8 +11,9 @@ import msgspec
 
 from kvarts import __version__
 from kvarts.base.limits import brief
+from kvarts.core.keys import Adapter
 from kvarts.doors.openai.access import Access, Handler, Route
-from kvarts.doors.openai.bodies import APART, MAX_NAME_CHARS, ChatBody, CompletionBody, messages_of
+from kvarts.doors.openai.bodies import MAX_NAME_CHARS, ChatBody, CompletionBody, messages_of
 from kvarts.doors.openai.budget import INLINE_BYTES
 from kvarts.doors.openai.errors import ApiError
 from kvarts.doors.openai.generation import Exchange, chat_asks, completion_asks
@@ -285,18 +286,19 @@ class Routes:
         await exchange.response.whole(b"")
 
     async def load_adapter(self, exchange: Exchange) -> None:
-        """Add a name to a model, by default the first; requests by that name have separate KV."""
+        """Add an adapter to a model, by default the first; requests by its name have separate KV."""
         body = exchange.take_body(_AdapterBody)
         name, adapters = body.lora_name, self._models.of(body.model).adapters
-        if not name or APART in name:
-            raise ApiError(400, "a name is needed, without NUL", param="lora_name")
+        adapter = Adapter(name, body.lora_path or "")
+        if what := adapter.complaint():
+            raise ApiError(400, what, param="lora_name" if adapter._replace(path="").complaint() else "lora_path")
         if any(name in (*served.names, *served.adapters) for served in self._models):
             raise ApiError(400, f"{name!r} is there already", param="lora_name")
         if len(name) > MAX_NAME_CHARS or len(adapters) >= MAX_ADAPTERS:
             raise ApiError(
                 400, f"at most {MAX_ADAPTERS} adapters, with {MAX_NAME_CHARS} characters each", param="lora_name"
             )
-        adapters[name] = max(adapters.values(), default=0) + 1
+        adapters[name] = adapter
         told = f"Success: LoRA adapter '{name}' added successfully.".encode()
         await exchange.response.whole(told, content_type=b"text/plain; charset=utf-8")
 

@@ -17,11 +17,11 @@ from kvarts.base.limits import MOST_COUNT, MOST_SECONDS, brief
 from kvarts.base.tenants import ANYONE, Owner, Shares
 from kvarts.core.content import Content
 from kvarts.core.hints import Hints
+from kvarts.core.keys import Adapter, salt_parts
 from kvarts.core.request import Request
 from kvarts.core.sampling import SamplingParams
 from kvarts.doors.openai.answer import Answer, Choice, ChoiceMeter
 from kvarts.doors.openai.answers import Answers
-from kvarts.doors.openai.bodies import APART
 from kvarts.doors.openai.budget import MOST_VALUES, Budget
 from kvarts.doors.openai.errors import ApiError, too_long
 from kvarts.doors.openai.gate import Entry, Gate
@@ -216,8 +216,10 @@ class Served:
             self._gate = Gate(config.max_num_seqs, config.pool_tokens, config.max_num_batched_tokens, shares)
         self.text = text
         self.names = tuple(names)
-        self.adapters: OrderedDict[str, int] = OrderedDict((name, index + 1) for index, name in enumerate(adapters))
-        """Names of LoRA adapters with their numbers. Each has separate KV."""
+        self.adapters: OrderedDict[str, Adapter] = OrderedDict(
+            (adapter.name, adapter) for adapter in map(Adapter.of, adapters)
+        )
+        """LoRA adapters by name. Each has separate KV."""
         self.limits = limits
         self.meter = meter
         self.recorder = recorder
@@ -284,12 +286,12 @@ class Served:
         """The largest allowed `num_live`."""
         return self.host.config.max_num_seqs + self.limits.max_queued
 
-    def adapter_of(self, model: str | None) -> str | None:
+    def adapter_of(self, model: str | None) -> Adapter | None:
         """Return the LoRA adapter that `model` names; None for the model itself. Raise ApiError for another name."""
         if model is None or model in self.names:
             return None
         if model in self.adapters:
-            return model
+            return self.adapters[model]
         raise ApiError(404, f"the model {brief(model)} does not exist; there is {self.names[0]!r}", param="model")
 
     def encode(
@@ -331,7 +333,7 @@ class Served:
         if brings_one and not self.limits.trust_request_chat_template:
             raise ApiError(
                 400,
-                "the chat template of a request is rendered only with --trust-request-chat-template",
+                "the chat template of a request is rendered only with --set trust_request_chat_template=true",
                 param="chat_template",
             )
         return self.text.conversation(messages, options)
@@ -512,8 +514,8 @@ class Served:
     def live_adapters(self) -> list[str]:
         """Return the adapters of requests under way."""
         salts = {choice.request.content.salt for choice in list(self._live) if choice.request is not None}
-        names = {salt.partition(APART)[0] for salt in salts if salt and APART in salt}
-        return [name for name in self.adapters if name in names]
+        live = {salt_parts(salt)[0] for salt in salts}
+        return [name for name, adapter in self.adapters.items() if adapter in live]
 
     async def forget_cached(self) -> None:
         """Evict every cached page that is not in use."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -18,16 +18,19 @@ __all__ = ["KvartsCachePolicy"]
 class KvartsCachePolicy(CachePolicy):  # type: ignore[misc]
     """Evicts the deepest chunk of the least recently used prefix first, as KeyedTier does.
 
-    A use of a prefix makes all its chunks recent, the deepest least: also while its request still stores them. vLLM
-    owns the chunks and counts their transfers.
+    A use of a prefix makes all its chunks recent, the deepest least: also while its request still stores them, in
+    however many steps. Chunks that precede those of a store are not evicted for it; a store that finds no other room is
+    refused as a whole. vLLM owns the chunks and counts their transfers.
     """
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self._chunks: OrderedDict[bytes, Any] = OrderedDict()
         """The next to be evicted first."""
-        self._coming: list[bytes] = []
-        """Keys that are inserted next, in the order of their prefix."""
+        self._storing: dict[bytes, Any] = {}
+        """The context of the request that stores a key, until it has finished."""
+        self._stored: dict[int, Any] = {}
+        """Contexts of requests that have stored keys since the last eviction, by identity."""
 
     @override
     def get(self, key: bytes) -> Any:
@@ -36,9 +39,10 @@ class KvartsCachePolicy(CachePolicy):  # type: ignore[misc]
     @override
     def insert(self, key: bytes, chunk: Any) -> None:
         self._chunks[key] = chunk
-        if self._coming and self._coming[-1] == key:
-            self._touch(self._coming)
-            self._coming = []
+        context = self._storing.get(key)
+        if context is not None:
+            self._stored.pop(id(context), None)
+            self._stored[id(context)] = context
 
     @override
     def remove(self, key: bytes) -> None:
@@ -46,11 +50,12 @@ class KvartsCachePolicy(CachePolicy):  # type: ignore[misc]
 
     @override
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
+        self._settle()
         self._touch(list(keys))
 
     @override
     def on_store_miss(self, keys: Iterable[bytes], req_context: Any) -> None:
-        self._coming = list(keys)
+        self._storing.update(dict.fromkeys(keys, req_context))
 
     @override
     def on_request_finished(
@@ -60,15 +65,23 @@ class KvartsCachePolicy(CachePolicy):  # type: ignore[misc]
         reused_keys: set[bytes],
         req_context: Any,
     ) -> None:
+        self._settle()
         self._touch(order_request_keys(key_groups, req_context))
+        self._touch_prefix(req_context)  # also what it found on the device
+        for keys in key_groups:
+            for key in keys:
+                if self._storing.get(key) is req_context:
+                    del self._storing[key]
 
     @override
     def evict(self, n: int, protected: set[bytes]) -> list[tuple[bytes, Any]] | None:
+        self._settle()
+        precedes = self._before(protected)
         found: list[tuple[bytes, Any]] = []
         for key, chunk in self._chunks.items():
             if len(found) == n:
                 break
-            if chunk.ref_cnt == 0 and key not in protected:
+            if chunk.ref_cnt == 0 and key not in protected and not precedes(key):
                 found.append((key, chunk))
         if len(found) < n:
             return None
@@ -79,7 +92,28 @@ class KvartsCachePolicy(CachePolicy):  # type: ignore[misc]
     @override
     def clear(self) -> None:
         self._chunks.clear()
-        self._coming = []
+        self._storing.clear()
+        self._stored.clear()
+
+    def _before(self, keys: Iterable[bytes]) -> Callable[[bytes], bool]:
+        """Return whether a key precedes the first of `keys`, which one request stores, in its prefix."""
+        context = next((self._storing[key] for key in keys if key in self._storing), None)
+        if context is None:
+            return lambda key: False
+        position_of = context.get_offload_key_position
+        first = min((place for key in keys if (place := position_of(key)) is not None), default=0)
+        return lambda key: (place := position_of(key)) is not None and place < first
+
+    def _settle(self) -> None:
+        """Make the prefixes recent that were stored since the last eviction."""
+        for context in self._stored.values():
+            self._touch_prefix(context)
+        self._stored.clear()
+
+    def _touch_prefix(self, context: Any) -> None:
+        # No public name has all keys of a request: those that it found, and those of earlier steps.
+        positions: Mapping[bytes, int] = getattr(context, "_offload_key_positions", {})
+        self._touch(sorted(positions, key=positions.__getitem__))
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         chunks = self._chunks

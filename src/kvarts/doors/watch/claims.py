@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from types import MappingProxyType
 from typing import Literal
 
 import msgspec
 
-from kvarts.doors.watch.decoding import BlockHash, Removed, Stored
+from kvarts.doors.watch.copies import Copies, Key
+from kvarts.doors.watch.decoding import DEFAULT_MEDIUM, BlockHash, Removed, Stored
 
 __all__ = ["KEEP_ALL", "RULES", "Block", "BrokenClaim", "ClaimResult", "Claims"]
 
@@ -16,7 +17,7 @@ RULES = MappingProxyType(
     {
         "schema": "every batch is one of KV events",
         "sequence": "no batch is missing",
-        "stored_twice": "what is stored is not stored in that medium already",
+        "stored_twice": "without copies, what is stored is not stored in that medium already",
         "never_stored": "what is removed is stored in that medium",
         "parent_unknown": "what blocks follow is stored somewhere",
         "tokens": "blocks have the tokens that they should, and always the same number",
@@ -33,9 +34,6 @@ MAX_BLOCKS = 1 << 19
 """Blocks tracked at once, in all media: a publisher may claim any number."""
 MAX_PARTS = 64
 """Pairs of a medium and a group of layers that are tracked."""
-
-Key = tuple[str, int]
-"""A medium, and a group of layers."""
 
 Block = int
 """Hash of the claims about a block: its parent, and its tokens, which are too few if the event has too few."""
@@ -65,15 +63,16 @@ class ClaimResult(msgspec.Struct, frozen=True, gc=False):
 class Claims:
     """Owner of the stored blocks, by medium, as events claim them, and of the violations in these claims.
 
-    `total_blocks`: blocks of the device, if known. `allows_copies`: a block may be stored again while it is stored, as
-    by engines that emit an event per copy; it is removed after as many removals. If the initial contents are unknown, a
-    claim that these could explain is counted as unjudged instead of as a violation.
+    `total_blocks`: blocks of the device, if known. `allows_copies`: a stored block may be stored again, with its parent
+    and its tokens; it is removed with its last copy. A claim that is right only if a store was a copy which may have
+    been a report counts as doubtful. If the initial contents are unknown, a claim that these could explain is counted
+    as unjudged instead of as a violation.
 
     Blocks beyond `max_blocks` are not tracked; they count as unjudged under `limits`.
     """
 
     def __init__(
-        self, *, total_blocks: int | None = None, allows_copies: bool = False, max_blocks: int = MAX_BLOCKS
+        self, *, total_blocks: int | None = None, allows_copies: bool = True, max_blocks: int = MAX_BLOCKS
     ) -> None:
         self.total_blocks = total_blocks
         self._max_blocks = max_blocks
@@ -81,7 +80,7 @@ class Claims:
         """Blocks in all media and groups."""
         self._allows_copies = allows_copies
         self.media: dict[Key, dict[BlockHash, Block]] = {}
-        self._copies: dict[tuple[Key, BlockHash], int] = {}
+        self.copies = Copies(max_blocks)
         self.block_size: int | None = None
         """Of the first group."""
         self._sizes: dict[int, int] = {}
@@ -91,6 +90,7 @@ class Claims:
         self.violations: dict[str, list[BrokenClaim]] = {rule: [] for rule in RULES}
         self.num_violations = dict.fromkeys(RULES, 0)
         self.num_unjudged = dict.fromkeys(RULES, 0)
+        self.num_doubtful = dict.fromkeys(RULES, 0)
         self.is_complete = True
         """Whether all stored blocks are known."""
         self.num_refused = 0
@@ -126,7 +126,11 @@ class Claims:
         if is_sparse:
             self._sparse.add(event.group)
         if parent is not None and event.group not in self._sparse and not self._is_anywhere(parent, event.group):
-            self._judge("parent_unknown", seq, f"{brief(event.hashes[:1])} follows {brief([parent])}")
+            if self.copies.is_possible((key, parent)):
+                self.num_doubtful["parent_unknown"] += 1
+            else:
+                self._judge("parent_unknown", seq, f"{brief(event.hashes[:1])} follows {brief([parent])}")
+        may_be_report = self._may_be_report(event, there)
         size = event.block_size
         new = []
         for place, name in enumerate(event.hashes):
@@ -141,33 +145,35 @@ class Claims:
                 self._compare(seq, name, block, event.group)
                 there[name] = block
                 self._num_known += 1
+                self.copies.store((key, name))
                 new.append(name)
                 continue
             if known != block and UNPLACED not in (known, block):
                 self.add("content", seq, f"{brief([name])} has another parent or other tokens than before")
             if self._allows_copies:
-                self._copies[key, name] = self._copies.get((key, name), 1) + 1
+                self.copies.store_again((key, name), may_be_report=may_be_report)
             else:
                 self.add("stored_twice", seq, f"{brief([name])} is stored in {event.medium} already")
         self._count(seq)
         return new
 
     def remove(self, seq: int, event: Removed) -> list[BlockHash]:
-        """Process the claim that blocks are removed; return those that were stored."""
+        """Process the claim that blocks are removed; return those that are not stored any more."""
         key = event.medium, event.group
         there = self.media.get(key, {})
         gone = []
         for name in event.hashes:
-            copies = self._copies.get((key, name), 1)
-            if copies > 2:
-                self._copies[key, name] = copies - 1
-            elif copies == 2:
-                del self._copies[key, name]
-            elif there.pop(name, None) is not None:
-                self._num_known -= 1
-                gone.append(name)
+            if name in there:
+                if self.copies.remove((key, name)):
+                    del there[name]
+                    self._num_known -= 1
+                    gone.append(name)
+            elif self.copies.remove_possible((key, name)):
+                self.num_doubtful["never_stored"] += 1
             else:
                 self._judge("never_stored", seq, f"{brief([name])} is not stored in {event.medium}")
+        if self.copies.num_forgotten:
+            self.is_complete = False
         return gone
 
     def refuse(self) -> None:
@@ -201,9 +207,17 @@ class Claims:
                 f"{self._max_blocks:,} that are kept"
             )
             return ClaimResult(rule, "inconclusive", why=why)
+        if self.num_doubtful[rule]:
+            why = (
+                f"{self.num_doubtful[rule]:,} claims are right if blocks that were stored again had copies, and wrong "
+                "if these were reports of vLLM (kv_cache_report_mode full), which look the same"
+            )
+            return ClaimResult(rule, "inconclusive", why=why)
         if self.num_unjudged[rule]:
             why = f"{self.num_unjudged[rule]:,} claims are about what was there before, which is not known"
             return ClaimResult(rule, "inconclusive", why=why)
+        if rule == "stored_twice" and self._allows_copies:
+            return ClaimResult(rule, "not_run", why="a block may have copies")
         if rule == "pool" and self.total_blocks is None:
             return ClaimResult(rule, "not_run", why="the number of blocks is not known")
         return ClaimResult(rule, "ok")
@@ -221,7 +235,7 @@ class Claims:
 
     def _forget(self) -> None:
         self.media.clear()
-        self._copies.clear()
+        self.copies.forget()
         self._num_known = 0
 
     def _check_tokens(self, seq: int, event: Stored) -> None:
@@ -252,8 +266,23 @@ class Claims:
     def _is_anywhere(self, name: BlockHash, group: int) -> bool:
         return any(name in there for (_, other), there in self.media.items() if other == group)
 
+    def _may_be_report(self, event: Stored, there: Container[BlockHash]) -> bool:
+        """Return whether an event may be a report: all its blocks are stored, from the first of a prompt on.
+
+        Copies are stored like this for a prompt of one block, and for one whose request looks for no cached blocks.
+        """
+        if event.parent is not None or event.medium != DEFAULT_MEDIUM:
+            return False
+        if not event.hashes or any(name not in there for name in event.hashes):
+            return False
+        self.copies.has_reports |= len(event.hashes) > 1
+        return True
+
     def _count(self, seq: int) -> None:
-        num_blocks = self.num_blocks("GPU")
+        """Compare the blocks on the device that are certainly there with its size."""
+        uncertain = self.copies.num_uncertain
+        parts = ((key, there) for key, there in self.media.items() if key[0] == DEFAULT_MEDIUM)
+        num_blocks = max((len(there) - uncertain[key] for key, there in parts), default=0)
         if num_blocks > self.most_blocks:
             self.most_blocks = num_blocks
             if self.total_blocks is not None and num_blocks > self.total_blocks:

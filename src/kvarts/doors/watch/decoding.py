@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 __all__ = [
+    "DEFAULT_MEDIUM",
     "MAX_BATCH_BYTES",
     "Batch",
     "BlockHash",

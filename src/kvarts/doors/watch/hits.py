@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvarts.doors.watch.claims import KEEP_ALL
-from kvarts.doors.watch.decoding import BlockHash, Removed, Stored
+from kvarts.doors.watch.decoding import BlockHash, Stored
 
 __all__ = ["GroupOfLayers", "GroupedBlocks", "Hits"]
 
@@ -116,12 +116,11 @@ class GroupedBlocks:
             (name, parent) for name, parent in zip(event.hashes, parents, strict=True) if name in are_new
         )
 
-    def remove(self, event: Removed) -> None:
-        """Record that blocks are no longer there."""
-        group = self._groups.get(event.group)
-        if group is not None:
-            for name in event.hashes:
-                group.there.pop(name, None)
+    def remove(self, group: int, gone: Sequence[BlockHash]) -> None:
+        """Record that blocks of a group are no longer there."""
+        if group in self._groups:
+            for name in gone:
+                self._groups[group].there.pop(name, None)
 
     def explained(self, num_queried_tokens: int | None, hit_share: float | None) -> Hits | None:
         """Return the explanation; None if no block was ever stored. Takes time in proportion to all blocks."""

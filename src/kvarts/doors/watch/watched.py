@@ -103,13 +103,18 @@ class Counts(msgspec.Struct):
 
 
 class WatchVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Verdict on a watched engine."""
+    """Verdict on a watched engine.
+
+    `num_copies`: stores of stored blocks. `num_possible_copies`: more of these, which are copies or reports.
+    """
 
     verdict: Literal["ok", "violated", "inconclusive"]
     why: str | None
     counts: Counts
     followed: Followed
     blocks: dict[str, int]
+    num_copies: int
+    num_possible_copies: int
     most_blocks: int
     total_blocks: int | None
     num_stored_again: int
@@ -139,6 +144,7 @@ class WatchVerdict(msgspec.Struct, frozen=True, kw_only=True):
             f"  {gaps}, engines begun anew {followed.num_restarts:,}",
             f"  at the end {blocks} blocks; at most {self.most_blocks:,} on the device",
             f"  stored again after an eviction: {self.num_stored_again:,} blocks{curve}",
+            f"  stored again while stored: {self.num_copies:,} copies, {self.num_possible_copies:,} copies or reports",
         ]
         if self.hits is not None:
             lines += self.hits.to_lines()
@@ -165,7 +171,7 @@ class Watched:
         self,
         *,
         total_blocks: int | None = None,
-        allows_copies: bool = False,
+        allows_copies: bool = True,
         max_blocks: int = MAX_BLOCKS,
         journal: StreamJournal | None = None,
     ) -> None:
@@ -238,7 +244,7 @@ class Watched:
                     counts.num_removed_blocks += len(event.hashes)
                     if event.medium == "GPU":
                         self.again.evict(_in_group(event.group, gone))
-                        self.groups.remove(event)
+                        self.groups.remove(event.group, gone)
                     if journal is not None:
                         journal.remove(event.medium, self._inside(event.medium, event.group, gone))
                 case Cleared():
@@ -287,6 +293,8 @@ class Watched:
             counts=self.counts,
             followed=followed,
             blocks=self.blocks(),
+            num_copies=claims.copies.num_copies,
+            num_possible_copies=claims.copies.num_possible,
             most_blocks=claims.most_blocks,
             total_blocks=claims.total_blocks,
             num_stored_again=self.again.num_again,

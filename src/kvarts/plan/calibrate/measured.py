@@ -139,7 +139,7 @@ def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None,
                 path=path,
                 line=rows[0][0],
                 field=name,
-                hint=f"Give --column {field}=NAME; there are {_names(rows[0][1])}.",
+                hint=f"Give --set column={field}=NAME; there are {_names(rows[0][1])}.",
             )
     return _measured(path, rows, names, UNITS_NS[time_unit])
 

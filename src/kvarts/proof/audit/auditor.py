@@ -28,6 +28,7 @@ from kvarts.core.events import (
     ChunkComputed,
     ChunkPlanned,
     CopiesRemoved,
+    CopiesStored,
     DecodesStalled,
     DraftJudged,
     DraftTaken,
@@ -313,6 +314,8 @@ class Auditor:
                 return
             case PagesStored() | PagesRemoved() if event.medium != "device":
                 self._below.hear(event)
+                return
+            case CopiesStored():  # the ledger has its own copies, which evictions are compared with
                 return
             case PagesRemoved() | CopiesRemoved():
                 self._told.hear_gone(event)

@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvarts.base.errors import ConfigError
-from kvarts.core.build import Audit
+from kvarts.core.build import Audit, Planning, PreparedTiers, Storage
 from kvarts.core.config import EngineConfig
 from kvarts.core.kv.cache import Memory
-from kvarts.core.kv.eviction import EvictionOrder, LruOrder
+from kvarts.core.kv.eviction import LruOrder
 
 if TYPE_CHECKING:
     from kvarts.core.kv.groups import GroupMemory
-    from kvarts.core.kv.transfer import LoadKv
     from kvarts.proof.audit.auditor import Auditor
     from kvarts.proof.audit.ledger import LedgerGroup
     from kvarts.proof.audit.tiers import OrderWatch
 
-__all__ = ["AuditOpening", "audit_of", "not_followed", "open_audit"]
+__all__ = ["AuditOpening", "audit_of", "not_followed", "not_followed_in_handoffs", "open_audit"]
 
 
-def not_followed(
-    config: EngineConfig,
-    *,
-    has_groups: bool,
-    has_tiers: bool,
-    plans_ahead: bool,
-    hands_over: bool = False,
-    shares_device: bool = False,
-    drafts_first: bool = False,
-) -> str:
+def not_followed(config: EngineConfig, storage: Storage, planning: Planning) -> str:
     """Return the part of an engine that the ledger does not follow; empty if it follows all of them."""
-    if shares_device:
+    if storage.cache is not None:
         return "a device that models share"
-    if drafts_first:
+    if planning.num_draft_slots:
         return "drafts before prompts"
-    if not hands_over:
+    if not planning.hands_over:
         return ""
-    # The ledger follows handoffs of whole pages without tiers, of engines that plan one step after the other.
+    return not_followed_in_handoffs(
+        config,
+        has_groups=storage.memory is not None,
+        has_tiers=storage.tiers is not None,
+        plans_ahead=planning.plans_ahead,
+    )
+
+
+def not_followed_in_handoffs(config: EngineConfig, *, has_groups: bool, has_tiers: bool, plans_ahead: bool) -> str:
+    """Return the part that the ledger does not follow where engines hand requests over; empty if there is none.
+
+    It follows whole pages without tiers, of engines that plan one step after the other.
+    """
     parts = {
         "KV groups": has_groups,
         "tiers below the device": has_tiers,
@@ -53,73 +55,35 @@ def audit_of(asked: bool | Literal["laws"]) -> Audit:
     return open_audit if asked is True else asked or None
 
 
-def open_audit(
-    config: EngineConfig,
-    make_order: Callable[[], EvictionOrder],
-    *,
-    has_groups: bool,
-    has_tiers: bool,
-    plans_ahead: bool,
-    hands_over: bool,
-    shares_device: bool,
-    drafts_first: bool,
-) -> AuditOpening:
-    """Open the audit of an engine with these parts. Raise ConfigError for one that the ledger does not follow."""
-    unknown = not_followed(
-        config,
-        has_groups=has_groups,
-        has_tiers=has_tiers,
-        plans_ahead=plans_ahead,
-        hands_over=hands_over,
-        shares_device=shares_device,
-        drafts_first=drafts_first,
-    )
-    if unknown:
+def open_audit(config: EngineConfig, storage: Storage, planning: Planning) -> AuditOpening:
+    """Open the audit of an engine. Raise ConfigError for a part of it that the ledger does not follow."""
+    if unknown := not_followed(config, storage, planning):
         raise ConfigError(
             f"has a ledger that does not follow {unknown}",
             field="audit",
             hint='Leave it out, or set audit="laws" to assert laws of the engine\'s own counts after each step.',
         )
-    return AuditOpening(make_order)
-
-
-class AuditedTiers(Protocol):
-    """What an audit must know of the tiers below an engine: fields of PreparedTiers in `build.py`."""
-
-    evicts_safe_first: bool
-    full_prompt_hits: bool
-    is_lazy: bool
-    load_kv: LoadKv
-    tier_names: Sequence[str]
+    return AuditOpening(config, storage, planning)
 
 
 class AuditOpening:
-    """The audit of an engine that is about to be built. `make_order`: makes its eviction order, watched where
-    needed."""
+    """The audit of an engine that is about to be built."""
 
-    def __init__(self, make_order: Callable[[], EvictionOrder]) -> None:
-        self._is_lru = make_order is LruOrder
+    def __init__(self, config: EngineConfig, storage: Storage, planning: Planning) -> None:
+        self._config, self._memory, self._planning = config, storage.memory, planning
+        self._is_lru = storage.make_order is LruOrder
         self._watch: OrderWatch | None = None
         if not self._is_lru:
             from kvarts.proof.audit.tiers import OrderWatch
 
-            self._watch = OrderWatch(make_order)
-        self.make_order = make_order if self._watch is None else self._watch.make
+            self._watch = OrderWatch(storage.make_order)
+        self.make_order = storage.make_order if self._watch is None else self._watch.make
 
-    def open(
-        self,
-        config: EngineConfig,
-        memory: GroupMemory | None,
-        num_blocks: int | None,
-        below: AuditedTiers | None,
-        *,
-        plans_ahead: bool,
-        finds_prefixes: bool,
-        account: Callable[[], Memory],
-    ) -> Auditor:
-        """Return the auditor. Arguments are those of build_engine; `account`: returns its cache, once it has one."""
+    def open(self, num_blocks: int | None, below: PreparedTiers | None, *, account: Callable[[], Memory]) -> Auditor:
+        """Return the auditor. `account`: returns the engine's cache, once it has one."""
         from kvarts.proof.audit.auditor import Auditor  # which engines without an audit do not import
 
+        config, memory = self._config, self._memory
         return Auditor(
             config.num_pages if memory is None or num_blocks is None else num_blocks,
             config.page_size,
@@ -129,18 +93,14 @@ class AuditOpening:
             stores_go_first=memory is not None and below is not None and below.is_lazy,
             is_lru=self._is_lru,
             watch=self._watch,
-            tiers=_names(below),
+            tiers=() if below is None else below.tier_names,
             full_prompt_hits=below is not None and below.full_prompt_hits,
             loads_have_turns=below is not None and below.load_kv == "async",
             at_branches=config.snapshots == "branches",
-            plans_ahead=plans_ahead,
-            finds_prefixes=finds_prefixes,
+            plans_ahead=self._planning.plans_ahead,
+            finds_prefixes=self._planning.finds_prefixes,
             account=account,
         )
-
-
-def _names(below: AuditedTiers | None) -> Sequence[str]:
-    return () if below is None else below.tier_names
 
 
 def _groups(memory: GroupMemory) -> tuple[LedgerGroup, ...]:

@@ -110,6 +110,11 @@ class SessionTurns:
             session.num_computed_tokens += max(0, request.num_computed - request.cached_tokens)
         self._table.look(session)
 
+    def take_back(self, session: Session, length: int) -> None:
+        """Shorten the history of an idle session, unless it was evicted, to the `length` tokens that are on disk."""
+        if self._table.has(session) and session.history_length > length:
+            self._table.take_back(session, length)
+
     # Inside -----------------------------------------------------------------------------------------------
 
     def _take(self, session: Session, state: str) -> None:
@@ -256,6 +261,8 @@ class GenerationTurn:
         self._begun = begun
         self._written: Future[Any] | None = None
         self._write_error: BaseException | None = None
+        self._num_written = 0
+        """Tokens that are on disk."""
         self._engine: LLMEngine | None = None
         self._request: Request | None = None
         self._num_sent = 0
@@ -336,7 +343,19 @@ class GenerationTurn:
         if self._written is None:
             self._stream.put(last)
         else:
-            self._written.add_done_callback(lambda _: _put(self._stream, self._write_error or last))
+            self._written.add_done_callback(lambda _: self._finish_written(last))
+
+    def _finish_written(self, last: Done | BaseException) -> None:
+        """Send the end, after all writes. Tokens that could not be written first leave the history: nobody got them."""
+        error = self._write_error
+        if error is None:
+            _put(self._stream, last)
+            return
+
+        assert self._request is not None
+        length = self._request.num_prompt_tokens + self._num_written
+        taken_back = self._loop.post(lambda _: self._turns.take_back(self._session, length))
+        taken_back.add_done_callback(lambda _: _put(self._stream, error))
 
     def _send(self, tokens: list[int], logprobs: Logprobs | None) -> None:
         start = self._num_sent
@@ -362,6 +381,7 @@ class GenerationTurn:
         """Send tokens that are on disk. If the write failed, end the generation with that error."""
         error = future.exception()
         if error is None:
+            self._num_written += len(tokens)
             _put(self._stream, *tokens)
         elif self._write_error is None:
             self._write_error = error

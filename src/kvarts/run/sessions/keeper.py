@@ -124,7 +124,10 @@ class Keeper:
             raise
 
     async def catch_up(self, session: Session) -> None:
-        """Bring the history on disk up to date with an idle session, after a failed write. Raise if it fails again."""
+        """Make the histories of an idle session here and on disk equal, after a failed write. Raise if that fails.
+
+        The shorter one holds what was acknowledged.
+        """
         if session.is_written:
             return
         session_id, length = session.session_id, session.history_length
@@ -133,7 +136,7 @@ class Keeper:
         if num_stored > length:
             await asyncio.wrap_future(self.histories.truncate(session_id, length))
         elif num_stored < length:
-            await self.append(session, num_stored, session.content.tokens(num_stored, length).tobytes())
+            await asyncio.wrap_future(self._host.loop.post(lambda _: self._table.take_back(session, num_stored)))
         session.is_written = True
 
     def save_kv(self, session: Session) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from kvarts.base.clock import Clock, VirtualClock, WallClock
 from kvarts.base.errors import ConfigError
 from kvarts.base.units import parse_bytes
-from kvarts.core.build import build_engine
+from kvarts.core.build import Planning, Watching, build_engine
 from kvarts.core.config import AtCapacity, EngineConfig, EngineOptions
 from kvarts.core.event_log import EventReader
 from kvarts.core.executor import CostModel
@@ -72,7 +72,12 @@ def mock_host(
         speedup=speedup,
     )
     detokenizing = DetokenizingExecutor(executor, max_num_seqs=config.max_num_seqs, clock=clock)
-    core = build_engine(config, detokenizing, readers=readers, audit=audit_of(audit), step_ns=cost.step_ns)
+    core = build_engine(
+        config,
+        detokenizing,
+        planning=Planning(step_ns=cost.step_ns),
+        watching=Watching(readers, audit=audit_of(audit)),
+    )
     engine = LLMEngine(core, executor, detokenizing, clock, page_size=config.page_size)
     return ModelHost(
         loop=EngineLoop(engine),

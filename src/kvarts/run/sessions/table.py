@@ -410,6 +410,13 @@ class SessionTable:
         """Return whether the KV needed to continue after `length` tokens is present."""
         return session.pages is None or length >= session.num_computed or session.pages.can_shorten(length)
 
+    def take_back(self, session: Session, length: int) -> None:
+        """Cut a history to `length` tokens. If tokens needed to continue were dropped, all are computed again."""
+        if session.pages is not None and not self.can_shorten(session, length):
+            session.pages.release()
+            session.num_computed = 0
+        self.shorten(session, length)
+
     # State ------------------------------------------------------------------------------------------------
 
     def look(self, session: Session) -> int:

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from kvarts.base.clock import Clock, WallClock
 from kvarts.base.errors import ConfigError, first_line
-from kvarts.core.build import build_engine, preparation_of
+from kvarts.core.build import Planning, Storage, Watching, build_engine, preparation_of
 from kvarts.core.config import EngineConfig, EngineOptions
 from kvarts.core.event_log import EventReader
 from kvarts.core.executor import Executor
@@ -116,57 +116,30 @@ class LLM:
     ) -> None:
         options = structs.replace(EngineOptions() if options is None else options, **given)
         speculation = SpeculativeConfig.of(speculative_config)
-        if isinstance(model, str | Path):
-            if tokenizer is None:
-                tokenizer = load_tokenizer(model, trust_remote_code=options.trust_remote_code)
-            model = load_model(
-                model,
-                dtype=options.dtype,
-                device=options.device,
-                quantization=options.quantization,
-                trust_remote_code=options.trust_remote_code,
-            )
-        elif options.quantization is not None:
-            raise ConfigError("is for a model that is loaded here", field="quantization", hint="Give its directory.")
+        model, tokenizer = _loaded(model, tokenizer, options)
         page_size = options.page_size if config is None else config.page_size
-        kv_dtype = options.kv_dtype
-        self.offload = None if offload is None else offload.for_model(token_bytes(model, kv_dtype))
+        self.offload = None if offload is None else offload.for_model(token_bytes(model, options.kv_dtype))
         room = open_room(
             model,
             page_size,
             options.kv_groups,
             lambda room: _tiers_of(self.offload, room, page_size),
-            kv_dtype=kv_dtype,
+            kv_dtype=options.kv_dtype,
         )
         if room.whole_pages:
             logger.info("pages are whole, though layers of the model keep less: %s", room.whole_pages)
-        drafts_first = speculation is not None and speculation.draft_order == "first"
         if config is None:
             config = options.engine_config(room.num_pages(options.kv_memory))
         if config.snapshots != "ends" and not room.has_states:
             raise ConfigError("has no effect without layers with a state", field="snapshots", hint="Leave it out.")
         room.check(config.num_pages)
-        self.config = config
-        self.tokenizer = tokenizer
+        self.config, self.tokenizer = config, tokenizer
         self.tiers: dict[str, int] = _tiers_of(self.offload, room, page_size)
         """Number of pages of each tier below the device, by name; of blocks with KV groups."""
-        if self.offload is not None and self.offload.load_overlap == "layers":
-            check_combination({"layers": "offload.load_overlap", "model": "model"})
-        if self.offload is not None and self.offload.load_kv != "placed":
-            check_combination({f"{self.offload.load_kv}_loads": "offload.load_kv", "model": "model"})
-        are_files = () if self.offload is None else self.offload.are_files
-        if are_files not in ((), (False,), (False, True)):
-            what = "a model runs above one tier of memory, and one of files below that at most"
-            raise ConfigError(what, field="offload", hint="Leave out the other tiers.")
-        if any(are_files) != (disk_path is not None):
-            raise ConfigError(
-                "a tier of files needs both its size and its directory",
-                field="disk_path",
-                hint="Give a size of files in offload, and disk_path.",
-            )
+        _check_tiers(self.offload, disk_path)
         files = None
+        memory = None if room.cut is None else room.cut.memory
         if disk_path is not None and self.offload is not None:
-            memory = None if room.cut is None else room.cut.memory
             files = open_page_files(self.offload, disk_path, config.page_size, memory)
         clock = WallClock() if clock is None else clock
         self._grammars = Grammars(tokenizer, model.config.get_text_config(decoder=True).vocab_size, _eos_ids(model))
@@ -181,46 +154,34 @@ class LLM:
             layers=options.layers,
             cut=room.cut,
             num_blocks=room.num_blocks(config.num_pages),
-            kv_dtype=kv_dtype,
+            kv_dtype=options.kv_dtype,
             enforce_eager=options.enforce_eager,
             clock=clock,
         )
         detokenizing = DetokenizingExecutor(self._executor, max_num_seqs=config.max_num_seqs, clock=clock)
         executor: Executor = detokenizing if wrap is None else wrap(detokenizing)
-        cost = None
+        planning = Planning()
         if config.max_itl_ms is not None:
             cost = MeasuredCost(self._executor.time_steps(TIMED_CHUNKS))
-            executor = MeasuringExecutor(executor, cost)
+            executor, planning = MeasuringExecutor(executor, cost), Planning(step_ns=cost.step_ns)
         of_files = {}
         if files is not None:
             of_files = {"known_keys": files.keys(), "namespace": self._executor.fingerprint()}
-        drafter = None
         if speculation is not None:
-            times = TimesByTokens(self._executor.time_steps(TIMED_STEPS, are_drafted=True))
-            drafter = CarefulDrafter(NgramDrafter(speculation, config.max_num_seqs, times))
+            planning = _drafting(planning, speculation, config, self._executor)
         self._core = build_engine(
             config,
             executor,
-            memory=None if room.cut is None else room.cut.memory,
-            num_blocks=room.num_blocks(config.num_pages),
-            readers=readers,
-            audit=audit_of(audit),
-            tiers=preparation_of(self.offload, **of_files),
-            make_order=eviction,
-            drafter=drafter,
-            num_draft_slots=speculation.num_speculative_tokens if speculation is not None and drafts_first else 0,
-            step_ns=None if cost is None else cost.step_ns,
+            Storage(
+                memory=memory,
+                num_blocks=room.num_blocks(config.num_pages),
+                make_order=eviction,
+                tiers=preparation_of(self.offload, **of_files),
+            ),
+            planning,
+            Watching(readers, audit=audit_of(audit)),
         )
-        self.kv_groups = room.kv_groups
-        """Retention rule of the layers; `off` if they keep every token."""
-        self.whole_pages = room.whole_pages
-        """The refusal of KV groups where they are the default; empty if they were not refused."""
-        self.kv_blocks: dict[str, Any] = {} if room.cut is None else room.cut.memory.to_builtins()
-        """The bytes of a block, and the KV groups; empty without groups."""
-        self.latent_token_bytes = latent_token_bytes(model)
-        """Bytes per token of a model's latents, stored as they are or expanded; None without latents."""
-        self._memory = None if room.cut is None else room.cut.memory
-        self._clock = clock
+        self._model, self._room, self._memory, self._clock = model, room, memory, clock
         engine = LLMEngine(
             self._core,
             sampler,
@@ -231,12 +192,31 @@ class LLM:
             eos_ids=_eos_ids(model),
             switch_length=self._executor.switch_length,
         )
-        self._model = model
         self._loop = EngineLoop(engine)
         text = model.config.get_text_config(decoder=True)
         self._vocab_size = text.vocab_size
         self._max_positions: int | None = getattr(text, "max_position_embeddings", None)
         self._max_tokens = self._max_positions or 1 << 62
+
+    @property
+    def kv_groups(self) -> str:
+        """Retention rule of the layers; `off` if they keep every token."""
+        return self._room.kv_groups
+
+    @property
+    def whole_pages(self) -> str:
+        """The refusal of KV groups where they are the default; empty if they were not refused."""
+        return self._room.whole_pages
+
+    @property
+    def kv_blocks(self) -> dict[str, Any]:
+        """The bytes of a block, and the KV groups; empty without groups."""
+        return {} if self._memory is None else self._memory.to_builtins()
+
+    @property
+    def latent_token_bytes(self) -> int | None:
+        """Bytes per token of a model's latents, stored as they are or expanded; None without latents."""
+        return latent_token_bytes(self._model)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **settings: Any) -> LLM:
@@ -471,3 +451,49 @@ def _eos_ids(model: Any) -> frozenset[int]:
     ids = getattr(model.generation_config, "eos_token_id", None)
     ids = model.config.get_text_config(decoder=True).eos_token_id if ids is None else ids
     return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+
+def _loaded(model: Any, tokenizer: Any, options: EngineOptions) -> tuple[Any, Any]:
+    """Return the model and its tokenizer, loaded if `model` is a path."""
+    if isinstance(model, str | Path):
+        if tokenizer is None:
+            tokenizer = load_tokenizer(model, trust_remote_code=options.trust_remote_code)
+        model = load_model(
+            model,
+            dtype=options.dtype,
+            device=options.device,
+            quantization=options.quantization,
+            trust_remote_code=options.trust_remote_code,
+        )
+    elif options.quantization is not None:
+        raise ConfigError("is for a model that is loaded here", field="quantization", hint="Give its directory.")
+    return model, tokenizer
+
+
+def _check_tiers(offload: OffloadConfig | None, disk_path: str | Path | None) -> None:
+    """Raise ConfigError for tiers that a model cannot run above."""
+    if offload is not None and offload.load_overlap == "layers":
+        check_combination({"layers": "offload.load_overlap", "model": "model"})
+    if offload is not None and offload.load_kv != "placed":
+        check_combination({f"{offload.load_kv}_loads": "offload.load_kv", "model": "model"})
+    are_files = () if offload is None else offload.are_files
+    if are_files not in ((), (False,), (False, True)):
+        what = "a model runs above one tier of memory, and one of files below that at most"
+        raise ConfigError(what, field="offload", hint="Leave out the other tiers.")
+    if any(are_files) != (disk_path is not None):
+        raise ConfigError(
+            "a tier of files needs both its size and its directory",
+            field="disk_path",
+            hint="Give a size of files in offload, and disk_path.",
+        )
+
+
+def _drafting(
+    planning: Planning, speculation: SpeculativeConfig, config: EngineConfig, executor: TorchExecutor
+) -> Planning:
+    """Return `planning` with drafts, whose lengths depend on how long steps of `executor` take."""
+    times = TimesByTokens(executor.time_steps(TIMED_STEPS, are_drafted=True))
+    return planning._replace(
+        drafter=CarefulDrafter(NgramDrafter(speculation, config.max_num_seqs, times)),
+        num_draft_slots=speculation.num_speculative_tokens if speculation.draft_order == "first" else 0,
+    )

@@ -26,7 +26,7 @@ __all__ = ["fingerprint", "kv_fingerprint", "load_model", "load_tokenizer"]
 
 _log = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-REMOTE_CODE_HINT = "Read that code; --trust-remote-code runs it, and it can do whatever you can."
+REMOTE_CODE_HINT = "Read that code; --set trust_remote_code=true runs it, and it can do whatever you can."
 NUM_SAMPLES = 1024
 """Elements sampled from each weight."""
 
@@ -118,13 +118,15 @@ def _read_directory(path: str | Path, dtype: str, *, trust_remote_code: bool) ->
         raise MissingFileError("no such file", path=directory / "config.json", hint="Is this a model's directory?")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers raises many types for fields of a wrong type
         if "trust_remote_code" in str(error):
             raise InputError(
                 "the model comes with code of its own, which was not run", path=path, hint=REMOTE_CODE_HINT
             ) from None
         raise InputError(f"is no model that transformers knows: {first_line(error)}", path=path) from error
     check_architecture(config, path)
+    if directory.is_dir():
+        _check_sizes(config, directory)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
@@ -149,6 +151,22 @@ def _read_directory(path: str | Path, dtype: str, *, trust_remote_code: bool) ->
             names = ", ".join(sorted(map(str, report[what]))[:3])
             raise InputError(f"weights have {what.replace('_', ' ')}: {names}", path=path)
     return model
+
+
+def _check_sizes(config: Any, directory: Path) -> None:
+    """Raise InputError if a matrix that each model has could not be in the files of its weights, at a bit per element.
+
+    transformers makes the matrices that a config asks for before it compares them with those of the files.
+    """
+    text = config.get_text_config(decoder=True)
+    most = 8 * sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    hidden_size, heads = (getattr(text, name, None) or 1 for name in ("hidden_size", "num_attention_heads"))
+    head_dim = getattr(text, "head_dim", None) or 1
+    vocab_size, width = (getattr(text, name, None) or 1 for name in ("vocab_size", "intermediate_size"))
+    for field, size in (("vocab_size", vocab_size), ("intermediate_size", width), ("head_dim", heads * head_dim)):
+        if isinstance(size, int) and size * hidden_size > most > 0:
+            what = f"the weights have less than a matrix of {size:,} x {hidden_size:,} (hidden_size)"
+            raise InputError(what, path=directory / "config.json", field=field)
 
 
 def _read_gguf(path: Path, dtype: torch.dtype | None, model_impl: str) -> Any:

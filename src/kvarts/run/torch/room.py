@@ -72,7 +72,7 @@ class KVRoom:
             raise ConfigError(
                 f"{model.config.model_type} has {len(states)} layers that keep a state instead of tokens",
                 field="kv_groups",
-                hint="Set kv_groups to all or tails (--kv-groups all).",
+                hint="Set kv_groups to all or tails (--set kv_groups=all).",
             )
         if states and kv_dtype != "auto":
             raise ConfigError(

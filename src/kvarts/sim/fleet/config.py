@@ -17,7 +17,7 @@ from kvarts.base.settings import INLINE, AtLeastOne, Given, Section, Setting, Se
 from kvarts.base.units import meant_size, parse_bytes, parse_rate
 from kvarts.core.parts.combines import check_combination
 from kvarts.core.tiers.config import OffloadConfig
-from kvarts.proof.audit.opening import not_followed
+from kvarts.proof.audit.opening import not_followed_in_handoffs
 from kvarts.sim.config import ReplayConfig, Slo, check_token_bytes, resolve_replay
 from kvarts.sim.fleet.scaling import Scaler, Scripted, Thresholds, parse_scaler
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
@@ -776,12 +776,11 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not self.each.audit:
             return ""
-        return not_followed(
+        return not_followed_in_handoffs(
             self.each,
             has_groups=self.each.kv_groups != "off",
             has_tiers=shares_memory or self.each.offload is not None,
             plans_ahead=self.each.async_scheduling and self.each.profile == "default",
-            hands_over=True,
         )
 
     def __post_init__(self) -> None:

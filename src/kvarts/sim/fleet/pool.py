@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvarts.core.request import Request
 from kvarts.sim.fleet.handoff import Handoff
-from kvarts.sim.fleet.scaling import PoolState, WorkerState
+from kvarts.sim.fleet.scaling import PoolState
 from kvarts.sim.fleet.worker import Worker
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import Informed, Router
@@ -291,19 +291,6 @@ class Pool:
         )
 
     def state(self) -> PoolState:
-        """Return the state that a scaler receives."""
-        workers = tuple(
-            WorkerState(
-                worker.index,
-                worker.scheduler.running.num_running,
-                worker.scheduler.num_waiting + len(worker.pending),
-                worker.scheduler.waiting.num_waiting_tokens
-                + sum(handoff.decode.num_prompt_tokens for handoff in worker.pending),
-                worker.scheduler.cache.num_used / worker.scheduler.cache.pool.total,
-                worker.scheduler.wheel.known_tokens
-                + sum(each.num_computed for each in worker.scheduler.running.chunked),
-                worker.replica.config.pool_tokens,
-            )
-            for worker in self.active
-        )
+        """Return the state that a scaler receives. Leaps of its workers must be cut."""
+        workers = tuple(worker.state() for worker in self.active)
         return PoolState(self.name, self.role, workers, len(self.starting), len(self.draining), self.model)

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from kvarts.base.errors import InputError
 from kvarts.base.limits import MOST_REPLICAS, brief
-from kvarts.core.build import build_engine, preparation_of
+from kvarts.core.build import Planning, Storage, Watching, build_engine, preparation_of
 from kvarts.core.event_log import EventReader
 from kvarts.core.executor import CostModel
 from kvarts.core.tiers.links import FixedRate, Links, PeerLinks, SharedLinks, StoreLinks
@@ -359,21 +359,24 @@ def open_worker(
     if below is not None:
         token_bytes = TOKEN_BYTES if config.placement is None else config.placement.kv_bytes_per_token
         tiers = below(index, config.offload, token_bytes)
+    audit = audit_of("laws" if pool.left_out_by_audit(shares_memory=below is not None) else config.audit)
     engine = build_engine(
         config,
         executor,
-        memory=None if config.kv_groups == "off" else config.memory,
-        readers=readers,
-        num_waiting=num_waiting,
-        policy=queue if pool.role == "decode" else config.admission(),
-        make_order=config.eviction,
-        tiers=tiers,
-        prefill=prefill_cost(config),
-        audit=audit_of("laws" if pool.left_out_by_audit(shares_memory=below is not None) else config.audit),
-        hands_over=True,
-        plans_ahead=config.async_scheduling and config.profile == "default",
-        finds_prefixes=not config.no_prefix_caching,
-        step_ns=cost.step_ns,
+        Storage(
+            memory=None if config.kv_groups == "off" else config.memory,
+            make_order=config.eviction,
+            tiers=tiers,
+            prefill=prefill_cost(config),
+        ),
+        Planning(
+            policy=queue if pool.role == "decode" else config.admission(),
+            hands_over=True,
+            plans_ahead=config.async_scheduling and config.profile == "default",
+            finds_prefixes=not config.no_prefix_caching,
+            step_ns=cost.step_ns,
+        ),
+        Watching(readers, num_waiting=num_waiting, audit=audit),
     )
     replica = Replica(engine, executor, plans_ahead=config.async_scheduling)
     worker = Worker(index, rank, replica, queue, only_prefills=pool.role == "prefill", leaps=not config.step_by_step)

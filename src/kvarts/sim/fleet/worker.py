@@ -16,6 +16,7 @@ from kvarts.core.sched.plan import Batch
 from kvarts.core.sched.policy import NEVER_NS
 from kvarts.cost.simulated import LeapTimes
 from kvarts.sim.fleet.handoff import Handoff
+from kvarts.sim.fleet.scaling import WorkerState
 from kvarts.sim.replica import MOST_STEPS, Replica
 
 __all__ = ["ByAge", "ByReservation", "DecodeOnly", "Queue", "Worker"]
@@ -279,6 +280,21 @@ class Worker:
             return True
         assert not self.finish(), "a request ended before the end of steps that were alike"
         return False
+
+    def state(self) -> WorkerState:
+        """Return its state in the step under way. A leap must be `cut` first, so that this is its last step."""
+        assert self._times is None, "a leap is looked into"
+        scheduler, pending = self.scheduler, self.pending
+        running, cache = scheduler.running, scheduler.cache
+        return WorkerState(
+            self.index,
+            running.num_running,
+            scheduler.num_waiting + len(pending),
+            scheduler.waiting.num_waiting_tokens + sum(each.decode.num_prompt_tokens for each in pending),
+            cache.num_used / cache.pool.total,
+            self.replica.known_tokens + sum(each.num_computed for each in running.chunked),
+            self.replica.config.pool_tokens,
+        )
 
     def count_leap(self) -> None:
         """Do the leap under way, if there is one, with the present pages below the device."""

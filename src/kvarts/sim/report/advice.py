@@ -72,7 +72,7 @@ def _rejected(summary: dict[str, Any], trials: Callable[[], Trials] | None) -> s
     if num_refused:
         return (
             f"{num_refused:,} of {summary['num_requests']:,} turns found no room for their session; try a smaller "
-            f"--session-window, --session-at-capacity evict, or {_more_memory(summary)}"
+            f"--set sessions.window, --set sessions.at_capacity=evict, or {_more_memory(summary)}"
         )
     config, rejected, requests = summary["config"], summary["num_rejected"], summary["num_requests"]
     which = "no request fits" if rejected == requests else f"{rejected:,} of {requests:,} requests can never fit"
@@ -131,7 +131,7 @@ def _lost_hits(summary: dict[str, Any], trials: Callable[[], Trials] | None) -> 
     if config.get("no_prefix_caching"):
         return (
             f"without a prefix cache nothing is found, and about {as_percent(unbounded)} of prompt tokens would be "
-            "hits if it were on and evicted nothing; leave out --no-prefix-caching"
+            "hits if it were on and evicted nothing; leave out --set no_prefix_caching=true"
         )
     if config["replicas"] > 1 and config["router"] != "prefix":
         return (
@@ -148,7 +148,7 @@ def _lost_hits(summary: dict[str, Any], trials: Callable[[], Trials] | None) -> 
         f"{summary['working_set_to_pool']:,.2f} times the pool"
     )
     if lowest == "disk" and not listed:
-        return f"{why}; try more --disk-memory"
+        return f"{why}; try a larger --set offload.disk_memory"
     if lowest is not None and (len(listed) > 1 or (listed and listed[0]["kind"] == "files")):
         return f"{why}; try a larger --tier {lowest}"
     option = f"--tier {listed[0]['name']}:size=" if listed else "--host-memory "

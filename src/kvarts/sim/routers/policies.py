@@ -138,7 +138,7 @@ class SglangCacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     cache_threshold: float = 0.3
     balance_abs_threshold: int = 64
     balance_rel_threshold: float = 1.5
-    eviction_interval: float = 120.0
+    eviction_interval: float = 60.0
     max_tree_size: int = 67_108_864
 
     def __post_init__(self) -> None:
@@ -167,8 +167,8 @@ class SglangCacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             found, num_tokens = view.placements(asked)
             longest = max(found.values(), default=0)
             if num_tokens and longest / num_tokens > self.cache_threshold:
-                return view.any_of([worker for worker in view.workers if found.get(worker) == longest])
-        return view.any_least(view.num_requests)
+                return next(worker for worker in found if found[worker] == longest)
+        return view.least(view.num_requests)
 
 
 class ProductionStackPrefix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from kvarts.core.build import build_engine, open_group_cache, preparation_of
+from kvarts.core.build import Planning, Storage, Watching, build_engine, open_group_cache, preparation_of
 from kvarts.core.event_log import EventLog, EventReader
 from kvarts.core.executor import Executor, VirtualExecutor
 from kvarts.core.sched.policy import NEVER_NS
@@ -189,22 +189,23 @@ def open_tenant(
                 num_blocks=config.most_bytes(name) // config.counted_bytes[name],
                 tell=log.tell_details,
                 with_ids=with_ids,
-                num_below=0 if below is None else len(below.tier_names),
-                watches_list=below is not None and below.is_lazy,
+                below=below,
                 make_order=of_model.eviction,
             )
         )
     engine = build_engine(
         of_model,
         executor,
-        memory=memory,
-        log=log,
-        cache=part.cache,
-        pages=part,
-        policy=of_model.admission(),
-        below=below,
-        prefill=prefill_cost(of_model),
-        moves_pages=False,
+        Storage(
+            memory=memory,
+            cache=part.cache,
+            pages=part,
+            below=below,
+            prefill=prefill_cost(of_model),
+            moves_pages=False,
+        ),
+        Planning(policy=of_model.admission()),
+        Watching(log=log),
     )
     device.attach(name, engine.scheduler, engine.cancel)
     return Tenant(name, engine, times, device, part, share=config.shares[name])

@@ -16,7 +16,8 @@ Conversion to requests of a trace:
   sub-agent is a separate session; so are requests of another model than most of the session. Dependencies between
   requests are inferred from the times, see `sim/traffic/graph.py`.
 - A request whose answer calls a tool has the hint `tool` with its name; if it calls several, the last one.
-- Requests that failed are left out, as are those that another file also contains, where a session was resumed.
+- Requests that failed or have no output tokens are left out, as are those that another file also contains, where a
+  session was resumed.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
 from kvarts.base.errors import InputError, parts_of
 from kvarts.base.files import reading
 from kvarts.core.hints import MOST_TOOL_CHARS, Hints
-from kvarts.sim.traffic.graph import RecordedTimes, linked
+from kvarts.sim.traffic.bounds import Count
+from kvarts.sim.traffic.graph import RecordedTimes, linked, with_output
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 from kvarts.sim.traffic.trace_file import SKIP_HINT, TraceFile, by_arrival, date_ns, nothing_left
 from kvarts.sim.traffic.trace_request import After
@@ -44,8 +45,6 @@ CHAIN_BITS = 36
 INFERRED = (
     "the files do not identify prefixes that prompts share: these are inferred from their lengths and from cache reads"
 )
-
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class _Usage(msgspec.Struct, gc=False):
@@ -120,10 +119,11 @@ def load_claude_code(path: Path | str | TraceFile, *, skip_bad_lines: bool = Fal
     num_skipped = 0
     for each in files:
         num_skipped += _read(each, calls, left_out, skip_bad_lines=skip_bad_lines)
-    if not calls:
+    requests = with_output(by_arrival(_requests(list(calls.values())), file), left_out) if calls else []
+    if not requests:
         raise nothing_left(file, left_out, num_skipped)
     return Trace(
-        by_arrival(_requests(list(calls.values())), file),
+        requests,
         unit_tokens=1,
         has_output_tokens=True,
         name=file.name,
@@ -282,7 +282,7 @@ def _contents(calls: list[_Call], number: int, common: int) -> Iterator[tuple[tu
         num_new = num_prompt - num_shared
         prompt = _joined(shared, range(next_token, next_token + num_new))
         next_token += num_new
-        answer = range(next_token, next_token + max(1, call.usage.output_tokens))
+        answer = range(next_token, next_token + call.usage.output_tokens)
         next_token = answer.stop
         before, num_before, num_with_answer = _joined(prompt, answer), num_prompt, num_prompt + len(answer)
         yield prompt, answer

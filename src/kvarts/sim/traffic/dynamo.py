@@ -9,14 +9,15 @@ In agentic traces, version 2, requests wait for requests. The first line is a he
 `not_before_ms`, and `dependencies`. Each dependency has a `request_id`, a `trigger` (its `dispatch` or its
 `completion`) and a `delay_ms` after that. A request is sent when all of its dependencies have passed, and not before
 `not_before_ms`. Ids of scope `local` are only valid within their play. With `cancel_after_ms`, the client abandons a
-request that long after sending it. Other fields are ignored. An `output_length` of 0 is read as 1, because computing a
-prompt yields a token.
+request that long after sending it. Other fields are ignored. A row with an `output_length` of 0 is left out; rows that
+wait for it wait for what it waits for.
 
 The first version lacks a header: its rows are Mooncake's, with a `wait_for` (sim/traffic/mooncake.py).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,10 +26,10 @@ import msgspec
 import numpy as np
 
 from kvarts.base.errors import InputError, parts_of
-from kvarts.base.limits import LATEST_NS, MOST_COUNT
 from kvarts.core.content import UNIT_BYTES, pack_units
 from kvarts.core.hints import Hints
-from kvarts.sim.traffic.graph import components
+from kvarts.sim.traffic.bounds import Count, Priority, SpanMs, Tokens
+from kvarts.sim.traffic.graph import NO_OUTPUT, components, with_output
 from kvarts.sim.traffic.trace import Trace, TraceRequest, spell
 from kvarts.sim.traffic.trace_file import NO_ID, TraceFile, by_arrival, load_rows, nothing_left, unlike_any_other
 from kvarts.sim.traffic.trace_request import After
@@ -37,27 +38,22 @@ __all__ = ["agentic_lines", "load_agentic", "load_dynamo"]
 
 NS_PER_MS = 1_000_000
 
-PromptTokens = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-OutputTokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Hash = Annotated[int, msgspec.Meta(ge=0)]
 SCHEMA, VERSION = "dynamo.agentic_mooncake", 2
 
-Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
-Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=LATEST_NS / NS_PER_MS)]
 HashId = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Replay(msgspec.Struct, gc=False):
-    trace_block_size: PromptTokens
-    input_length: PromptTokens
+    trace_block_size: Tokens
+    input_length: Tokens
     input_sequence_hashes: list[Hash]
 
 
 class _Ended(msgspec.Struct, gc=False):
     request_received_ms: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
     replay: _Replay
-    output_tokens: OutputTokens
+    output_tokens: Count
     request_id: str | None = None
 
 
@@ -76,7 +72,7 @@ def load_dynamo(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -
     block_size = 0
     decoder = msgspec.json.Decoder(_Ended)
 
-    def request(row: int, record: _Record) -> TraceRequest | None:
+    def request(row: int, record: _Record) -> TraceRequest | str | None:
         nonlocal block_size
         if record.event_type != "request_end":
             return None
@@ -101,6 +97,8 @@ def load_dynamo(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -
             )
         if any(each >= 1 << 64 for each in hashes):
             raise InputError("hashes must be below 2**64", field="request.replay.input_sequence_hashes")
+        if not ended.output_tokens:
+            return NO_OUTPUT
         units = pack_units(hashes[:num_whole])
         if num_rest:
             units += np.array([NO_ID + row], np.uint64).tobytes()
@@ -109,7 +107,7 @@ def load_dynamo(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -
             ended.request_received_ms * NS_PER_MS,
             units,
             replay.input_length,
-            max(1, ended.output_tokens),
+            ended.output_tokens,
             session_id=None if record.agent_context is None else record.agent_context.session_id,
             request_id=ended.request_id,
         )
@@ -134,7 +132,7 @@ class _Header(msgspec.Struct, gc=False):
 class _Dependency(msgspec.Struct, gc=False):
     request_id: str
     trigger: Literal["dispatch", "completion"]
-    delay_ms: Milliseconds = 0.0
+    delay_ms: SpanMs = 0.0
 
 
 class _Row(msgspec.Struct, gc=False):
@@ -143,12 +141,12 @@ class _Row(msgspec.Struct, gc=False):
     session_id: str
     input_length: Tokens
     output_length: Count
-    not_before_ms: Milliseconds
+    not_before_ms: SpanMs
     hash_ids: list[HashId] | None = None
     output_token_ids: list[HashId] | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)] | None = None
+    priority: Priority | None = None
     dependencies: list[_Dependency] = []
-    cancel_after_ms: Milliseconds | None = None
+    cancel_after_ms: SpanMs | None = None
     hints: Hints | None = None
     model: str | None = None
 
@@ -173,12 +171,17 @@ def load_agentic(path: Path | str | TraceFile) -> Trace:
     warnings = []
     if 0 < num_without_ids < len(rows):
         warnings.append(f"{num_without_ids:,} of {len(rows):,} rows have no hash_ids: their prompts share nothing")
+    left_out: Counter[str] = Counter()
+    requests = with_output(by_arrival(_placed(requests), file), left_out)
+    if not requests:
+        raise nothing_left(file, left_out)
     return Trace(
-        by_arrival(_placed(requests), file),
+        requests,
         unit_tokens=header.block_size,
         has_output_tokens=any(row.output_token_ids is not None for _, row in rows),
         knows_prefixes=num_without_ids < len(rows),
         name=file.name,
+        left_out=left_out,
         warnings=warnings,
     )
 
@@ -219,8 +222,7 @@ def _request(
             line=line,
             field="hash_ids",
         )
-    num_output = max(1, row.output_length)
-    if row.output_token_ids is not None and len(row.output_token_ids) != num_output:
+    if row.output_token_ids is not None and len(row.output_token_ids) != row.output_length:
         raise InputError(
             f"has {len(row.output_token_ids)} ids, but output_length is {row.output_length}",
             path=file.path,
@@ -237,7 +239,7 @@ def _request(
         round(row.not_before_ms * NS_PER_MS),
         units,
         row.input_length,
-        num_output,
+        row.output_length,
         output_units=None if row.output_token_ids is None else pack_units(row.output_token_ids),
         priority=row.priority or 0,
         session_id=f"{row.play_id}/{row.session_id}",

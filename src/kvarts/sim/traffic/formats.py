@@ -184,7 +184,7 @@ FORMS: tuple[TraceForm, ...] = (
     ),
     TraceForm(
         name="mooncake",
-        title="Mooncake's traces; --session-turns deltas for sessions whose later turns have only what is new",
+        title="Mooncake's traces; --set session_turns=deltas for sessions whose later turns have only what is new",
         signs=_signs("input_length"),
         example='{"timestamp":0,"input_length":6758,"output_length":500,"hash_ids":[0,1,2,3,4,5,6,7,8,9,10,11,12,13]}',
         reader="mooncake:load_mooncake",
@@ -351,7 +351,7 @@ def _warn_of_broken_sessions(trace: Trace, turns: Turns | None) -> None:
 
     broken, num_sessions = broken_sessions(trace)
     if broken:
-        read_as = " as --session-turns says" if turns == "whole" else ""
+        read_as = " as --set session_turns says" if turns == "whole" else ""
         trace.warnings.append(
             f"in {len(broken):,} of {num_sessions:,} sessions no turn shares its first id with the turn before: they "
             f"are read as whole prompts{read_as}, and hit nothing of each other"

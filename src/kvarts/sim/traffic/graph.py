@@ -7,13 +7,17 @@ the latest request of its parent sent before it, and the parent's first request 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from kvarts.sim.traffic.trace_request import After, TraceRequest
 
-__all__ = ["RecordedTimes", "components", "linked"]
+__all__ = ["NO_OUTPUT", "RecordedTimes", "components", "linked", "with_output"]
+
+NO_OUTPUT = "without output tokens"
+"""The reason why such requests are left out, which counts them."""
 
 
 class RecordedTimes(msgspec.Struct, frozen=True):
@@ -79,6 +83,73 @@ def _chain(
         delay_ns = request.start_ns - max(other.known_end_ns for other in ended)
         waits = [After(other.row, delay_ns) for other in ended]
         after[request.row] = tuple(waits if before in ended else (*waits, _after(before, request)))
+
+
+def with_output(requests: list[TraceRequest], left_out: Counter[str]) -> list[TraceRequest]:
+    """Return the requests that have output tokens, the first at 0, and count the others in `left_out`.
+
+    `requests` must be in order of arrival. A request that waits for one that is left out waits for what that waits for,
+    then for both delays.
+    """
+    if all(request.num_output_tokens for request in requests):
+        return requests
+    waits: dict[int, _Wait] = {}
+    before: dict[str, TraceRequest] = {}
+    for request in requests:
+        after = request.after
+        if not after and request.session_id in before:
+            after = (After(before[request.session_id].row, request.delay_ns or 0),)
+        not_before_ns = None if after and request.delay_ns is not None else request.arrival_ns
+        waits[request.row] = _Wait(after, not_before_ns, bool(request.num_output_tokens))
+        if request.session_id is not None:
+            before[request.session_id] = request
+    before.clear()
+    kept = []
+    for request in requests:
+        if not request.num_output_tokens:
+            left_out[NO_OUTPUT] += 1
+            continue
+        if any(not waits[each.row].is_kept for each in waits[request.row].after):
+            kept.append(_relinked(request, waits, before.get(request.session_id or "")))
+        else:
+            kept.append(request)
+        if request.session_id is not None:
+            before[request.session_id] = request
+    kept.sort(key=lambda request: request.arrival_ns)
+    first_ns = kept[0].arrival_ns if kept else 0
+    return [msgspec.structs.replace(request, arrival_ns=request.arrival_ns - first_ns) for request in kept]
+
+
+class _Wait(msgspec.Struct, frozen=True):
+    """What a request waits for, and whether it has output tokens."""
+
+    after: tuple[After, ...]
+    not_before_ns: int | None
+    is_kept: bool
+
+
+def _relinked(request: TraceRequest, waits: Mapping[int, _Wait], before: TraceRequest | None) -> TraceRequest:
+    """Return a request that waits for kept ones only. `before`: the kept turn before it in its session."""
+    after: dict[After, None] = {}
+    not_before_ns = waits[request.row].not_before_ns
+    open_ = list(waits[request.row].after)
+    while open_:
+        each = open_.pop()
+        wait = waits[each.row]
+        if wait.is_kept:
+            after[each] = None
+            continue
+        if wait.not_before_ns is not None:
+            not_before_ns = max(not_before_ns or 0, wait.not_before_ns + each.delay_ns)
+        open_ += [After(other.row, other.delay_ns + each.delay_ns, other.of_arrival) for other in wait.after]
+    if not after and before is not None:
+        after[After(before.row, of_arrival=True)] = None  # without any, it would wait for that turn's end
+    if not_before_ns is not None:
+        return msgspec.structs.replace(request, arrival_ns=not_before_ns, delay_ns=None, after=tuple(after))
+    only = next(iter(after))
+    if len(after) == 1 and before is not None and only.row == before.row and not only.of_arrival:
+        return msgspec.structs.replace(request, delay_ns=only.delay_ns, after=())
+    return msgspec.structs.replace(request, delay_ns=0, after=tuple(after))
 
 
 def components(requests: Sequence[TraceRequest], *, by_name: bool = False) -> list[int]:

@@ -88,7 +88,7 @@ def _answer(request: TraceRequest) -> tuple[range, ...]:
         ids = memoryview(request.output_units).cast("Q").tolist()
         return tuple(range(KNOWN_OUTPUT + token, KNOWN_OUTPUT + token + 1) for token in ids)
     first = FIRST_OUTPUT + (request.row << 31)
-    return (range(first, first + request.num_output_tokens),)
+    return (range(first, first + request.num_output_tokens),) if request.num_output_tokens else ()
 
 
 def _tokens(request: TraceRequest, unit_tokens: int, numbers: dict[int, int]) -> tuple[range, ...]:

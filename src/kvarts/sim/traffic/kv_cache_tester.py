@@ -18,7 +18,7 @@ Conversion to requests of a trace:
 - The prompt tokens after the last whole block have no id, so no other prompt can hit them. Generated tokens can be hit
   only once they are part of a later prompt.
 - A request with the `stop` `tool_use` has the hint `tool`: the client runs a tool, whose name the files do not hold.
-- An `out` of 0 (an aborted request) is read as 1, because computing a prompt yields a token.
+- A request with an `out` of 0 is left out; requests that wait for it wait for what it waits for.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from kvarts.base.errors import InputError, parts_of
 from kvarts.base.files import reading
 from kvarts.core.content import UNIT_BYTES, pack_units
 from kvarts.core.hints import Hints
-from kvarts.sim.traffic.graph import RecordedTimes, linked
+from kvarts.sim.traffic.bounds import Count, SpanSeconds, Tokens
+from kvarts.sim.traffic.graph import RecordedTimes, linked, with_output
 from kvarts.sim.traffic.trace import Trace, TraceRequest
-from kvarts.sim.traffic.trace_file import NO_ID, TraceFile
+from kvarts.sim.traffic.trace_file import NO_ID, TraceFile, nothing_left
 from kvarts.sim.traffic.trace_request import After
 
 __all__ = ["load_kv_cache_tester"]
@@ -61,8 +62,6 @@ NO_TEXT = b"none"
 AT_ONCE = 256
 """Bytes of texts that are compared at once where they differ."""
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 HashId = Annotated[int, msgspec.Meta(ge=0, lt=1 << ID_BITS)]
 
 
@@ -73,12 +72,12 @@ wrong."""
 
 
 class _Turn(msgspec.Struct, Generic[IdsT], gc=False, tag_field="type", tag="s"):
-    t: Seconds
-    num_input: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] = msgspec.field(name="in")
+    t: SpanSeconds
+    num_input: Tokens = msgspec.field(name="in")
     num_output: Count = msgspec.field(name="out")
     hash_ids: IdsT
-    api_time: Seconds | None = None
-    think_time: Seconds | None = None
+    api_time: SpanSeconds | None = None
+    think_time: SpanSeconds | None = None
     stop: str | None = None
 
 
@@ -87,7 +86,7 @@ class _TurnNotStreamed(_Turn[IdsT], gc=False, tag_field="type", tag="n"):
 
 
 class _SubAgent(msgspec.Struct, Generic[IdsT], gc=False, tag_field="type", tag="subagent"):
-    t: Seconds
+    t: SpanSeconds
     agent_id: str
     requests: list[_Turn[IdsT] | _TurnNotStreamed[IdsT]]
     duration_ms: Annotated[int, msgspec.Meta(ge=0, lt=10**12)] | None = None
@@ -95,7 +94,7 @@ class _SubAgent(msgspec.Struct, Generic[IdsT], gc=False, tag_field="type", tag="
 
 class _Play(msgspec.Struct, Generic[IdsT], gc=False):
     id: str
-    block_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    block_size: Tokens
     hash_id_scope: Literal["local", "global"]
     requests: list[_Turn[IdsT] | _TurnNotStreamed[IdsT] | _SubAgent[IdsT]]
 
@@ -149,6 +148,9 @@ def load_kv_cache_tester(path: Path | str | TraceFile) -> Trace:
             place_of_session[session_id] = place
         left_out["sub-agents without requests"] += session.num_empty
     requests.sort(key=lambda request: request.arrival_ns)
+    requests = with_output(requests, left_out)
+    if not requests:
+        raise nothing_left(file, +left_out)
     return Trace(requests, unit_tokens=plays[0][1].block_size, name=file.name, left_out=+left_out)
 
 
@@ -410,7 +412,7 @@ class _Session:
                     start_ns,
                     units,
                     turn.num_input,
-                    max(turn.num_output, 1),
+                    turn.num_output,
                     session_id=session_id,
                     delay_ns=delay_ns,
                     hints=RUNS_TOOL if turn.stop == TOOL_USE else None,

@@ -21,10 +21,13 @@ from typing import Annotated
 import msgspec
 
 from kvarts.base.errors import ConfigError, InputError, parts_of
+from kvarts.base.limits import LATEST_NS
 from kvarts.core.content import pack_units
 from kvarts.core.hints import Hints
+from kvarts.sim.traffic.bounds import Count, DateNs, DateSeconds, Priority, SpanNs, Tokens
+from kvarts.sim.traffic.graph import NO_OUTPUT
 from kvarts.sim.traffic.trace import Trace, TraceRequest
-from kvarts.sim.traffic.trace_file import TraceFile, date_ns, load_rows, unlike_any_other
+from kvarts.sim.traffic.trace_file import TraceFile, date_ns, load_rows, nothing_left, unlike_any_other
 from kvarts.sim.traffic.trace_request import DirectRequest
 
 __all__ = [
@@ -38,16 +41,12 @@ __all__ = [
 
 BAILIAN_TOKENS = 16
 
-Tokens = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
-
 
 class _Chat(msgspec.Struct, gc=False):
     chat_id: int
-    timestamp: Seconds
+    timestamp: DateSeconds
     input_length: Tokens
-    output_length: Tokens
+    output_length: Count
     hash_ids: list[int]
     parent_chat_id: int = -1
 
@@ -58,7 +57,7 @@ class _Usage(msgspec.Struct, gc=False):
 
 
 class _Response(msgspec.Struct, gc=False):
-    created: Seconds
+    created: DateSeconds
     usage: _Usage
 
 
@@ -77,7 +76,7 @@ def load_bailian(
     unit_tokens = trace_block_size or BAILIAN_TOKENS
     first_turns: dict[int, int] = {}
 
-    def request(row: int, chat: _Chat) -> TraceRequest:
+    def request(row: int, chat: _Chat) -> TraceRequest | str:
         if len(chat.hash_ids) * unit_tokens < chat.input_length:
             raise InputError(
                 f"{len(chat.hash_ids)} ids of {unit_tokens} tokens cover {len(chat.hash_ids) * unit_tokens} of the "
@@ -89,6 +88,8 @@ def load_bailian(
         except ConfigError:
             raise InputError("ids must be from 0 to 2**64 - 1", field="hash_ids") from None
         first = first_turns[chat.chat_id] = first_turns.get(chat.parent_chat_id, chat.chat_id)
+        if not chat.output_length:
+            return NO_OUTPUT
         return TraceRequest(
             row,
             round(chat.timestamp * 1e9),
@@ -104,12 +105,12 @@ def load_bailian(
 def load_usage_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
     """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input."""
 
-    def request(row: int, response: _Response) -> TraceRequest:
+    def request(row: int, response: _Response) -> TraceRequest | str:
         usage = response.usage
+        if not usage.completion_tokens:
+            return NO_OUTPUT
         units = unlike_any_other(row, usage.prompt_tokens)
-        # The prompt of an aborted request was computed, which yields a token.
-        num_output = max(1, usage.completion_tokens)
-        return TraceRequest(row, round(response.created * 1e9), units, usage.prompt_tokens, num_output)
+        return TraceRequest(row, round(response.created * 1e9), units, usage.prompt_tokens, usage.completion_tokens)
 
     return load_rows(TraceFile.of(path), _Response, request, skip_bad_lines=skip_bad_lines, knows_prefixes=False)
 
@@ -117,7 +118,8 @@ def load_usage_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False
 def load_spend_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
     """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input.
 
-    Rows with the `status` `failure`, and rows without prompt tokens (images, audio), are left out and counted.
+    Rows with the `status` `failure`, and rows without prompt tokens (images, audio) or output tokens, are left out and
+    counted.
     """
 
     def request(row: int, spend: _Spend) -> TraceRequest | str:
@@ -126,8 +128,10 @@ def load_spend_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False
             return "failed"
         if not spend.prompt_tokens:
             return "without prompt tokens"
+        if not spend.completion_tokens:
+            return NO_OUTPUT
         units = unlike_any_other(row, spend.prompt_tokens)
-        num_output = max(1, spend.completion_tokens)
+        num_output = spend.completion_tokens
         return TraceRequest(row, start_ns, units, spend.prompt_tokens, num_output, request_id=spend.request_id)
 
     return load_rows(TraceFile.of(path), _Spend, request, skip_bad_lines=skip_bad_lines, knows_prefixes=False)
@@ -143,22 +147,22 @@ class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `model`: the name by which it asked for one of several.
     """
 
-    arrival_ns: int
-    prompt: list[int]
-    num_output_tokens: int
+    arrival_ns: DateNs
+    prompt: Annotated[list[int], msgspec.Meta(min_length=1)]
+    num_output_tokens: Count
     output: list[int] = []
     max_tokens: int = 0
-    priority: int = 0
+    priority: Priority = 0
     tenant: str | None = None
     model: str | msgspec.UnsetType = msgspec.UNSET
     hints: Hints | msgspec.UnsetType = msgspec.UNSET
     request_id: str | None = None
     ended: str = "finished"
-    began_ns: int | msgspec.UnsetType = msgspec.UNSET
-    cancel_after_ns: int | msgspec.UnsetType = msgspec.UNSET
-    worker: int | msgspec.UnsetType = msgspec.UNSET
+    began_ns: DateNs | msgspec.UnsetType = msgspec.UNSET
+    cancel_after_ns: SpanNs | msgspec.UnsetType = msgspec.UNSET
+    worker: Count | msgspec.UnsetType = msgspec.UNSET
     is_left: bool | msgspec.UnsetType = msgspec.UNSET
-    fetches: int | msgspec.UnsetType = msgspec.UNSET
+    fetches: Count | msgspec.UnsetType = msgspec.UNSET
 
 
 def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
@@ -167,10 +171,13 @@ def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False)
     rows: list[RecordedRow] = []
     num_skipped = 0
     decoder = msgspec.json.Decoder(RecordedRow)
+    began_ns: int | None = None
     for number, line in file.records():
         try:
             row = decoder.decode(line)
-            _request(0, row, 0, {})
+            if began_ns is None:
+                began_ns = row.began_ns if isinstance(row.began_ns, int) else row.arrival_ns
+            _request(0, row, began_ns, {})
         except (msgspec.DecodeError, ConfigError) as error:
             if not skip_bad_lines:
                 what, field = parts_of(error)
@@ -178,9 +185,10 @@ def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False)
             num_skipped += 1
         else:
             rows.append(row)
-    if not rows:
-        raise InputError("has no requests", path=file.path, hint="A line is a request of a recorded run.")
-    return recorded_trace(rows, name=file.name, num_skipped_lines=num_skipped)
+    trace = recorded_trace(rows, name=file.name, num_skipped_lines=num_skipped)
+    if not trace.requests:
+        raise nothing_left(file, trace.left_out, num_skipped)
+    return trace
 
 
 def recorded_trace(
@@ -192,7 +200,7 @@ def recorded_trace(
     """
     first_ns = min((row.arrival_ns for row in rows), default=0) if began_ns is None else began_ns
     if began_ns is None and rows and isinstance(rows[0].began_ns, int):
-        first_ns = rows[0].began_ns
+        first_ns = min(first_ns, rows[0].began_ns)
     kept = [row for row in rows if row.num_output_tokens]
     places = {line: index for index, line in enumerate(line for line, row in enumerate(rows) if row.num_output_tokens)}
     requests = [_request(index, row, first_ns, places) for index, row in enumerate(kept)]
@@ -208,6 +216,8 @@ def recorded_trace(
 
 def _request(index: int, row: RecordedRow, first_ns: int, places: Mapping[int, int]) -> TraceRequest:
     """Return row `index` of a trace. `places`: the rows of the lines of the file."""
+    if abs(row.arrival_ns - first_ns) > LATEST_NS:
+        raise InputError("is more than 73 years from the start of the run", field="arrival_ns")
     is_whole = len(row.output) == row.num_output_tokens
     direct = None
     if isinstance(row.worker, int):

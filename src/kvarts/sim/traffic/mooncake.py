@@ -11,6 +11,7 @@ row without `hash_ids` shares nothing with any other.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice, pairwise
@@ -21,10 +22,11 @@ import msgspec
 from kvarts.base.errors import InputError, parts_of
 from kvarts.base.files import sample_of
 from kvarts.base.limits import check_whole
+from kvarts.sim.traffic.graph import with_output
 from kvarts.sim.traffic.mooncake_request import has_too_many_ids, request_of
 from kvarts.sim.traffic.request_columns import RequestColumns
 from kvarts.sim.traffic.trace import Trace, TraceRequest
-from kvarts.sim.traffic.trace_file import SKIP_HINT, TraceFile
+from kvarts.sim.traffic.trace_file import SKIP_HINT, TraceFile, nothing_left
 from kvarts.sim.traffic.trace_request import NS_PER_MS, After, MooncakeRow, PlainRow
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class MooncakeReader:
     Times are those of the file, in nanoseconds; a row with a `delay` and no `timestamp` has -1. A malformed row raises
     InputError with file, line and field, or is counted in `num_skipped` with `skip_bad_lines`. A row with more ids than
     its prompt has room for is malformed, unless `trace_block_size` is given; then its surplus ids are dropped and it is
-    counted.
+    counted. Rows without output tokens are left out; `read` returns them, for the rows that wait for them.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class MooncakeReader:
         for block in self._blocks():
             for line, row in self._decode(first_line, block):
                 request = self._request(line, row, row_number)
-                if request is not None:
+                if request is not None and request.num_output_tokens:
                     yield request
                 row_number += 1
             first_line += block.count(b"\n")
@@ -253,6 +255,11 @@ def load_mooncake(
     elif session_turns is None and knows_prefixes and reader.has_sessions:
         _refuse_deltas(requests, file.path)
     requests = _in_arrival_order(requests, file.path)
+    left_out: Counter[str] = Counter()
+    if isinstance(requests, list):
+        requests = with_output(requests, left_out)
+        if not requests:
+            raise nothing_left(file, left_out, reader.num_skipped)
     return Trace(
         requests,
         unit_tokens=unit_tokens,
@@ -260,6 +267,7 @@ def load_mooncake(
         knows_prefixes=knows_prefixes,
         name=file.name,
         num_skipped_lines=reader.num_skipped,
+        left_out=left_out,
         warnings=warnings,
     )
 
@@ -277,8 +285,8 @@ def _refuse_deltas(requests: Sequence[TraceRequest], path: Path) -> None:
         f"{'s' if num_sessions > 1 else ''} with several turns",
         path=path,
         field="hash_ids",
-        hint="Pass --session-turns deltas if a later turn has only the part after the turn before it, or "
-        "--session-turns whole if it has its whole prompt.",
+        hint="Pass --set session_turns=deltas if a later turn has only the part after the turn before it, or "
+        "--set session_turns=whole if it has its whole prompt.",
     )
 
 

@@ -42,8 +42,8 @@ def request_of(
         raise InputError("is missing", field="output_length")
     if input_length < 1:
         raise InputError(f"must be at least 1, got {input_length}", field="input_length")
-    if output_length < 1:
-        raise InputError(f"must be at least 1, got {output_length}", field="output_length")
+    if output_length < 0:
+        raise InputError(f"must be at least 0, got {output_length}", field="output_length")
     hash_ids = row.hash_ids
     if hash_ids is not None:
         covered = len(hash_ids) * trace_block_size

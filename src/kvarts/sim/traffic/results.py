@@ -26,6 +26,8 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from kvarts.base.errors import InputError, parts_of
+from kvarts.sim.traffic.bounds import Count, DateNs, DateSeconds, Tokens
+from kvarts.sim.traffic.graph import NO_OUTPUT
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 from kvarts.sim.traffic.trace_file import SKIP_HINT, UNIT_TOKENS, TraceFile, by_arrival, nothing_left, unlike_any_other
 
@@ -43,10 +45,6 @@ CANCELLED = "metadata.cancellation_time_ns"
 NS_PER_S = 1_000_000_000
 UNITS_NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": NS_PER_S, "sec": NS_PER_S}
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Tokens = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
-Nanoseconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 KindT = TypeVar("KindT")
 
 
@@ -81,17 +79,17 @@ class Results(msgspec.Struct):
 class _Bench(msgspec.Struct, gc=False):
     input_lens: list[Count]
     output_lens: list[Count]
-    start_times: list[Seconds] | None = None
-    ttfts: list[Seconds] | None = None
-    itls: list[list[Seconds]] | None = None
+    start_times: list[DateSeconds] | None = None
+    ttfts: list[DateSeconds] | None = None
+    itls: list[list[DateSeconds]] | None = None
     errors: list[str | None] | None = None
     request_rate: float | str | None = None
 
 
 class _Timings(msgspec.Struct, gc=False):
-    request_start: Seconds | None = None
-    first_token_iteration: Seconds | None = None
-    last_token_iteration: Seconds | None = None
+    request_start: DateSeconds | None = None
+    first_token_iteration: DateSeconds | None = None
+    last_token_iteration: DateSeconds | None = None
 
 
 class _Info(msgspec.Struct, gc=False):
@@ -101,10 +99,10 @@ class _Info(msgspec.Struct, gc=False):
 class _Request(msgspec.Struct, gc=False):
     prompt_tokens: Tokens
     output_tokens: Count | None = None
-    request_start_time: Seconds | None = None
-    start_time: Seconds | None = None
-    first_token_time: Seconds | None = None
-    last_token_time: Seconds | None = None
+    request_start_time: DateSeconds | None = None
+    start_time: DateSeconds | None = None
+    first_token_time: DateSeconds | None = None
+    last_token_time: DateSeconds | None = None
     info: _Info = msgspec.field(default_factory=_Info)
 
 
@@ -151,12 +149,12 @@ class _Metrics(msgspec.Struct, gc=False):
 
 
 class _Metadata(msgspec.Struct, gc=False):
-    request_start_ns: Nanoseconds | None = None
-    timestamp_ns: Nanoseconds | None = None
+    request_start_ns: DateNs | None = None
+    timestamp_ns: DateNs | None = None
     benchmark_phase: str | None = None
     credit_phase: str | None = None
     was_cancelled: bool = False
-    cancellation_time_ns: Nanoseconds | None = None
+    cancellation_time_ns: DateNs | None = None
     conversation_id: str | None = None
     x_correlation_id: str | None = None
     turn_index: Count | None = None
@@ -256,7 +254,7 @@ def _read_bench(file: TraceFile, line: int, bench: _Bench, results: Results) -> 
             results.left_out["failed"] += 1
             continue
         if not num_output:
-            results.left_out["without output tokens"] += 1
+            results.left_out[NO_OUTPUT] += 1
             continue
         if not num_prompt:
             raise InputError(
@@ -304,6 +302,9 @@ def _read_guidellm(file: TraceFile, report: _Report, results: Results) -> None:
                 "sample of the traffic"
             )
         for place, request in enumerate(requests.successful):
+            if request.output_tokens == 0:
+                results.left_out[NO_OUTPUT] += 1
+                continue
             results.rows.append(
                 _guidellm_result(file, request, f"{place_of}.successful[{place}]", len(results.rows) + 1)
             )
@@ -321,7 +322,7 @@ def _guidellm_result(file: TraceFile, request: _Request, place_of: str, line: in
         line=line,
         start_ns=_ns(start_s),
         num_prompt_tokens=request.prompt_tokens,
-        num_output_tokens=max(1, request.output_tokens or 1),
+        num_output_tokens=request.output_tokens or 1,
         first_token_ns=None if first_s is None else _ns(first_s),
         last_token_ns=None if last_s is None else _ns(last_s),
         token_field=f"{place_of}.{'first' if first_s is None else 'last'}_token_time",
@@ -401,12 +402,14 @@ def _aiperf_result(line: int, record: _Record) -> Result | str:
     num_prompt = int(metrics.input_sequence_length.value)
     if num_prompt < 1:
         raise InputError("must be at least 1, got 0", field="metrics.input_sequence_length.value")
+    if output.value < 1:
+        return NO_OUTPUT
     ttft = metrics.time_to_first_token or metrics.ttft
     return Result(
         line=line,
         start_ns=start_ns,
         num_prompt_tokens=num_prompt,
-        num_output_tokens=max(1, int(output.value)),
+        num_output_tokens=int(output.value),
         first_token_ns=None if ttft is None else start_ns + _duration_ns(ttft, "time_to_first_token"),
         last_token_ns=None
         if metrics.request_latency is None

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Protocol
 
+import msgspec
+
 from kvarts.base.errors import InputError
 from kvarts.base.limits import LATEST_NS, TooLateError
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 
-__all__ = ["ClosedLoop", "OpenLoop", "Source", "source_of"]
+__all__ = ["ClosedLoop", "OpenLoop", "Source", "source_of", "with_pauses"]
 
 
 class Source(Protocol):
@@ -401,6 +403,25 @@ class Delayed:
         """Return the time at which the next request reaches an engine."""
         next_ns = self._source.next_ns()
         return None if next_ns is None else next_ns + self._delay_ns
+
+
+def with_pauses(trace: Trace) -> Trace:
+    """Return `trace` as Dynamo reads it: a turn with a time of its own, but no delay, has one.
+
+    It is the time between the stamps of the turn and of the one before it, and begins when that one is done.
+    """
+    if not trace.has_sessions:
+        return trace
+    stamps: dict[str, int] = {}
+    requests = []
+    for request in trace:
+        name = request.session_id
+        if name is not None and name in stamps and request.delay_ns is None and not request.after:
+            request = msgspec.structs.replace(request, delay_ns=request.arrival_ns - stamps[name])  # noqa: PLW2901
+        if name is not None:
+            stamps[name] = request.arrival_ns
+        requests.append(request)
+    return Trace(requests, name=trace.name)
 
 
 def source_of(

@@ -16,6 +16,7 @@ import msgspec
 
 from kvarts.base.errors import InputError
 from kvarts.base.limits import MOST_COUNT, brief
+from kvarts.sim.traffic.graph import NO_OUTPUT
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 from kvarts.sim.traffic.trace_file import (
     SKIP_HINT,
@@ -90,7 +91,7 @@ def _load(file: TraceFile, columns: _Columns, *, skip_bad_lines: bool) -> Trace:
                 num_skipped += 1
                 continue
             if request is None:
-                left_out["without output tokens"] += 1
+                left_out[NO_OUTPUT] += 1
             else:
                 requests.append(request)
     except csv.Error as error:

@@ -48,7 +48,7 @@ GZIP = b"\x1f\x8b"
 UNIT_TOKENS = 512
 NO_ID = 1 << 63
 """NO_ID plus the row number is a unit that no other prompt has."""
-SKIP_HINT = "Mend the line, or pass --skip-bad-lines to leave such lines out and count them."
+SKIP_HINT = "Mend the line, or pass --set skip_bad_lines=true to leave such lines out and count them."
 
 TIME = r"(?a)(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9})\d*)?(Z|[+-]\d\d:?\d\d)?"
 

@@ -7,6 +7,7 @@ import msgspec
 
 from kvarts.base.limits import LATEST_NS, MOST_COUNT
 from kvarts.core.hints import Hints
+from kvarts.sim.traffic.bounds import Priority, SpanMs, Tokens
 
 __all__ = ["NS_PER_MS", "After", "DirectRequest", "MooncakeRow", "PlainRow", "TraceRequest", "Units"]
 
@@ -14,8 +15,7 @@ NS_PER_MS = 1_000_000
 
 Units = bytes | tuple[range, ...]
 """Ids of 8 bytes each, or ranges of token ids that are expanded only while the request is alive."""
-Count = Annotated[int, msgspec.Meta(le=MOST_COUNT)]
-Priority = Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
+Length = Annotated[int, msgspec.Meta(le=MOST_COUNT)]
 
 
 class After(msgspec.Struct, frozen=True, gc=False):
@@ -75,9 +75,9 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
 class MooncakeRow(msgspec.Struct, gc=False):
     """One request as decoded from JSON; sim/traffic/mooncake.py documents the fields and checks their values."""
 
-    input_length: Count
+    input_length: Length
     hash_ids: list[int] | None = None
-    output_length: Count | None = None
+    output_length: Length | None = None
     timestamp: int | float | None = None
     delay: int | float | None = None
     session_id: str | int | None = None
@@ -87,7 +87,7 @@ class MooncakeRow(msgspec.Struct, gc=False):
     tenant: str | int | None = None
     wait_for: list[str | int] | None = None
     tool_wait_ms: int | float | None = None
-    cancel_after_ms: Annotated[float, msgspec.Meta(ge=0, le=LATEST_NS / 1e6)] | None = None
+    cancel_after_ms: SpanMs | None = None
     hints: Hints | None = None
     model: str | int | None = None
 
@@ -95,8 +95,8 @@ class MooncakeRow(msgspec.Struct, gc=False):
 class PlainRow(msgspec.Struct, gc=False):
     """A request of which only time, lengths and ids are given: all that most rows have. Another row is not decoded."""
 
-    input_length: Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
-    output_length: Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
+    input_length: Tokens
+    output_length: Tokens
     timestamp: Annotated[int, msgspec.Meta(ge=0, le=LATEST_NS // NS_PER_MS)]
     hash_ids: list[int]
     delay: None = None

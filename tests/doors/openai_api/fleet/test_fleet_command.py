@@ -112,7 +112,7 @@ def test_each_worker_publishes_its_own_kv_events(file: Path) -> None:
 
 
 def test_a_signal_waits_for_requests_under_way(file: Path) -> None:
-    with kvarts_process("mock", "--fleet", str(file), "--port", "0", "--drain", "20") as process:
+    with kvarts_process("mock", "--fleet", str(file), "--port", "0", "--set", "drain=20") as process:
         urls = urls_of(process)
         body = {"prompt": "hello", "max_tokens": 400, "stream": True, "ignore_eos": True}
         streams = [OpenStream(url, "/v1/completions", body) for url in (urls[0], urls[4])]
@@ -130,8 +130,8 @@ def test_a_signal_waits_for_requests_under_way(file: Path) -> None:
     [
         ((), "pages = 100\n", "has no pools"),
         (("--model", "a=llama-3.1-8b"), FLEET, "does not go with several models on a device"),
-        (("--session-window", "64"), FLEET, "--session-window: does not go with a fleet"),
-        (("--max-sessions", "3"), FLEET, "--max-sessions: does not go with a fleet"),
+        (("--set", "session_window=64"), FLEET, "--set session_window: does not go with a fleet"),
+        (("--set", "max_sessions=3"), FLEET, "--set max_sessions: does not go with a fleet"),
         ((), '[[pool]]\nrole = "prefill"\n', "leaves a fleet of prefill workers only"),
         ((), "[[pool]]\nrole = 1\n", "role"),
         ((), "[transfer]\nhold_s = -1\n[[pool]]\n[[pool]]\nrole='prefill'\n[[pool]]\nrole='decode'\n", "hold_s"),

@@ -238,7 +238,7 @@ def mock(*options: str, env: Any = None) -> Iterator[str]:
 
 
 def test_sessions_outlive_the_process_in_their_directory(tmp_path: Path) -> None:
-    options = ("--pages", "512", "--session-window", "32", "--state-dir", str(tmp_path / "kept"))
+    options = ("--pages", "512", "--set", "session_window=32", "--state-dir", str(tmp_path / "kept"))
     with mock(*options) as url:
         before = say(url, session_id="a")
         assert cached(before) == 0
@@ -263,19 +263,22 @@ MODELS = ("--model", "chat=llama-3.1-8b", "--model", "code=qwen3-8b", "--device"
     ("options", "said"),
     [
         pytest.param(
-            (*MODELS, "--session-window", "32"),
-            "--session-window: is of sessions: sessions cannot be combined with several models on a device",
+            (*MODELS, "--set", "session_window=32"),
+            "--set session_window: is of sessions: sessions cannot be combined with several models on a device",
         ),
         (
-            ("--record", "x.jsonl", "--max-sessions", "3"),
+            ("--record", "x.jsonl", "--set", "max_sessions=3"),
             "cannot be combined with sessions, since it is replayed request by request",
         ),
-        (("--no-sessions", "--state-dir", "x"), "--no-sessions was given"),
-        (("--session-memory", "1GiB"), "--session-memory: is of sessions with a window"),
-        (("--session-window", "8", "--session-retention", "pin"), "is of sessions without a window"),
-        (("--cost", "linear:step_ms=1", "--session-window", "8", "--session-memory", "1GiB"), "how many bytes a token"),
-        (("--pages", "10", "--session-window", "200"), "one session needs"),
-        (("--session-retention", "host", "--pages", "64"), "needs host memory"),
+        (("--set", "no_sessions=true", "--state-dir", "x"), "--set no_sessions=true was given"),
+        (("--set", "session_memory=1GiB"), "--set session_memory: is of sessions with a window"),
+        (("--set", "session_window=8", "--set", "session_retention=pin"), "is of sessions without a window"),
+        (
+            ("--cost", "linear:step_ms=1", "--set", "session_window=8", "--set", "session_memory=1GiB"),
+            "how many bytes a token",
+        ),
+        (("--pages", "10", "--set", "session_window=200"), "one session needs"),
+        (("--set", "session_retention=host", "--pages", "64"), "needs host memory"),
     ],
 )
 def test_what_sessions_cannot_be_is_refused(

@@ -46,12 +46,12 @@ def test_two_models_are_served_and_their_records_are_replayed(tmp_path: Path, ru
         (("--pages", "10"), "--pages: is for one model"),
         (("--cost", "linear:step_ms=1"), "--cost: is for one model"),
         (("--served-model-name", "x"), "--served-model-name: is for one model"),
-        (("--lora", "code"), "'code' is the name of two models"),
+        (("--set", "lora=code"), "'code' is the name of two models"),
         (("--model", "chat=qwen3-8b"), "is given twice"),
-        (("--eviction", "session-aware"), "--eviction: 'session-aware' needs a trace"),
+        (("--set", "eviction=session-aware"), "--set eviction: 'session-aware' needs a trace"),
         (("--model", "more=qwen3-8b:eviction=session-aware"), "--model more: eviction: 'session-aware' needs a trace"),
         (("--model", "more=qwen3-8b:eviction=nothing"), "--model more: eviction: 'nothing' is not a policy"),
-        (("--max-itl-ms", "5"), "--max-itl-ms: does not go with several models on a device"),
+        (("--set", "max_itl_ms=5"), "--set max_itl_ms: does not go with several models on a device"),
     ],
 )
 def test_what_several_models_do_not_combine_with_is_refused(
@@ -62,5 +62,5 @@ def test_what_several_models_do_not_combine_with_is_refused(
 
 
 def test_what_is_of_several_models_is_refused_for_one(run_command: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command("mock", "--static-split", "--port", "0") == 2
-    assert "--static-split: is for several models" in capsys.readouterr().err
+    assert run_command("mock", "--set", "static_split=true", "--port", "0") == 2
+    assert "--set static_split: is for several models" in capsys.readouterr().err

@@ -88,7 +88,7 @@ MODELS = ("--model", "chat=llama-3.1-8b", "--model", "code=qwen3-8b", "--device"
 def test_each_model_is_told_at_the_next_port(topic: str) -> None:
     port, replay = two_free_ports(), two_free_ports()
     command = ["mock", *MODELS, "--port", "0", "--page-size", "4", "--speedup", "1000"]
-    command += ["--kv-events", f"tcp://127.0.0.1:{port}", "--kv-events-topic", topic]
+    command += ["--kv-events", f"tcp://127.0.0.1:{port}", "--set", f"kv_events_topic={topic}"]
     command += ["--kv-events-replay", f"tcp://127.0.0.1:{replay}"]
     with preforked.start(*command) as server:
         assert server.stderr is not None

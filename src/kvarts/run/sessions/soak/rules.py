@@ -265,7 +265,7 @@ def _rss(record: SoakRecord) -> SoakRuleResult:
     warm = _warm_turns(record)
     points = [(sample.at_s, float(sample.rss_bytes)) for sample in warm if sample.rss_bytes is not None]
     if not record.plan.expects_rss:
-        return SoakRuleResult("rss", "not_run", "the server's memory is not known. Give --server-pid")
+        return SoakRuleResult("rss", "not_run", "the server's memory is not known. Give --set server_pid=PID")
     if len(points) < len(warm):
         return SoakRuleResult("rss", "inconclusive", f"missing in {len(warm) - len(points)} turns")
     added = sum(sample.num_generated + record.plan.prompt_tokens for sample in warm)
