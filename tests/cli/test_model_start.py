@@ -68,7 +68,7 @@ def test_options_of_vllm_change_the_plan_as_in_vllm() -> None:
 def test_drafts_have_kv_and_states() -> None:
     """The bytes, blocks and tokens of a log: Qwen3.8-27B in NVFP4, with three drafted tokens."""
     arguments = ("qwen3.6-27b", "--device", "rtx-5090", "--engine", "vllm==0.32", "--available-kv-memory", "5000000000")
-    own = start(*arguments, "--set", "speculative_tokens=3", "--kv-dtype", "fp8", "--max-model-len", "98304")
+    own = start(*arguments, "--set", "speculative_tokens=3", "--kv-dtype", "fp8", "--set", "max_model_len=98304")
     assert (own["block_size"], own["kv_cache_tokens"]) == (1600, 113_624)
     assert [(group["layers"], group["blocks_per_request"]) for group in own["groups"]] == [(16, 5)] * 3 + [(17, 62)]
 
