@@ -20,7 +20,7 @@ DEVICE = ["--model", "llama-3.1-8b", "--device", "h100-80gb", "--replicas", "3"]
 @pytest.mark.long
 def test_each_row_is_the_replay_of_its_command(run_command: Any, capsys: Any) -> None:
     routers = "round-robin,prefix,llm-d:queue=1,kv=2"
-    options = ["--routers", routers, "--router-ages", "0,200ms", "--slo-ttft-ms", "60", "--json"]
+    options = ["--routers", routers, "--router-ages", "0,200ms", "--set", "slo.ttft_ms=60", "--json"]
     assert run_command("plan", "routers", "sample:azure-chat", *DEVICE, *options) == 0
     points = json.loads(capsys.readouterr().out)["routers"]["points"]
     assert [(point["router"], point["age"]) for point in points] == [

@@ -108,9 +108,9 @@ def test_the_front_is_that_of_replaying_every_fleet(trace: Path, settings: Given
 
 @pytest.mark.long
 def test_one_device_is_what_the_plan_of_one_engine_says(asked: Callable[..., Any], trace: Path) -> None:
-    options = ("plan", trace, *MODEL, "--slo-ttft-ms", "10000", "--slo-tpot-ms", "30", "--json")
-    (point,) = asked(*options, "--gpus", 1)["fleets"]["points"]
-    plan = asked(*options)
+    options = (trace, *MODEL, "--slo-ttft-ms", "10000", "--slo-tpot-ms", "30", "--json")
+    (point,) = asked("plan", "fleet", *options, "--gpus", 1)["fleets"]["points"]
+    plan = asked("plan", "slo", *options)
     num_pages = plan["config"]["pages"]
     (alone,) = (
         each
@@ -226,7 +226,7 @@ def test_a_router_that_takes_no_notice_of_an_option_is_left_out(asked: Callable[
 
 @pytest.mark.long
 def test_a_store_beside_kv_groups(asked: Callable[..., Any], trace: Path) -> None:
-    of_groups = ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--kv-memory", "4GiB", "--tensor-parallel", 1)
+    of_groups = ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--set", "kv_memory=4GiB", "--tensor-parallel", 1)
     plan = asked("plan", "fleet", trace, *of_groups, *TIGHT, "--gpus", 2, "--routers", "prefix",
                  "--store-sizes", "64GiB",
                  "--json")["fleets"]  # fmt: skip
