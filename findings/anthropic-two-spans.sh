@@ -3,9 +3,9 @@
 #
 # Guess: opentelemetry-instrumentation-anthropic adds one span to a call, with the tokens of its usage: 1,100 of the
 #   prompt (200 new, 800 read from the cache, 100 written to it) and 50 of the answer.
-# Seen: the SDK (since 2.x) writes a span of its own wherever OpenTelemetry is set up, so sums over spans double. And of a
-#   stream, the instrumentation counts 51 output tokens: it adds the 1 of message_start to the 50 of message_delta, which
-#   is cumulative.
+# Seen: the SDK writes a span of its own wherever OpenTelemetry is set up, so sums over spans double. And of a stream,
+#   the instrumentation counts 51 output tokens: it adds the 1 of message_start to the 50 of message_delta, which is
+#   cumulative.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -51,7 +51,8 @@ class Server(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        kind, answer = "application/json", json.dumps({**MESSAGE, "content": [TEXT], "stop_reason": "end_turn", "usage": USAGE})
+        message = {**MESSAGE, "content": [TEXT], "stop_reason": "end_turn", "usage": USAGE}
+        kind, answer = "application/json", json.dumps(message)
         if body.get("stream"):
             kind = "text/event-stream"
             answer = "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in STREAM)

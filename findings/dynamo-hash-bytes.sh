@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Dynamo's index and block hashes of 32 bytes: a batch that has one is lost, with all else that is in it.
 #
-# Guess: vLLM's two forms of a block hash, 64-bit numbers and (with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0) bytes, are both
-#   read, as both are opaque.
-# Seen: only numbers are. A batch with bytes is dropped as a whole: also a removal in it, so that a block stays found that
-#   vLLM has removed.
+# Guess: vLLM's two forms of a block hash, 64-bit numbers and (with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0) bytes, are
+#   both read, as both are opaque.
+# Seen: only numbers are. A batch with bytes is dropped as a whole: also a removal in it, so that a block stays found
+#   that vLLM has removed.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q uv
-"$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" ai-dynamo-runtime==1.6.1 msgspec pyzmq
+"$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" ai-dynamo-runtime==1.6.1 \
+  msgspec==0.22.0 pyzmq==27.3.0
 
 DYN_LOG=off "$folder/venv/bin/python" - <<'PYTHON'
 import asyncio

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Dynamo's radix tree: a block that comes back in the middle of a prefix does not bring back what follows it.
 #
-# Guess: blocks 1 to 4 stored, 2 removed and stored again under the same hash: all 4 are found, since 3 and 4 were never
-#   removed.
-# Seen: 2 of 4, and a later removal of block 4 is refused. Blocks that follow a removed one are lost to the index for as
-#   long as the engine keeps them.
+# Guess: blocks 1 to 4 stored, 2 removed and stored again under the same hash: all 4 are found, since 3 and 4 were
+#   never removed.
+# Seen: 2 of 4, and a later removal of block 4 is refused. Blocks that follow a removed one are lost to the index for
+#   as long as the engine keeps them.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -3,14 +3,15 @@
 #
 # Guess: sequence numbers that begin again at 0 are read as another life of the engine: its old blocks go, or at least
 #   its new ones are taken.
-# Seen: batches are dropped without an error until their number passes the last one before the restart; the blocks of the
-#   old engine stay found. Registering the worker once more changes nothing; deleting it first does.
+# Seen: batches are dropped without an error until their number passes the last one before the restart; the blocks of
+#   the old engine stay found. Registering the worker once more changes nothing; deleting it first does.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q uv
-"$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" ai-dynamo-runtime==1.6.1 msgspec pyzmq
+"$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" ai-dynamo-runtime==1.6.1 \
+  msgspec==0.22.0 pyzmq==27.3.0
 
 DYN_LOG=off "$folder/venv/bin/python" - <<'PYTHON'
 import asyncio

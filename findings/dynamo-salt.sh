@@ -10,7 +10,8 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q uv
-"$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" ai-dynamo-runtime==1.6.1 msgspec pyzmq
+"$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" ai-dynamo-runtime==1.6.1 \
+  msgspec==0.22.0 pyzmq==27.3.0
 
 DYN_LOG=off "$folder/venv/bin/python" - <<'PYTHON'
 import asyncio
@@ -60,7 +61,8 @@ async def main():
     await asyncio.sleep(1)
     tokens = list(range(64))
     publish(0, stored([1, 2, 3, 4], tokens, extra_keys=[("a",), None, None, None]))
-    without, same, other = [await found(service, tokens, **salt) for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})]
+    salts = ({}, {"cache_salt": "a"}, {"cache_salt": "b"})
+    without, same, other = [await found(service, tokens, **salt) for salt in salts]
     print("4 blocks stored with salt a; found without a salt:", without, "with a:", same, "with b:", other)
     assert (without, same, other) == (4, 0, 0)
 

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # Dynamo's index and engines that name blocks differently: only the first to store a prefix can remove it.
 #
-# Guess: block hashes are the engine's own and opaque to the index, which matches by content: two vLLM with hash seeds of
-#   their own store the same prefix under different hashes, and each removes it under its own.
-# Seen: the second engine's removals change nothing, and no error is raised: its blocks stay found after it removed them.
-#   vLLM 0.32 has a random seed with --prefix-caching-hash-algo xxhash, unless PYTHONHASHSEED is set; engines of two makers
-#   differ anyway.
+# Guess: block hashes are the engine's own and opaque to the index, which matches by content: two vLLM with hash seeds
+#   of their own store the same prefix under different hashes, and each removes it under its own.
+# Seen: the second engine's removals change nothing, and no error is raised: its blocks stay found after it removed
+#   them. vLLM 0.32 has a random seed with --prefix-caching-hash-algo xxhash, unless PYTHONHASHSEED is set; engines of
+#   two makers differ anyway.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q uv
-"$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" ai-dynamo-runtime==1.6.1 msgspec pyzmq
+"$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" ai-dynamo-runtime==1.6.1 \
+  msgspec==0.22.0 pyzmq==27.3.0
 
 DYN_LOG=off "$folder/venv/bin/python" - <<'PYTHON'
 import asyncio

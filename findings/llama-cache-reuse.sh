@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # llama.cpp's server: n_cache_reuse follows tokens that were dropped, not tokens that changed.
 #
-# Guess: with n_cache_reuse 8, a prompt whose first 10 of 70 tokens change (a date) finds the other 60 by shifting them,
-#   also if the new head has another length.
+# Guess: with n_cache_reuse 8, a prompt whose first 10 of 70 tokens change (a date) finds the other 60 by shifting
+#   them, also if the new head has another length.
 # Seen: 0, for any length of the new head. What is found is the end of a prompt from which a middle was dropped: there
 #   all 50 remaining tokens but the last.
 set -euo pipefail

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # llama.cpp's server: what two conversations share decides whether the rest of each is kept.
 #
-# Guess: two conversations of 100 tokens that take turns on two slots find 99 tokens each, whatever they share: one has
-#   each slot, or the prompt cache in host memory (8 GiB) keeps what a slot gives up.
+# Guess: two conversations of 100 tokens that take turns on two slots find 99 tokens each, whatever they share: one
+#   has each slot, or the prompt cache in host memory (8 GiB) keeps what a slot gives up.
 # Seen: with 40 shared tokens, 99 each time. With 60, only the 60: the second conversation is put into the slot of the
-#   first, the second slot stays empty, and the prompt cache takes nothing, since more than half of the slot is reused.
+#   first, the second slot stays empty, and the prompt cache takes nothing, since more than half of the slot is
+#   reused.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

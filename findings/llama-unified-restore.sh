@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # llama.cpp's server: a unified KV pool does not get a prompt back that was moved to host memory for room.
 #
-# Guess: two prompts of 150 tokens in turn in a pool of 256 cells: the one that must leave is kept in the prompt cache in
-#   host memory (8 GiB), so that each is found again: 149 cached tokens. One slot of 256 cells does so.
+# Guess: two prompts of 150 tokens in turn in a pool of 256 cells: the one that must leave is kept in the prompt cache
+#   in host memory (8 GiB), so that each is found again: 149 cached tokens. One slot of 256 cells does so.
 # Seen: one slot does so. Two slots on a unified pool find 0: the saved state is loaded before the cells of the other,
 #   idle prompt are cleared, does not fit, and the prompt is computed again, with errors in the log.
 set -euo pipefail

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # llama.cpp's server: the usage of a request with several choices or prompts is that of the first.
 #
-# Guess: as OpenAI's API: "completion_tokens" counts the tokens of all choices, "prompt_tokens" those of all prompts; the
-#   server's own counters agree.
+# Guess: as OpenAI's API: "completion_tokens" counts the tokens of all choices, "prompt_tokens" those of all prompts;
+#   the server's own counters agree.
 # Seen: two choices of 4 tokens have a usage of 4, two prompts of 60 and 30 tokens one of 60. The counters at /metrics
 #   count 8 tokens for the former.
 set -euo pipefail
@@ -39,7 +39,8 @@ server = serve(n_ctx=512, n_parallel=2, endpoint_metrics=True)
 prompt = list(range(1000, 1060))
 answer = server.handle_completions({"prompt": prompt, "max_tokens": 4, "n": 2, "temperature": 1, "ignore_eos": True})
 metrics = urllib.request.urlopen(server.listening_address + "/metrics").read().decode()
-counted = [float(line.split()[1]) for line in metrics.splitlines() if line.startswith("llamacpp:tokens_predicted_total ")]
+name = "llamacpp:tokens_predicted_total "
+counted = [float(line.removeprefix(name)) for line in metrics.splitlines() if line.startswith(name)]
 usage = answer["usage"]
 print(len(answer["choices"]), "choices of 4 tokens: usage", usage["completion_tokens"], "counter", counted)
 assert len(answer["choices"]) == 2 and usage["completion_tokens"] == 4 and counted == [8]
