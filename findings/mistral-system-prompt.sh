@@ -3,8 +3,8 @@
 #
 # Guess: without tools, the prompt of a turn begins with all tokens of the turn before, so that everything but the new
 #   question is a hit.
-# Seen: so for versions 1 and 7. Versions 2 and 3 (Mixtral, Nemo) put the system prompt into the last question: it
-#   moves with every turn, and two turns share 2 tokens, <s>[INST]. Version 2 also drops calls of tools and their
+# Seen: so for versions 1 and 7. Versions 2 and 3 (Mixtral 8x22B, Nemo) put the system prompt into the last question:
+#   it moves with every turn, and two turns share 2 tokens, <s>[INST]. Version 2 also drops calls of tools and their
 #   results once the user speaks again: the next prompt is shorter than the one before.
 set -euo pipefail
 folder=$(mktemp -d)
