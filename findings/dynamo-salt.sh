@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Dynamo's index of vLLM's KV events and cache salts: found without the salt, lost with it.
+# Dynamo's index of vLLM's KV events and salts: only salts with a prefix of its own are followed.
 #
-# Guess: blocks that vLLM stored for a request with cache_salt "a" (its events name it in extra_keys) are found for
-#   requests with that salt, and for no other.
-# Seen: the index does not read the salt of an event. It finds all 4 blocks for a request without a salt, for which
-#   vLLM computes everything, and none for one that gives the cache_salt, for which vLLM has them.
+# Guess: blocks that vLLM stored for a request with cache_salt "a" (its events name the salt in extra_keys) are found
+#   for requests with that salt, and for no other.
+# Seen: so only if the salt in the event begins with "dynamo-cache-salt:", as Dynamo's own front end writes it. A salt
+#   that a client gave to vLLM is not read: all 4 blocks are found for a request without a salt, for which vLLM
+#   computes everything, and none for one with it, for which vLLM has them. Two such salts share one place: when vLLM
+#   evicts the blocks of one, those of the other are lost.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -60,11 +62,20 @@ async def main():
     await service.upsert_worker(WORKER)
     await asyncio.sleep(1)
     tokens = list(range(64))
-    publish(0, stored([1, 2, 3, 4], tokens, extra_keys=[("a",), None, None, None]))
-    salts = ({}, {"cache_salt": "a"}, {"cache_salt": "b"})
-    without, same, other = [await found(service, tokens, **salt) for salt in salts]
-    print("4 blocks stored with salt a; found without a salt:", without, "with a:", same, "with b:", other)
-    assert (without, same, other) == (4, 0, 0)
+    seen = []
+    for sequence, salt in enumerate(("a", "dynamo-cache-salt:a")):
+        publish(2 * sequence, stored([1, 2, 3, 4], tokens, extra_keys=[(salt,), None, None, None]))
+        seen.append([await found(service, tokens), await found(service, tokens, cache_salt="a")])
+        print(f"4 blocks stored with salt {salt!r}; found without a salt: {seen[-1][0]}, with 'a': {seen[-1][1]}")
+        publish(2 * sequence + 1, {"type": "AllBlocksCleared"})
+    assert seen == [[4, 0], [0, 4]]
+
+    publish(4, stored([1, 2, 3, 4], tokens, extra_keys=[("a",), None, None, None]))
+    publish(5, stored([5, 6, 7, 8], tokens, extra_keys=[("b",), None, None, None]))
+    publish(6, {"type": "BlockRemoved", "block_hashes": [1, 2, 3, 4], "medium": "GPU"})
+    left = await found(service, tokens)
+    print("4 blocks each with salts 'a' and 'b', those of 'a' removed; found without a salt:", left)
+    assert left == 0
 
 
 asyncio.run(main())
