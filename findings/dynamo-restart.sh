@@ -44,6 +44,15 @@ def publish(sequence, *events):
     publisher.send_multipart([b"", struct.pack(">q", sequence), batch])
 
 
+async def restart():
+    global publisher
+    publisher.close(0)
+    await asyncio.sleep(1)
+    publisher = zmq.Context.instance().socket(zmq.PUB)
+    publisher.bind(f"tcp://127.0.0.1:{port}")
+    await asyncio.sleep(3)
+
+
 def stored(hashes, tokens, **more):
     event = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None, "token_ids": tokens}
     return {**event, "block_size": 16, "lora_id": None, "medium": "GPU", "lora_name": None, **more}
@@ -64,6 +73,7 @@ async def main():
         publish(i, stored([1000 + i], tokens))
     print("before the restart:", [await found(service, tokens) for tokens in (before[0], before[9])])
 
+    await restart()
     after = [list(range(5000 + 100 * i, 5000 + 100 * i + 16)) for i in range(12)]
     for i, tokens in enumerate(after):
         publish(i, stored([2000 + i], tokens))

@@ -3,9 +3,9 @@
 #
 # Guess: a required key that has no entry in "properties" may have any value; "anyOf" next to "properties" applies to
 #   the same object. Texts that the schema allows are accepted, others are not.
-# Seen: xgrammar accepts what the schema forbids and refuses what it demands: {} is accepted and {"z": 1} is not,
-#   where z is required; of "properties" and "anyOf", only the latter is read. llguidance agrees with the schema each
-#   time. No error, no warning.
+# Seen: xgrammar, with its default strict_mode, accepts what the schema forbids and refuses what it demands: {} is
+#   accepted and {"z": 1} is not, where z is required; of "properties" and "anyOf", only the latter is read. There is
+#   no error. llguidance agrees with the schema each time.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
