@@ -9,6 +9,7 @@
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
+export UV_SYSTEM_CERTS=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q uv
 "$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" ai-dynamo-runtime==1.6.1 \
