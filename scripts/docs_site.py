@@ -37,6 +37,7 @@ ROOT_PAGES = {
     "THIRD_PARTY.md": "third-party.md",
     "src/kvarts/data/README.md": "data.md",
     "examples/traces/README.md": "traces-of-others.md",
+    "findings/README.md": "findings.md",
 }
 """Pages outside of docs/, with their names on the site."""
 
@@ -109,11 +110,13 @@ PARTS: dict[str, list[str]] = {
         "performance.md",
         "beside-others.md",
         "mock-beside-others.md",
+        "where-guesses-are-wrong.md",
         "decisions/index.md",
         "contributing.md",
         "reporting.md",
         "data.md",
         "traces-of-others.md",
+        "findings.md",
         "third-party.md",
     ],
 }
