@@ -433,9 +433,13 @@ class Sessions:
                 length = session.history_length
                 return turn.begin(engine)
 
-        self._begin(session.session_id, turn.cancel)
+        over = self._begin(session.session_id, turn.cancel)
         self._host.loop.start(begin, turn)
-        await done
+        try:
+            await done
+        except Exception:
+            await asyncio.shield(over)  # it can be tried again at once
+            raise
         return length
 
     @contextmanager
