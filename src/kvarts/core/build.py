@@ -169,7 +169,7 @@ class Planning(NamedTuple):
 
 
 class Watching(NamedTuple):
-    """The readers of what an engine does, and what checks it.
+    """Readers of what an engine does, and what checks it.
 
     `readers`: readers of its events; `num_waiting`: number of events that may wait, as in EventLog. `log`: that of an
     engine that shares its device, instead of a new log with these readers. `audit`: assert the laws of page accounting

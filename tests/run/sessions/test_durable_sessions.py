@@ -189,8 +189,7 @@ async def said_until_it_fails(sessions: Sessions, session: str, num_tokens: int)
             update = await anext(updates)
         except OutputError:
             return arrived
-        assert isinstance(update, Token)
-        arrived.append(update.token_id)
+        arrived += [update.token_id] if isinstance(update, Token) else []
 
 
 @pytest.mark.parametrize("room_bytes", [0, 4096, 50_000], ids=["none", "a page", "some"])

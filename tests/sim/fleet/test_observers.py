@@ -59,8 +59,7 @@ class Recorded:
 def routers(draw: st.DrawFn) -> dict[str, Any]:
     """Each policy, with metrics and events of any age that has an effect on it, with and without a queue."""
     router = draw(st.sampled_from(sorted(POLICIES)))
-    lags: list[float | str] = [0, 0, "3ms", "40ms"]
-    lag = draw(st.sampled_from(lags))
+    lag: Any = draw(st.sampled_from([0, 0, "3ms", "40ms"]))
     routing = Routing(
         staleness=draw(st.sampled_from([None, 0, "7ms", "50ms"])),
         event_lag=lag,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvarts.base.errors import KvartsError
+from kvarts.base.errors import InputError, KvartsError
 from kvarts.base.limits import LATEST_NS, MOST_COUNT
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replaying import replay
@@ -128,3 +128,18 @@ def test_numbers_out_of_range_are_named_or_count_as_what_they_are(form: TraceFor
         except Exception as error:
             error.add_note(text)
             raise
+
+
+def test_a_torn_last_line_of_a_recording_is_counted_and_any_other_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "recorded.jsonl"
+    line = '{"arrival_ns":0,"prompt":[5,6,7],"num_output_tokens":2,"output":[8,9]}'
+    for length in range(1, len(line)):
+        path.write_text(f"{line}\n{line[:length]}")
+        trace = load_trace(path)
+        assert len(list(trace)) == trace.num_skipped_lines == 1
+    path.write_text(f"{line}\n{line[:20]}\n{line}\n")
+    with pytest.raises(InputError, match=r"recorded\.jsonl:2: Input data was truncated"):
+        load_trace(path)
+    path.write_text(line[:20])
+    with pytest.raises(InputError):
+        load_trace(path)

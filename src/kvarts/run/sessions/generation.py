@@ -380,6 +380,8 @@ class GenerationTurn:
     def _sent(self, future: Future[Any], tokens: list[Token]) -> None:
         """Send tokens that are on disk. If the write failed, end the generation with that error."""
         error = future.exception()
+        if error is None and self._write_error is not None:
+            return  # it was written after all, but tokens before it were not sent
         if error is None:
             self._num_written += len(tokens)
             _put(self._stream, *tokens)

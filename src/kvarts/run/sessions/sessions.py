@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from kvarts.base.errors import KvartsError
 from kvarts.base.tenants import owner_of
 from kvarts.core.content import UNIT_BYTES
 from kvarts.core.request import Request
@@ -166,6 +167,7 @@ class Sessions:
         """By owner: tokens of appends that are not in histories yet."""
         self._outbox: Outbox | None = None
         self._reaper: asyncio.Task[None] | None = None
+        self._repairs: set[asyncio.Task[None]] = set()
 
     @property
     def host(self) -> ModelHost:
@@ -349,7 +351,13 @@ class Sessions:
             await self._call(check)
             await self._catch_up(session)
             if self._keeper is not None:
-                await asyncio.wrap_future(self._keeper.histories.truncate(session_id, length))
+                try:
+                    await asyncio.wrap_future(self._keeper.histories.truncate(session_id, length))
+                except BaseException:
+                    session.is_written = False  # the outcome on disk is unknown here
+                    with suppress(KvartsError):
+                        await self._catch_up(session)
+                    raise
             await self._call(lambda: self._table.shorten(session, length))
             self._write_rest(session)
             return length
@@ -425,9 +433,13 @@ class Sessions:
                 length = session.history_length
                 return turn.begin(engine)
 
-        self._begin(session.session_id, turn.cancel)
+        over = self._begin(session.session_id, turn.cancel)
         self._host.loop.start(begin, turn)
-        await done
+        try:
+            await done
+        except Exception:
+            await asyncio.shield(over)  # it can be tried again at once
+            raise
         return length
 
     @contextmanager
@@ -479,8 +491,23 @@ class Sessions:
     def _end(self, session: Session) -> None:
         """Record the end of an operation, and pass the session on."""
         self._write_rest(session)
+        if self._keeper is None or session.is_written:
+            self._pass_on(session)
+        else:
+            self._repairs.add(task := asyncio.get_running_loop().create_task(self._repair(session)))
+            task.add_done_callback(self._repairs.discard)
+
+    def _pass_on(self, session: Session) -> None:
         self._under_way.pop(session.session_id).over.set_result(None)
         self._exclusive.pass_on(session.session_id)
+
+    async def _repair(self, session: Session) -> None:
+        """After a failed write, make the history on disk equal to this one, if the disk lets it; then pass it on."""
+        try:
+            with suppress(KvartsError):  # the next operation tries again, and raises it
+                await self._catch_up(session)
+        finally:
+            self._pass_on(session)
 
     async def _make(self, make: Callable[[], Session], write: Callable[[Keeper, Session], Future[Any]]) -> str:
         """Return the id of the session returned by `make`, once `write` has stored it.

@@ -137,6 +137,10 @@ def load_spend_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False
     return load_rows(TraceFile.of(path), _Spend, request, skip_bad_lines=skip_bad_lines, knows_prefixes=False)
 
 
+TRUNCATED = "Input data was truncated"
+"""The words of msgspec for JSON that ends early."""
+
+
 class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request. `output`: the tokens it generated. `ended`: its state when the record was written.
 
@@ -166,23 +170,32 @@ class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
-    """Read a recorded run. Raise MissingFileError, or InputError with file and line."""
+    """Read a recorded run. Raise MissingFileError, or InputError with file and line.
+
+    A last line that ends early is counted as skipped.
+    """
     file = TraceFile.of(path)
     rows: list[RecordedRow] = []
     num_skipped = 0
     decoder = msgspec.json.Decoder(RecordedRow)
     began_ns: int | None = None
+    torn: InputError | None = None
+    """The error of a line that ends early: only the last one may, as of a writer that was killed."""
     for number, line in file.records():
+        if torn is not None:
+            raise torn
         try:
             row = decoder.decode(line)
             if began_ns is None:
                 began_ns = row.began_ns if isinstance(row.began_ns, int) else row.arrival_ns
             _request(0, row, began_ns, {})
         except (msgspec.DecodeError, ConfigError) as error:
+            num_skipped += 1
             if not skip_bad_lines:
                 what, field = parts_of(error)
-                raise InputError(what, path=file.path, line=number, field=field) from error
-            num_skipped += 1
+                torn = InputError(what, path=file.path, line=number, field=field)
+                if what != TRUNCATED:
+                    raise torn from error
         else:
             rows.append(row)
     trace = recorded_trace(rows, name=file.name, num_skipped_lines=num_skipped)
