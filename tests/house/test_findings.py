@@ -31,7 +31,7 @@ def test_a_script_states_guess_and_sight_and_cleans_up(script: Path) -> None:
     text = script.read_text()
     head = text.partition("set -euo pipefail")[0]
     assert script.stat().st_mode & 0o111
-    assert re.search(r"^# Guess: .*^# Seen: ", head, re.MULTILINE | re.DOTALL)
+    assert re.search(r"^# Guess(, worded afterwards)?: .*^# Seen: ", head, re.MULTILINE | re.DOTALL)
     assert "trap 'rm -rf \"$folder\"' EXIT" in text
     assert "assert " in text
     assert "kvarts" not in text
