@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Anthropic's SDK traces itself: with an instrumentation, one call has two spans, which disagree on a stream.
 #
-# Guess, worded afterwards: opentelemetry-instrumentation-anthropic adds one span to a call, with the tokens of its usage: 1,100 of the
-#   prompt (200 new, 800 read from the cache, 100 written to it) and 50 of the answer.
+# Guess, worded afterwards: opentelemetry-instrumentation-anthropic adds one span to a call, with the tokens of its
+#   usage: 1,100 of the prompt (200 new, 800 read from the cache, 100 written to it) and 50 of the answer.
 # Seen: the SDK writes a span of its own wherever OpenTelemetry is set up, so sums over spans double. And of a stream,
 #   the instrumentation counts 51 output tokens: it adds the 1 of message_start to the 50 of message_delta, which is
 #   cumulative.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Dynamo's index and engines that name blocks differently: only the first to store a prefix can remove it.
 #
-# Guess, worded afterwards: block hashes are the engine's own and opaque to the index, which matches by content: two vLLM with hash seeds
-#   of their own store the same prefix under different hashes, and each removes it under its own.
+# Guess, worded afterwards: block hashes are the engine's own and opaque to the index, which matches by content: two
+#   vLLM with hash seeds of their own store the same prefix under different hashes, and each removes it under its own.
 # Seen: the second engine's removals change nothing, and no error is raised: its blocks stay found after it removed
 #   them. vLLM 0.32 has a random seed with --prefix-caching-hash-algo xxhash, unless PYTHONHASHSEED is set; engines of
 #   two makers differ anyway.

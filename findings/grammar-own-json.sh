@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A pydantic model's own JSON is refused by the grammar of the model's own schema.
 #
-# Guess, worded afterwards: what model_dump_json writes is accepted by a grammar made from model_json_schema, in xgrammar, llguidance and
-#   outlines-core; formats that they do not know are any string.
+# Guess, worded afterwards: what model_dump_json writes is accepted by a grammar made from model_json_schema, in
+#   xgrammar, llguidance and outlines-core; formats that they do not know are any string.
 # Seen: a time or datetime without a zone, a duration of 400 days, and floats near 0 that must be above 0 are accepted
 #   by neither xgrammar nor llguidance. llguidance refuses schemas with sets or paths, xgrammar's grammar refuses keys
 #   that have a pattern, outlines-core a datetime with a zone other than Z.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # xgrammar: "required" without a property, or "anyOf" next to properties, turns the schema around.
 #
-# Guess, worded afterwards: a required key that has no entry in "properties" may have any value; "anyOf" next to "properties" applies to
-#   the same object. Texts that the schema allows are accepted, others are not.
+# Guess, worded afterwards: a required key that has no entry in "properties" may have any value; "anyOf" next to
+#   "properties" applies to the same object. Texts that the schema allows are accepted, others are not.
 # Seen: xgrammar, with its default strict_mode, accepts what the schema forbids and refuses what it demands: {} is
 #   accepted and {"z": 1} is not, where z is required; of "properties" and "anyOf", only the latter is read. There is
 #   no error. llguidance agrees with the schema each time.

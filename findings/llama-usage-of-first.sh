@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # llama.cpp's server: the usage of a request with several choices or prompts is that of the first.
 #
-# Guess, worded afterwards: as OpenAI's API: "completion_tokens" counts the tokens of all choices, "prompt_tokens" those of all prompts;
-#   the server's own counters agree.
+# Guess, worded afterwards: as OpenAI's API: "completion_tokens" counts the tokens of all choices, "prompt_tokens" those
+#   of all prompts; the server's own counters agree.
 # Seen: two choices of 4 tokens have a usage of 4, two prompts of 60 and 30 tokens one of 60. The counters at /metrics
 #   count 8 tokens for the former.
 set -euo pipefail

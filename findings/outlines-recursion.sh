@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # outlines-core: a recursive schema is cut without a word, and a "." in a pattern ends the string.
 #
-# Guess, worded afterwards: a schema that refers to itself cannot be a regular expression, so it is refused; and whatever the expression
-#   of a schema accepts is JSON.
+# Guess, worded afterwards: a schema that refers to itself cannot be a regular expression, so it is refused; and
+#   whatever the expression of a schema accepts is JSON.
 # Seen: it is accepted, and trees of more than 3 levels cannot be written. The pattern ^a.c$ accepts "a"c", which is
 #   not JSON: its dot is not kept off the quote.
 set -euo pipefail
