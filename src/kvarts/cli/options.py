@@ -268,8 +268,6 @@ class Command(click.Command):
 
     def _with_line(self, args: Sequence[str], keys: Collection[str]) -> list[str]:
         """Return `args` after the settings of vLLM's argument lines in them, over which the others win."""
-        from kvarts.cli.vllm_args import settings_of_line
-
         lines: list[str] = []
         others: list[str] = []
         words = iter(args)
@@ -282,6 +280,10 @@ class Command(click.Command):
             if line is None:
                 raise click.UsageError(f"Option '{VLLM_ARGS}' requires an argument.")
             lines.append(line)
+        if not lines:
+            return others
+        from kvarts.cli.vllm_args import settings_of_line
+
         has_model = any(param.human_readable_name == "MODEL" for param in self.params)
         given = [
             pair for line in lines for pair in settings_of_line(line, keys.__contains__, has_model=has_model, say=say)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from importlib import resources
 from pathlib import Path
 
 import click
@@ -61,14 +60,13 @@ SHORT = {
     "q": "quantization",
 }
 
-OPTIONS_FILE = "vllm_options.json"
+OPTIONS_FILE = Path(__file__).with_name("vllm_options.json")
 
 
 @cache
 def options_of_vllm() -> dict[str, tuple[str, ...]]:
     """Return the names of all options of `vllm serve` 0.32, without dashes: `flags`, `values`, and `several` values."""
-    data = (resources.files("kvarts.cli") / OPTIONS_FILE).read_bytes()
-    found = msgspec.json.decode(data)
+    found = msgspec.json.decode(OPTIONS_FILE.read_bytes())
     return {kind: tuple(found[kind]) for kind in ("flags", "values", "several")}
 
 
