@@ -195,8 +195,10 @@ def assert_as_naive(
         decode, prefill = handoff.decode, handoff.prefill
         source = handoff.source if handoff.source < 0 else first_worker + handoff.source
         target = source if handoff.target < 0 else first_worker + case.num_prefills + handoff.target
+        # Given up before it was placed again, it shows the worker that failed while it computed the prompt itself.
+        was_local = handoff.is_local or (source < 0 and handoff.restarts > 0)
         expected = {
-            "source": target if handoff.is_local else source,
+            "source": target if was_local else source,
             "replica": target,
             "is_local": int(handoff.is_local),
             "prefill_admitted_ns": (decode if handoff.is_local else prefill).first_admitted_ns,

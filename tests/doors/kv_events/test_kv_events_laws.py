@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvarts import OffloadConfig, TierConfig
 from kvarts.core.content import Content
 from kvarts.core.event_log import EventReader
 from kvarts.core.events import Event, PagesRemoved, PagesStored
@@ -17,7 +19,7 @@ from kvarts.core.keys import Adapter, BlockKey, BlockKeys, salt_of_adapter
 from kvarts.doors.kv_events.batches import Batch, BlocksCleared, BlocksRemoved, BlocksStored, EventGroup, Wire
 from kvarts.doors.kv_events.reader import KvEventReader
 
-from builders.case import Case, cases
+from builders.case import Case, Row, cases
 from builders.kv_events import run_consumed
 from builders.reader_contract import EventReaderContract
 from builders.tiered import Tiered, tiered
@@ -39,6 +41,42 @@ def test_a_consumer_holds_what_the_cache_holds(case: Case, form: Any, clears: bo
 def test_a_consumer_holds_what_all_tiers_hold(of: Tiered, form: Any) -> None:
     for each in run_consumed(of.case, form=form[0], hash_bytes=form[1], offload=of.offload):
         each.compare()
+
+
+def small(rows: Sequence[tuple[int, int, str | None]], **settings: Any) -> Case:
+    """Rows of a number of prompt tokens, output tokens, and a tenant, one at a time."""
+    made = [Row(0, [0] * -(-num // 2), num, output, None, 0, tenant, None, None) for num, output, tenant in rows]
+    given = {"unit_tokens": 2, "page_size": 2, "max_num_batched_tokens": 4, "max_num_seqs": 1, "replicas": 1}
+    return Case(made, **given, profile="default", long_prefill_token_threshold=0, watermark=0.0, **settings)
+
+
+def test_a_full_state_stores_the_block_before_first_in_whichever_tier_it_is() -> None:
+    """A tier of another name comes after files, which here have what follows its blocks."""
+    tiers = [
+        TierConfig(name="host", kind="memory", pages=3, read=50_000, write=1_000_000, latency_us=0.0),
+        TierConfig(name="cxl", kind="memory", pages=3, read=50_000, write=50_000, latency_us=0.0),
+        TierConfig(name="disk", kind="files", pages=2, read=50_000, write=50_000, latency_us=100.0),
+    ]
+    offload = OffloadConfig(
+        tiers=tuple(tiers), policy="lazy", target_free=1, kv_bytes_per_token=1000, store_within_ms=0.0,
+        preemption_mode="swap",
+    )  # fmt: skip
+    (consumed,) = run_consumed(
+        small([(num, 1, None) for num in (12, 4, 4, 3, 4, 4, 4, 16)], num_pages=7), offload=offload
+    )
+    consumed.compare()
+
+
+def test_a_block_that_arrives_after_the_one_before_it_has_left_is_told_once_that_is_back() -> None:
+    """Stores fail in turn, so that host memory has a page and, until its next store ends, not the one before."""
+    case = small([(20, 2, None), (16, 1, "a")], num_pages=8)
+    case.page_size = 3
+    offload = OffloadConfig(
+        host_pages=3, h2d=50_000, d2h=50_000, latency_us=0.0, kv_bytes_per_token=1000, disk_pages=2, disk_read=50_000,
+        disk_write=50_000, disk_latency_us=100.0, store_within_ms=500.0, preemption_mode="swap", fail_every=2,
+    )  # fmt: skip
+    (consumed,) = run_consumed(case, offload=offload)
+    consumed.compare()
 
 
 class Kept:

@@ -1,11 +1,11 @@
 """vLLM's start for a model on devices: settings by device, specs of layers, memory for KV, and the lines of its log.
 
 A table stands for the attention backends: the blocks of tokens that their kernels take, and their memory orders. It was
-compared with vLLM's own classes on devices of compute capability 8, 9 and 10 (tests/cost/vllm/test_start.py).
+compared with vLLM's own classes on devices of compute capability 8, 9 and 10 (tests/cost/of_vllm/test_start.py).
 
 The memory is an interval with its parts, or the figure of a log: vLLM measures it. Available = share x total - weights
 - peak of activations - CUDA graphs - what is not PyTorch's (v1/worker/gpu_worker.py, determine_available_memory). Only
-weights can be counted; the bounds of the other parts enclose what public logs state (tests/cost/vllm/starts.toml).
+weights can be counted; the bounds of the other parts enclose what public logs state (tests/cost/of_vllm/starts.toml).
 """
 
 from __future__ import annotations

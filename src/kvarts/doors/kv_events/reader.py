@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import Lock
 from types import MappingProxyType
 from typing import Protocol
@@ -140,6 +140,9 @@ class KvEventReader:
         self._clears = clears
         self._names = BlockNames(algorithm, seed)
         self._resident = ResidentBlocks(tuple(MEDIA.values()))
+        self._orphans: list[BlocksStored] = []
+        """Whole pages that a tier has received after all others had lost the page before them: consumers could not
+        place them, and no request can find them."""
         self._lock = Lock()
         self._time_s = 0.0
         self._told: list[Told] = []
@@ -208,8 +211,21 @@ class KvEventReader:
         if end <= start:
             return
         run = self._run(content, start, end, event.parent, (_medium_of(event), event.group))
+        if run.group is None and run.parent is not None and not self._resident.has(run.parent):
+            self._orphans.append(run)
+        else:
+            self._store_run(run)
+
+    def _store_run(self, run: BlocksStored) -> None:
+        """Emit a run, and then the runs that waited for one of its blocks."""
         self._resident.add(run)
         self._tell(run)
+        if self._orphans:
+            keys = set(run.keys)
+            following = [orphan for orphan in self._orphans if orphan.parent in keys]
+            self._orphans = [orphan for orphan in self._orphans if orphan.parent not in keys]
+            for orphan in following:
+                self._store_run(orphan)
 
     def _run(self, content: Content, start: int, end: int, before: Content | None, part: Part) -> BlocksStored:
         """Return pages [start, end) of `content` as blocks of `part`. `before`: a content with the page before them."""
@@ -227,6 +243,8 @@ class KvEventReader:
         part = _medium_of(event), event.group
         keys = self._keys_of_removed(event, part)
         self._removed += self._resident.remove(part, keys)
+        if self._orphans:
+            self._orphans = [each for orphan in self._orphans for each in _without(orphan, part, set(keys))]
 
     def _keys_of_removed(self, event: PagesRemoved | CopiesRemoved, part: Part) -> list[BlockKey]:
         """Return the names of removed pages, the last page first. Removals of another part are emitted before."""
@@ -251,14 +269,36 @@ class KvEventReader:
         self._removed = []
 
 
+def _without(run: BlocksStored, part: Part, keys: Collection[BlockKey]) -> list[BlocksStored]:
+    """Return what is left of `run` when blocks of `part` are removed: runs, each with the block before it."""
+    if (run.medium, run.group) != part:
+        return [run]
+    left: list[BlocksStored] = []
+    kept: list[BlockKey] = []
+    before = run.parent
+    for place, key in enumerate(run.keys):
+        if key in keys:
+            kept = []
+        else:
+            if not kept:
+                left.append(BlocksStored(run.content, run.start_page + place, kept, before, *part))
+            kept.append(key)
+        before = key
+    return left
+
+
 def _medium_of(event: PagesStored | PagesRemoved) -> str:
     return MEDIA.get(event.medium) or event.medium.upper()
 
 
 def _everything(layers: Sequence[Blocks]) -> list[Told]:
-    """Return events that clear everything, and then store the blocks of each medium, layer by layer."""
+    """Return events that clear everything, and then store the blocks, layer by layer.
+
+    The block before a run may be in another medium alone: whichever begins earlier in a sequence comes first.
+    """
     told: list[Told] = [BlocksCleared()]
     for parts in layers:
-        for part, blocks in parts.items():
-            told += runs_of(blocks, part)
+        runs: list[BlocksStored] = [run for part, blocks in parts.items() for run in runs_of(blocks, part)]
+        runs.sort(key=lambda run: run.start_page)
+        told += runs
     return told
