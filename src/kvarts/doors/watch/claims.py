@@ -210,7 +210,8 @@ class Claims:
         if self.num_doubtful[rule]:
             why = (
                 f"{self.num_doubtful[rule]:,} claims are right if blocks that were stored again had copies, and wrong "
-                "if these were reports of vLLM (kv_cache_report_mode full), which look the same"
+                "if these were reports of vLLM (kv_cache_report_mode full), or prefixes of SGLang with different "
+                "extra_key, which look the same"
             )
             return ClaimResult(rule, "inconclusive", why=why)
         if self.num_unjudged[rule]:
