@@ -130,7 +130,7 @@ def test_a_sweep_that_is_killed_at_random_gives_the_same_table_and_leaves_no_pro
     assert num_killed
     assert run_command("sweep", config, "-o", cut, "--workers", 1) == 0
     assert tables(whole) == tables(cut)
-    keys = [json.loads(line)["key"] for line in journal.read_bytes().splitlines() if line.endswith(b"}}")]
+    keys = [key for line in journal.read_bytes().splitlines() for key in key_of(line)]
     assert len(keys) == len(set(keys)) == 12
 
 

@@ -21,6 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvarts.base.errors import ConfigError, InputError, MissingFileError
+from kvarts.base.terminal import plain
 from kvarts.core.content import Content, pack_units
 from kvarts.core.request import Request
 from kvarts.core.sampling import SamplingParams
@@ -391,7 +392,7 @@ def test_the_commands(
     lines = [msgspec.json.decode(line) for line in capsysbinary.readouterr().out.splitlines()]
     assert [len(line["tokens"]) for line in lines] == [len(line["logprobs"]) for line in lines] == [12, 12]
     assert run_command("generate", "--prompt", "hello there", *options) == 0
-    assert capsysbinary.readouterr().out.decode() == lines[0]["text"] + "\n"
+    assert capsysbinary.readouterr().out.decode() == plain(lines[0]["text"]) + "\n"
     timeline, record, trace = (tmp_path / name for name in ("timeline.jsonl", "steps.jsonl", "trace.jsonl"))
     files = ("--record", record, "--write-trace", trace, "--kv-timeline", timeline)
     assert run_command("profile", "--prompts", prompts, *options, *files) == 0
