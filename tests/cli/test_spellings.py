@@ -157,10 +157,14 @@ def test_what_is_wrong_in_an_argument_line_is_named(
 
 
 def test_a_missing_file_of_an_argument_line_is_named(
-    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command("replay", "--vllm-args", "@nowhere.sh") == 3
     assert "nowhere.sh" in capsys.readouterr().err
+    (tmp_path / "latin.sh").write_bytes(b"caf\xe9")
+    for name in ("latin.sh", "."):
+        assert run_command("replay", "--vllm-args", f"@{tmp_path / name}") == 4
+        assert f"{tmp_path / name}: cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

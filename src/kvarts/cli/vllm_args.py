@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from kvarts.base.errors import ConfigError, MissingFileError, did_you_mean
+from kvarts.base.errors import ConfigError, did_you_mean
+from kvarts.base.files import read_text
 
 __all__ = ["KEYS", "NAME", "options_of_vllm", "settings_of_line"]
 
@@ -76,26 +77,13 @@ def settings_of_line(
     """Return the keys and values of an argument line of `vllm serve`, or of the file that `text` names with `@`.
 
     `knows`: whether the command has a key. `has_model`: the command has a model of its own. Names without effect here
-    are passed to `say`. Raise UsageError for a name or value that is not known, MissingFileError for the file.
+    are passed to `say`. Raise UsageError for a name or value that is not known, MissingFileError or InputError for the
+    file.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError("is not text in UTF-8", field=NAME) from None
-    if text.startswith("@"):
-        try:
-            text = Path(text[1:]).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise MissingFileError("cannot be read", path=text[1:], hint=f"Check the path of {NAME}.") from error
-    try:
-        words = shlex.split(text.replace("\\\n", " "))
-    except ValueError as error:
-        raise click.UsageError(f"Invalid value for '{NAME}': {error}.") from None
-    words = words[2:] if words[:2] == ["vllm", "serve"] else words
+    words = _words(text)
     found: list[tuple[str, str]] = []
     idle: list[str] = []
     theirs = options_of_vllm()
-    words.reverse()
     while words:
         word = words.pop()
         name, equals, value = word.partition("=")
@@ -140,6 +128,21 @@ def settings_of_line(
     if idle:
         say(f"kvarts: {NAME}: without effect here: {', '.join(idle)}")
     return [(key, value) for key, value in found if knows(key)]
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of an argument line or its file, without `vllm serve`, the last first."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("is not text in UTF-8", field=NAME) from None
+    if text.startswith("@"):
+        text = read_text(Path(text[1:]), hint=f"Check the path of {NAME}.")
+    try:
+        words = shlex.split(text.replace("\\\n", " "))
+    except ValueError as error:
+        raise click.UsageError(f"Invalid value for '{NAME}': {error}.") from None
+    return (words[2:] if words[:2] == ["vllm", "serve"] else words)[::-1]
 
 
 def _spelled(key: str) -> str:

@@ -69,11 +69,9 @@ def _words(setting: Setting, value: Any, options: Collection[str] | None) -> lis
     """Return the words that give a value: those of the option, else those of `--set`."""
     assert setting.flag is not None
     if setting.flag.startswith(SET) or (options is not None and setting.flag not in options):
-        return (
-            []
-            if value is False
-            else [SET.strip(), f"{setting.key}={str(value).lower() if value is True else _text(value)}"]
-        )
+        if value is False:
+            return []
+        return [SET.strip(), f"{setting.key}={'true' if value is True else _text(value)}"]
     if isinstance(value, bool):
         return [setting.flag] if value else []
     return [setting.flag, _text(value)]

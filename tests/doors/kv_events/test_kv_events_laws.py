@@ -180,6 +180,24 @@ def test_full_state_names_parents_first_whatever_order_they_came_in() -> None:
     assert {medium: len(blocks) for medium, blocks in consumer.content().items()} == {"CPU": 3}
 
 
+def test_any_number_of_blocks_may_wait_for_the_one_before_them() -> None:
+    """Host memory receives a long sequence from its end to its start, a page at a time, once the device has lost it."""
+    sink, num_pages = OneBatch(), 3000
+    reader = KvEventReader(sink)
+    of = content(*range(2 * num_pages))
+    reader.observe([PagesStored(of, page, page + 1, of, "host") for page in reversed(range(1, num_pages))])
+    assert not sink.batches
+    reader.observe([PagesRemoved(of, 2000, 2001, "host")])
+    reader.observe([PagesStored(of, 0, 1, None, "host")])
+    (batch,) = sink.batches
+    stored = [told for told in batch.told if isinstance(told, BlocksStored)]
+    names = [BlockKey(name) for name in chain(list(range(2 * num_pages)), 2)]
+    assert [key for told in stored for key in told.keys] == names[:2000]
+    assert [told.parent for told in stored] == [None, *names[:1999]]
+    reader.observe([PagesStored(of, 2000, 2001, of, "host")])
+    assert [key for told in sink.batches[1].told for key in told.keys] == names[2000:]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("salt", "name", "extra_keys"),
     [

@@ -52,7 +52,6 @@ class StartSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_fraction: float = 0.92
     has_prefix_caching: bool = True
     has_async_scheduling: bool = True
-    num_blocks: int | None = None
     num_drafts: int = 0
 
 
@@ -254,7 +253,6 @@ def start(geometry: Geometry, device: Device, settings: StartSettings) -> Start:
             max_num_seqs=seqs,
             layouts=kernels.layouts,
             state_mode="align" if settings.has_prefix_caching else "none",
-            num_blocks_override=settings.num_blocks,
             fits_length=fits_length,
         ),
     )
@@ -500,7 +498,7 @@ def available_bytes(geometry: Geometry, device: Device, settings: StartSettings,
         Part("to use", *(ceil(size * settings.memory_fraction) for size in usable)),
         _weights(geometry, settings),
         _activations(geometry, settings, start),
-        _graphs(geometry, settings),
+        _graphs(geometry),
         Part("NCCL", *((0, 0) if settings.tensor_parallel * settings.pipeline_parallel == 1 else (150 * MIB, 2 * GIB))),
         Part("context", 0, 900 * MIB),
     )
@@ -530,6 +528,6 @@ def _activations(geometry: Geometry, settings: StartSettings, start: Start) -> P
     return Part("activations", int(step / 2), int(3 * step + 2 * logits) + 400 * MIB)
 
 
-def _graphs(geometry: Geometry, settings: StartSettings) -> Part:
+def _graphs(geometry: Geometry) -> Part:
     """Return the CUDA graphs of the sizes that vLLM captures."""
     return Part("CUDA graphs", 0, 350 * MIB + geometry.num_layers * 20 * MIB)

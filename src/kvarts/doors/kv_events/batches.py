@@ -311,13 +311,11 @@ class Wire:
     def _as_array(self, told: Told) -> list[Any]:
         if isinstance(told, BlocksStored):
             hashes, parent = self._hashes(told.keys), self._parent(told)
-            stored = ["BlockStored", hashes, parent, _token_ids(told), told.content.page_size, None, told.medium]
-            stored.append(_lora_name(told))
-            return (
-                stored
-                if told.group is None
-                else [*stored, _extra_keys(told), told.group, *self._kept_by(told).values()]
-            )
+            size, name = told.content.page_size, _lora_name(told)
+            stored = ["BlockStored", hashes, parent, _token_ids(told), size, None, told.medium, name]
+            if told.group is None:
+                return stored
+            return [*stored, _extra_keys(told), told.group, *self._kept_by(told).values()]
         if isinstance(told, BlocksRemoved):
             removed = ["BlockRemoved", self._hashes(told.keys), told.medium]
             return removed if told.group is None else [*removed, told.group]

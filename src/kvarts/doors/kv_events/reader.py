@@ -140,9 +140,9 @@ class KvEventReader:
         self._clears = clears
         self._names = BlockNames(algorithm, seed)
         self._resident = ResidentBlocks(tuple(MEDIA.values()))
-        self._orphans: list[BlocksStored] = []
-        """Whole pages that a tier has received after all others had lost the page before them: consumers could not
-        place them, and no request can find them."""
+        self._orphans: dict[BlockKey, list[BlocksStored]] = {}
+        """Whole pages that a tier has received after all others had lost the page before them, by the name of that
+        page: consumers could not place them, and no request can find them."""
         self._lock = Lock()
         self._time_s = 0.0
         self._told: list[Told] = []
@@ -212,20 +212,20 @@ class KvEventReader:
             return
         run = self._run(content, start, end, event.parent, (_medium_of(event), event.group))
         if run.group is None and run.parent is not None and not self._resident.has(run.parent):
-            self._orphans.append(run)
+            self._orphans.setdefault(run.parent, []).append(run)
         else:
             self._store_run(run)
 
     def _store_run(self, run: BlocksStored) -> None:
-        """Emit a run, and then the runs that waited for one of its blocks."""
-        self._resident.add(run)
-        self._tell(run)
-        if self._orphans:
-            keys = set(run.keys)
-            following = [orphan for orphan in self._orphans if orphan.parent in keys]
-            self._orphans = [orphan for orphan in self._orphans if orphan.parent not in keys]
-            for orphan in following:
-                self._store_run(orphan)
+        """Emit a run, and after it the runs that waited for one of its blocks."""
+        runs = [run]
+        while runs:
+            run = runs.pop()
+            self._resident.add(run)
+            self._tell(run)
+            if self._orphans:
+                following = [orphan for key in run.keys for orphan in self._orphans.pop(key, ())]
+                runs += reversed(following)
 
     def _run(self, content: Content, start: int, end: int, before: Content | None, part: Part) -> BlocksStored:
         """Return pages [start, end) of `content` as blocks of `part`. `before`: a content with the page before them."""
@@ -244,7 +244,15 @@ class KvEventReader:
         keys = self._keys_of_removed(event, part)
         self._removed += self._resident.remove(part, keys)
         if self._orphans:
-            self._orphans = [each for orphan in self._orphans for each in _without(orphan, part, set(keys))]
+            self._drop_orphans(part, set(keys))
+
+    def _drop_orphans(self, part: Part, keys: Collection[BlockKey]) -> None:
+        orphans = [orphan for runs in self._orphans.values() for orphan in runs]
+        self._orphans = {}
+        for orphan in orphans:
+            for left in _without(orphan, part, keys):
+                assert left.parent is not None
+                self._orphans.setdefault(left.parent, []).append(left)
 
     def _keys_of_removed(self, event: PagesRemoved | CopiesRemoved, part: Part) -> list[BlockKey]:
         """Return the names of removed pages, the last page first. Removals of another part are emitted before."""
