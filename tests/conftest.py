@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from kvarts.base import processes
 from kvarts.cli.main import main
@@ -57,6 +58,12 @@ settings.register_profile("laws", parent=settings.get_profile("fast"), max_examp
 settings.register_profile("search", parent=settings.get_profile("fast"), max_examples=500)
 settings.register_profile("long", parent=settings.get_profile("fast"), max_examples=5000)
 settings.load_profile(os.environ.get("KVARTS_HYPOTHESIS", "fast"))
+
+
+# Hypothesis also tries constants of the modules that a test process has imported so far. Which these are depends on
+# what else ran in it, and a seed would give other examples in each run.
+if hasattr(providers, "_get_local_constants"):
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 DATA = Path(str(files("kvarts") / "data"))

@@ -94,6 +94,13 @@ def test_what_holds_only_if_a_report_was_a_copy_is_inconclusive_and_named() -> N
     assert (thrice.verdict, broken(thrice)) == ("violated", ["never_stored"])
 
 
+def test_a_report_that_begins_with_a_block_that_may_be_gone_is_no_copy_of_the_rest() -> None:
+    """Block 1 is reported or stored anew: only in the second case has block 2 a copy that outlasts its removal."""
+    watched = watching([stored([1, 2]), stored([1, 2]), removed([1]), stored([1, 2]), removed([2])])
+    assert watched.blocks() == {"GPU": 1}
+    assert watched.claims.copies.is_possible((("GPU", 0), 2))
+
+
 def test_the_pool_is_judged_by_distinct_hashes() -> None:
     full = [stored([1, 2, 3]), *[stored([1, 2, 3])] * 20]
     assert judged(full, total_blocks=3).verdict == "ok"

@@ -268,13 +268,14 @@ class Claims:
         return any(name in there for (_, other), there in self.media.items() if other == group)
 
     def _may_be_report(self, event: Stored, there: Container[BlockHash]) -> bool:
-        """Return whether an event may be a report: all its blocks are stored, from the first of a prompt on.
+        """Return whether an event may be a report: all its blocks are or may be stored, from the first of a prompt on.
 
         Copies are stored like this for a prompt of one block, and for one whose request looks for no cached blocks.
         """
         if event.parent is not None or event.medium != DEFAULT_MEDIUM:
             return False
-        if not event.hashes or any(name not in there for name in event.hashes):
+        key = event.medium, event.group
+        if not event.hashes or not all(name in there or self.copies.is_possible((key, name)) for name in event.hashes):
             return False
         self.copies.has_reports |= len(event.hashes) > 1
         return True
