@@ -133,7 +133,7 @@ def mock_command(**params: Any) -> None:
         seed=params["seed"],
         is_recording=params["record"] is not None,
         answers=() if params["answers"] is None else load_rules(params["answers"]),
-        media=params["media"] or _family(given),
+        media=params["media"] or (str(given["model"]) if "model" in given else ""),
     )
     readers_of: ReadersOf = ReadersOf()
     sources: list[dict[str, Any]] = []
@@ -172,15 +172,6 @@ def mock_command(**params: Any) -> None:
             opened.routes.event_sources += sources
             http_sessions.open_sessions_of(opened, params, keys)
         serve_http(opened, address, params, what=_told(opened), fleet=fleet)
-
-
-def _family(given: Given) -> str:
-    """Return the family of the model to mock, if it is named."""
-    if "model" not in given:
-        return ""
-    from kvarts.doors.openai.media import family_of
-
-    return family_of(str(given["model"]))
 
 
 def _check_model(name: str) -> None:

@@ -15,6 +15,8 @@ from kvarts.base.limits import brief
 from kvarts.doors.openai.access import Access, Guard, Route
 from kvarts.doors.openai.bodies import model_in, parsed
 from kvarts.doors.openai.budget import Workbench
+from kvarts.doors.openai.dialects import CHAT, COMPLETIONS
+from kvarts.doors.openai.embeddings import EMBEDDINGS
 from kvarts.doors.openai.errors import ApiError, api_error, is_bug
 from kvarts.doors.openai.failures import NO_FAILURE, Cut, Failure, FailureScript, parse_failure
 from kvarts.doors.openai.generation import Exchange, Generating
@@ -30,6 +32,7 @@ from kvarts.doors.openai.http import (
     Send,
     new_id,
 )
+from kvarts.doors.openai.messages import MESSAGES, count_tokens
 from kvarts.doors.openai.responses import Responses
 from kvarts.doors.openai.routes import TOKENIZED_BYTES, Routes
 from kvarts.doors.openai.served import Health, Limits, Models
@@ -47,7 +50,6 @@ BODIES_AT_ONCE = 4
 """Number of maximum-size bodies whose bytes may be read at once, in total."""
 FAILURES_OFF = "failures on purpose are off: start a mock with --set allow_failures=true"
 LOG = logging.getLogger("kvarts.doors.openai")
-MESSAGES = "/v1/messages"
 MAX_ID_CHARS = 256
 HEADERS = re.compile(r"[a-z0-9-]{1,100}(, ?[a-z0-9-]{1,100}){0,99}")
 PREFLIGHT = (
@@ -105,37 +107,14 @@ class OpenAIApp:
         self._intake = Intake(most * BODIES_AT_ONCE, shares)
         self._workbench = Workbench()
         generating = Generating(models)
-
-        # Their forms are imported by the first request, not at the start.
-        async def embed(exchange: Exchange) -> None:
-            from kvarts.doors.openai.embeddings import Embeddings
-
-            await Embeddings(models).create(exchange)
-
-        async def create_message(exchange: Exchange) -> None:
-            from kvarts.doors.openai.messages import Messages
-
-            await Messages(models, generating).create(exchange)
-
-        async def count_tokens(exchange: Exchange) -> None:
-            from kvarts.doors.openai.messages import Messages
-
-            await Messages(models, generating).count(exchange)
-
-        responses = Responses(generating, shares)
+        responses = Responses(shares)
+        self._dialects = (COMPLETIONS, CHAT, responses.dialect, MESSAGES, EMBEDDINGS)
         post, get, key, admin = "POST", "GET", Access.KEY, Access.ADMIN
         self.routes: tuple[Route, ...] = (
-            Route(method=post, path="/v1/completions", handler=generating.completion, access=key, max_body_bytes=None,
-                  generates=True),
-            Route(method=post, path="/v1/chat/completions", handler=generating.chat, access=key, max_body_bytes=None,
-                  generates=True),
-            Route(method=post, path="/v1/responses", handler=responses.create, access=key, max_body_bytes=None,
-                  generates=True),
-            Route(method=post, path=MESSAGES, handler=create_message, access=key, max_body_bytes=None, generates=True),
-            Route(method=post, path=f"{MESSAGES}/count_tokens", handler=count_tokens, access=key,
+            *(Route(method=post, path=dialect.path, handler=partial(generating.answer, dialect), access=key,
+                    max_body_bytes=None, generates=True) for dialect in self._dialects),
+            Route(method=post, path=f"{MESSAGES.path}/count_tokens", handler=partial(count_tokens, models), access=key,
                   max_body_bytes=TOKENIZED_BYTES),
-            Route(method=post, path="/v1/embeddings", handler=embed, access=key, max_body_bytes=None,
-                  generates=True),
             Route(method=get, path="/v1/responses/", handler=responses.find, access=key),
             Route(method="DELETE", path="/v1/responses/", handler=responses.delete, access=key),
             *(() if not has_page else (
@@ -241,11 +220,8 @@ class OpenAIApp:
     def _answer_to(self, error: Exception, path: str) -> tuple[ApiError, Any]:
         """Return the error that the client receives, and the body of the answer, in the form of the API at `path`."""
         told = self._told(error)
-        if not path.startswith(MESSAGES):
-            return told, told.body
-        from kvarts.doors.openai.messages import error_body
-
-        return told, error_body(told)
+        forms = (dialect.error_body for dialect in self._dialects if path.startswith(dialect.path))
+        return told, next(forms, COMPLETIONS.error_body)(told)
 
     def _told(self, error: Exception) -> ApiError:
         """Return the error that the client receives."""

@@ -32,6 +32,7 @@ __all__ = [
     "CompletionBody",
     "GenerationBody",
     "StreamOptions",
+    "TranslatedBody",
     "decoded",
     "messages_of",
     "model_in",
@@ -82,6 +83,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     END_OF_RARE: ClassVar[int]
     """The place after the last field that few requests have."""
+    HAS_END: ClassVar[bool]
+    """Whether an answer without a number of tokens goes on to its own end."""
 
     model: str | None = None
     stream: bool | None = None
@@ -195,12 +198,34 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         return hints_of(self.kvarts_hints, self.kv_hints, self.nvext, self.cache_control, may_prioritize=may_prioritize)
 
     @property
+    def is_costly(self) -> bool:
+        """Whether reading it may take much longer than its bytes suggest, as with a JSON schema."""
+        return self.structured_outputs is not None
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        """The number of likeliest tokens to return; None for no log-probabilities. Raise ApiError for a bad one."""
+        return None
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        """The number of tokens at which an answer ends at the latest."""
+        return self.max_tokens
+
+    @property
     def num_choices(self) -> int:
         """The number of answers per prompt. Raise ApiError if it is out of range."""
         n = 1 if self.n is None else self.n
         if not 1 <= n <= MAX_CHOICES:
             raise ApiError(400, f"n must be from 1 to {MAX_CHOICES}, got {n}", param="n")
         return n
+
+    def hints_of_parts(self) -> Hints | None:
+        """Return the hint that its parts have; None for none. Raise ApiError."""
+        return None
+
+    def drop_prompt(self) -> None:
+        """Forget the prompt, which may be large."""
 
     @property
     def asked_prompt_logprobs(self) -> int | None:
@@ -267,6 +292,8 @@ def _params(**fields: Any) -> SamplingParams:
 class CompletionBody(GenerationBody, kw_only=True):
     """POST /v1/completions. `prompt`: text, token ids, or a list of either."""
 
+    HAS_END = False
+
     # Refused as those above; the last fields that few requests have.
     suffix: str | None = None
     prompt_embeds: Any = None
@@ -290,15 +317,24 @@ class CompletionBody(GenerationBody, kw_only=True):
                 raise ApiError(400, "must be text, token ids, or a list of either", param="prompt")
         return prompt
 
+    def drop_prompt(self) -> None:
+        """Forget the prompt."""
+        self.prompt = None
+
     @property
     def asked_prompt_logprobs(self) -> int | None:
         """The number of likeliest tokens per position of the prompt; `echo` includes the prompt's log-probabilities."""
         if self.echo and self.prompt_logprobs is None:
-            return 0 if self.max_tokens == 0 and self.top_logprobs is None else self.top_logprobs
+            return 0 if self.max_tokens == 0 and self.asked_logprobs is None else self.asked_logprobs
         return self.prompt_logprobs
 
     @property
-    def top_logprobs(self) -> int | None:
+    def is_costly(self) -> bool:
+        """Whether it has a JSON schema."""
+        return super().is_costly or self.response_format is not None
+
+    @property
+    def asked_logprobs(self) -> int | None:
         """The number of likeliest tokens to return; None for no log-probabilities."""
         if self.logprobs is None or self.logprobs is False:
             return None
@@ -307,6 +343,8 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
+
+    HAS_END = True
 
     # Refused as those above; the last fields that few requests have.
     functions: Any = None
@@ -341,6 +379,10 @@ class ChatBody(GenerationBody, kw_only=True):
         """Return the hint that messages and tools have; None for none. Raise ApiError."""
         return hints_of_parts(messages=self.messages, tools=self.tools)
 
+    def drop_prompt(self) -> None:
+        """Forget the messages and the tools."""
+        self.messages = self.tools = None
+
     def template_options(self) -> dict[str, Any]:
         """Return the template variables other than the messages."""
         options: dict[str, Any] = {
@@ -355,9 +397,19 @@ class ChatBody(GenerationBody, kw_only=True):
         return options
 
     @property
-    def has_schema(self) -> bool:
-        """Whether the body contains a JSON schema, for the answer or for the arguments of a tool."""
-        return bool(self.tools) or self.response_format is not None or self.structured_outputs is not None
+    def asked_max_tokens(self) -> int | None:
+        """The number of tokens at which an answer ends at the latest, by the newer of the two names if it is there."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether it contains a JSON schema, for the answer or for the arguments of a tool."""
+        return super().is_costly or bool(self.tools) or self.response_format is not None
+
+    @property
+    def asks_more(self) -> bool:
+        """Whether it chooses a tool, or bounds the reasoning."""
+        return self.tool_choice not in (None, "auto", "none") or self.thinking_budget_tokens is not None
 
     @property
     def asked_logprobs(self) -> int | None:
@@ -373,6 +425,28 @@ class ChatBody(GenerationBody, kw_only=True):
 
 CompletionBody.END_OF_RARE = CompletionBody.__struct_fields__.index("prompt")
 ChatBody.END_OF_RARE = ChatBody.__struct_fields__.index("messages")
+
+
+class TranslatedBody(msgspec.Struct, kw_only=True):
+    """Fields that other APIs share with chats."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    kvarts_answer: Any = None
+    kvarts_hints: Hints | None = None
+    kv_hints: KvHints | None = None
+    nvext: NvExt | None = None
+    cache_control: CacheControl | None = None
+
+    def as_chat(self, **fields: Any) -> ChatBody:
+        """Return a chat with the shared fields, and with `fields`."""
+        return ChatBody(**{name: getattr(self, name) for name in TranslatedBody.__struct_fields__}, **fields)
 
 
 class _NamedBody(msgspec.Struct):

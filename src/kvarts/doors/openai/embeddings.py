@@ -7,22 +7,21 @@ texts have equal vectors, and the similarity of two texts grows with the words t
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.doors.openai.answer import Choice
 from kvarts.doors.openai.bodies import CompletionBody
-from kvarts.doors.openai.budget import INLINE_BYTES
 from kvarts.doors.openai.errors import ApiError
-from kvarts.doors.openai.generation import AnswerUnderWay, Exchange, asks_of
-from kvarts.doors.openai.served import Ask, Models, Served
+from kvarts.doors.openai.forms import Whole
+from kvarts.doors.openai.generation import Dialect, Exchange, Reading
+from kvarts.doors.openai.served import Models
 from kvarts.run.mock import next_tokens
 
-__all__ = ["Embeddings", "EmbeddingsBody", "embedding"]
+__all__ = ["EMBEDDINGS", "EmbeddingsBody", "embedding"]
 
 DIMENSIONS = 1024
 MOST_DIMENSIONS = 4096
@@ -42,6 +41,19 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
 
+    is_costly: ClassVar[bool] = True
+    """A short body may contain a thousand inputs."""
+
+    @property
+    def num_dimensions(self) -> int:
+        """The length of a vector."""
+        return DIMENSIONS if self.dimensions is None else self.dimensions
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether vectors are bytes in base64."""
+        return self.encoding_format == "base64"
+
 
 def embedding(tokens: Sequence[int], dimensions: int) -> npt.NDArray[np.float32]:
     """Return the unit vector of one or more tokens, float32 of shape [dimensions]."""
@@ -57,84 +69,51 @@ def embedding(tokens: Sequence[int], dimensions: int) -> npt.NDArray[np.float32]
     return (vector / norm).astype(np.float32)
 
 
-class Embeddings:
-    """The embeddings of mocks."""
-
-    def __init__(self, models: Models) -> None:
-        self._models = models
-
-    async def create(self, exchange: Exchange) -> None:
-        """Answer POST /v1/embeddings."""
-
-        def read() -> tuple[Served, EmbeddingsBody, list[Ask], list[npt.NDArray[np.float32]]]:
-            body = exchange.take_body(EmbeddingsBody)
-            served = self._models.of(body.model)
-            if served.answers is None:
-                raise ApiError(400, "embeddings are of mocks: this model generates", param="model")
-            dimensions = DIMENSIONS if body.dimensions is None else body.dimensions
-            if not 1 <= dimensions <= MOST_DIMENSIONS:
-                raise ApiError(400, f"must be from 1 to {MOST_DIMENSIONS}, got {dimensions}", param="dimensions")
-            asked = CompletionBody(
-                model=body.model,
-                prompt=body.input,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-                prompt_logprobs=0,  # computes the whole prompt, and generates nothing
-            )
-            try:
-                given = asked.prompts()
-                exchange.budget.draw_sequences(len(given), 1)
-                num_each = dimensions // NUM_PACKED if body.encoding_format == "base64" else dimensions
-                exchange.budget.draw_values(len(given) * num_each, "input")
-                prompts = [
-                    served.encode(text, exchange.budget, add_special_tokens=True)
-                    if isinstance(text, str)
-                    else served.checked(text)
-                    for text in given
-                ]
-                asks = asks_of(served, asked, prompts, 0, exchange, top_logprobs=None, has_end=False)
-            except ApiError as error:
-                error.param = "input" if error.param == "prompt" else error.param
-                raise
-            return served, body, asks, [embedding(tokens, dimensions) for tokens in prompts]
-
-        # A short body may contain a thousand inputs.
-        served, body, asks, vectors = await exchange.apart(read, num_bytes=INLINE_BYTES)
-        num_tokens = sum(len(ask.tokens) for ask in asks)
-        under_way = AnswerUnderWay(served, exchange, asks, None)
-        try:
-            await _ends(under_way, under_way.choices)
-            exchange.failure.before_answer()
-            payload = await exchange.work(
-                lambda: _told(body, served, vectors, num_tokens), num_bytes=sum(vector.nbytes for vector in vectors)
-            )
-            await exchange.failure.write_whole(exchange.response, payload)
-        finally:
-            await under_way.end()
-
-
-async def _ends(under_way: AnswerUnderWay, choices: Sequence[Choice]) -> None:
-    """Wait until all choices end."""
-    num_open = len(choices)
-    while num_open:
-        num_open -= sum(piece[3] is not None for piece in await under_way.answer.take())
-
-
-def _told(body: EmbeddingsBody, served: Served, vectors: Sequence[npt.NDArray[np.float32]], num_tokens: int) -> bytes:
-    is_packed = body.encoding_format == "base64"
-    data = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": b64encode(vector.astype("<f4").tobytes()).decode() if is_packed else vector.tolist(),
-        }
-        for index, vector in enumerate(vectors)
-    ]
-    return msgspec.json.encode(
-        {
-            "object": "list",
-            "data": data,
-            "model": body.model or served.names[0],
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        }
+def _read(body: EmbeddingsBody, exchange: Exchange, models: Models) -> CompletionBody:
+    if models.of(body.model).answers is None:
+        raise ApiError(400, "embeddings are of mocks: this model generates", param="model")
+    dimensions = body.num_dimensions
+    if not 1 <= dimensions <= MOST_DIMENSIONS:
+        raise ApiError(400, f"must be from 1 to {MOST_DIMENSIONS}, got {dimensions}", param="dimensions")
+    asked = CompletionBody(
+        model=body.model,
+        prompt=body.input,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        max_tokens=0,
+        prompt_logprobs=0,  # computes the whole prompt, and generates nothing
     )
+    num_each = dimensions // NUM_PACKED if body.is_packed else dimensions
+    exchange.budget.draw_values(len(asked.prompts()) * num_each, "input")
+    return asked
+
+
+class EmbeddingForm:
+    """A WholeForm: /v1/embeddings."""
+
+    def __init__(self, body: EmbeddingsBody, read: Reading) -> None:
+        self._model = body.model or read.served.names[0]
+        self._is_packed = body.is_packed
+        self._vectors = [embedding(ask.tokens, body.num_dimensions) for ask in read.asks]
+        self.num_bytes = sum(vector.nbytes for vector in self._vectors)
+
+    def whole(self, choices: Sequence[Whole], usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
+        """Return the vectors."""
+        told = [
+            b64encode(vector.astype("<f4").tobytes()).decode() if self._is_packed else vector.tolist()
+            for vector in self._vectors
+        ]
+        data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(told)]
+        num_tokens = usage["prompt_tokens"]
+        counts = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return msgspec.json.encode({"object": "list", "data": data, "model": self._model, "usage": counts})
+
+
+EMBEDDINGS = Dialect(
+    path="/v1/embeddings",
+    body=EmbeddingsBody,
+    read=_read,
+    form=EmbeddingForm,
+    params={"prompt": "input"},
+    samples=False,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from time import time
 from typing import Any, Protocol
@@ -13,10 +14,10 @@ from kvarts.doors.openai.answer import Choice, TokenLogprob
 from kvarts.doors.openai.errors import ApiError
 from kvarts.doors.openai.http import new_id
 from kvarts.doors.openai.prompts import TextModel
-from kvarts.doors.openai.shapes import CallPart, Part, Reader, Shape, read_whole
+from kvarts.doors.openai.shapes import CallPart, Part, Plain, Reader, Shape, read_whole
 from kvarts.run.text import Completion, TextOffsets
 
-__all__ = ["ChatForm", "CompletionForm", "Echo", "Form", "Whole", "usage_of"]
+__all__ = ["CALL", "Blocks", "ChatForm", "CompletionForm", "Echo", "Form", "Whole", "WholeForm", "event", "usage_of"]
 
 encode = msgspec.json.encode
 MOST_TEXTS = 256
@@ -55,12 +56,19 @@ class Whole:
         return sum(map(len, self.texts)) + 64 * num_values
 
 
-class Form(Protocol):
-    """The format of one endpoint's answers."""
+class WholeForm(Protocol):
+    """The format of the answers of a dialect without streams."""
 
     @property
-    def answer_id(self) -> str:
-        """The id of the answer."""
+    def num_bytes(self) -> int:
+        """Approximate bytes of a whole answer besides those of its choices."""
+
+    def whole(self, choices: Sequence[Whole], usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
+        """Return the body of an answer that is not streamed."""
+
+
+class Form(WholeForm, Protocol):
+    """The format of the answers of a dialect."""
 
     @property
     def tells_ids(self) -> bool:
@@ -86,12 +94,11 @@ class Form(Protocol):
     def failed(self, error: ApiError) -> bytes:
         """Return the end of an answer that fails after its beginning."""
 
-    def whole(self, choices: Sequence[Whole], usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
-        """Return the body of an answer that is not streamed."""
 
-
-class _Chunks:
+class Chunks:
     """The common part of streams of completions and chat completions. `facts`: members of each chunk."""
+
+    num_bytes = 0
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self._chunk_facts = facts
@@ -113,6 +120,78 @@ class _Chunks:
         return b"data: %b\n\n%b" % (encode({"error": error.content}), DONE)
 
 
+def event(kind: str, payload: Mapping[str, Any]) -> bytes:
+    """Return an event of a stream that names its kind."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(payload))
+
+
+class Blocks(ABC):
+    """The common part of answers that are a list of blocks, each of one kind, which events open, extend and close.
+
+    A block is a part of the body; `shape`: the conversion of its only choice to a message.
+    """
+
+    tells_ids = False
+    num_bytes = 0
+
+    def __init__(self, answer_id: str, shape: Shape | None) -> None:
+        self.answer_id = answer_id
+        self._reader = (Plain() if shape is None else shape)(0)
+        self._reason = "stop"
+        self._blocks: list[dict[str, Any]] = []
+        self._kind = ""
+        """Of the last block; that of a call is `CALL`."""
+        self._texts: list[str] = []
+        """Of the last block, until it is closed."""
+
+    def piece(
+        self,
+        number: int,
+        text: str,
+        finish_reason: str | None,
+        logprobs: Sequence[TokenLogprob],
+        usage: Mapping[str, Any] | None,
+        more: bytes = b"",
+    ) -> bytes:
+        """Return the events of a piece of text."""
+        if finish_reason is not None:
+            self._reason = finish_reason
+        return b"".join(self._take(self._reader.add(text)))
+
+    def _take(self, part: Part) -> list[bytes]:
+        """Add a part to the blocks. Return its events."""
+        events: list[bytes] = []
+        for kind, text in self._texts_of(part):
+            if text:
+                if kind != self._kind:
+                    events += [*self._close(), *self._open(kind, None)]
+                events.append(self._extend(text))
+        for call in part.calls:
+            if call.call_id:
+                events += [*self._close(), *self._open(CALL, call)]
+            events.append(self._extend(call.arguments))
+        return events
+
+    @abstractmethod
+    def _texts_of(self, part: Part) -> Sequence[tuple[str, str]]:
+        """Return the texts of a part, each with its kind."""
+
+    @abstractmethod
+    def _open(self, kind: str, call: CallPart | None) -> list[bytes]:
+        """Add a block. Return its events."""
+
+    @abstractmethod
+    def _extend(self, text: str) -> bytes:
+        """Add text to the last block. Return its event."""
+
+    @abstractmethod
+    def _close(self) -> list[bytes]:
+        """Complete the last block, if there is one. Return its events."""
+
+
+CALL = "call"
+
+
 def usage_of(num_prompt_tokens: int, num_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """Return the usage of an answer."""
     return {
@@ -130,7 +209,7 @@ class Echo(msgspec.Struct, frozen=True):
     tokens: Sequence[int]
 
 
-class CompletionForm(_Chunks):
+class CompletionForm(Chunks):
     """/v1/completions. `echoes`: the prompt before each choice, if prompts are echoed.
 
     `prompts`: the tokens of each choice's prompt, if the answer contains their log-probabilities. `has_logprobs`: the
@@ -267,7 +346,7 @@ class CompletionForm(_Chunks):
         return f"token_id:{token}" if self._names_ids else _token_text(self._text, token)
 
 
-class ChatForm(_Chunks):
+class ChatForm(Chunks):
     """/v1/chat/completions. `shape`: the conversion of each choice; None: its text is the content.
 
     `prompt`: its tokens, if the answer contains their log-probabilities. `ids_of`: its tokens, if the answer contains

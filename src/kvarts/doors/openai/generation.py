@@ -1,25 +1,25 @@
-"""Completions and chat completions: from a body to requests, and from pieces to an answer."""
+"""The way of a request in any dialect: from a body to requests, and from pieces to an answer."""
 
 from __future__ import annotations
 
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
 from kvarts.base.errors import KvartsError
-from kvarts.base.limits import brief
 from kvarts.base.tenants import PARTED, Owner
+from kvarts.core.hints import Hints
 from kvarts.core.keys import salt_of_adapter
-from kvarts.core.sampling import SamplingParams, StructuredOutputs
+from kvarts.core.sampling import SamplingParams
 from kvarts.doors.openai.answer import Answer, Choice, Piece, size_of
-from kvarts.doors.openai.answers import Answers, Question
 from kvarts.doors.openai.bodies import (
     BodyT,
     ChatBody,
@@ -32,20 +32,15 @@ from kvarts.doors.openai.bodies import (
 from kvarts.doors.openai.budget import INLINE_BYTES, Budget, Workbench
 from kvarts.doors.openai.errors import ApiError, api_error, too_long
 from kvarts.doors.openai.failures import NO_FAILURE, Cut, Failure
-from kvarts.doors.openai.forms import ChatForm, CompletionForm, Echo, Form, Whole, usage_of
+from kvarts.doors.openai.forms import Form, Whole, WholeForm, usage_of
 from kvarts.doors.openai.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.doors.openai.kv_hints import NO_PRIORITY
-from kvarts.doors.openai.prompts import NO_LIMIT, Thinking
 from kvarts.doors.openai.scripted import ScriptedAnswer, ScriptedUsage
 from kvarts.doors.openai.served import Ask, InSessions, Models, Served
-from kvarts.doors.openai.shapes import Segments, Shape, schema_of_format
-from kvarts.doors.openai.tool_calls import NamedCall, RequiredCalls, ToolCallsInText, calls_schema
+from kvarts.doors.openai.wanted import IN_WORDS, Wanted, constraint_of, distinct, wanted_of
 from kvarts.run.llm_engine import RequestFailedError
 
-if TYPE_CHECKING:
-    from kvarts.doors.openai.media import Media
-
-__all__ = ["AnswerUnderWay", "Exchange", "Generating", "MakeForm", "asks_of", "begin", "chat_asks", "completion_asks"]
+__all__ = ["Dialect", "Exchange", "Generating", "Reading", "asks_of"]
 
 DEFAULT_COMPLETION_TOKENS = 16
 """The default of OpenAI's API for completions; a chat generates to its end."""
@@ -53,7 +48,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 T = TypeVar("T")
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-dynamo-session-id")
 MAX_SESSION_CHARS = 256
-ANSWER_HEADER = "x-kvarts-answer"
 
 
 class Exchange(msgspec.Struct, kw_only=True):
@@ -71,6 +65,8 @@ class Exchange(msgspec.Struct, kw_only=True):
     workbench: Workbench
     read: Callable[[], object]
     """Called once the payload is no longer needed."""
+    kept: Any = None
+    """What its dialect keeps until the answer was sent."""
 
     def take_body(self, kind: type[BodyT]) -> BodyT:
         """Return the body, within the budget. Raise ApiError as `decoded` does."""
@@ -118,22 +114,63 @@ def salt_of(served: Served, body: GenerationBody, owner: Owner) -> tuple[str | N
     return f"{tenant or ''}{PARTED}{owner.name}", tenant
 
 
+class Reading(NamedTuple):
+    """A request that was read. `body`: as a completion or a chat. `asks`: one for every choice of every prompt."""
+
+    exchange: Exchange
+    served: Served
+    body: GenerationBody
+    wanted: Wanted
+    asks: list[Ask]
+
+
+class Dialect(msgspec.Struct, frozen=True, kw_only=True):
+    """An API over the engine: what it reads, and what it writes. Everything between is the same for all.
+
+    `body`: the type of its bodies. `read` returns one as a completion or a chat, and `form` the format of its answer;
+    both may raise ApiError. `params`: fields in errors, by those of completions and chats. `schema_param`: the field
+    that an error about a JSON schema names. `error_body`: the format of its errors. `samples`: it generates, rather
+    than only computing prompts, so that sessions and counts of choices concern it. `sent`: called after an answer.
+    """
+
+    path: str
+    body: type[Any]
+    read: Callable[[Any, Exchange, Models], GenerationBody]
+    form: Callable[[Any, Reading], WholeForm]
+    params: Mapping[str, str] = {}
+    schema_param: str = "response_format"
+    error_body: Callable[[ApiError], bytes] = attrgetter("body")
+    samples: bool = True
+    sent: Callable[[Exchange, Any], object] = lambda exchange, form: None
+
+
+def _prompts_of(served: Served, body: GenerationBody, exchange: Exchange) -> list[array[int]]:
+    """Return the tokens of each prompt. Raise ApiError for invalid ones."""
+    budget = exchange.budget
+    if isinstance(body, ChatBody):
+        budget.draw_sequences(1, body.num_choices)
+        text = served.conversation(messages_of(body.messages, served.media()), body.template_options())
+        return [served.encode(text, budget, add_special_tokens=bool(body.add_special_tokens))]
+    assert isinstance(body, CompletionBody)
+    given, adds = body.prompts(), body.add_special_tokens is not False
+    budget.draw_sequences(len(given), body.num_choices)
+    return [
+        served.encode(each, budget, add_special_tokens=adds) if isinstance(each, str) else served.checked(each)
+        for each in given
+    ]
+
+
 def asks_of(
     served: Served,
     body: GenerationBody,
-    prompts: Sequence[array[int]],
-    max_tokens: int | None,
     exchange: Exchange,
+    wanted: Wanted = IN_WORDS,
     *,
-    top_logprobs: int | None,
-    has_end: bool,
-    scripted: Sequence[ScriptedAnswer] = (),
+    hints_of_parts: Hints | None = None,
 ) -> list[Ask]:
-    """Return a request for every choice of every prompt. Raise ApiError for unsupported values.
-
-    `has_end`: without a number of tokens, the answer goes on to its own end. `scripted`: the answer to each choice of a
-    prompt, if a mock knows it beforehand.
-    """
+    """Return a request for every choice of every prompt. Raise ApiError for unsupported values."""
+    prompts = _prompts_of(served, body, exchange)
+    max_tokens, top_logprobs, scripted = body.asked_max_tokens, body.asked_logprobs, wanted.scripted
     hints = None
     if not body.is_plain:
         body.check()
@@ -150,8 +187,9 @@ def asks_of(
     num_choices, num_asks = body.num_choices, len(prompts) * body.num_choices
     params_of: dict[tuple[int, int | None, int], SamplingParams] = {}
     """Shared by requests with the same: a body may ask for many tokens or texts as ends."""
-    written = {id(each): served.written(each, exchange.budget) for each in _distinct(scripted)} if scripted else {}
+    written = {id(each): served.written(each, exchange.budget) for each in distinct(scripted)} if scripted else {}
     forced: dict[tuple[int, int], tuple[int, ...]] = {}
+    changes = wanted.sampling
     asks: list[Ask] = []
     for tokens in prompts:
         if not tokens:
@@ -163,7 +201,7 @@ def asks_of(
             seed = body.seed if copy == 0 else (body.seed or 0) + copy
             most, own_end = max_tokens, None
             if most is None:
-                most = room if has_end else min(DEFAULT_COMPLETION_TOKENS, room)
+                most = room if body.HAS_END else min(DEFAULT_COMPLETION_TOKENS, room)
             natural = None
             answer = id(scripted[copy]) if scripted else 0
             if answer:
@@ -184,6 +222,8 @@ def asks_of(
                     if (answer, most) not in forced:
                         forced[answer, most] = written[answer][:most]
                     params = msgspec.structs.replace(params, forced_tokens=forced[answer, most])
+                if changes:
+                    params = msgspec.structs.replace(params, **changes)
                 params_of[key] = params
             asks.append(
                 Ask(
@@ -191,6 +231,7 @@ def asks_of(
                     params=params,
                     priority=-(body.priority or 0),  # of vLLM: the lower, the earlier
                     hints=hints,
+                    hints_of_parts=hints_of_parts,
                     salt=salt,
                     tenant=tenant,
                     request_id=exchange.request_id if num_asks == 1 else f"{exchange.request_id}-{len(asks)}",
@@ -201,272 +242,19 @@ def asks_of(
     return asks
 
 
-def completion_asks(
-    served: Served, body: CompletionBody, exchange: Exchange, scripted: Sequence[ScriptedAnswer] = ()
-) -> tuple[list[Ask], list[Echo]]:
-    """Return the requests of a completion, and the echo of each choice if prompts are echoed."""
-    adds = body.add_special_tokens is not False
-    given = body.prompts()
-    exchange.budget.draw_sequences(len(given), body.num_choices)
-    prompts = [
-        served.encode(prompt, exchange.budget, add_special_tokens=adds)
-        if isinstance(prompt, str)
-        else served.checked(prompt)
-        for prompt in given
-    ]
-    asks = asks_of(
-        served,
-        body,
-        prompts,
-        body.max_tokens,
-        exchange,
-        top_logprobs=body.top_logprobs,
-        has_end=False,
-        scripted=scripted,
-    )
-    echoes = []
-    if body.echo:
-        texts = [prompt if isinstance(prompt, str) else served.text.decode(prompt) for prompt in given]
-        exchange.budget.draw_made(0, body.num_choices * sum(map(len, texts)), "echo")
-        pairs = zip(texts, prompts, strict=True)
-        echoes = [Echo(text, tokens) for text, tokens in pairs for _ in range(body.num_choices)]
-    return asks, echoes
-
-
-def chat_asks(served: Served, body: ChatBody, exchange: Exchange, scripted: Sequence[ScriptedAnswer] = ()) -> list[Ask]:
-    """Return the requests of a chat completion."""
-    exchange.budget.draw_sequences(1, body.num_choices)
-    prompt = served.conversation(messages_of(body.messages, served.media()), body.template_options())
-    tokens = served.encode(prompt, exchange.budget, add_special_tokens=bool(body.add_special_tokens))
-    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return asks_of(
-        served, body, [tokens], max_tokens, exchange, top_logprobs=body.asked_logprobs, has_end=True, scripted=scripted
-    )
-
-
-class Wanted(msgspec.Struct, frozen=True):
-    """Constraints on the text of an answer, and the shape of its message; each None for plain text.
-
-    `scripted`: the choices of a mock, if it knows them beforehand.
-    """
-
-    structured: StructuredOutputs | None = None
-    shape: Shape | None = None
-    keeps_special_tokens: bool = False
-    scripted: Sequence[ScriptedAnswer] = ()
-
-    def of(self, asks: Sequence[Ask]) -> list[Ask]:
-        """Return `asks` changed accordingly."""
-        if self is IN_WORDS:
-            return list(asks)
-        changes: dict[str, Any] = {}
-        if self.structured is not None:
-            changes["structured_outputs"] = self.structured
-        if self.keeps_special_tokens:
-            changes["skip_special_tokens"] = False
-        if not changes:
-            return list(asks)
-        replace = msgspec.structs.replace
-        params = {id(ask.params): ask.params for ask in asks}  # requests with equal parameters share one object
-        changed = {key: replace(each, **changes) for key, each in params.items()}
-        return [replace(ask, params=changed[id(ask.params)]) for ask in asks]
-
-
-IN_WORDS = Wanted()
-
-
-def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) -> Wanted:
-    """Return the form of a completion. Raise ApiError if it is not available."""
-    schema = schema_of_format(body.response_format)
-    is_plain, answers = body.is_plain, served.answers
-    structured = None if is_plain and schema is None else _structured(served, body, schema)
-    asked = None if is_plain and not exchange.request.has_header(ANSWER_HEADER) else _asked(served, body, exchange)
-    if answers is None:
-        _check_model_thinks(body)
-        return Wanted(structured)
-    if asked is None and is_plain and schema is None and answers.has_words_alone:
-        return IN_WORDS
-    question = None
-    if isinstance(body.prompt, str):
-        question = Question(model=body.model or served.names[0], message=body.prompt, seed=body.seed or 0)
-        asked = asked or answers.find(question)
-    thinking = NO_LIMIT if is_plain else Thinking.of([body.thinking_token_budget], None, None)
-    if asked is not None:
-        asked = asked.limited(thinking, served.text)
-    if question is not None:
-        if asked is None and schema is not None:
-            return _scripted(
-                [answers.json(schema, question, copy, exchange.budget) for copy in range(body.num_choices)]
-            )
-    elif schema is not None:
-        raise ApiError(400, "of a mock, it is of prompts that are one text", param="response_format")
-    return IN_WORDS if asked is None else _scripted([asked] * body.num_choices)
-
-
-def _check_model_thinks(body: GenerationBody) -> None:
-    """Raise ApiError for a budget of a real model's reasoning, which is not bounded."""
-    if body.thinking_token_budget is not None:
-        raise ApiError(400, "is of mocks: the reasoning of a model is not bounded; omit it",
-                       param="thinking_token_budget")  # fmt: skip
-
-
-def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> ScriptedAnswer | None:
-    """Return the answer in the request's own `kvarts_answer` field or header, or None."""
-    value, param = body.kvarts_answer, "kvarts_answer"
-    header = exchange.request.header(ANSWER_HEADER)
-    if value is None and header is not None:
-        param = ANSWER_HEADER
-        try:
-            value = msgspec.json.decode(header.encode("latin-1"))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f"is not JSON: {error}", param=param) from error
-    if value is None:
-        return None
-    if served.answers is None:
-        raise ApiError(400, "is of mocks: a model writes its own answers", param=param)
-    return served.answers.asked(value, param)
-
-
-def _scripted(scripted: Sequence[ScriptedAnswer]) -> Wanted:
-    segments = {id(each): each.segments() for each in _distinct(scripted)}
-    return Wanted(None, Segments([segments[id(each)] for each in scripted]), scripted=scripted)
-
-
-def _distinct(scripted: Sequence[ScriptedAnswer]) -> Iterable[ScriptedAnswer]:
-    """Return each object once: the answer that a request brings is the same for all of its choices."""
-    return {id(each): each for each in scripted}.values()
-
-
-def _structured(served: Served, body: GenerationBody, schema: dict[str, Any] | None) -> StructuredOutputs | None:
-    structured = body.structured(schema)
-    if structured is not None and served.answers is not None:
-        if schema is None:
-            raise ApiError(400, "a mock keeps to no grammar: omit it, or ask for response_format", param=_named(body))
-        return None
-    return structured
-
-
-CONSTRAINTS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-               "response_format", "tools")  # fmt: skip
-FORMATS = {"/v1/responses": "text.format", "/v1/messages": "output_config.format"}
-"""The field of other APIs that is translated to `response_format`."""
-
-
-def _named(body: GenerationBody) -> str:
-    return next((name for name in CONSTRAINTS if getattr(body, name, None) is not None), "tools")
-
-
-def _blamed(error: BaseException, body: GenerationBody, path: str) -> ApiError:
+def _blamed(error: BaseException, body: GenerationBody, dialect: Dialect) -> ApiError:
     """Return the error that the client receives. An error about a constraint names the field of the request."""
     told = api_error(error)
-    if told.param != CONSTRAINTS[0] or body.structured_outputs is not None:
+    if told.param != "structured_outputs" or body.structured_outputs is not None:
         return told
-    field = _named(body)
+    field = constraint_of(body)
     if field == "response_format":
-        field = FORMATS.get(path, field)
+        field = dialect.schema_param
     what = told.what.removeprefix(f"{told.param}: ")
     return ApiError(told.status, what, param=field, retry_after_s=told.retry_after_s)
 
 
-def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
-    """Return the form of a chat completion. Raise ApiError if it is not available."""
-    choice, tools = body.tool_choice, body.tools or []
-    answers = served.answers
-    if (
-        answers is not None
-        and answers.has_words_alone
-        and not tools
-        and choice in (None, "auto", "none")
-        and body.response_format is None
-        and body.thinking_budget_tokens is None
-        and body.is_plain
-        and not exchange.request.has_header(ANSWER_HEADER)
-    ):
-        return IN_WORDS
-    functions = [tool.get("function") for tool in tools]
-    known = [function for function in functions if isinstance(function, dict) and isinstance(function.get("name"), str)]
-    if len(known) < len(tools):
-        raise ApiError(400, "a tool is a function with a name", param="tools")
-    for index, function in enumerate(known):
-        if not isinstance(function.get("parameters"), dict | None):
-            raise ApiError(400, "is a JSON schema, as an object", param=f"tools[{index}].function.parameters")
-    is_free = choice in (None, "auto", "none")
-    allowed = [] if choice == "none" else known
-    if isinstance(choice, dict):
-        named = choice.get("function") or {}
-        name = named.get("name") if isinstance(named, dict) else None
-        allowed = [function for function in known if function["name"] == name]
-    elif not is_free and choice != "required":
-        raise ApiError(400, f"must be none, auto, required or a function, got {brief(choice)}", param="tool_choice")
-    if not is_free and not allowed:
-        raise ApiError(400, "names no tool that is there", param="tool_choice")
-    schema = schema_of_format(body.response_format)
-    if not is_free:
-        if body.structured(None) is not None:
-            raise ApiError(400, "calls of tools have a form already", param=_named(body))
-        schema = None  # a format applies to texts, and this answer is a call
-    structured = _structured(served, body, schema)
-    asked = _asked(served, body, exchange)
-    if answers is not None:
-        question = _question(served, body, known)
-        asked = asked or answers.find(question)
-        budgets = [body.thinking_token_budget, body.thinking_budget_tokens]
-        thinking = Thinking.of(budgets, body.reasoning_effort, body.chat_template_kwargs)
-        if asked is not None:
-            asked = asked.limited(thinking, served.text)
-        scripted = [
-            one
-            for copy in range(body.num_choices)
-            if (one := asked or _drawn(answers, question, copy, schema, allowed, exchange.budget, is_free=is_free))
-        ]
-        return _scripted(scripted) if scripted else IN_WORDS
-    _check_model_thinks(body)
-    if is_free:
-        if structured is not None or not allowed:
-            return Wanted(structured)
-        form = served.text.call_format
-        return Wanted(None, ToolCallsInText(form, [one["name"] for one in allowed]), form.has_special_tokens)
-    if isinstance(choice, dict):
-        parameters = allowed[0].get("parameters") or {"type": "object"}
-        return Wanted(StructuredOutputs(json=parameters), NamedCall(allowed[0]["name"]))
-    calls = calls_schema(allowed, in_parallel=body.parallel_tool_calls is not False)
-    return Wanted(StructuredOutputs(json=calls), RequiredCalls())
-
-
-def _question(served: Served, body: ChatBody, tools: Sequence[dict[str, Any]]) -> Question:
-    """Return the properties of a conversation that rules match. Replaces the content of messages by text."""
-    body.messages = messages_of(body.messages, served.media())
-    roles = Counter(message["role"] for message in body.messages)
-    last = next((message["content"] for message in reversed(body.messages) if message["role"] == "user"), "")
-    return Question(
-        model=body.model or served.names[0],
-        message=last,
-        tools={tool["name"]: tool for tool in tools},
-        turn=1 + roles["assistant"],
-        num_results=roles["tool"],
-        seed=body.seed or 0,
-    )
-
-
-def _drawn(
-    answers: Answers,
-    question: Question,
-    copy: int,
-    schema: dict[str, Any] | None,
-    allowed: Sequence[dict[str, Any]],
-    budget: Budget,
-    *,
-    is_free: bool,
-) -> ScriptedAnswer | None:
-    """Return a drawn tool call or JSON answer, or None for an answer in words."""
-    names = [tool["name"] for tool in allowed]
-    if not is_free:
-        return answers.call(names, question, copy, budget)
-    scripted = answers.call_or_text(names, question, copy, budget) if names else None
-    return scripted if scripted is not None or schema is None else answers.json(schema, question, copy, budget)
-
-
-async def checked(exchange: Exchange, served: Served, asks: Sequence[Ask]) -> None:
+async def _check(exchange: Exchange, served: Served, asks: Sequence[Ask]) -> None:
     """Compile the grammar of requests off the event loop, because it may take long. Raise ConfigError for a bad one."""
     check = served.host.check_params
     if check is not None and asks and asks[0].params.structured_outputs is not None:
@@ -529,142 +317,77 @@ def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: s
     return AnswerUnderWay(served, exchange, asks, name or None)
 
 
-class _Read(NamedTuple):
-    """A parsed body."""
-
-    served: Served
-    body: GenerationBody
-    asks: list[Ask]
-    form: Form
-    scripted: Sequence[ScriptedAnswer] = ()
-    """The choices of a mock that knows them beforehand."""
-
-
-MakeForm = Callable[[Served, ChatBody, Sequence[Ask], Shape | None], Form]
-
-
 class Generating:
-    """Answers completions and chat completions."""
+    """Answers the requests of every dialect."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    def media_of(self, model: str | None) -> Media | None:
-        """Return the reader of images and audio for one request to `model`, as Served.media does."""
-        return self._models.of(model).media()
-
-    async def completion(self, exchange: Exchange) -> None:
-        """Answer POST /v1/completions."""
-
-        def read() -> _Read:
-            body = exchange.take_body(CompletionBody)
-            served = self._models.of(body.model)
-            wanted = wanted_completion(served, body, exchange)
-            asks, echoes = completion_asks(served, body, exchange, wanted.scripted)
-            asks = wanted.of(asks)
-            form = CompletionForm(
-                body.model or served.names[0],
-                served.text,
-                echoes,
-                prompts=[ask.tokens for ask in asks] if body.prompt_logprobs is not None else (),
-                has_logprobs=body.top_logprobs is not None,
-                ids_of=[ask.tokens for ask in asks] if body.return_token_ids else (),
-                skips_special_tokens=body.skip_special_tokens is not False,
-                names_ids=bool(body.return_tokens_as_token_ids),
-            )
-            body.prompt = None
-            return _Read(served, body, asks, form, wanted.scripted)
-
-        await self._answer(exchange, await exchange.apart(read))
-
-    async def chat(self, exchange: Exchange) -> None:
-        """Answer POST /v1/chat/completions."""
+    async def answer(self, dialect: Dialect, exchange: Exchange) -> None:
+        """Answer a request."""
         is_short = len(exchange.payload) <= INLINE_BYTES
-        read_before = exchange.take_body(ChatBody) if is_short else None
-
-        def read() -> tuple[ChatBody, MakeForm]:
-            body = exchange.take_body(ChatBody) if read_before is None else read_before
-            return body, _chat_form
-
-        # Compiling a short schema may take much longer than its bytes suggest.
-        num_bytes = INLINE_BYTES if read_before is not None and read_before.has_schema else 0
-        await self.converse(exchange, read, num_bytes=num_bytes)
-
-    async def converse(
-        self, exchange: Exchange, read: Callable[[], tuple[ChatBody, MakeForm]], *, num_bytes: int = 0
-    ) -> Form:
-        """Answer a conversation, and return the form of the answer.
-
-        `read` returns the request as a chat, and the constructor of its form. `num_bytes`: see Exchange.apart.
-        """
-
-        def read_all() -> _Read:
-            body, make = read()
-            served = self._models.of(body.model)
-            of_parts = body.hints_of_parts()  # before the texts of parts are joined
-            wanted = wanted_chat(served, body, exchange)
-            asks = wanted.of(chat_asks(served, body, exchange, wanted.scripted))
-            if of_parts is not None:
-                asks = [msgspec.structs.replace(ask, hints_of_parts=of_parts) for ask in asks]
-            form = make(served, body, asks, wanted.shape)
-            body.messages = body.tools = None
-            return _Read(served, body, asks, form, wanted.scripted)
-
-        return await self._answer(exchange, await exchange.apart(read_all, num_bytes=num_bytes))
-
-    async def _answer(self, exchange: Exchange, read: _Read) -> Form:
-        served, body, form = read.served, read.body, read.form
-        if read.scripted:
-            _fail_as(read.scripted[0], exchange, served)
-        blamed = partial(_blamed, body=body, path=exchange.request.path)
         try:
-            await checked(exchange, served, read.asks)
+            sent = exchange.take_body(dialect.body) if is_short else None
+            num_bytes = INLINE_BYTES if sent is not None and sent.is_costly else 0
+            reading, form = await exchange.apart(partial(self._read, dialect, exchange, sent), num_bytes=num_bytes)
+            del sent
+            await self._answer(dialect, reading, form)
+        except ApiError as error:
+            error.param = dialect.params.get(error.param or "", error.param)
+            raise
+        dialect.sent(exchange, form)
+
+    def _read(self, dialect: Dialect, exchange: Exchange, sent: Any) -> tuple[Reading, WholeForm]:
+        """Return what a body asks for, and the format of the answer. `sent`: the body, if it was parsed."""
+        sent = exchange.take_body(dialect.body) if sent is None else sent
+        body = dialect.read(sent, exchange, self._models)
+        served = self._models.of(body.model)
+        of_parts = body.hints_of_parts()  # before the texts of parts are joined
+        wanted = wanted_of(served, body, exchange.request, exchange.budget) if dialect.samples else IN_WORDS
+        asks = asks_of(served, body, exchange, wanted, hints_of_parts=of_parts)
+        reading = Reading(exchange, served, body, wanted, asks)
+        form = dialect.form(sent, reading)
+        body.drop_prompt()
+        return reading, form
+
+    async def _answer(self, dialect: Dialect, reading: Reading, form: WholeForm) -> None:
+        exchange, served, body, wanted, asks = reading
+        if wanted.scripted:
+            _fail_as(wanted.scripted[0], exchange, served)
+        blamed = partial(_blamed, body=body, dialect=dialect)
+        try:
+            await _check(exchange, served, asks)
         except KvartsError as error:
             raise blamed(error) from None
-        under_way = begin(served, exchange, read.asks, body.session_id)
+        if dialect.samples:
+            under_way = begin(served, exchange, asks, body.session_id)
+            served.meter.num_choices.add(body.num_choices)
+        else:
+            under_way = AnswerUnderWay(served, exchange, asks, None)
         answer, choices = under_way.answer, under_way.choices
-        served.meter.num_choices.add(body.num_choices)
-        spans: list[tuple[int, int]] = []
-        if read.scripted:
-            span_of = {id(each): served.reasoning_span(each) for each in _distinct(read.scripted)}
-            spans = [span_of[id(each)] for each in read.scripted]
-        usage = _Usage(choices, [len(ask.tokens) for ask in read.asks], body.num_choices, read.scripted, spans)
-        read.asks.clear()  # the engine has the tokens
+        usage = Usage(served, choices, [len(ask.tokens) for ask in asks], body.num_choices, wanted.scripted)
+        asks.clear()  # the engine has the tokens
         try:
             if body.stream:
-                stream = _Stream(exchange, form, choices, body.stream_options or StreamOptions(), usage, blamed)
+                streamed = cast("Form", form)  # bodies of dialects without streams ask for none
+                stream = _Stream(exchange, streamed, choices, body.stream_options or StreamOptions(), usage, blamed)
                 answer.is_read = True
                 await stream.write(answer)
+                return
+            wholes = [Whole() for _ in choices]
+            await _collect(answer, wholes)
+            exchange.failure.before_answer()
+            extra = {"kv_transfer_params": served.kv_transfer_params(body.kv_transfer_params, choices)}
+            num_bytes = form.num_bytes + sum([whole.num_bytes for whole in wholes])
+            payload = await exchange.work(lambda: form.whole(wholes, usage.of_all, extra), num_bytes=num_bytes)
+            if exchange.failure is NO_FAILURE:
+                await exchange.response.whole(payload)
             else:
-                wholes = [Whole() for _ in choices]
-                await _collect(answer, wholes)
-                exchange.failure.before_answer()
-                extra = {"kv_transfer_params": served.kv_transfer_params(body.kv_transfer_params, choices)}
-                num_bytes = sum([whole.num_bytes for whole in wholes])
-                if num_bytes <= INLINE_BYTES:
-                    payload = form.whole(wholes, usage.of_all, extra)
-                else:
-                    payload = await exchange.work(lambda: form.whole(wholes, usage.of_all, extra), num_bytes=num_bytes)
-                if exchange.failure is NO_FAILURE:
-                    await exchange.response.whole(payload)
-                else:
-                    await exchange.failure.write_whole(exchange.response, payload)
+                await exchange.failure.write_whole(exchange.response, payload)
         except RequestFailedError as error:
             raise blamed(error) from None
         finally:
             await under_way.end()
-        return form
-
-
-def _chat_form(served: Served, body: ChatBody, asks: Sequence[Ask], shape: Shape | None) -> Form:
-    return ChatForm(
-        body.model or served.names[0],
-        served.text,
-        shape=shape,
-        prompt=asks[0].tokens if body.prompt_logprobs is not None else (),
-        ids_of=asks[0].tokens if body.return_token_ids else (),
-        names_ids=bool(body.return_tokens_as_token_ids),
-    )
 
 
 def _fail_as(scripted: ScriptedAnswer, exchange: Exchange, served: Served) -> None:
@@ -695,24 +418,26 @@ async def _collect(answer: Answer, wholes: list[Whole]) -> None:
         answer.keep(num_bytes)
 
 
-class _Usage:
+class Usage:
     """Token counts of an answer. `copies`: choices of each prompt. `scripted`: the choices, the first of which may
-    override some counts. `spans`: the first token of reasoning in each, and the one after the last.
+    override some counts.
     """
 
     def __init__(
         self,
+        served: Served,
         choices: Sequence[Choice],
         prompt_lengths: Sequence[int],
         copies: int,
         scripted: Sequence[ScriptedAnswer],
-        spans: Sequence[tuple[int, int]],
     ) -> None:
         self._choices = choices
         self._prompt_lengths = prompt_lengths
         self._copies = copies
         self._scripted = scripted[0].usage if scripted and scripted[0].usage != ScriptedUsage() else None
-        self._spans = spans
+        span_of = {id(each): served.reasoning_span(each) for each in distinct(scripted)} if scripted else {}
+        self._spans = [span_of[id(each)] for each in scripted]
+        """The first token of reasoning in each scripted choice, and the one after the last."""
 
     @property
     def of_all(self) -> dict[str, Any]:
@@ -767,7 +492,7 @@ class _Stream:
         form: Form,
         choices: Sequence[Choice],
         options: StreamOptions,
-        usage: _Usage,
+        usage: Usage,
         told: Callable[[BaseException], ApiError],
     ) -> None:
         self._exchange = exchange

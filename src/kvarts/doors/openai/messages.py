@@ -8,24 +8,21 @@ from typing import Any
 import msgspec
 
 from kvarts.base.limits import brief
-from kvarts.core.hints import Hints
 from kvarts.core.sampling import Logprobs
-from kvarts.doors.openai.answer import Choice, TokenLogprob
-from kvarts.doors.openai.bodies import ChatBody
-from kvarts.doors.openai.budget import INLINE_BYTES
+from kvarts.doors.openai.answer import Choice
+from kvarts.doors.openai.bodies import ChatBody, TranslatedBody
 from kvarts.doors.openai.errors import ApiError
-from kvarts.doors.openai.forms import Whole
-from kvarts.doors.openai.generation import Exchange, Generating, MakeForm, chat_asks
+from kvarts.doors.openai.forms import CALL, Blocks, Whole, event
+from kvarts.doors.openai.generation import Dialect, Exchange, Reading, asks_of
 from kvarts.doors.openai.http import new_id
-from kvarts.doors.openai.kv_hints import CacheControl, KvHints, NvExt, hints_of_parts, with_control
+from kvarts.doors.openai.kv_hints import hints_of_parts, with_control
 from kvarts.doors.openai.prompts import budget_of_messages
-from kvarts.doors.openai.served import Ask, Models, Served
-from kvarts.doors.openai.shapes import Part, Plain, Shape
+from kvarts.doors.openai.served import Models
+from kvarts.doors.openai.shapes import CallPart, Part, Shape
+from kvarts.run.text import Completion
 
-__all__ = ["MessageForm", "Messages", "MessagesBody", "error_body"]
+__all__ = ["MESSAGES", "MessageForm", "MessagesBody", "count_tokens", "error_body"]
 
-PARAMS = {"response_format": "output_config", "stop": "stop_sequences"}
-"""Field names, by those of chats."""
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 TYPES = {
     401: "authentication_error",
@@ -45,31 +42,23 @@ def error_body(error: ApiError) -> bytes:
     return encode({"type": "error", "error": {"type": kind, "message": error.message}})
 
 
-class MessagesBody(msgspec.Struct, kw_only=True):
+class MessagesBody(TranslatedBody, kw_only=True):
     """POST /v1/messages."""
 
-    model: str | None = None
     messages: list[dict[str, Any]] | None = None
     system: str | list[Any] | None = None
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
-    seed: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    session_id: str | None = None
-    kvarts_answer: Any = None
-    kvarts_hints: Hints | None = None
-    kv_hints: KvHints | None = None
-    nvext: NvExt | None = None
-    cache_control: CacheControl | None = None
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether it may have a JSON schema."""
+        return bool(self.tools) or self.output_config is not None
 
     def chat(self) -> ChatBody:
         """Convert to a chat. Raise ApiError for unsupported values."""
@@ -80,26 +69,13 @@ class MessagesBody(msgspec.Struct, kw_only=True):
             form = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
         choice = self.tool_choice or {}
         budget, is_off = budget_of_messages(self.thinking, self.max_tokens)
-        return ChatBody(
+        return self.as_chat(
             thinking_budget_tokens=budget,
             chat_template_kwargs={"enable_thinking": False} if is_off else None,
-            model=self.model,
             messages=self._messages(),
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
             top_k=self.top_k,
-            seed=self.seed,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            session_id=self.session_id,
-            kvarts_answer=self.kvarts_answer,
-            kvarts_hints=self.kvarts_hints,
-            kv_hints=self.kv_hints,
-            nvext=self.nvext,
-            cache_control=self.cache_control,
             response_format=form,
             # A tool with a type is run by Anthropic's servers: here it is never called.
             tools=[_function(tool) for tool in self.tools or () if tool.get("type", "custom") == "custom"] or None,
@@ -172,19 +148,12 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     return [*results, *([own] if len(own) > 2 or texts or not results else [])]
 
 
-class MessageForm:
+class MessageForm(Blocks):
     """A Form: /v1/messages."""
 
-    tells_ids = False
-
-    def __init__(self, model: str, shape: Shape, num_prompt_tokens: int) -> None:
-        self.answer_id = f"msg_{new_id()}"
-        self._reader = shape(0)
+    def __init__(self, model: str, shape: Shape | None, num_prompt_tokens: int) -> None:
+        super().__init__(f"msg_{new_id()}", shape)
         self._num_prompt_tokens = num_prompt_tokens
-        self._reason = "stop"
-        self._blocks: list[dict[str, Any]] = []
-        self._texts: list[str] = []
-        """Of the last block, until it is complete."""
         self._body = {"id": self.answer_id, "type": "message", "role": "assistant", "model": model}
 
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
@@ -193,27 +162,11 @@ class MessageForm:
         told: dict[str, Any] = {**self._body, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message=told)
 
-    def piece(
-        self,
-        number: int,
-        text: str,
-        finish_reason: str | None,
-        logprobs: Sequence[TokenLogprob],
-        usage: Mapping[str, Any] | None,
-        more: bytes = b"",
-    ) -> bytes:
-        """Return the events of a piece of text."""
-        if finish_reason is not None:
-            self._reason = finish_reason
-        return b"".join(self._take(self._reader.add(text)))
-
     def end(self, usage: Mapping[str, Any], choices: Sequence[Choice], *, tells_usage: bool) -> bytes:
         """Return the last events."""
-        completion = choices[0].completion
         events = self._finish()
-        delta = self._stop(None if completion is None else completion.stop_reason)
-        events.append(_event("message_delta", delta=delta, usage=_usage(usage)))
-        return b"".join([*events, _event("message_stop")])
+        delta = self._stop(choices[0].completion)
+        return b"".join([*events, _event("message_delta", delta=delta, usage=_usage(usage)), _event("message_stop")])
 
     def failed(self, error: ApiError) -> bytes:
         """Return an error as an event."""
@@ -224,56 +177,53 @@ class MessageForm:
         (choice,) = choices
         self.piece(0, choice.text, choice.finish_reason, (), None)
         self._finish()
-        stop = self._stop(None if choice.completion is None else choice.completion.stop_reason)
-        return encode({**self._body, "content": self._blocks, **stop, "usage": _usage(usage)})
+        return encode({**self._body, "content": self._blocks, **self._stop(choice.completion), "usage": _usage(usage)})
 
-    def _stop(self, stop_reason: int | str | None) -> dict[str, Any]:
-        """Return the stop fields. `stop_reason`: that of the Completion."""
+    def _stop(self, completion: Completion | None) -> dict[str, Any]:
+        """Return the stop fields."""
+        stop_reason = None if completion is None else completion.stop_reason
         if self._reason == "stop" and isinstance(stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
         return {"stop_reason": REASONS.get(self._reason, self._reason), "stop_sequence": None}
 
     def _take(self, part: Part) -> list[bytes]:
-        """Add a part to the blocks. Return its events."""
-        events: list[bytes] = []
-        for kind, text in (("thinking", part.reasoning), ("text", part.content or part.refusal)):
-            if text:
-                if not self._blocks or self._blocks[-1]["type"] != kind:
-                    events += self._open({"type": kind, kind: ""})
-                events += self._add(f"{kind}_delta", kind, text)
-        for call in part.calls:
-            if call.call_id:
-                events += self._open({"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}})
-            events += self._add("input_json_delta", "partial_json", call.arguments)
+        events = super()._take(part)
         if part.refusal:
             self._reason = "content_filter"
         return events
 
-    def _add(self, kind: str, field: str, text: str) -> list[bytes]:
-        self._texts.append(text)
-        return [_event("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, field: text})]
+    def _texts_of(self, part: Part) -> Sequence[tuple[str, str]]:
+        return (("thinking", part.reasoning), ("text", part.content or part.refusal))
 
-    def _open(self, block: dict[str, Any]) -> list[bytes]:
-        events = self._close()
+    def _open(self, kind: str, call: CallPart | None) -> list[bytes]:
+        self._kind = kind
+        block: dict[str, Any] = {"type": kind, kind: ""}
+        if call is not None:
+            block = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
         self._blocks.append(block)
-        signature = {"signature": ""} if block["type"] == "thinking" else {}
-        return [*events, _event("content_block_start", index=len(self._blocks) - 1, content_block=block | signature)]
+        signature = {"signature": ""} if kind == "thinking" else {}
+        return [_event("content_block_start", index=len(self._blocks) - 1, content_block=block | signature)]
+
+    def _extend(self, text: str) -> bytes:
+        self._texts.append(text)
+        kind, field = ("input_json", "partial_json") if self._kind == CALL else (self._kind, self._kind)
+        delta = {"type": f"{kind}_delta", field: text}
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _close(self) -> list[bytes]:
-        """Complete the last block."""
         if not self._blocks:
             return []
         block, text, events = self._blocks[-1], "".join(self._texts), []
         self._texts = []
         index = len(self._blocks) - 1
-        if block["type"] == "tool_use":
+        if self._kind == CALL:
             block["input"] = _object(text)
         else:
-            block[block["type"]] = text
-            if block["type"] == "thinking":
-                block["signature"] = self.answer_id
-                delta = {"type": "signature_delta", "signature": self.answer_id}
-                events.append(_event("content_block_delta", index=index, delta=delta))
+            block[self._kind] = text
+        if self._kind == "thinking":
+            block["signature"] = self.answer_id
+            delta = {"type": "signature_delta", "signature": self.answer_id}
+            events.append(_event("content_block_delta", index=index, delta=delta))
         return [*events, _event("content_block_stop", index=index)]
 
     def _finish(self) -> list[bytes]:
@@ -293,7 +243,7 @@ def _object(arguments: str) -> Any:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))
+    return event(kind, {"type": kind, **fields})
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,39 +256,33 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _form(served: Served, body: ChatBody, asks: Sequence[Ask], shape: Shape | None) -> MessageForm:
-    return MessageForm(body.model or served.names[0], Plain() if shape is None else shape, len(asks[0].tokens))
+def _created(body: MessagesBody, exchange: Exchange, models: Models) -> ChatBody:
+    if body.max_tokens is None:
+        raise ApiError(400, "is needed", param="max_tokens")
+    return body.chat()
 
 
-class Messages:
-    """The routes of Anthropic's API."""
+def _form(_: MessagesBody, read: Reading) -> MessageForm:
+    return MessageForm(read.body.model or read.served.names[0], read.wanted.shape, len(read.asks[0].tokens))
 
-    def __init__(self, models: Models, generating: Generating) -> None:
-        self._models = models
-        self._generating = generating
 
-    async def create(self, exchange: Exchange) -> None:
-        """Answer POST /v1/messages."""
+MESSAGES = Dialect(
+    path="/v1/messages",
+    body=MessagesBody,
+    read=_created,
+    form=_form,
+    params={"response_format": "output_config", "stop": "stop_sequences"},
+    schema_param="output_config.format",
+    error_body=error_body,
+)
 
-        def read() -> tuple[ChatBody, MakeForm]:
-            body = exchange.take_body(MessagesBody)
-            if body.max_tokens is None:
-                raise ApiError(400, "is needed", param="max_tokens")
-            return body.chat(), _form
 
-        num_bytes = INLINE_BYTES if b"schema" in exchange.payload else 0
-        try:
-            await self._generating.converse(exchange, read, num_bytes=num_bytes)
-        except ApiError as error:
-            error.param = PARAMS.get(error.param or "", error.param)
-            raise
+async def count_tokens(models: Models, exchange: Exchange) -> None:
+    """Answer POST /v1/messages/count_tokens."""
 
-    async def count(self, exchange: Exchange) -> None:
-        """Answer POST /v1/messages/count_tokens."""
+    def read() -> bytes:
+        body = exchange.take_body(MessagesBody).chat()
+        (ask,) = asks_of(models.of(body.model), body, exchange)
+        return encode({"input_tokens": len(ask.tokens)})
 
-        def read() -> bytes:
-            body = exchange.take_body(MessagesBody).chat()
-            (ask,) = chat_asks(self._models.of(body.model), body, exchange)
-            return encode({"input_tokens": len(ask.tokens)})
-
-        await exchange.response.whole(await exchange.apart(read))
+    await exchange.response.whole(await exchange.apart(read))

@@ -33,7 +33,6 @@ from kvarts.doors.openai.app import OpenAIApp, Watcher
 from kvarts.doors.openai.failures import FailureScript
 from kvarts.doors.openai.meter import Meter
 from kvarts.doors.openai.prompts import HubText, TextModel, WordText
-from kvarts.doors.openai.recordings import ArrivalRecorder
 from kvarts.doors.openai.routes import Routes
 from kvarts.doors.openai.served import Limits, Models, Served, Sharing
 from kvarts.doors.openai.words import NUM_WORDS, VOCABULARY_SIZE, vary_words
@@ -50,6 +49,7 @@ from kvarts.sim.replica import Replica
 if TYPE_CHECKING:
     from kvarts.doors.openai.access import AccessLog
     from kvarts.doors.openai.meter import GoneEngines, Residency
+    from kvarts.doors.openai.recordings import ArrivalRecorder
 
 __all__ = [
     "Door",
@@ -219,7 +219,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     `keys`: accepted keys; None: no key is required. `shares_prefix_cache`: owners can hit each other's KV. `origins`
     and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
     failures. `is_recording`: record arrivals. `has_page`: serve the live page. `access_log`: log of requests.
-    `answers`, `media`: of mocks, rules, and the family by which images and audio are counted.
+    `answers`, `media`: of mocks, rules, and the family or model by which images and audio are counted.
     `residency_share`: the share of KV blocks whose residency is measured; 0: none. `rank`: the number of its
     engine among the workers of a fleet.
     """
@@ -381,7 +381,7 @@ def make_served(
         names,
         limits=limits,
         meter=meter,
-        recorder=ArrivalRecorder() if door.is_recording else None,
+        recorder=_recorder() if door.is_recording else None,
         adapters=door.adapters if adapters is None else adapters,
         sharing=sharing,
         facts=facts,
@@ -393,6 +393,12 @@ def make_served(
         media=door.media,
         rank=door.rank,
     )
+
+
+def _recorder() -> ArrivalRecorder:
+    from kvarts.doors.openai.recordings import ArrivalRecorder
+
+    return ArrivalRecorder()
 
 
 def open_app(

@@ -14,24 +14,15 @@ import msgspec
 
 from kvarts.base.limits import brief
 from kvarts.base.tenants import Owner, Shares
-from kvarts.core.hints import Hints
 from kvarts.core.sampling import Logprobs
-from kvarts.doors.openai.answer import Choice, TokenLogprob
-from kvarts.doors.openai.bodies import ChatBody, messages_of
-from kvarts.doors.openai.budget import INLINE_BYTES
+from kvarts.doors.openai.answer import Choice
+from kvarts.doors.openai.bodies import ChatBody, TranslatedBody, messages_of
 from kvarts.doors.openai.errors import ApiError
-from kvarts.doors.openai.forms import Whole
-from kvarts.doors.openai.generation import Exchange, Generating, MakeForm
-from kvarts.doors.openai.kv_hints import (
-    CacheControl,
-    KvHints,
-    NvExt,
-    hints_of_parts,
-    longest_of,
-    with_control,
-)
-from kvarts.doors.openai.served import Ask, Served
-from kvarts.doors.openai.shapes import Part, Plain, Shape
+from kvarts.doors.openai.forms import CALL, Blocks, Whole, event
+from kvarts.doors.openai.generation import Dialect, Exchange
+from kvarts.doors.openai.kv_hints import hints_of_parts, longest_of, with_control
+from kvarts.doors.openai.served import Models
+from kvarts.doors.openai.shapes import CallPart, Part, Shape
 
 __all__ = ["Responses"]
 
@@ -44,9 +35,6 @@ exceeds its share by most.
 PREFIX = "resp_"
 OVERHEAD_BYTES = 8 * 1024
 """Memory of a stored response in addition to its content."""
-
-PARAMS = {"max_tokens": "max_output_tokens", "prompt": "input", "response_format": "text.format"}
-"""Fields whose names differ from those of completions."""
 
 encode = msgspec.json.encode
 
@@ -62,12 +50,20 @@ class _Stored(msgspec.Struct):
 class Responses:
     """Owner of the stored responses, with the conversation that led to each. Owners of keys see only their own."""
 
-    def __init__(self, generating: Generating, shares: Mapping[str, float]) -> None:
-        self._generating = generating
+    def __init__(self, shares: Mapping[str, float]) -> None:
         self._stored: dict[str, OrderedDict[str, _Stored]] = {}
         """By owner and id, oldest first."""
         self._num_stored = Shares(MAX_STORED, shares)
         self._num_bytes = Shares(MAX_STORED_BYTES, shares)
+        self.dialect = Dialect(
+            path="/v1/responses",
+            body=ResponsesBody,
+            read=self._read,
+            form=lambda body, read: ResponseForm(body, read.served.names[0], read.wanted.shape),
+            params={"max_tokens": "max_output_tokens", "prompt": "input", "response_format": "text.format"},
+            schema_param="text.format",
+            sent=self._keep,
+        )
 
     async def find(self, exchange: Exchange) -> None:
         """Answer GET /v1/responses/ID."""
@@ -80,37 +76,26 @@ class Responses:
         self._forget(exchange.owner.name, response_id)
         await exchange.response.whole(encode({"id": response_id, "object": "response", "deleted": True}))
 
-    async def create(self, exchange: Exchange) -> None:
-        """Answer POST /v1/responses."""
-        kept: list[tuple[list[dict[str, Any]], int]] = []
+    def _read(self, body: ResponsesBody, exchange: Exchange, models: Models) -> ChatBody:
+        before: list[dict[str, Any]] = []
+        if body.previous_response_id is not None:
+            before = self._of(exchange.owner, body.previous_response_id, "previous_response_id").messages
+        added = _messages_of(body)
+        messages = [*before, *added]
+        exchange.budget.draw_values(len(before), "previous_response_id")
+        media = models.of(body.model).media()
+        instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+        of_parts = longest_of(hints_of_parts(input=body.input, tools=body.tools), hints_of_parts(input=before))
+        joined = messages_of([*instructions, *messages], media, param="input")
+        joined[0] = with_control(joined[0], of_parts)  # joined parts have lost theirs
+        chat = body.chat(joined)
+        if body.store is not False:
+            exchange.kept = messages, size_of([added, body.instructions, body.metadata, body.tools]) + 8 * len(before)
+        return chat
 
-        def read() -> tuple[ChatBody, MakeForm]:
-            body = exchange.take_body(ResponsesBody)
-            before = self._before(body, exchange.owner)
-            added = _messages_of(body)
-            messages = [*before, *added]
-            exchange.budget.draw_values(len(before), "previous_response_id")
-            media = self._generating.media_of(body.model)
-            instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-            of_parts = longest_of(hints_of_parts(input=body.input, tools=body.tools), hints_of_parts(input=before))
-            joined = messages_of([*instructions, *messages], media, param="input")
-            joined[0] = with_control(joined[0], of_parts)  # joined parts have lost theirs
-            chat = body.chat(joined)
-            if body.store is not False:
-                num_bytes = size_of([added, body.instructions, body.metadata, body.tools]) + 8 * len(before)
-                kept.append((messages, num_bytes))
-            return chat, partial(_form, body)
-
-        try:
-            # A continued conversation can be as long as a context.
-            form = await self._generating.converse(
-                exchange, read, num_bytes=INLINE_BYTES if self._may_be_much(exchange) else 0
-            )
-        except ApiError as error:
-            error.param = PARAMS.get(error.param or "", error.param)
-            raise
-        assert isinstance(form, ResponseForm)
-        for messages, num_bytes in kept:
+    def _keep(self, exchange: Exchange, form: ResponseForm) -> None:
+        if exchange.kept is not None:
+            messages, num_bytes = exchange.kept
             num_more = 2 * size_of(form.body["output"]) + OVERHEAD_BYTES
             self._store(exchange.owner.name, _Stored([*messages, form.message], form.body, num_bytes + num_more))
 
@@ -142,16 +127,6 @@ class Responses:
         if stored is None:
             raise ApiError(404, f"there is no response {brief(response_id)}", param=param)
         return stored
-
-    def _before(self, body: ResponsesBody, owner: Owner) -> list[dict[str, Any]]:
-        """Return the conversation before this request."""
-        if body.previous_response_id is None:
-            return []
-        return self._of(owner, body.previous_response_id, "previous_response_id").messages
-
-    @staticmethod
-    def _may_be_much(exchange: Exchange) -> bool:
-        return any(name in exchange.payload for name in (b"previous_response_id", b"schema", b"parameters"))
 
 
 def size_of(value: Any) -> int:
@@ -217,31 +192,18 @@ def _message(item: Any, index: int) -> dict[str, Any] | None:
     raise ApiError(400, f"items of type {brief(kind)} are not read", param=f"input[{index}].type")
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
+class ResponsesBody(TranslatedBody, kw_only=True):
     """POST /v1/responses."""
 
-    model: str | None = None
     input: str | list[Any] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
-    stream: bool | None = None
     store: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    seed: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    session_id: str | None = None
-    kvarts_answer: Any = None
-    kvarts_hints: Hints | None = None
-    kv_hints: KvHints | None = None
-    nvext: NvExt | None = None
-    cache_control: CacheControl | None = None
     text: dict[str, Any] | None = None
     background: bool | None = None
     conversation: Any = None
@@ -251,6 +213,11 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether it may have a JSON schema, or continues a conversation, which can be as long as a context."""
+        return self.previous_response_id is not None or bool(self.tools) or self.text is not None
 
     def chat(self, messages: list[dict[str, Any]]) -> ChatBody:
         """Convert to a chat. Raise ApiError for unsupported values."""
@@ -275,24 +242,11 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
             for tool in self.tools or ()
             if tool.get("type") == "function"
         ]
-        return ChatBody(
-            model=self.model,
+        return self.as_chat(
             messages=messages,
             max_tokens=self.max_output_tokens,
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
-            seed=self.seed,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            session_id=self.session_id,
-            kvarts_answer=self.kvarts_answer,
-            kvarts_hints=self.kvarts_hints,
-            kv_hints=self.kv_hints,
-            nvext=self.nvext,
-            cache_control=self.cache_control,
             response_format=form,
             tools=[{"type": "function", "function": tool} for tool in functions] or None,
             reasoning_effort=(self.reasoning or {}).get("effort"),
@@ -301,25 +255,12 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
         )
 
 
-def _form(
-    body: ResponsesBody, served: Served, chat: ChatBody, asks: Sequence[Ask], shape: Shape | None
-) -> ResponseForm:
-    return ResponseForm(body, served.names[0], Plain() if shape is None else shape)
+class ResponseForm(Blocks):
+    """A Form: /v1/responses. `body`: the response, complete after the end."""
 
-
-class ResponseForm:
-    """A Form: /v1/responses. `body`: the response, complete after the end. `message`: the answer as a chat message."""
-
-    tells_ids = False
-
-    def __init__(self, body: ResponsesBody, model: str, shape: Shape) -> None:
-        self._reader = shape(0)
-        self._reason = "stop"
+    def __init__(self, body: ResponsesBody, model: str, shape: Shape | None) -> None:
+        super().__init__(f"{PREFIX}{uuid4().hex}", shape)
         self._number = 0
-        self._items: list[dict[str, Any]] = []
-        self._texts: list[str] = []
-        """Of the last item, until it is complete."""
-        self.answer_id = f"{PREFIX}{uuid4().hex}"
         self.body: dict[str, Any] = {
             "id": self.answer_id,
             "object": "response",
@@ -345,19 +286,19 @@ class ResponseForm:
     @property
     def message(self) -> dict[str, Any]:
         """The answer as a chat message."""
-        parts = [part for item in self._items if item["type"] == "message" for part in item["content"]]
+        parts = [part for item in self._blocks if item["type"] == "message" for part in item["content"]]
         calls = [
             {
                 "id": item["call_id"],
                 "type": "function",
                 "function": {"name": item["name"], "arguments": item["arguments"]},
             }
-            for item in self._items
+            for item in self._blocks
             if item["type"] == "function_call"
         ]
         text = "".join(part.get("text") or part.get("refusal") or "" for part in parts)
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        if reasoning := "".join(_reasoning(item) for item in self._items if item["type"] == "reasoning"):
+        if reasoning := "".join(_reasoning(item) for item in self._blocks if item["type"] == "reasoning"):
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
@@ -366,20 +307,6 @@ class ResponseForm:
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
         """Return the first events."""
         return self._event("created", response=self.body) + self._event("in_progress", response=self.body)
-
-    def piece(
-        self,
-        number: int,
-        text: str,
-        finish_reason: str | None,
-        logprobs: Sequence[TokenLogprob],
-        usage: Mapping[str, Any] | None,
-        more: bytes = b"",
-    ) -> bytes:
-        """Return the events of a piece of text."""
-        if finish_reason is not None:
-            self._reason = finish_reason
-        return b"".join(self._take(self._reader.add(text)))
 
     def end(self, usage: Mapping[str, Any], choices: Sequence[Choice], *, tells_usage: bool) -> bytes:
         """Return the last events."""
@@ -401,76 +328,61 @@ class ResponseForm:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         kind = f"response.{kind}"
-        payload = encode({"type": kind, "sequence_number": self._number, **fields})
-        self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), payload)
+        number, self._number = self._number, self._number + 1
+        return event(kind, {"type": kind, "sequence_number": number, **fields})
 
-    def _take(self, part: Part) -> list[bytes]:
-        """Add a part to the output items. Return its events."""
-        events: list[bytes] = []
-        texts = {"reasoning_text": part.reasoning, "output_text": part.content, "refusal": part.refusal}
-        for kind, text in texts.items():
-            if not text:
-                continue
-            if not self._items or self._kind_of(self._items[-1]) != kind:
-                events += self._close("completed")
-                events += self._open_text(kind)
-            self._texts.append(text)
-            events.append(self._event(f"{kind}.delta", **self._place, delta=text, **LOGPROBS.get(kind, {})))
-        for call in part.calls:
-            if call.call_id:
-                events += self._close("completed")
-                events += self._open({"type": "function_call", "id": f"fc_{uuid4().hex}", "call_id": call.call_id,
-                                      "name": call.name, "arguments": "", "status": "in_progress"})  # fmt: skip
-            self._texts.append(call.arguments)
-            events.append(self._event("function_call_arguments.delta", **self._of_item, delta=call.arguments))
-        return events
-
-    @staticmethod
-    def _kind_of(item: Mapping[str, Any]) -> str:
-        """Return the type of an item's content part, or of the item if it has no content."""
-        return str(item["content"][0]["type"] if "content" in item else item["type"])
+    def _texts_of(self, part: Part) -> Sequence[tuple[str, str]]:
+        return (("reasoning_text", part.reasoning), ("output_text", part.content), ("refusal", part.refusal))
 
     @property
     def _of_item(self) -> dict[str, Any]:
-        return {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"]}
+        return {"output_index": len(self._blocks) - 1, "item_id": self._blocks[-1]["id"]}
 
     @property
     def _place(self) -> dict[str, Any]:
         return {**self._of_item, "content_index": 0}
 
-    def _open(self, item: dict[str, Any]) -> list[bytes]:
-        self._items.append(item)
-        return [self._event("output_item.added", output_index=len(self._items) - 1, item=item)]
-
-    def _open_text(self, kind: str) -> list[bytes]:
+    def _open(self, kind: str, call: CallPart | None) -> list[bytes]:
+        self._kind = kind
         item: dict[str, Any]
-        if kind == "reasoning_text":
-            item = {"type": "reasoning", "id": f"rs_{uuid4().hex}", "summary": []}
+        if call is not None:
+            item = {"type": "function_call", "id": f"fc_{uuid4().hex}", "call_id": call.call_id, "name": call.name,
+                    "arguments": "", "status": "in_progress"}  # fmt: skip
+        elif kind == "reasoning_text":
+            item = {"type": "reasoning", "id": f"rs_{uuid4().hex}", "summary": [], "status": "in_progress"}
         else:
-            item = {"type": "message", "id": f"msg_{uuid4().hex}", "role": "assistant"}
-        events = self._open({**item, "status": "in_progress", "content": []})
-        self._items[-1]["content"] = [_part(kind, "")]
-        return [*events, self._event("content_part.added", **self._place, part=self._items[-1]["content"][0])]
+            item = {"type": "message", "id": f"msg_{uuid4().hex}", "role": "assistant", "status": "in_progress"}
+        if call is None:
+            item["content"] = []
+        self._blocks.append(item)
+        events = [self._event("output_item.added", output_index=len(self._blocks) - 1, item=item)]
+        if call is None:
+            item["content"] = [_part(kind, "")]
+            events.append(self._event("content_part.added", **self._place, part=item["content"][0]))
+        return events
 
-    def _close(self, status: str) -> list[bytes]:
-        """Complete the last item."""
-        if not self._items or self._items[-1]["status"] != "in_progress":
+    def _extend(self, text: str) -> bytes:
+        self._texts.append(text)
+        if self._kind == CALL:
+            return self._event("function_call_arguments.delta", **self._of_item, delta=text)
+        return self._event(f"{self._kind}.delta", **self._place, delta=text, **LOGPROBS.get(self._kind, {}))
+
+    def _close(self, status: str = "completed") -> list[bytes]:
+        if not self._blocks or self._blocks[-1]["status"] != "in_progress":
             return []
-        item, text, events = self._items[-1], "".join(self._texts), []
+        item, text, events, kind = self._blocks[-1], "".join(self._texts), [], self._kind
         self._texts = []
         item["status"] = status
-        if item["type"] == "function_call":
+        if kind == CALL:
             item["arguments"] = text
             done = {"name": item["name"], "arguments": text}
             events.append(self._event("function_call_arguments.done", **self._of_item, **done))
         else:
-            kind = self._kind_of(item)
             item["content"] = [_part(kind, text)]
             done = {"refusal": text} if kind == "refusal" else {"text": text, **LOGPROBS.get(kind, {})}
             events.append(self._event(f"{kind}.done", **self._place, **done))
             events.append(self._event("content_part.done", **self._place, part=item["content"][0]))
-        events.append(self._event("output_item.done", output_index=len(self._items) - 1, item=item))
+        events.append(self._event("output_item.done", output_index=len(self._blocks) - 1, item=item))
         return events
 
     def _finish(self, usage: Mapping[str, Any]) -> list[bytes]:
@@ -479,14 +391,14 @@ class ResponseForm:
         events = self._take(rest)
         is_whole = self._reason not in ("length", "content_filter", "abort")
         status = "completed" if is_whole else "incomplete"
-        if not self._items:
-            events += self._open_text("output_text")
+        if not self._blocks:
+            events += self._open("output_text", None)
         events += self._close(status)
         reason = "content_filter" if self._reason == "content_filter" else "max_output_tokens"
         details = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
         self.body |= {
             "status": status,
-            "output": self._items,
+            "output": self._blocks,
             "incomplete_details": None if is_whole else {"reason": reason},
             "usage": {
                 "input_tokens": usage["prompt_tokens"],

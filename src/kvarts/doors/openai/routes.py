@@ -16,7 +16,7 @@ from kvarts.doors.openai.access import Access, Handler, Route
 from kvarts.doors.openai.bodies import MAX_NAME_CHARS, ChatBody, CompletionBody, messages_of
 from kvarts.doors.openai.budget import INLINE_BYTES
 from kvarts.doors.openai.errors import ApiError
-from kvarts.doors.openai.generation import Exchange, chat_asks, completion_asks
+from kvarts.doors.openai.generation import Exchange, asks_of
 from kvarts.doors.openai.served import Ask, Models, Served
 
 if TYPE_CHECKING:
@@ -226,28 +226,23 @@ class Routes:
 
     async def render_completion(self, exchange: Exchange) -> None:
         """Return the token ids of each prompt of a completion, and generate nothing."""
-
-        def answer() -> bytes:
-            body = exchange.take_body(CompletionBody)
-            served = self._models.of(body.model)
-            asks, _ = completion_asks(served, body, exchange)
-            return encode(
-                [
-                    _rendered(f"cmpl-{exchange.request_id}-{number}", served, body, ask)
-                    for number, ask in enumerate(asks[:: body.num_choices])
-                ]
-            )
-
-        await exchange.response.whole(await exchange.apart(answer))
+        await self._render(exchange, CompletionBody)
 
     async def render_chat(self, exchange: Exchange) -> None:
         """Return the token ids of the prompt of a conversation, and generate nothing."""
+        await self._render(exchange, ChatBody)
 
+    async def _render(self, exchange: Exchange, kind: type[CompletionBody] | type[ChatBody]) -> None:
         def answer() -> bytes:
-            body = exchange.take_body(ChatBody)
+            body: CompletionBody | ChatBody = exchange.take_body(kind)
             served = self._models.of(body.model)
-            ask = chat_asks(served, body, exchange)[0]
-            return encode(_rendered(f"chatcmpl-{exchange.request_id}", served, body, ask))
+            asks = asks_of(served, body, exchange)[:: body.num_choices]
+            request_id = exchange.request_id
+            if isinstance(body, ChatBody):
+                return encode(_rendered(f"chatcmpl-{request_id}", served, body, asks[0]))
+            return encode(
+                [_rendered(f"cmpl-{request_id}-{number}", served, body, ask) for number, ask in enumerate(asks)]
+            )
 
         await exchange.response.whole(await exchange.apart(answer))
 

@@ -28,7 +28,6 @@ from kvarts.doors.openai.gate import Entry, Gate
 from kvarts.doors.openai.kv_hints import with_parts
 from kvarts.doors.openai.meter import BucketCounts, Meter
 from kvarts.doors.openai.prompts import OPEN, Message, TextModel
-from kvarts.doors.openai.recordings import ArrivalRecorder
 from kvarts.doors.openai.scripted import ScriptedAnswer
 from kvarts.doors.openai.words import NOTHING
 from kvarts.run.engine_loop import ModelHost
@@ -36,6 +35,7 @@ from kvarts.run.llm_engine import LLMEngine, Outbox
 
 if TYPE_CHECKING:
     from kvarts.doors.openai.media import Media
+    from kvarts.doors.openai.recordings import ArrivalRecorder
 
 __all__ = [
     "MAX_BODY_BYTES",
@@ -319,7 +319,7 @@ class Served:
             return None
         from kvarts.doors.openai.media import FAMILIES, Media, family_of
 
-        return Media(FAMILIES[self._media or family_of(self.names[0])], self.limits.max_model_len)
+        return Media(FAMILIES[family_of(self._media or self.names[0])], self.limits.max_model_len)
 
     def checked(self, tokens: Sequence[int]) -> array[int]:
         """Return the token ids of a request. Raise ApiError if any is not in the vocabulary."""
