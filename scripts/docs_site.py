@@ -53,7 +53,7 @@ PYTHON = {
         *("hit_ledger", "story_of_block", "story_of_request", "verify", "verify_file", "Verdict", "Auditor"),
         *("AuditError", "Finding", "Ledger"),
     ),
-    "Real models": ("LLM", "SamplingParams", "StructuredOutputs"),
+    "Real models and mocks": ("LLM", "SamplingParams", "StructuredOutputs", "mock"),
     "The page cache": ("PageCache", "PrefixTree", "LruOrder", "CountPool", "IdPool", "PageError", "Content"),
     "Errors": ("KvartsError", "ConfigError", "InputError", "MissingFileError", "OutputError"),
 }

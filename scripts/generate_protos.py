@@ -23,7 +23,7 @@ def generated() -> dict[Path, str]:
 
     sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.proto"))
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
+        outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi")]
         code = protoc.main(["protoc", f"--proto_path={ROOT}", *outputs, *sources])
         if code != 0:
             sys.exit(code)

@@ -136,9 +136,9 @@ def chat_in_session(session: Session, text: ByteText, lines: Iterable[str]) -> N
 @contextmanager
 def mock() -> Iterator[str]:
     """Yield the URL of a mock in this process."""
-    from kvarts.doors.openai.running import RunningServer
+    import kvarts
 
-    with RunningServer() as server:
+    with kvarts.mock() as server:
         yield server.url
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # each name has a line here, for type checkers, and one in _H
     from kvarts.cost.polynomial import LinearCost as LinearCost
     from kvarts.cost.polynomial import PolynomialCost as PolynomialCost
     from kvarts.cost.roofline import RooflineCost as RooflineCost
+    from kvarts.doors.openai.running import mock as mock
     from kvarts.plan import Plan as Plan
     from kvarts.plan import plan as plan
     from kvarts.plan.calibrate import Calibration as Calibration
@@ -124,6 +125,7 @@ _HOMES = {
     "load_journal": "kvarts.proof.explain.reading",
     "load_mooncake": "kvarts.sim.traffic.mooncake",
     "load_trace": "kvarts.sim.traffic.formats",
+    "mock": "kvarts.doors.openai.running",
     "plan": "kvarts.plan",
     "replay": "kvarts.sim.replaying",
     "story_of_block": "kvarts.proof.explain.story",
@@ -136,7 +138,7 @@ _HOMES = {
 }
 """The module that each name is imported from."""
 
-_EXTRAS = {"LLM": "torch"}
+_EXTRAS = {"LLM": "torch", "mock": "serve"}
 """Names that need an extra, with that extra. A star import omits them."""
 
 __all__ = [name for name in _HOMES if name not in _EXTRAS]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,18 +14,17 @@ from msgspec.structs import replace
 from kvarts.core.sampling import SamplingParams
 from kvarts.cost.polynomial import LinearCost
 from kvarts.doors.openai.errors import ApiError
-from kvarts.doors.openai.fleet.opening import OpenedFleet, open_fleet
-from kvarts.doors.openai.fleet.servers import FleetServer
-from kvarts.doors.openai.opening import Door
+from kvarts.doors.openai.fleet.opening import OpenedFleet
+from kvarts.doors.openai.opening import Door, MockSettings
+from kvarts.doors.openai.running import RunningServer, open_mock
 from kvarts.doors.openai.served import Ask, Limits, Served
-from kvarts.doors.openai.server import Address
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.fleet.config import FleetConfig, FleetWorker, PoolConfig, Role
 from kvarts.sim.fleet.replay import replay_fleet
 from kvarts.sim.traffic.logs import RecordedRow, recorded_trace
 
 from builders.http_client import call
-from builders.parity import Heard
+from builders.parity import Heard, HeardBy
 
 LEAVES = {"do_remote_decode": True}
 
@@ -74,9 +71,8 @@ def served_live(config: FleetConfig, sent: list[Sent], *, speedup: float = 1.0) 
     """Send requests to a fleet of mocks on the wall clock."""
     heard = {worker.index: Heard() for worker in config.workers}
     door = Door(is_recording=True, limits=Limits(max_queued=100_000))
-    fleet = open_fleet(
-        config, door, speedup=speedup, readers_of=lambda worker: [heard.setdefault(worker.index, Heard())]
-    )
+    fleet = open_mock(config, door, MockSettings(speedup=speedup, readers=HeardBy(heard)))
+    assert isinstance(fleet, OpenedFleet)
     run = LiveRun([], heard, fleet)
 
     async def ask(served: Served, request: Sent, num_tokens: int, name: str, params: Any = None) -> Any:
@@ -112,7 +108,7 @@ def served_live(config: FleetConfig, sent: list[Sent], *, speedup: float = 1.0) 
             choices = await ask(holder.opened.served, request, 1, f"{number}", LEAVES)
             params = holder.transfers.told(LEAVES, choices) if choices else None
             run.told.append(params)
-        in_front = fleet.front.models.of(request.model)
+        in_front = fleet.models.of(request.model)
         served = in_front if request.worker is None else workers[request.worker].opened.served
         asking = asyncio.ensure_future(ask(served, request, request.num_tokens, f"{number}", params))
         try:
@@ -122,7 +118,7 @@ def served_live(config: FleetConfig, sent: list[Sent], *, speedup: float = 1.0) 
             pass
 
     async def all_of_them() -> None:
-        fleet.front.models.open()
+        fleet.models.open()
         for worker in fleet.workers:
             worker.opened.models.open()
         await asyncio.gather(*(one(number, request) for number, request in enumerate(sent)))
@@ -136,8 +132,8 @@ def served_live(config: FleetConfig, sent: list[Sent], *, speedup: float = 1.0) 
             worker.engine.log.flush()
 
     fleet.loop.call(rest)
-    assert fleet.front.recorder is not None
-    run.rows = fleet.front.recorder.rows()
+    assert fleet.recorder is not None
+    run.rows = fleet.recorder.rows()
     return run
 
 
@@ -154,49 +150,20 @@ def replayed(config: FleetConfig, rows: list[RecordedRow]) -> tuple[Any, dict[in
     return report, heard
 
 
-class RunningFleet:
+class RunningFleet(RunningServer):
     """A fleet of mocks at free ports of the loopback address, in a thread of this process."""
 
-    def __init__(self, config: FleetConfig, *, door: Door | None = None, speedup: float = 1.0) -> None:
-        self.fleet = open_fleet(config, Door(hosts=()) if door is None else door, speedup=speedup)
-        self._started: Future[None] = Future()
-        self._drain_s = 0.2
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-        self._thread.start()
-        self._started.result(30)
-
-    async def _serve(self) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            server = self.server = FleetServer(self.fleet, Address(port=0))
-            await server.start()
-        except BaseException as error:
-            self._started.set_exception(error)
-            raise
-        self.url, self.urls = server.url, [url for _, url in server.urls]
-        self._started.set_result(None)
-        await self._stopping.wait()
-        self._was_whole = await server.stop(self._drain_s)
-
-    def stop(self, drain_s: float = 0.2) -> bool:
-        """Stop serving; return whether all requests ended normally."""
-        if self._thread.is_alive():
-            self._drain_s = drain_s
-            self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(30)
-        return self._was_whole
-
-    def __enter__(self) -> RunningFleet:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __init__(self, config: FleetConfig, **given: Any) -> None:
+        super().__init__(config, **given)
+        assert isinstance(self.opened, OpenedFleet)
+        self.fleet = self.opened
+        self.urls = [url for _, url in self.server.urls]
 
     @property
     def num_live(self) -> int:
         """Requests under way at all doors."""
         fleet = self.fleet
-        return sum(each.models.num_live for each in (fleet.front, *(worker.opened for worker in fleet.workers)))
+        return sum(each.models.num_live for each in (fleet, *(worker.opened for worker in fleet.workers)))
 
     def metric(self, worker: int, name: str, **labels: str) -> float:
         """A metric of a worker, summed over the labels that are not given."""

@@ -9,10 +9,12 @@ import msgspec
 
 from kvarts.core.content import Content
 from kvarts.core.events import Arrived, Event, Finished
+from kvarts.doors.openai.opening import OwnReaders
+from kvarts.sim.config import ReplayConfig
 
 from builders.fields import fields_of
 
-__all__ = ["Heard", "Sent", "shifted"]
+__all__ = ["Heard", "HeardBy", "Sent", "shifted"]
 
 
 class Heard:
@@ -23,6 +25,19 @@ class Heard:
 
     def observe(self, events: Sequence[Event]) -> None:
         self.events += [told(event) for event in events]
+
+
+class HeardBy(OwnReaders):
+    """One reader for each model, or for each worker of a fleet, by name or number; those of added workers are new."""
+
+    def __init__(self, readers: Any) -> None:
+        self._by_engine = readers
+
+    def of_model(self, name: str, config: ReplayConfig) -> Sequence[Any]:
+        return [self._by_engine[name]]
+
+    def of_worker(self, name: str, config: ReplayConfig, worker: int, *, is_added: bool) -> Sequence[Any]:
+        return [self._by_engine.setdefault(worker, Heard())]
 
 
 def told(event: Event) -> Any:

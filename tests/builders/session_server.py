@@ -6,20 +6,36 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
 
 from kvarts.doors.grpc.server import Binding, SessionServer
+from kvarts.doors.proto import stub_of
+from kvarts.doors.proto.kakeya.v1 import runtime_pb2 as contract
+from kvarts.doors.proto.kvarts.v1 import sessions_pb2 as added
 
 from builders.fake_runtime import FakeRuntime
 
-__all__ = ["ANY_PORT", "aio", "serving", "serving_on_a_thread", "status_of", "updates_of", "with_server"]
+__all__ = [
+    "ANY_PORT",
+    "RuntimeServiceStub",
+    "SessionsStub",
+    "aio",
+    "serving",
+    "serving_on_a_thread",
+    "status_of",
+    "updates_of",
+    "with_server",
+]
 
 ANY_PORT = "127.0.0.1:0"
 aio: Any = grpc.aio  # its stubs know little of it
 
+RuntimeServiceStub = partial(stub_of, service=contract.DESCRIPTOR.services_by_name["RuntimeService"])
+SessionsStub = partial(stub_of, service=added.DESCRIPTOR.services_by_name["Sessions"])
 Test = Callable[[FakeRuntime, Any], Awaitable[None]]
 
 

@@ -62,6 +62,7 @@ NAMES = (
     "load_journal",
     "load_mooncake",
     "load_trace",
+    "mock",
     "plan",
     "replay",
     "story_of_block",
@@ -84,7 +85,7 @@ def run(code: str) -> str:
 
 def test_the_list_of_names() -> None:
     assert set(dir(kvarts)) == {*NAMES, "__version__"}
-    assert set(kvarts.__all__) == {*NAMES} - {"LLM"}
+    assert set(kvarts.__all__) == {*NAMES} - {"LLM", "mock"}
     assert list(kvarts.__all__) == sorted(kvarts.__all__)
 
 

@@ -7,7 +7,6 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +25,8 @@ if TYPE_CHECKING:
     from kvarts.base.tenants import Keys
     from kvarts.doors.openai.access import AccessLog
     from kvarts.doors.openai.opening import Opened
-    from kvarts.doors.openai.server import HttpDoors
 
 __all__ = [
-    "DoorsBehind",
     "address_of",
     "door_settings",
     "failure_options",
@@ -41,18 +38,6 @@ __all__ = [
 ]
 
 Command = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class DoorsBehind:
-    """Servers of workers behind the server of a router, which are opened and closed together. `front`: the router's.
-
-    `open`: opens all servers, the router's at the given address, and returns them, and the name and the URL of each
-    worker; it raises ConfigError for a port that is taken.
-    """
-
-    front: Opened
-    open: Callable[[Any], tuple[HttpDoors, list[tuple[str, str]]]]
 
 
 AT_LEAST_ZERO = click.FloatRange(min=0.0)
@@ -243,35 +228,19 @@ def say(line: str) -> None:
     click.echo(f"kvarts: {line}", err=True)
 
 
-def serve_http(
-    opened: Opened,
-    address: Any,
-    values: dict[str, Any],
-    *,
-    what: str,
-    fleet: DoorsBehind | None = None,
-) -> None:
-    """Serve until a signal arrives, then write the recorded requests.
-
-    `fleet`: the servers behind `opened`, if it is a router's.
-    """
-    from kvarts.doors.openai.server import OpenAIServer, serve_until_signal
+def serve_http(opened: Opened, address: Any, values: dict[str, Any], *, what: str) -> None:
+    """Serve until a signal arrives, then write the recorded requests."""
+    from kvarts.doors.openai.server import serve_until_signal
     from kvarts.sim.report.run_directory import named
 
-    urls: list[tuple[str, str]] = []
-    """The names and the URLs of the workers of a fleet."""
-
-    def ready(url: str) -> None:
-        say(f"{what} on {url}/v1")
-        for name, of_worker in urls:
-            say(f"{name} on {of_worker}/v1")
-
     async def serve() -> None:
-        server: HttpDoors
-        if fleet is None:
-            server = OpenAIServer(opened.app, opened.models, address)
-        else:
-            server, urls[:] = fleet.open(address)
+        server = opened.server(address, say=say)
+
+        def ready(url: str) -> None:
+            say(f"{what} on {url}/v1")
+            for name, of_worker in server.urls:
+                say(f"{name} on {of_worker}/v1")
+
         await serve_until_signal(
             server,
             ready,

@@ -14,7 +14,7 @@ import click
 
 from kvarts.base.errors import ConfigError
 from kvarts.cli.options import GroupedOption, KeyOption
-from kvarts.cli.parts import CommandPart, ReadersOf
+from kvarts.cli.parts import CommandPart
 from kvarts.core.parts.combines import check_combination
 
 if TYPE_CHECKING:
@@ -55,57 +55,43 @@ def server_options() -> list[click.Option]:
     ]  # fmt: skip
 
 
-def server_readers(
-    stack: ExitStack,
-    values: Mapping[str, Any],
-    sources: list[dict[str, Any]],
-    kv_groups: Mapping[str, Sequence[Mapping[str, Any]]],
-) -> ServerReaders:
-    """Return what opens a publisher for each engine. Publishers close with `stack`. Raise ConfigError.
+class ServerReaders:
+    """Opens a publisher for each engine of a server, which closes with `stack`; none if KV events are off.
 
     Each model has its own endpoints and sequence numbers, like separate engines: a consumer of one model sees no gaps.
-    Events do not name the model; indexers are configured with the model of each endpoint. Each publisher is added to
-    `sources`, which /kv_event_sources returns. `kv_groups`: the KV groups of each model that has any, by name.
+    Events do not name the model; indexers are configured with the model of each endpoint. Raises ConfigError.
     """
-    return ServerReaders(stack, _config_of(values), sources, kv_groups)
 
-
-class ServerReaders(ReadersOf):
-    """Opens publishers, see `server_readers`. `config`: None if KV events are off."""
-
-    def __init__(
-        self,
-        stack: ExitStack,
-        config: KvEventsConfig | None,
-        sources: list[dict[str, Any]],
-        kv_groups: Mapping[str, Sequence[Mapping[str, Any]]],
-    ) -> None:
-        self._config = config
-        self._sources = sources
-        self._kv_groups = kv_groups
+    def __init__(self, stack: ExitStack, values: Mapping[str, Any]) -> None:
+        self._config = _config_of(values)
         self._open: dict[int, tuple[KvEvents, dict[str, Any], int]] = {}
         """The publisher of each engine, where it publishes, and its place in the row of ports."""
         stack.callback(self._close_all)
 
-    def __call__(self, name: str) -> list[EventReader]:
+    def of_model(self, name: str, engine: ReplayConfig) -> list[EventReader]:
         """Return the readers of the events of the next model, which has this name; empty if KV events are off."""
-        return [] if self._config is None else self._at(name, len(self._sources), len(self._open))
+        return [] if self._config is None else self._at(name, engine, len(self._open), len(self._open))
 
-    def of_worker(self, name: str, worker: int, *, is_added: bool) -> list[EventReader]:
+    def of_worker(self, name: str, engine: ReplayConfig, worker: int, *, is_added: bool) -> list[EventReader]:
         """Return the readers of a worker of a fleet, at the first ports of the row that no worker has.
 
-        `is_added`: a scaler added the worker; if one of these ports is not available, it has any free ones.
+        `is_added`: a scaler added the worker; if one of these ports is not available, it has any free ones, and if that
+        fails, none: the others go on.
         """
         if self._config is None:
             return []
         taken = {place for _, _, place in self._open.values()}
         place = next(place for place in count() if place not in taken)
         try:
-            readers = self._at(name, place, worker)
+            readers = self._at(name, engine, place, worker)
         except ConfigError:
             if not is_added:
                 raise
-            readers = self._at(name, place, worker, at_free_ports=True)
+            try:
+                readers = self._at(name, engine, place, worker, at_free_ports=True)
+            except ConfigError as error:
+                click.echo(f"kvarts: worker {worker} publishes no KV events: {error.what}", err=True)
+                return []
         self._open[worker][1]["worker"] = worker
         return readers
 
@@ -117,24 +103,25 @@ class ServerReaders(ReadersOf):
         """Publish the queued batches of a worker, and close its sockets."""
         opened = self._open.pop(worker, None)
         if opened is not None:
-            self._sources.remove(opened[1])
             opened[0].close()
 
     def _close_all(self) -> None:
         for worker in reversed(list(self._open)):
             self.close(worker)
 
-    def _at(self, name: str, place: int, worker: int, *, at_free_ports: bool = False) -> list[EventReader]:
+    def _at(
+        self, name: str, engine: ReplayConfig, place: int, worker: int, *, at_free_ports: bool = False
+    ) -> list[EventReader]:
         from kvarts.doors.kv_events.batches import MAX_WAITING
         from kvarts.doors.kv_events.publisher import open_kv_events
 
         assert self._config is not None
-        sources = self._sources
         config = self._config.at_free_ports() if at_free_ports else self._config
         of_model = _of_model(config, name, place)
-        if name in self._kv_groups:
-            of_model = _with_groups(of_model, self._kv_groups[name])
-        _take(of_model, {source[key] for source in sources for key in ("endpoint", "replay_endpoint")})
+        if engine.kv_groups != "off":
+            of_model = _with_groups(of_model, engine.memory.to_builtins()["kv_groups"])
+        taken = {source[key] for _, source, _ in self._open.values() for key in ("endpoint", "replay_endpoint")}
+        _take(of_model, taken)
         events = open_kv_events(of_model, now_s=time.time)
         publisher = events.publisher
         source = {
@@ -149,7 +136,6 @@ class ServerReaders(ReadersOf):
             "topic": of_model.topic,
             "model_name": name,
         }
-        sources.append(source)
         self._open[worker] = events, source, place
         return [events.reader]
 

@@ -25,14 +25,14 @@ from kvarts.cli.http_options import (
     serve_http,
 )
 from kvarts.cli.options import INPUT, Command, GroupedOption, KeyOption, options_of, vllm_option
-from kvarts.cli.parts import ReadersOf, check_engine_options, engine_options, with_engine_options
+from kvarts.cli.parts import check_engine_options, engine_options, with_engine_options
 from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.replaying import all_sections
 from kvarts.plan.policy import with_policy
 
 if TYPE_CHECKING:
-    from kvarts.cli.http_options import DoorsBehind
     from kvarts.doors.openai.opening import Opened
+    from kvarts.doors.openai.running import MockConfig
 
 __all__ = ["mock_command"]
 
@@ -108,7 +108,8 @@ def mock_command(**params: Any) -> None:
     given = _over_default(given, sections)
     need_http()
     from kvarts.doors.openai.answers import load_rules
-    from kvarts.doors.openai.opening import Door, open_mock
+    from kvarts.doors.openai.opening import Door, MockSettings
+    from kvarts.doors.openai.running import open_mock
     from kvarts.doors.openai.served import Limits
     from kvarts.sim.config import resolve_replay
     from kvarts.sim.hardware import resolve_hardware
@@ -135,43 +136,26 @@ def mock_command(**params: Any) -> None:
         answers=() if params["answers"] is None else load_rules(params["answers"]),
         media=params["media"] or (str(given["model"]) if "model" in given else ""),
     )
-    readers_of: ReadersOf = ReadersOf()
-    sources: list[dict[str, Any]] = []
-    kv_groups: dict[str, list[dict[str, Any]]] = {}
+    name = str(given["model"]) if "model" in given else "mock"
+    token_bytes = 0
+    config: MockConfig | None = mock_fleet.config_if_given(given, sections, params)
+    is_fleet = config is not None
+    if config is None:
+        config = mock_sharing.config_if_several(given, sections, params)
+    if config is None:
+        asked = {"windows": "session_window"} if params["session_window"] else {}
+        config = resolve_replay(given, sections, asked=asked)
+        tell_whole_pages(config)
+        if "eviction" in given:
+            config = with_policy(config, given, None)
+        token_bytes = resolve_hardware(given).get("kv_bytes_per_token", 0)
     with ExitStack() as stack:
-        opened: Opened
-        # Declared apart from their calls: where a room is deleted, its call goes, and the name stays.
-        fleet: DoorsBehind | None = None
-        sharing: Opened | None = None
-        readers_of = kv_events.server_readers(stack, params, sources, kv_groups)
-        fleet = mock_fleet.open_if_given(
-            given, sections, params, door, model=str(given["model"]) if "model" in given else "mock", speedup=speedup,
-            readers_of=readers_of, kv_groups=kv_groups,
-        )  # fmt: skip
-        sharing = None if fleet is not None else mock_sharing.open_if_several(
-            given, sections, params, door, speedup=speedup, readers_of=readers_of, kv_groups=kv_groups
-        )  # fmt: skip
-        if fleet is not None:
-            opened = fleet.front
-        elif sharing is not None:
-            opened = sharing
-        else:
-            asked = {"windows": "session_window"} if params["session_window"] else {}
-            config = resolve_replay(given, sections, asked=asked)
-            tell_whole_pages(config)
-            if "eviction" in given:
-                config = with_policy(config, given, None)
-            name = str(given["model"]) if "model" in given else "mock"
-            token_bytes = resolve_hardware(given).get("kv_bytes_per_token", 0)
-            served_name = (*params["names"], name)[0]
-            if config.kv_groups != "off":
-                kv_groups[served_name] = config.memory.to_builtins()["kv_groups"]
-            readers = readers_of(served_name)
-            opened = open_mock(config, door, model=name, speedup=speedup, token_bytes=token_bytes, readers=readers)
-        if fleet is None:
-            opened.routes.event_sources += sources
+        readers = kv_events.ServerReaders(stack, params)
+        settings = MockSettings(model=name, speedup=speedup, token_bytes=token_bytes, readers=readers)
+        opened = open_mock(config, door, settings)
+        if not is_fleet:
             http_sessions.open_sessions_of(opened, params, keys)
-        serve_http(opened, address, params, what=_told(opened), fleet=fleet)
+        serve_http(opened, address, params, what=_told(opened))
 
 
 def _check_model(name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,10 +14,9 @@ from kvarts.cli.sharing import PART as SHARING
 
 if TYPE_CHECKING:
     from kvarts.base.settings import Given
-    from kvarts.core.event_log import EventReader
-    from kvarts.doors.openai.opening import Door, Opened
+    from kvarts.sim.sharing.config import SharingConfig
 
-__all__ = ["given", "open_if_several", "options"]
+__all__ = ["config_if_several", "given", "options"]
 
 KEYS = ("static_split", "reclaim_after_s")
 
@@ -35,21 +33,8 @@ def given(params: dict[str, Any]) -> Given:
     return SHARING.given(of_models)
 
 
-def open_if_several(
-    given: Given,
-    sections: Any,
-    params: dict[str, Any],
-    door: Door,
-    *,
-    speedup: float,
-    readers_of: Callable[[str], list[EventReader]],
-    kv_groups: dict[str, list[dict[str, Any]]],
-) -> Opened | None:
-    """Return the mocks of several models, if models have names; else None. Raise ConfigError.
-
-    `readers_of` returns the readers of a model's events. It is called after `kv_groups` has the model's KV groups, if
-    these are counted.
-    """
+def config_if_several(given: Given, sections: Any, params: dict[str, Any]) -> SharingConfig | None:
+    """Return the configuration of several models, if models have names; else None. Raise ConfigError."""
     if not given.names(MODELS):
         for key in KEYS:
             if key in given:
@@ -60,12 +45,9 @@ def open_if_several(
     for key in ("cost", "pages"):
         if key in given:
             raise given.error(key, "is for one model", hint="Give it for each model: --model NAME=MODEL:cost=FILE.")
-    from kvarts.doors.openai.sharing.device import open_several
     from kvarts.sim.sharing.config import resolve_shares
 
     config = with_policies(resolve_shares(given, sections), given, {})
     for name, of_model in config.configs.items():
         tell_whole_pages(of_model, name)
-        if of_model.kv_groups != "off":
-            kv_groups[name] = of_model.memory.to_builtins()["kv_groups"]
-    return open_several(config, door, speedup=speedup, readers_of=readers_of)
+    return config

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 
     import click
 
-    from kvarts.core.event_log import EventReader
     from kvarts.sim.config import ReplayConfig
     from kvarts.sim.traffic.trace import Trace
 
-__all__ = ["CommandPart", "Outputs", "ReadersOf", "ReplayRun", "concern_parts", "engine_options", "load_parts"]
+__all__ = ["CommandPart", "Outputs", "ReplayRun", "concern_parts", "engine_options", "load_parts"]
 __all__ += ["check_engine_options", "with_engine_options"]
 
 PARTS: tuple[str, ...] = (
@@ -36,25 +35,6 @@ PARTS: tuple[str, ...] = (
 
 READ_BY_PARTS = ("--config", "--html", "--run-dir")
 """Options of the command itself that parts read as well."""
-
-
-class ReadersOf:
-    """Opens the readers of the events of engines, which publish them. The base class opens none."""
-
-    def __call__(self, name: str) -> list[EventReader]:
-        """Return the readers of the next model, which has this name. Raise ConfigError."""
-        return []
-
-    def of_worker(self, name: str, worker: int, *, is_added: bool) -> list[EventReader]:
-        """Return the readers of a worker of a fleet; `is_added`: a scaler added it. Raise ConfigError."""
-        return []
-
-    def sources_of(self, worker: int) -> list[dict[str, Any]]:
-        """Return where the events of a worker are published."""
-        return []
-
-    def close(self, worker: int) -> None:
-        """Publish the queued events of a worker, and end that."""
 
 
 class Outputs(Protocol):

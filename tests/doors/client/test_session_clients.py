@@ -29,7 +29,6 @@ from kvarts.doors.client.sessions import _AsyncCalls, _Calls
 from kvarts.doors.grpc.owners import Owners
 from kvarts.doors.grpc.server import Binding
 from kvarts.doors.proto.kakeya.v1 import runtime_pb2 as contract
-from kvarts.doors.proto.kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
 from kvarts.run.sessions.values import (
     Done,
     SessionBusyError,
@@ -46,7 +45,7 @@ from kvarts.run.sessions.values import (
 
 from builders.certificates import make_certificate
 from builders.fake_runtime import BYTES_PER_TOKEN, VOCABULARY, FakeRuntime, next_token
-from builders.session_server import ANY_PORT, serving, serving_on_a_thread
+from builders.session_server import ANY_PORT, RuntimeServiceStub, serving, serving_on_a_thread
 
 SETTINGS: dict[str, Any] = {
     "sink": 1,

@@ -98,7 +98,8 @@ def test_both_doors_of_a_session_server_are_encrypted_with_one_certificate(tmp_p
     import grpc
 
     from kvarts.doors.proto.kvarts.v1 import sessions_pb2 as added
-    from kvarts.doors.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
+
+    from builders.session_server import SessionsStub
 
     cert, key = make_certificate(tmp_path)
     tokens = tmp_path / "tokens"

@@ -16,13 +16,12 @@ from kvarts.cost.polynomial import LinearCost
 from kvarts.doors.grpc.server import Binding, SessionServer
 from kvarts.doors.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.doors.proto.kvarts.v1 import sessions_pb2 as added
-from kvarts.doors.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
 from kvarts.run.sessions.opening import mock_host
 from kvarts.run.sessions.sessions import Sessions
 from kvarts.run.sessions.table import SessionTable
 from kvarts.run.sessions.values import SessionsConfig
 
-from builders.session_server import ANY_PORT, aio
+from builders.session_server import ANY_PORT, SessionsStub, aio
 from builders.sessions import check_at_rest
 
 

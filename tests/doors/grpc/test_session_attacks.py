@@ -20,11 +20,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvarts.doors.grpc.server import MAX_MESSAGE_BYTES
 from kvarts.doors.proto.kvarts.v1 import sessions_pb2 as added
-from kvarts.doors.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
 
 from builders.grpc_flood import flooding
 from builders.server_process import MIB, Process, kvarts_process, waits_of
-from builders.session_server import aio
+from builders.session_server import SessionsStub, aio
 
 Code = grpc.StatusCode
 MAX_GROWTH_BYTES = 200 * MIB

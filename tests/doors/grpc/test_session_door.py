@@ -13,13 +13,11 @@ import grpc
 from kvarts.base.errors import ConfigError, OutputError
 from kvarts.doors.grpc.messages import STATUSES
 from kvarts.doors.proto.kakeya.v1 import runtime_pb2 as contract
-from kvarts.doors.proto.kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
 from kvarts.doors.proto.kvarts.v1 import sessions_pb2 as added
-from kvarts.doors.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
 from kvarts.run.sessions.values import SessionRuntime, SessionSettings
 
 from builders.fake_runtime import BYTES_PER_TOKEN, EOS, VOCABULARY, FakeRuntime
-from builders.session_server import status_of, updates_of, with_server
+from builders.session_server import RuntimeServiceStub, SessionsStub, status_of, updates_of, with_server
 
 Code = grpc.StatusCode
 

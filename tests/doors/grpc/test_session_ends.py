@@ -15,10 +15,9 @@ import grpc
 from kvarts.doors.grpc.server import Binding, SessionServer
 from kvarts.doors.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.doors.proto.kvarts.v1 import sessions_pb2 as added
-from kvarts.doors.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
 
 from builders.fake_runtime import FakeRuntime
-from builders.session_server import ANY_PORT, aio, serving, status_of, updates_of, with_server
+from builders.session_server import ANY_PORT, SessionsStub, aio, serving, status_of, updates_of, with_server
 
 Code = grpc.StatusCode
 

@@ -18,11 +18,10 @@ from kvarts.base.errors import ConfigError, InputError, MissingFileError
 from kvarts.doors.grpc.owners import Owners, read_owners
 from kvarts.doors.grpc.server import Binding, SessionServer
 from kvarts.doors.proto.kvarts.v1 import sessions_pb2 as added
-from kvarts.doors.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
 
 from builders.certificates import make_certificate
 from builders.fake_runtime import FakeRuntime
-from builders.session_server import ANY_PORT, serving
+from builders.session_server import ANY_PORT, SessionsStub, serving
 
 aio: Any = grpc.aio  # its stubs know little of it
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -16,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvarts.base.clock import VirtualClock
+from kvarts.core.build import Storage, preparation_of
 from kvarts.core.config import EngineConfig
 from kvarts.core.kv.groups import STATE_SPAN, GroupMemory, PartGroup
 from kvarts.core.kv.layers import KvLayer
@@ -99,7 +100,9 @@ def cost_of(state: PartGroup, *, aligns: bool) -> tuple[int, int]:
     profile = Profile()
     tracemalloc.start()
     try:
-        host = mock_model(config, LinearCost(step_ms=1.0), token_bytes=100, groups=groups, clock=VirtualClock())
+        host = mock_model(
+            config, LinearCost(step_ms=1.0), token_bytes=100, storage=Storage(memory=groups), clock=VirtualClock()
+        )
         host.loop.submit([7] * 500, SamplingParams(max_tokens=20))
         profile.enable()
         while host.loop.has_work:
@@ -130,7 +133,9 @@ def test_a_mock_that_writes_a_state_by_page_elsewhere_is_noticed() -> None:
     config = EngineConfig(num_pages=60, page_size=4, max_num_batched_tokens=64, max_num_seqs=4)
     by_page = PartGroup(KvLayer(kind="state", state_bytes=1, span=STATE_SPAN), 3)
     memory = GroupMemory((PartGroup(FULL, 1), by_page), aligns=True)
-    host = mock_model(config, LinearCost(step_ms=1.0), token_bytes=100, groups=memory, clock=VirtualClock())
+    host = mock_model(
+        config, LinearCost(step_ms=1.0), token_bytes=100, storage=Storage(memory=memory), clock=VirtualClock()
+    )
     sessions = opening.sessions_on(host, SessionsConfig(defaults=SessionSettings(sink=3, window=10), chunk_tokens=16))
 
     async def violations(name: str) -> int:
@@ -232,7 +237,11 @@ def test_sessions_say_what_those_of_whole_pages_say(kept: dict[str, Any], groups
     for memory in (GroupMemory(groups), None):
         tiers = OffloadConfig(host_pages=200, kv_bytes_per_token=100)
         host = mock_model(
-            config, LinearCost(step_ms=1.0), token_bytes=100, groups=memory, clock=VirtualClock(), offload=tiers
+            config,
+            LinearCost(step_ms=1.0),
+            token_bytes=100,
+            storage=Storage(memory=memory, tiers=preparation_of(tiers)),
+            clock=VirtualClock(),
         )
         said.append(asyncio.run(talk(opening.sessions_on(host, SessionsConfig(defaults=settings, chunk_tokens=16)))))
         check_at_rest(host)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kvarts.core.events import StepDone
 from kvarts.core.sampling import SamplingParams
 from kvarts.cost.polynomial import LinearCost
-from kvarts.doors.openai.opening import Door, open_mock
+from kvarts.doors.openai.opening import Door, MockSettings, OwnReaders
+from kvarts.doors.openai.running import open_mock
 from kvarts.doors.openai.served import Ask, Limits
 from kvarts.run.llm_engine import LLMEngine
 from kvarts.sim.config import ReplayConfig
@@ -30,7 +31,7 @@ def served_live(config: ReplayConfig, sent: list[Sent], *, speedup: float) -> tu
     """Send requests to a mock on the wall clock; return what it recorded, and what happened in it."""
     heard = Heard()
     door = Door(is_recording=True, limits=Limits(max_queued=100_000))
-    opened = open_mock(config, door, speedup=speedup, readers=[heard])
+    opened = open_mock(config, door, MockSettings(speedup=speedup, readers=OwnReaders(heard)))
 
     async def one(number: int, request: Sent) -> None:
         await asyncio.sleep(request.delay_ms / 1000)

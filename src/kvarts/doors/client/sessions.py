@@ -17,10 +17,9 @@ from kvarts.base.errors import ConfigError, KvartsError
 from kvarts.base.files import read_bytes
 from kvarts.core.config import SessionRetention
 from kvarts.core.sampling import SamplingParams
-from kvarts.doors.proto import ERROR_KEY
+from kvarts.doors.proto import ERROR_KEY, stub_of
 from kvarts.doors.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.doors.proto.kvarts.v1 import sessions_pb2 as added
-from kvarts.doors.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
 from kvarts.run.sessions.values import (
     Done,
     Keep,
@@ -72,6 +71,7 @@ OPTIONS = [
 ]
 
 
+SERVICE = added.DESCRIPTOR.services_by_name["Sessions"]
 HERE = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -290,7 +290,7 @@ class Sessions:
             self._channel = grpc.insecure_channel(address, options_of(address))
         else:
             self._channel = grpc.secure_channel(address, credentials, options_of(address))
-        self._calls = _Calls(SessionsStub(self._channel), address, metadata_of(token))
+        self._calls = _Calls(stub_of(self._channel, SERVICE), address, metadata_of(token))
 
     def create(self, **settings: Unpack[Settings]) -> Session:
         """Return a new session. Settings are those of SessionSettings; omitted ones have the server's defaults.
@@ -433,7 +433,7 @@ class AsyncSessions:
             self._channel = grpc.aio.insecure_channel(address, options_of(address))
         else:
             self._channel = grpc.aio.secure_channel(address, credentials, options_of(address))
-        self._calls = _AsyncCalls(SessionsStub(self._channel), address, metadata_of(token))
+        self._calls = _AsyncCalls(stub_of(self._channel, SERVICE), address, metadata_of(token))
 
     async def create(self, **settings: Unpack[Settings]) -> AsyncSession:
         """Return a new session. Settings are those of SessionSettings; omitted ones have the server's defaults.

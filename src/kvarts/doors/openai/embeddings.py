@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvarts.doors.openai.bodies import CompletionBody
 from kvarts.doors.openai.errors import ApiError
-from kvarts.doors.openai.forms import Whole
+from kvarts.doors.openai.forms import Whole, WholeForm
 from kvarts.doors.openai.generation import Dialect, Exchange, Reading
 from kvarts.doors.openai.served import Models
 from kvarts.run.mock import next_tokens
@@ -88,7 +88,7 @@ def _read(body: EmbeddingsBody, exchange: Exchange, models: Models) -> Completio
     return asked
 
 
-class EmbeddingForm:
+class EmbeddingForm(WholeForm):
     """A WholeForm: /v1/embeddings."""
 
     def __init__(self, body: EmbeddingsBody, read: Reading) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from time import time
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -56,27 +56,28 @@ class Whole:
         return sum(map(len, self.texts)) + 64 * num_values
 
 
-class WholeForm(Protocol):
+class WholeForm(ABC):
     """The format of the answers of a dialect without streams."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Approximate bytes of a whole answer besides those of its choices."""
+    num_bytes: int = 0
+    """Approximate bytes of a whole answer besides those of its choices."""
 
+    @abstractmethod
     def whole(self, choices: Sequence[Whole], usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
         """Return the body of an answer that is not streamed."""
 
 
-class Form(WholeForm, Protocol):
+class Form(WholeForm):
     """The format of the answers of a dialect."""
 
-    @property
-    def tells_ids(self) -> bool:
-        """Whether the answer contains the ids of its tokens."""
+    tells_ids: bool = False
+    """Whether the answer contains the ids of its tokens."""
 
+    @abstractmethod
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
         """Return the chunk before the first text of a choice, or nothing."""
 
+    @abstractmethod
     def piece(
         self,
         number: int,
@@ -88,17 +89,17 @@ class Form(WholeForm, Protocol):
     ) -> bytes:
         """Return the chunk of a piece of a choice. `more`: further members, each after a comma."""
 
+    @abstractmethod
     def end(self, usage: Mapping[str, Any], choices: Sequence[Choice], *, tells_usage: bool) -> bytes:
         """Return the bytes after the last choice. `tells_usage`: whether the client asked for the usage."""
 
+    @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """Return the end of an answer that fails after its beginning."""
 
 
-class Chunks:
+class Chunks(Form):
     """The common part of streams of completions and chat completions. `facts`: members of each chunk."""
-
-    num_bytes = 0
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self._chunk_facts = facts
@@ -125,14 +126,11 @@ def event(kind: str, payload: Mapping[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(payload))
 
 
-class Blocks(ABC):
+class Blocks(Form):
     """The common part of answers that are a list of blocks, each of one kind, which events open, extend and close.
 
     A block is a part of the body; `shape`: the conversion of its only choice to a message.
     """
-
-    tells_ids = False
-    num_bytes = 0
 
     def __init__(self, answer_id: str, shape: Shape | None) -> None:
         self.answer_id = answer_id

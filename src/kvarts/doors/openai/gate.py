@@ -55,6 +55,9 @@ class Gate:
     tokens inside; one longer prompt may enter if it is the only one.
     """
 
+    entry = Entry
+    """Makes an entry."""
+
     def __init__(self, num_seqs: int, num_tokens: int, num_prefill: int, shares: Mapping[str, float]) -> None:
         self._shares = dict(shares)
         self._seats = Shares(num_seqs, shares)

@@ -7,36 +7,31 @@ makes the same decisions at the same model time, event for event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from kvarts.base.clock import Clock, PacedClock, PutOffClock
-from kvarts.base.errors import ConfigError
-from kvarts.base.tenants import Keys
-from kvarts.core.build import Planning, Storage, Watching, build_engine, preparation_of
+from kvarts.core.build import Planning, Storage, Watching, build_engine
 from kvarts.core.config import EngineConfig, EngineOptions
 from kvarts.core.engine import Engine
 from kvarts.core.event_log import EventReader
 from kvarts.core.executor import CostModel
-from kvarts.core.kv.eviction import EvictionOrder, LruOrder
 from kvarts.core.kv.group_needs import GroupNeeds
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.request import Request
-from kvarts.core.tiers.config import OffloadConfig
 from kvarts.cost.polynomial import PrefillCost
 from kvarts.cost.simulated import SimExecutor
 from kvarts.doors.openai.access import Guard
-from kvarts.doors.openai.answers import Answers, Rule
 from kvarts.doors.openai.app import OpenAIApp, Watcher
 from kvarts.doors.openai.failures import FailureScript
 from kvarts.doors.openai.meter import Meter
-from kvarts.doors.openai.prompts import HubText, TextModel, WordText
+from kvarts.doors.openai.prompts import HubText
 from kvarts.doors.openai.routes import Routes
-from kvarts.doors.openai.served import Limits, Models, Served, Sharing
+from kvarts.doors.openai.served import Door, Limits, Models, Served
+from kvarts.doors.openai.server import Address, OpenAIServer
 from kvarts.doors.openai.words import NUM_WORDS, VOCABULARY_SIZE, vary_words
-from kvarts.proof.audit.opening import audit_of
 from kvarts.run.engine_loop import EngineLoop, ModelHost
 from kvarts.run.llm_engine import LLMEngine
 from kvarts.run.mock import MockExecutor
@@ -47,22 +42,24 @@ from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replica import Replica
 
 if TYPE_CHECKING:
-    from kvarts.doors.openai.access import AccessLog
     from kvarts.doors.openai.meter import GoneEngines, Residency
     from kvarts.doors.openai.recordings import ArrivalRecorder
 
 __all__ = [
     "Door",
     "MockParts",
+    "MockSettings",
     "Opened",
+    "OwnReaders",
     "PacedEngine",
-    "make_served",
+    "Readers",
+    "groups_of",
     "meter_of",
+    "mock_facts",
     "mock_limits",
     "mock_model",
     "mock_parts",
     "open_app",
-    "open_mock",
     "open_model",
 ]
 
@@ -160,96 +157,40 @@ def mock_model(
     cost: CostModel,
     *,
     seed: int = 0,
-    speedup: float = 1.0,
-    offload: OffloadConfig | None = None,
+    clock: Clock | None = None,
     token_bytes: int = 0,
     max_positions: int | None = None,
-    readers: Sequence[EventReader] = (),
-    audit: bool | Literal["laws"] = False,
-    clock: Clock | None = None,
-    groups: GroupMemory | None = None,
-    make_order: Callable[[], EvictionOrder] = LruOrder,
+    storage: Storage | None = None,
+    watching: Watching | None = None,
 ) -> ModelHost:
-    """Return a model whose steps take the time of `cost`, divided by `speedup`, and which writes words.
-
-    `clock`: replaces the clock that keeps pace with real time. `groups`: KV groups of the model. Other arguments as for
-    `build_engine` and ModelHost.
-    """
-    paced = PacedClock(speedup=speedup)
-    if clock is None:
-        clock = paced
+    """Return a model whose steps take the time of `cost` on `clock`, by default real time, and which writes words."""
+    clock = PacedClock() if clock is None else clock
+    storage = storage or Storage()
+    groups = storage.memory
     num_blocks = 0 if groups is None else groups.num_blocks(config.num_pages)
     parts = mock_parts(config, cost, clock, seed=seed, groups=groups, num_blocks=num_blocks)
+    prefill = PrefillCost(cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens)
     core = build_engine(
         config,
         parts.waiting,
-        Storage(
-            memory=groups,
-            make_order=make_order,
-            tiers=preparation_of(offload),
-            prefill=PrefillCost(
-                cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens
-            ).prefill_ns,
-            moves_pages=False,
-        ),
+        storage._replace(prefill=prefill.prefill_ns, moves_pages=False),
         Planning(step_ns=cost.step_ns),
-        Watching(readers, audit=audit_of(audit)),
+        watching or Watching(),
     )
-    paced.is_at_rest = lambda: not core.scheduler.has_work
-    replica = Replica(core, SimExecutor(cost), step_by_step=True)
-    paced_engine = PacedEngine(replica, clock)
-    engine = LLMEngine(paced_engine, parts.executor, parts.detokenizing, clock, page_size=config.page_size)
+    if isinstance(clock, PacedClock):
+        clock.is_at_rest = lambda: not core.scheduler.has_work
+    paced = PacedEngine(Replica(core, SimExecutor(cost), step_by_step=True), clock)
+    engine = LLMEngine(paced, parts.executor, parts.detokenizing, clock, page_size=config.page_size)
     return parts.host(
-        EngineLoop(engine),
-        core,
-        config,
-        clock,
-        token_bytes=token_bytes,
-        max_positions=max_positions,
-        groups=groups,
+        EngineLoop(engine), core, config, clock, token_bytes=token_bytes, max_positions=max_positions, groups=groups
     )
 
 
 DEFAULT_TOKENS = 128
 
 
-class Door(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a server over HTTP that do not depend on its model.
-
-    `keys`: accepted keys; None: no key is required. `shares_prefix_cache`: owners can hit each other's KV. `origins`
-    and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
-    failures. `is_recording`: record arrivals. `has_page`: serve the live page. `access_log`: log of requests.
-    `answers`, `media`: of mocks, rules, and the family or model by which images and audio are counted.
-    `residency_share`: the share of KV blocks whose residency is measured; 0: none. `rank`: the number of its
-    engine among the workers of a fleet.
-    """
-
-    names: tuple[str, ...] = ()
-    adapters: tuple[str, ...] = ()
-    keys: Keys | None = None
-    shares_prefix_cache: bool = False
-    origins: tuple[str, ...] = ()
-    hosts: tuple[str, ...] | None = None
-    allows_failures: bool = False
-    limits: Limits = Limits()
-    fail: str = ""
-    seed: int = 0
-    is_recording: bool = False
-    has_page: bool = True
-    access_log: AccessLog | None = None
-    answers: tuple[Rule, ...] = ()
-    media: str = ""
-    residency_share: float = 0.0
-    rank: int = 0
-
-    def __post_init__(self) -> None:
-        for flag, names in (("--served-model-name", self.names), ("--lora", self.adapters)):
-            if not all(names):
-                raise ConfigError("is empty, and no client could ask for it", field=flag, hint="Give a name.")
-
-
 class Opened:
-    """A server before its socket is opened."""
+    """A server before its sockets are opened. `engines`: the served engines, by default the models."""
 
     def __init__(self, app: OpenAIApp, models: Models, routes: Routes) -> None:
         self.app = app
@@ -266,44 +207,81 @@ class Opened:
         """The recorder of arrivals at that model."""
         return self.served.recorder
 
+    @property
+    def engines(self) -> list[Served]:
+        """The models by engine: behind a router, those of its workers."""
+        return list(self.models)
 
-def open_mock(
-    config: ReplayConfig,
-    door: Door,
-    *,
-    model: str = "mock",
-    speedup: float = 1.0,
-    token_bytes: int = 0,
-    readers: Sequence[EventReader] = (),
-    watcher: Watcher | None = None,
-) -> Opened:
-    """Return a mock of the engine that `config` describes. `readers` receive all of its events.
+    def server(self, address: Address, *, say: Callable[[str], object] = lambda _: None) -> OpenAIServer:
+        """Return the server at `address`. `say`: receives what workers do. Raise ConfigError if it is taken."""
+        return OpenAIServer(self.app, self.models, address)
 
-    `max_model_len` of the limits is reduced to the tokens that the pages can hold.
+
+class Readers(Protocol):
+    """Opens readers of the events of a mock's engines, which may publish them. All may raise ConfigError."""
+
+    def of_model(self, name: str, config: ReplayConfig) -> Sequence[EventReader]:
+        """Return the readers of the next model."""
+
+    def of_worker(self, name: str, config: ReplayConfig, worker: int, *, is_added: bool) -> Sequence[EventReader]:
+        """Return the readers of a worker of a fleet with the model `name`; `is_added`: a scaler added it."""
+
+    def sources_of(self, worker: int) -> list[dict[str, Any]]:
+        """Return where the events of an engine are published."""
+
+    def close(self, worker: int) -> None:
+        """End with a worker that has left."""
+
+
+class OwnReaders:
+    """Readers without sockets: the same ones for all engines."""
+
+    def __init__(self, *readers: EventReader) -> None:
+        self._readers = readers
+
+    def of_model(self, name: str, config: ReplayConfig) -> Sequence[EventReader]:
+        """Return all of them."""
+        return self._readers
+
+    def of_worker(self, name: str, config: ReplayConfig, worker: int, *, is_added: bool) -> Sequence[EventReader]:
+        """Return those of its model."""
+        return self.of_model(name, config)
+
+    def sources_of(self, worker: int) -> list[dict[str, Any]]:
+        """Return nothing: they do not publish."""
+        return []
+
+    def close(self, worker: int) -> None:
+        """Do nothing."""
+
+
+class MockSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a mock beside its engine and its door. `model`: its name without one; `token_bytes`: KV of a token.
+
+    `speedup`: divides the time of steps. `readers`: of the events of its engines. `watcher`: of its requests.
     """
-    limits = mock_limits(door, config)
-    meter = meter_of(door, limits, speedup=speedup)
-    host = mock_model(
-        config,
-        config.cost_model,
-        seed=door.seed,
-        speedup=speedup,
-        offload=config.offload,
-        token_bytes=token_bytes,
-        max_positions=limits.max_model_len,
-        readers=(*readers, *meter.readers),
-        audit=config.audit,
-        groups=None if config.kv_groups == "off" else config.memory,
-        make_order=config.eviction,
-    )
-    facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost_model": config.to_builtins()["cost"]}
-    served = make_served(host, WordText(), door.names or (model,), door, limits=limits, meter=meter, facts=facts)
-    return open_app([served], door, speedup=speedup, watcher=watcher)
+
+    model: str = "mock"
+    speedup: float = 1.0
+    token_bytes: int = 0
+    readers: Readers = OwnReaders()
+    watcher: Watcher | None = None
 
 
-def meter_of(door: Door, limits: Limits, *, speedup: float = 1.0) -> Meter:
+def groups_of(config: ReplayConfig) -> GroupMemory | None:
+    """Return the KV groups of a mocked model; None if it counts whole pages."""
+    return None if config.kv_groups == "off" else config.memory
+
+
+def mock_facts(door: Door, speedup: float, config: ReplayConfig) -> dict[str, Any]:
+    """Return the facts of a mock for /server_info."""
+    return {"mock": True, "seed": door.seed, "speedup": speedup, "cost_model": config.to_builtins()["cost"]}
+
+
+def meter_of(door: Door, config: ReplayConfig, speedup: float) -> Meter:
     """Return the meter of a mock's engine, with that of the residency of blocks if `door` asks for it."""
-    return Meter(max_model_len=limits.max_model_len, speedup=speedup, residency=_residency_of(door, speedup))
+    residency = _residency_of(door, speedup)
+    return Meter(max_model_len=mock_limits(door, config).max_model_len, speedup=speedup, residency=residency)
 
 
 def _residency_of(door: Door, speedup: float = 1.0) -> Residency | None:
@@ -358,47 +336,8 @@ def open_model(
     host.core.log.add_reader(meter)
     facts = {"mock": False, "dtype": settings.get("dtype", "auto" if options is None else options.dtype)}
     text = HubText(host.tokenizer, host.eos_ids, tool_call_parser=tool_call_parser)
-    served = make_served(host, text, door.names or (path,), door, limits=limits, meter=meter, facts=facts)
+    served = Served(host, text, door.names or (path,), door, limits=limits, meter=meter, facts=facts)
     return open_app([served], door)
-
-
-def make_served(
-    host: Any,
-    text: TextModel,
-    names: Sequence[str],
-    door: Door,
-    *,
-    limits: Limits,
-    meter: Meter,
-    facts: Mapping[str, Any],
-    sharing: Sharing | None = None,
-    adapters: Sequence[str] | None = None,
-) -> Served:
-    """Return a served model. `adapters`: those of the door, unless given."""
-    return Served(
-        host,
-        text,
-        names,
-        limits=limits,
-        meter=meter,
-        recorder=_recorder() if door.is_recording else None,
-        adapters=door.adapters if adapters is None else adapters,
-        sharing=sharing,
-        facts=facts,
-        shares={} if door.keys is None else door.keys.shares,
-        sets_owners_apart=door.keys is not None and door.keys.has_several_owners and not door.shares_prefix_cache,
-        answers=Answers(door.answers, seed=door.seed, allows_failures=door.allows_failures)
-        if facts.get("mock")
-        else None,
-        media=door.media,
-        rank=door.rank,
-    )
-
-
-def _recorder() -> ArrivalRecorder:
-    from kvarts.doors.openai.recordings import ArrivalRecorder
-
-    return ArrivalRecorder()
 
 
 def open_app(

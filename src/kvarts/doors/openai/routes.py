@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from kvarts import __version__
+import kvarts
 from kvarts.base.limits import brief
 from kvarts.core.keys import Adapter
 from kvarts.doors.openai.access import Access, Handler, Route
@@ -129,7 +129,7 @@ class Routes:
 
     async def version(self, exchange: Exchange) -> None:
         """Return the version of kvarts, and the version of vLLM that it follows."""
-        await self._tell(exchange, {"version": "0.32.0", "kvarts": __version__})
+        await self._tell(exchange, {"version": "0.32.0", "kvarts": kvarts.__version__})
 
     async def load(self, exchange: Exchange) -> None:
         """Return the number of requests under way."""

@@ -1,4 +1,4 @@
-"""A mock server in a thread of this process, for tests: the requests, the cache hits, and the client's mistakes."""
+"""The opener of mocks, and a mock in a thread of this process: its requests, cache hits, and the client's mistakes."""
 
 from __future__ import annotations
 
@@ -8,30 +8,39 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import msgspec
 
+from kvarts.base.clock import PacedClock
 from kvarts.base.tenants import Keys, Owner
+from kvarts.core.build import Storage, Watching, preparation_of
 from kvarts.core.config import EngineConfig
-from kvarts.core.event_log import EventReader
 from kvarts.doors.openai.answers import rules_of
 from kvarts.doors.openai.app import Watcher
 from kvarts.doors.openai.failures import FailureScript
-from kvarts.doors.openai.opening import Door, Opened, open_mock
-from kvarts.doors.openai.served import Limits
+from kvarts.doors.openai.opening import (
+    MockSettings,
+    Opened,
+    OwnReaders,
+    groups_of,
+    meter_of,
+    mock_facts,
+    mock_limits,
+    mock_model,
+    open_app,
+)
+from kvarts.doors.openai.prompts import WordText
+from kvarts.doors.openai.served import Door, Limits, Served
 from kvarts.doors.openai.server import Address, OpenAIServer
-from kvarts.doors.openai.sessions.door import open_own
-from kvarts.doors.openai.sharing.device import open_several
+from kvarts.proof.audit.opening import audit_of
 from kvarts.run.llm_engine import LLMEngine
 from kvarts.sim.config import ReplayConfig
+from kvarts.sim.fleet.config import FleetConfig
+from kvarts.sim.sharing.config import SharingConfig
 
-if TYPE_CHECKING:
-    from kvarts.doors.openai.access import AccessLog
-
-__all__ = ["MockOptions", "RunningServer", "SeenRequest"]
+__all__ = ["MockConfig", "RunningServer", "SeenRequest", "mock", "open_mock"]
 
 T = TypeVar("T")
 
@@ -77,83 +86,103 @@ class _Seen(Watcher):
         seen.status, seen.is_whole, seen.has_ended = status, is_whole, True
 
 
-class MockOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a RunningServer.
+MockConfig: TypeAlias = ReplayConfig | SharingConfig | FleetConfig
+"""The engine of a mock, several models on one device, or a fleet behind a router."""
 
-    `model`, `pages`, `page_size`, `max_seqs`, `max_batched_tokens` and `cost`: the engine, by default with steps of a
-    millisecond. `seed`: for texts and failures. `fail`: a script of failures. `allows_failures`: requests may ask for
-    their own failures. `answers`: rules of the answers, as objects or as a file. `has_page`: serve the live page.
-    `access_log`: receives every request. `residency_share`: the share of KV blocks whose residency is measured.
-    `media`: openai, qwen, gemma or claude, see kvarts.doors.openai.media. `api_key`: one key, several, or keys with
-    their owners. `speedup`: divides the time of steps. `readers` receive all events of the engine. `several`: a
-    SharingConfig, which replaces `model` and the settings of the engine; its models are served under their names.
-    `sessions`: a SessionsConfig, which allows requests to name sessions.
+
+def open_mock(config: MockConfig, door: Door, settings: MockSettings) -> Opened:
+    """Return a mock of what `config` describes.
+
+    It is served under the names of `door`, or as `settings.model`; several models under their names in `config`.
+    `max_model_len` of the limits is reduced to the tokens that the pages can hold.
     """
+    if isinstance(config, FleetConfig):
+        from kvarts.doors.openai.fleet.opening import OpenedFleet  # a mock of one engine starts without these
+        from kvarts.doors.openai.fleet.servers import FleetServer
 
-    model: str = "mock"
-    pages: int = 4096
-    page_size: int = 16
-    max_seqs: int = 256
-    max_batched_tokens: int = 8192
-    cost: Any = None
-    seed: int = 0
-    speedup: float = 1.0
-    fail: str = ""
-    api_key: str | Sequence[str] | Mapping[str, Owner] | None = None
-    admin_key: str | None = None
-    shares_prefix_cache: bool = False
-    allows_failures: bool = True
-    max_queued: int = 1024
-    max_model_len: int = 131_072
-    output_tokens: int | None = None
-    answers: Sequence[Any] | str | Path = ()
-    media: str = ""
-    has_page: bool = True
-    access_log: AccessLog | None = None
-    residency_share: float = 0.0
-    trust_request_chat_template: bool = False
-    is_recording: bool = False
-    readers: Sequence[EventReader] = ()
-    several: Any = None
-    sessions: Any = None
+        return OpenedFleet(config, door, settings, FleetServer)
+    if isinstance(config, SharingConfig):
+        from kvarts.doors.openai.sharing.device import open_several
+
+        served = open_several(config, door, settings)
+    else:
+        name = (door.names or (settings.model,))[0]
+        limits, meter = mock_limits(door, config), meter_of(door, config, settings.speedup)
+        host = mock_model(
+            config,
+            config.cost_model,
+            seed=door.seed,
+            clock=PacedClock(speedup=settings.speedup),
+            token_bytes=settings.token_bytes,
+            max_positions=limits.max_model_len,
+            storage=Storage(memory=groups_of(config), make_order=config.eviction, tiers=preparation_of(config.offload)),
+            watching=Watching((*settings.readers.of_model(name, config), *meter.readers), audit=audit_of(config.audit)),
+        )
+        facts = mock_facts(door, settings.speedup, config)
+        served = [Served(host, WordText(), door.names or (name,), door, limits=limits, meter=meter, facts=facts)]
+    opened = open_app(served, door, speedup=settings.speedup, watcher=settings.watcher)
+    for place in range(len(served)):
+        opened.routes.event_sources += settings.readers.sources_of(place)
+    return opened
+
+
+NAMES = {
+    "pages": "num_pages",
+    "max_seqs": "max_num_seqs",
+    "max_batched_tokens": "max_num_batched_tokens",
+    "output_tokens": "default_tokens",
+}
+"""Short names of settings."""
+
+
+def mock(config: MockConfig | None = None, **given: Any) -> RunningServer:
+    """Start a mock in a thread of this process, as `RunningServer(config, **given)`; use it in a `with` statement."""
+    return RunningServer(config, **given)
 
 
 class RunningServer:
     """A mock on a free port of the loopback address, until `stop`.
 
-    `given`: fields of `options`, as `answers=["Yes."]`, and further fields of ReplayConfig.
+    `config`: a ReplayConfig, a SharingConfig for several models, or a FleetConfig. Without one, `given` has fields of a
+    ReplayConfig: `pages`, 4096 by default, `page_size`, `max_seqs`, `max_batched_tokens`, `cost`, by default steps of a
+    millisecond, and others.
+
+    `given` also has fields of Door and of its Limits, as `fail`, `seed` or `output_tokens`. `model`: its name, by
+    default `mock`. `answers`: rules, as objects or as a file. `api_key`: one key, several, or keys with their owners;
+    `admin_key`: that of an administrator. `speedup`: divides the time of steps. `readers`: receive all events of the
+    engines. `sessions`: a SessionsConfig, which allows requests to name sessions. Requests may ask for failures unless
+    `allows_failures` is false.
     """
 
-    def __init__(self, options: MockOptions | None = None, **given: Any) -> None:
-        own = {name: given.pop(name) for name in MockOptions.__struct_fields__ if name in given}
-        options = msgspec.structs.replace(MockOptions() if options is None else options, **own)
-        door = _door_of(options)
-        self.model = options.model
-        self.seed = options.seed
-        self._seen = _Seen()
+    def __init__(self, config: MockConfig | None = None, **given: Any) -> None:
+        self.model: str = given.pop("model", "mock")
+        speedup, sessions = given.pop("speedup", 1.0), given.pop("sessions", None)
         self._steps = _Steps()
-        if options.several is None:
-            self.opened: Opened = open_mock(
-                _engine_of(options, given),
-                door,
-                model=options.model,
-                speedup=options.speedup,
-                readers=(*options.readers, self._steps),
-                watcher=self._seen,
-            )
-        else:
-            self.opened = open_several(options.several, door, speedup=options.speedup, watcher=self._seen)
-            self.model = self.opened.served.names[0]
-        if options.sessions is not None:
-            self.opened.served.sessions = open_own(self.opened.served, options.sessions)
+        readers = OwnReaders(*given.pop("readers", ()), self._steps)
+        given = {NAMES.get(name, name): value for name, value in given.items()}
+        door = _door_of(self.model if config is None or isinstance(config, ReplayConfig) else "", given)
+        if config is None:
+            config = _engine_of(**given)
+        elif given:
+            raise TypeError(f"the configuration has {', '.join(given)}")
+        self.seed = door.seed
+        self._seen = _Seen()
+        settings = MockSettings(model=self.model, speedup=speedup, readers=readers, watcher=self._seen)
+        self.opened: Opened = open_mock(config, door, settings)
+        self.model = self.opened.served.names[0]
+        if sessions is not None:
+            from kvarts.doors.openai.sessions.door import open_own
+
+            self.opened.served.sessions = open_own(self.opened.served, sessions)
         self.config: EngineConfig = self.opened.served.host.config
         self._excused: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
-        self._started: Future[str] = Future()
+        self._started: Future[OpenAIServer] = Future()
         self._thread = threading.Thread(target=self._run, name="kvarts-server", daemon=True)
         self._thread.start()
-        self.url = self._started.result(START_S)
+        self.server = self._started.result(START_S)
+        self.url = self.server.url
         """URL of the server: http://127.0.0.1:PORT."""
 
     @property
@@ -181,7 +210,7 @@ class RunningServer:
         """Assert that every page is accounted for and, without requests under way, that none is in use."""
 
         def check() -> None:
-            for served in self.opened.models:
+            for served in self.opened.engines:
                 scheduler = served.host.core.scheduler
                 scheduler.check()
                 if not scheduler.has_work:
@@ -224,36 +253,37 @@ class RunningServer:
 
     # Life cycle -------------------------------------------------------------------------------------------
 
-    def stop(self, drain_s: float = 0.2) -> None:
-        """Stop serving; requests under way are aborted after `drain_s`."""
-        if self._loop is None or not self._thread.is_alive():
-            return
-        self._drain_s = drain_s
-        assert self._stopping is not None
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(START_S)
+    def stop(self, drain_s: float = 0.2) -> bool:
+        """Stop serving; requests under way are aborted after `drain_s`. Return whether there were none by then."""
+        if self._loop is not None and self._thread.is_alive():
+            self._drain_s = drain_s
+            assert self._stopping is not None
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(START_S)
+        return self._was_whole
 
-    def __enter__(self) -> RunningServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     _drain_s = 0.2
+    _was_whole = False
 
     def _run(self) -> None:
         async def serve() -> None:
             self._loop = asyncio.get_running_loop()
             self._stopping = asyncio.Event()
             try:
-                server = OpenAIServer(self.opened.app, self.opened.models, Address(port=0))
+                server = self.opened.server(Address(port=0))
                 await server.start()
             except BaseException as error:
                 self._started.set_exception(error)
                 raise
-            self._started.set_result(server.url)
+            self._started.set_result(server)
             await self._stopping.wait()
-            await server.stop(self._drain_s)
+            self._was_whole = await server.stop(self._drain_s)
 
         asyncio.run(serve())
 
@@ -274,44 +304,14 @@ class RunningServer:
         return self.opened.served.host.loop.call(run)
 
 
-def _door_of(options: MockOptions) -> Door:
-    return Door(
-        names=(options.model,),
-        keys=_keys(options.api_key, options.admin_key),
-        shares_prefix_cache=options.shares_prefix_cache,
-        hosts=(),
-        allows_failures=options.allows_failures,
-        limits=Limits(
-            max_queued=options.max_queued,
-            max_model_len=options.max_model_len,
-            default_tokens=options.output_tokens,
-            trust_request_chat_template=options.trust_request_chat_template,
-        ),
-        fail=options.fail,
-        seed=options.seed,
-        is_recording=options.is_recording,
-        answers=rules_of(options.answers),
-        has_page=options.has_page,
-        access_log=options.access_log,
-        residency_share=options.residency_share,
-        media=options.media,
-    )
-
-
-def _engine_of(options: MockOptions, settings: Mapping[str, Any]) -> ReplayConfig:
-    """Return the configuration of the engine of `options`. `settings`: further fields of it."""
-    from kvarts.cost.polynomial import LinearCost
-    from kvarts.cost.roofline import parse_cost
-
-    cost = LinearCost(step_ms=1.0) if options.cost is None else options.cost
-    return ReplayConfig(
-        num_pages=options.pages,
-        page_size=options.page_size,
-        max_num_seqs=min(options.max_seqs, options.max_batched_tokens),
-        max_num_batched_tokens=options.max_batched_tokens,
-        cost=parse_cost(cost) if isinstance(cost, str) else cost,
-        **settings,
-    )
+def _door_of(name: str, given: dict[str, Any]) -> Door:
+    """Return the door with the fields in `given`, which are removed. `name`: of its model; empty for its own."""
+    limits = {each: given.pop(each) for each in Limits.__struct_fields__ if each in given}
+    fields = {each: given.pop(each) for each in Door.__struct_fields__ if each in given}
+    keys = _keys(given.pop("api_key", None), given.pop("admin_key", None))
+    fields["answers"] = rules_of(fields.get("answers", ()))
+    own = {"names": (name,) if name else (), "hosts": (), "allows_failures": True, "keys": keys}
+    return Door(**{**own, **fields}, limits=Limits(**limits))
 
 
 def _keys(api_key: str | Sequence[str] | Mapping[str, Owner] | None, admin_key: str | None) -> Keys | None:
@@ -321,6 +321,23 @@ def _keys(api_key: str | Sequence[str] | Mapping[str, Owner] | None, admin_key: 
     if isinstance(api_key, Mapping):
         return Keys.of((), api_key, admin_keys=admin_keys)
     return Keys.of((api_key,) if isinstance(api_key, str) else api_key, admin_keys=admin_keys)
+
+
+def _engine_of(
+    cost: Any = None, num_pages: int = 4096, max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, **given: Any
+) -> ReplayConfig:
+    """Return the configuration of an engine. `given`: further fields of it."""
+    from kvarts.cost.polynomial import LinearCost
+    from kvarts.cost.roofline import parse_cost
+
+    cost = LinearCost(step_ms=1.0) if cost is None else cost
+    return ReplayConfig(
+        num_pages=num_pages,
+        max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
+        max_num_batched_tokens=max_num_batched_tokens,
+        cost=parse_cost(cost) if isinstance(cost, str) else cost,
+        **given,
+    )
 
 
 class _Steps:

@@ -14,17 +14,16 @@ import msgspec
 
 from kvarts.base.errors import ConfigError
 from kvarts.base.limits import MOST_COUNT, MOST_SECONDS, brief
-from kvarts.base.tenants import ANYONE, Owner, Shares
+from kvarts.base.tenants import ANYONE, Keys, Owner, Shares
 from kvarts.core.content import Content
 from kvarts.core.hints import Hints
 from kvarts.core.keys import Adapter, salt_parts
 from kvarts.core.request import Request
 from kvarts.core.sampling import SamplingParams
 from kvarts.doors.openai.answer import Answer, Choice, ChoiceMeter
-from kvarts.doors.openai.answers import Answers
+from kvarts.doors.openai.answers import Answers, Rule
 from kvarts.doors.openai.budget import MOST_VALUES, Budget
 from kvarts.doors.openai.errors import ApiError, too_long
-from kvarts.doors.openai.gate import Entry, Gate
 from kvarts.doors.openai.kv_hints import with_parts
 from kvarts.doors.openai.meter import BucketCounts, Meter
 from kvarts.doors.openai.prompts import OPEN, Message, TextModel
@@ -34,6 +33,8 @@ from kvarts.run.engine_loop import ModelHost
 from kvarts.run.llm_engine import LLMEngine, Outbox
 
 if TYPE_CHECKING:
+    from kvarts.doors.openai.access import AccessLog
+    from kvarts.doors.openai.gate import Entry, Gate
     from kvarts.doors.openai.media import Media
     from kvarts.doors.openai.recordings import ArrivalRecorder
 
@@ -41,6 +42,7 @@ __all__ = [
     "MAX_BODY_BYTES",
     "Ask",
     "CountsOfSessions",
+    "Door",
     "Health",
     "InSessions",
     "Limits",
@@ -153,6 +155,41 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"must be from 0 to {MOST_SECONDS:g}, got {self.retry_after_s}", field="retry_after_s")
 
 
+class Door(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a server over HTTP that do not depend on its model.
+
+    `keys`: accepted keys; None: no key is required. `shares_prefix_cache`: owners can hit each other's KV. `origins`
+    and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
+    failures. `is_recording`: record arrivals. `has_page`: serve the live page. `access_log`: log of requests.
+    `answers`, `media`: of mocks, rules, and the family or model by which images and audio are counted.
+    `residency_share`: the share of KV blocks whose residency is measured; 0: none. `rank`: the number of its
+    engine among the workers of a fleet.
+    """
+
+    names: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    keys: Keys | None = None
+    shares_prefix_cache: bool = False
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
+    allows_failures: bool = False
+    limits: Limits = Limits()
+    fail: str = ""
+    seed: int = 0
+    is_recording: bool = False
+    has_page: bool = True
+    access_log: AccessLog | None = None
+    answers: tuple[Rule, ...] = ()
+    media: str = ""
+    residency_share: float = 0.0
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        for flag, names in (("--served-model-name", self.names), ("--lora", self.adapters)):
+            if not all(names):
+                raise ConfigError("is empty, and no client could ask for it", field=flag, hint="Give a name.")
+
+
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """One request to the engine. `own_end`: the finish reason at `max_tokens`, if the answer ends there.
 
@@ -175,9 +212,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 class Served:
     """Owner of the requests under way over HTTP, of the names of the model, and of whether it sleeps or drains.
 
-    `names`: of the model, the first one is its own. `recorder` records arrivals. `shares`: of owners, of places and
-    of the engine. `sets_owners_apart`: pages of an owner are found by its own requests only. `answers`: None
-    for a real model. `media`: family by which a mock counts images and audio; by default that of its name.
+    `names`: of the model, the first one is its own. `limits`: those of `door`, as this model can keep them. `facts`:
+    for /server_info; those of a mock contain `mock`. `adapters`: those of `door`, unless given.
     """
 
     def __init__(
@@ -185,27 +221,28 @@ class Served:
         host: ModelHost,
         text: TextModel,
         names: Sequence[str],
+        door: Door,
         *,
         limits: Limits,
         meter: Meter,
-        recorder: ArrivalRecorder | None = None,
-        adapters: Sequence[str] = (),
+        facts: Mapping[str, Any],
         sharing: Sharing | None = None,
-        facts: Mapping[str, Any] | None = None,
-        shares: Mapping[str, float] | None = None,
-        sets_owners_apart: bool = False,
-        answers: Answers | None = None,
-        media: str = "",
-        rank: int = 0,
+        adapters: Sequence[str] | None = None,
     ) -> None:
         self.host = host
-        self.rank = rank
+        self.rank = door.rank
         """The number of the engine among the workers of a fleet, from 0."""
-        self._media = media
-        self.answers = answers
-        self.sets_owners_apart = sets_owners_apart
+        self._media = door.media
+        self.answers: Answers | None = None
+        """None for a real model."""
+        if facts.get("mock"):
+            self.answers = Answers(door.answers, seed=door.seed, allows_failures=door.allows_failures)
+        keys = door.keys
+        self.sets_owners_apart = keys is not None and keys.has_several_owners and not door.shares_prefix_cache
+        """Whether pages of an owner are found by its own requests only."""
+        shares = {} if keys is None else keys.shares
         config = host.config
-        shares = self._shares = dict(shares or {})
+        shares = self._shares = dict(shares)
         self._places = Shares(config.max_num_seqs + limits.max_queued, shares)
         self._held_tokens = Shares(max(MOST_HELD_TOKENS, 4 * config.pool_tokens), shares)
         self._gate: Gate | None = None
@@ -213,17 +250,24 @@ class Served:
         self._entries: dict[Choice, Entry] = {}
         """Entries of the requests at the gate or inside, until they are over."""
         if len(shares) > 1:
+            from kvarts.doors.openai.gate import Gate
+
             self._gate = Gate(config.max_num_seqs, config.pool_tokens, config.max_num_batched_tokens, shares)
         self.text = text
         self.names = tuple(names)
         self.adapters: OrderedDict[str, Adapter] = OrderedDict(
-            (adapter.name, adapter) for adapter in map(Adapter.of, adapters)
+            (adapter.name, adapter) for adapter in map(Adapter.of, door.adapters if adapters is None else adapters)
         )
         """LoRA adapters by name. Each has separate KV."""
         self.limits = limits
         self.meter = meter
-        self.recorder = recorder
-        self.facts = dict(facts or {})
+        self.recorder: ArrivalRecorder | None = None
+        """Records arrivals."""
+        if door.is_recording:
+            from kvarts.doors.openai.recordings import ArrivalRecorder
+
+            self.recorder = ArrivalRecorder()
+        self.facts = dict(facts)
         """Facts for /server_info in addition to those of the engine."""
         self.sessions: InSessions | None = None
         """Handles requests that name a session; None: the name is ignored."""
@@ -391,7 +435,7 @@ class Served:
             priority = ask.priority + (GUARANTEED if is_guaranteed else 0)
             begin(msgspec.structs.replace(ask, priority=priority), choice)
 
-        entry = Entry(owner.name, num_prompt_tokens + ask.params.max_tokens, num_prompt_tokens, enter)
+        entry = gate.entry(owner.name, num_prompt_tokens + ask.params.max_tokens, num_prompt_tokens, enter)
         self._entries[choice] = entry
         choice.came = partial(self.outbox.call_soon, partial(gate.prefilled, entry))
         choice.went = partial(self.outbox.call_soon, partial(self._leave, choice))

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import uvicorn
@@ -24,7 +23,7 @@ from kvarts.doors.openai.errors import ApiError
 from kvarts.doors.openai.http import DIRECT, Direct
 from kvarts.doors.openai.served import Models
 
-__all__ = ["Address", "HttpDoors", "OpenAIServer", "serve_until_signal"]
+__all__ = ["Address", "OpenAIServer", "serve_until_signal"]
 
 BACKLOG = 4096
 MAX_HEAD_BYTES = 64 * 1024
@@ -312,10 +311,12 @@ class OpenAIServer:
             ssl_keyfile=address.tls_key,
         )
         self._server = _Server(config)
+        self.urls: list[tuple[str, str]] = []
+        """The name and the URL of each worker behind it."""
         self._running: asyncio.Task[None] | None = None
 
     def models(self) -> list[Models]:
-        """Return the models of the application, as HttpDoors has them."""
+        """Return the models of each door that is there; of a fleet, the router's first."""
         return [self._models]
 
     async def start(self) -> None:
@@ -343,25 +344,8 @@ class OpenAIServer:
         return is_whole
 
 
-class HttpDoors(Protocol):
-    """One OpenAIServer, or several that are opened and closed together."""
-
-    @property
-    def url(self) -> str:
-        """The URL."""
-
-    def models(self) -> list[Models]:
-        """Return the models of each door that is there; of a fleet, the router's first."""
-
-    async def start(self) -> None:
-        """Start accepting connections."""
-
-    async def stop(self, drain_s: float = 30.0) -> bool:
-        """Refuse new requests, wait for those under way, and close. Return whether all of them ended normally."""
-
-
 async def serve_until_signal(
-    server: HttpDoors,
+    server: OpenAIServer,
     listening: Callable[[str], None],
     *,
     startup_delay_s: float = 0.0,
@@ -396,13 +380,13 @@ async def serve_until_signal(
             say("not all of them ended in time")
 
 
-async def _start_later(server: HttpDoors, delay_s: float) -> None:
+async def _start_later(server: OpenAIServer, delay_s: float) -> None:
     await asyncio.sleep(delay_s)
     for each in server.models():
         each.set_starting(is_starting=False)
 
 
-async def _watch_lag(server: HttpDoors, say: Callable[[str], object]) -> None:
+async def _watch_lag(server: OpenAIServer, say: Callable[[str], object]) -> None:
     """Report a mock's lag above LATE_S, and again when it has grown by half."""
     told_ns = 0
     while True:

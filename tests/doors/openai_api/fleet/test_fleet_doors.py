@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvarts.doors.openai.opening import Door
 from kvarts.doors.openai.running import RunningServer
 from kvarts.sim.fleet.config import FleetConfig
 from kvarts.sim.fleet.faults import Fault
@@ -249,7 +248,7 @@ def test_a_request_is_let_in_while_another_worker_computes() -> None:
 
 
 def test_a_drain_waits_for_requests_at_all_doors() -> None:
-    fleet = RunningFleet(fleet_of(), door=Door())
+    fleet = RunningFleet(fleet_of(), hosts=None, allows_failures=False)
     ends: list[int] = []
 
     def ask(url: str) -> None:

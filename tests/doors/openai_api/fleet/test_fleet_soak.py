@@ -12,8 +12,9 @@ import pytest
 from kvarts.core.sampling import SamplingParams
 from kvarts.core.tiers.config import OffloadConfig
 from kvarts.doors.openai.errors import ApiError
-from kvarts.doors.openai.fleet.opening import open_fleet
-from kvarts.doors.openai.opening import Door
+from kvarts.doors.openai.fleet.opening import OpenedFleet
+from kvarts.doors.openai.opening import Door, MockSettings
+from kvarts.doors.openai.running import open_mock
 from kvarts.doors.openai.served import Ask, Limits, Served
 from kvarts.sim.fleet.config import FleetConfig, StoreSettings
 from kvarts.sim.fleet.faults import Fault
@@ -46,7 +47,8 @@ def test_nothing_is_left_of_clients_that_come_and_go(router: str, has_host: bool
     pools = small_pool("prefill", 2, **each), small_pool("decode", 2, **each), small_pool("mixed", 1, **each)
     store = StoreSettings(pages=200, rate="1GB/s", worker_rate="1GB/s") if has_store else None
     config = FleetConfig(pools=pools, bytes_per_s=1e5, token_bytes=10, hold_s=0.1, faults=FAULTS, store=store)
-    fleet = open_fleet(config, Door(limits=Limits(max_queued=100_000)))
+    fleet = open_mock(config, Door(limits=Limits(max_queued=100_000)), MockSettings())
+    assert isinstance(fleet, OpenedFleet)
     doors = [worker.opened.served for worker in fleet.workers]
     failures: list[str] = []
     num_whole = 0
@@ -82,7 +84,7 @@ def test_nothing_is_left_of_clients_that_come_and_go(router: str, has_host: bool
     async def client(until_s: float) -> None:
         while time.monotonic() < until_s or (num_whole <= 50 and time.monotonic() < until_s + 30):  # a slow machine
             tokens = [draw.randrange(3)] * draw.choice([3, 17, 33]) + [draw.randrange(4)] * draw.randrange(8)
-            served, params = (fleet.front.served if draw.random() < 0.7 else draw.choice(doors)), None
+            served, params = (fleet.served if draw.random() < 0.7 else draw.choice(doors)), None
             if draw.random() < 0.3:
                 holder = draw.choice(fleet.workers)
                 choices = await ask(holder.opened.served, tokens, 1, LEAVES, None)
@@ -96,7 +98,7 @@ def test_nothing_is_left_of_clients_that_come_and_go(router: str, has_host: bool
                 await draw.choice(doors).forget_cached()
 
     async def all_of_them() -> None:
-        for each in (fleet.front, *(worker.opened for worker in fleet.workers)):
+        for each in (fleet, *(worker.opened for worker in fleet.workers)):
             each.models.open()
         await asyncio.gather(*(client(time.monotonic() + 2.0) for _ in range(24)))
 

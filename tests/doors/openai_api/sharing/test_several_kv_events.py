@@ -17,9 +17,9 @@ pytest.importorskip("zmq")
 from kvarts.base.errors import ConfigError
 from kvarts.core.sampling import SamplingParams
 from kvarts.doors.kv_events.batches import KvEventsConfig
-from kvarts.doors.openai.opening import Door
+from kvarts.doors.openai.opening import Door, MockSettings
+from kvarts.doors.openai.running import open_mock
 from kvarts.doors.openai.served import Ask, Limits
-from kvarts.doors.openai.sharing.device import open_several
 from kvarts.run.llm_engine import LLMEngine
 from openai_api.sharing.test_several_parity import shared
 
@@ -27,6 +27,7 @@ from builders import preforked
 from builders.http_client import call
 from builders.kv_event_client import open_client
 from builders.kv_events import Consumed
+from builders.parity import HeardBy
 from oracles.naive_kv_events import NaiveConsumer
 
 Run = Callable[..., int]
@@ -37,7 +38,7 @@ def test_a_consumer_of_each_model_holds_what_that_model_holds(has_host: bool) ->
     draw = random.Random(5)
     consumed = {name: Consumed() for name in ("chat", "code")}
     config = shared(60, 16, 6, has_host=has_host, step_ms=0.01)
-    opened = open_several(config, Door(limits=Limits(max_queued=10_000)), readers_of=lambda name: [consumed[name]])
+    opened = open_mock(config, Door(limits=Limits(max_queued=10_000)), MockSettings(readers=HeardBy(consumed)))
     for served in opened.models:
         consumed[served.names[0]].engine = served.host.core
 

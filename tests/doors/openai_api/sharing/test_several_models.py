@@ -18,7 +18,7 @@ COMPLETIONS = "/v1/completions"
 
 @pytest.fixture
 def server() -> Iterator[RunningServer]:
-    with RunningServer(several=shared(2000, 64, 8, has_host=False), speedup=0.05) as running:
+    with RunningServer(shared(2000, 64, 8, has_host=False), speedup=0.05) as running:
         yield running
         running.settle()
         running.assert_conserved()

@@ -21,9 +21,10 @@ from kvarts.core.request import Request
 from kvarts.core.sampling import SamplingParams
 from kvarts.cost.polynomial import LinearCost
 from kvarts.cost.simulated import SimExecutor
-from kvarts.doors.openai.opening import Door
+from kvarts.doors.openai.opening import Door, MockSettings
+from kvarts.doors.openai.running import open_mock
 from kvarts.doors.openai.served import Ask, Limits
-from kvarts.doors.openai.sharing.device import Assignments, PacedDevice, TurnCost, open_several
+from kvarts.doors.openai.sharing.device import Assignments, PacedDevice, TurnCost
 from kvarts.run.llm_engine import LLMEngine
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replaying import replay
@@ -36,7 +37,7 @@ from kvarts.sim.sharing.turns import TurnLoop
 from kvarts.sim.traffic.logs import RecordedRow, recorded_trace
 
 from builders.grouped import group_settings
-from builders.parity import Heard, Sent, shifted
+from builders.parity import Heard, HeardBy, Sent, shifted
 
 NAMES = ("chat", "code")
 TOKEN_BYTES = {"chat": 8, "code": 12}
@@ -81,7 +82,7 @@ def served_live(
     """Send requests to mocks on the wall clock; return what each recorded, and what happened in it."""
     heard = {name: Heard() for name in config.models}
     door = Door(is_recording=True, limits=Limits(max_queued=100_000))
-    opened = open_several(config, door, readers_of=lambda name: [heard[name]])
+    opened = open_mock(config, door, MockSettings(readers=HeardBy(heard)))
 
     async def one(number: int, name: str, request: Sent) -> None:
         await asyncio.sleep(request.delay_ms / 1000)

@@ -24,9 +24,10 @@ from kvarts.doors.openai.answer import Choice
 from kvarts.doors.openai.errors import ApiError
 from kvarts.doors.openai.fleet.paced import FleetClock, FleetMeter, FleetRecorder, Foreseen, PacedFleet, WorkerMeters
 from kvarts.doors.openai.meter import GoneEngines, Meter
-from kvarts.doors.openai.opening import Door, Opened, make_served, meter_of, mock_limits, open_app
+from kvarts.doors.openai.opening import Door, MockSettings, Opened, meter_of, mock_facts, mock_limits, open_app
 from kvarts.doors.openai.prompts import WordText
 from kvarts.doors.openai.served import Ask, Limits, Served
+from kvarts.doors.openai.server import Address, OpenAIServer
 from kvarts.doors.openai.words import VOCABULARY_SIZE
 from kvarts.run.engine_loop import EngineLoop, ModelHost
 from kvarts.run.llm_engine import LLMEngine
@@ -37,7 +38,7 @@ from kvarts.sim.fleet.live import LiveFleet
 from kvarts.sim.fleet.worker import Worker
 from kvarts.sim.traffic.trace_request import DirectRequest
 
-__all__ = ["KvTransfers", "OpenedFleet", "OpenedWorker", "engine_id_of", "open_fleet"]
+__all__ = ["KvTransfers", "OpenedFleet", "OpenedWorker", "engine_id_of"]
 
 PARAM = "kv_transfer_params"
 TICK_S = 0.01
@@ -217,58 +218,28 @@ class OpenedWorker(msgspec.Struct, frozen=True):
     transfers: KvTransfers
 
 
+MakeServer = Callable[["OpenedFleet", Address, Callable[[str], object]], OpenAIServer]
 Scaled = Callable[[list[OpenedWorker], list[OpenedWorker]], object]
 
 
-def open_fleet(
-    config: FleetConfig,
-    door: Door,
-    *,
-    model: str = "mock",
-    speedup: float = 1.0,
-    readers_of: Callable[[FleetWorker], Sequence[EventReader]] = lambda _: (),
-    sources_of: Callable[[int], list[dict[str, Any]]] = lambda _: [],
-    close_events: Callable[[int], object] = lambda _: None,
-) -> OpenedFleet:
-    """Return mocks of all workers of `config`, and the router in front of them.
-
-    All are served under the names of `door`, or as `model`; several models each under the name in `config`.
-    `readers_of` returns the readers of all events of a worker, `sources_of` where the worker with a number publishes
-    its KV events, and `close_events` ends that once the worker has left.
-    """
-    return OpenedFleet(
-        config, door, model, speedup=speedup, readers_of=readers_of, sources_of=sources_of, close_events=close_events
-    )
-
-
-class OpenedFleet:
-    """The servers of a fleet: one for its router, and one for each worker. For parameters see `open_fleet`.
+class OpenedFleet(Opened):
+    """The mocks of all workers of `config`, a server for each, and that of the router in front of them.
 
     `workers`: those that are there now. `on_scaled`: receives those that a scaler has added, and those that have left,
-    in the engine's thread.
+    in the engine's thread. `make_server`: makes FleetServers.
     """
 
-    def __init__(
-        self,
-        config: FleetConfig,
-        door: Door,
-        model: str,
-        *,
-        speedup: float,
-        readers_of: Callable[[FleetWorker], Sequence[EventReader]],
-        sources_of: Callable[[int], list[dict[str, Any]]],
-        close_events: Callable[[int], object],
-    ) -> None:
+    def __init__(self, config: FleetConfig, door: Door, settings: MockSettings, make_server: MakeServer) -> None:
         self.config = config
+        self._make_server = make_server
         self.on_scaled: Scaled = lambda added, gone: None
-        self.close_events = close_events
+        self._readers = settings.readers
+        speedup = settings.speedup
         self._door = door
         self._speedup = speedup
         self._models = config.behind_routers(by_model=len(config.of_models) > 1)
-        self._unnamed = door.names or (model,)
-        self._names = door.names or (config.of_models[0].model or model,)
-        self._readers_of = readers_of
-        self._sources_of = sources_of
+        self._unnamed = door.names or (settings.model,)
+        self._names = door.names or (config.of_models[0].model or settings.model,)
         self.gone = [self._gone_of(of_model) for of_model in self._models]
         self._meters = WorkerMeters()
         self._described: dict[int, FleetWorker] = {}
@@ -293,14 +264,27 @@ class OpenedFleet:
         # The page is of engines; each worker has one.
         no_page = msgspec.structs.replace(door, has_page=False)
         gone = [] if config.scaler is None else self.gone
-        self.front = open_app(in_front, no_page, speedup=speedup, engines=self._engines(), gone=gone)
+        front = open_app(in_front, no_page, speedup=speedup, watcher=settings.watcher, engines=self.engines, gone=gone)
+        super().__init__(front.app, front.models, front.routes)
         self._tell_sources()
+
+    def server(self, address: Address, *, say: Callable[[str], object] = lambda _: None) -> OpenAIServer:
+        """Return the servers of the router, at `address`, and of the workers at the next ports."""
+        return self._make_server(self, address, say)
+
+    @property
+    def engines(self) -> list[Served]:
+        """The models by engine: those of the workers."""
+        return [worker.opened.served for worker in self.workers]
+
+    def close_events(self, worker: int) -> None:
+        """End with the readers of a worker that has left."""
+        self._readers.close(worker)
 
     def _gone_of(self, of_model: ModelPools) -> GoneEngines:
         """Return the counts of removed workers with this model: none so far."""
-        limits = [mock_limits(self._door, pool.each) for pool in of_model.pools]
-        longest = max(limits, key=lambda each: each.max_model_len)
-        return GoneEngines(self._names_of(of_model)[0], meter_of(self._door, longest, speedup=self._speedup))
+        longest = max(of_model.pools, key=lambda pool: mock_limits(self._door, pool.each).max_model_len).each
+        return GoneEngines(self._names_of(of_model)[0], meter_of(self._door, longest, self._speedup))
 
     def _in_front(self, of_model: ModelPools, workers: Sequence[Worker]) -> Served:
         """Return a model as the router's door serves it."""
@@ -308,7 +292,7 @@ class OpenedFleet:
         limits = [mock_limits(door, pool.each) for pool in of_model.pools]
         context = context_in_front(of_model.pools, [each.max_model_len for each in limits])
         most = msgspec.structs.replace(limits[0], max_model_len=context)
-        meter = meter_of(msgspec.structs.replace(door, residency_share=0.0), most, speedup=speedup)
+        meter = Meter(max_model_len=context, speedup=speedup)
         first = next(worker for worker in workers if self._model_of(self._described[worker.index].pool) is of_model)
         made = self._served(first, together(of_model.pools), most, meter, of_model, None)
         if of_model.model is not None:
@@ -325,22 +309,21 @@ class OpenedFleet:
         return next(each for each in self._models if pool.name in [one.name for one in each.pools])
 
     def _all_readers_of(self, worker: FleetWorker) -> list[EventReader]:
-        meter = meter_of(self._door, mock_limits(self._door, worker.pool.each), speedup=self._speedup)
-        gone = self.gone[self._models.index(self._model_of(worker.pool))]
+        each, of_model = worker.pool.each, self._model_of(worker.pool)
+        meter = meter_of(self._door, each, self._speedup)
+        gone = self.gone[self._models.index(of_model)]
         self._meters.add(worker.index, meter, gone)
         self._described[worker.index] = worker
-        return [*self._readers_of(worker), *meter.readers]
-
-    def _engines(self) -> list[Served]:
-        return [worker.opened.served for worker in self.workers]
+        name, is_added = self._names_of(of_model)[0], worker.index >= self.config.replicas
+        return [*self._readers.of_worker(name, each, worker.index, is_added=is_added), *meter.readers]
 
     def _tell_sources(self) -> None:
         sources = [source for worker in self.workers for source in worker.opened.routes.event_sources]
-        self.front.routes.event_sources = sources
+        self.routes.event_sources = sources
 
     def look_again(self) -> None:
         """Let the router's door answer for the workers that are there now. In its event loop."""
-        self.front.routes.set_engines(self._engines())
+        self.routes.set_engines(self.engines)
         self._tell_sources()
 
     def _scaled(self, added: list[Worker], gone: list[int]) -> None:
@@ -376,7 +359,7 @@ class OpenedFleet:
         served.transfers = transfers
         opened = open_app([served], door, speedup=speedup)
         opened.app.shares_log = True
-        opened.routes.event_sources += self._sources_of(worker.index)
+        opened.routes.event_sources += self._readers.sources_of(worker.index)
         return OpenedWorker(worker.index, f"worker {worker.index} ({described.pool.name})", opened, transfers)
 
     def _served(
@@ -404,19 +387,13 @@ class OpenedFleet:
         )
         facts: dict[str, object] = {"mock": True, "seed": door.seed, "speedup": self._speedup}
         if described is not None:
-            each = described.pool.each
-            facts |= {
-                "role": described.pool.role,
-                "pool": described.pool.name,
-                "cost_model": each.to_builtins()["cost"],
-            }
+            pool = described.pool
+            facts |= {"role": pool.role, "pool": pool.name, **mock_facts(door, self._speedup, pool.each)}
         rank = 0 if described is None else described.index
         of_worker = msgspec.structs.replace(door, is_recording=False, rank=rank)
         adapters = door.adapters if of_model is self._models[0] else ()
         names = self._names_of(of_model)
-        made = make_served(
-            host, WordText(), names, of_worker, limits=limits, meter=meter, facts=facts, adapters=adapters
-        )
+        made = Served(host, WordText(), names, of_worker, limits=limits, meter=meter, facts=facts, adapters=adapters)
         made.recorder = self._recorder
         made.make_meter = partial(FleetMeter, self.fleet, self._meters, meter)
         return made

@@ -22,23 +22,21 @@ CLOSING_S = 5.0
 """How long the door of a worker that has left waits for answers that are still being written."""
 
 
-class FleetServer:
-    """A server like an OpenAIServer: all doors of a fleet, opened and closed together.
+class FleetServer(OpenAIServer):
+    """All doors of a fleet, opened and closed together.
 
     `address`: that of the router; the workers have the next ports, or any free ones if its port is 0. A worker that a
     scaler adds has the lowest free port of this row, or any other one if that is taken. `say` receives the URL of each
     added worker, and each removal. Raises ConfigError if a port is not available at the start.
     """
 
-    def __init__(self, fleet: OpenedFleet, address: Address, *, say: Callable[[str], object] = lambda _: None) -> None:
+    def __init__(self, fleet: OpenedFleet, address: Address, say: Callable[[str], object] = lambda _: None) -> None:
         in_front, *behind = _listen(address, len(fleet.workers))
         self._fleet = fleet
         self._address = address
         self._say = say
-        self._front = OpenAIServer(fleet.front.app, fleet.front.models, address, in_front)
+        super().__init__(fleet.app, fleet.models, address, in_front)
         self._behind: dict[int, _DoorOfWorker] = {}
-        self.urls: list[tuple[str, str]] = []
-        """The name and the URL of each worker that is there."""
         for place, (worker, listening) in enumerate(zip(fleet.workers, behind, strict=True)):
             self._add(worker, place, listening)
         self._changes: asyncio.Queue[tuple[list[OpenedWorker], list[OpenedWorker]]] = asyncio.Queue()
@@ -54,12 +52,7 @@ class FleetServer:
 
     def models(self) -> list[Models]:
         """Return the models of the router, and then those of each worker that is there."""
-        return [self._fleet.front.models, *(worker.opened.models for worker in self._fleet.workers)]
-
-    @property
-    def url(self) -> str:
-        """The URL of the router."""
-        return self._front.url
+        return [self._fleet.models, *(worker.opened.models for worker in self._fleet.workers)]
 
     async def start(self) -> None:
         """Accept connections at all doors, at the router's last."""
@@ -74,7 +67,7 @@ class FleetServer:
         if fleet.config.scaler is not None:
             fleet.on_scaled = scaled
             self._tasks = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._scale())]
-        await self._front.start()
+        await super().start()
 
     async def stop(self, drain_s: float = 30.0) -> bool:
         """Refuse new requests, wait for those under way, and close. Return whether all of them ended normally."""
@@ -82,7 +75,7 @@ class FleetServer:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._closing, return_exceptions=True)
         behind = (door.server.stop(drain_s) for door in self._behind.values())
-        return all(await asyncio.gather(self._front.stop(drain_s), *behind))
+        return all(await asyncio.gather(super().stop(drain_s), *behind))
 
     async def _scale(self) -> None:
         """Let the scaler decide in time, even while no request moves the fleet on."""
@@ -114,7 +107,7 @@ class FleetServer:
             self._say(f"{worker.name} has no port of its own, and serves behind the router only: {error}")
             return
         server = self._add(worker, place, listening)
-        worker.opened.models.set_starting(is_starting=self._fleet.front.served.is_starting)
+        worker.opened.models.set_starting(is_starting=self._fleet.served.is_starting)
         await server.start()
         self._say(f"{worker.name} on {server.url}/v1")
 

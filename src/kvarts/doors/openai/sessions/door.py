@@ -19,15 +19,17 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from kvarts.base.clock import Clock, PacedClock
 from kvarts.base.errors import KvartsError
 from kvarts.base.tenants import PARTED
 from kvarts.core.content import Content
 from kvarts.core.request import Request
 from kvarts.core.sampling import Logprobs
+from kvarts.cost.roofline import RooflineCost
 from kvarts.doors.openai.answer import Choice
 from kvarts.doors.openai.errors import ApiError
 from kvarts.doors.openai.meter import Meter
-from kvarts.doors.openai.opening import DEFAULT_TOKENS, Door, Opened, make_served, mock_model, open_app
+from kvarts.doors.openai.opening import DEFAULT_TOKENS, Door, Opened, mock_model, open_app
 from kvarts.doors.openai.prompts import HubText, TextModel, WordText
 from kvarts.doors.openai.served import Ask, CountsOfSessions, Served
 from kvarts.run.llm_engine import EngineDeadError, Gone
@@ -238,15 +240,12 @@ def _told(error: KvartsError) -> KvartsError | ApiError:
     return ApiError(status, str(error), param="session_id", retry_after_s=1.0 if status == 429 else None)
 
 
-def word_mock(config: Any, **settings: Any) -> Any:
+def word_mock(config: Any, *, clock: Clock | None, speedup: float) -> Any:
     """Return a model for `open_sessions` that writes words; the bytes per token are those of the sessions' mock."""
     of_mock = mock_host(config)
-    cost = settings.pop("cost", None)
-    if cost is None:
-        from kvarts.cost.roofline import RooflineCost
-
-        cost = RooflineCost(llm="llama-3.1-8b", device="h100-80gb")
-    return mock_model(config, cost, token_bytes=of_mock.token_bytes, **settings)
+    cost = RooflineCost(llm="llama-3.1-8b", device="h100-80gb")
+    clock = PacedClock(speedup=speedup) if clock is None else clock
+    return mock_model(config, cost, token_bytes=of_mock.token_bytes, clock=clock)
 
 
 def open_beside(sessions: Sessions, door: Door, *, model: str) -> Opened:
@@ -262,7 +261,7 @@ def open_beside(sessions: Sessions, door: Door, *, model: str) -> Opened:
     meter = Meter(max_model_len=limits.max_model_len)
     host.core.log.add_reader(meter)
     text: TextModel = WordText() if is_mock else HubText(host.tokenizer, host.eos_ids)
-    served = make_served(
+    served = Served(
         host, text, door.names or (model,), door, limits=limits, meter=meter, facts={"mock": is_mock, "sessions": True}
     )
     served.sessions = SessionsDoor(sessions, served)

@@ -2,7 +2,7 @@
 
 One loop owns all of them. A request is assigned to a model before it is queued; its index is unique among all models.
 
-`open_several` assembles a server of such mocks.
+`open_several` assembles such mocks.
 """
 
 from __future__ import annotations
@@ -12,33 +12,32 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from kvarts.base.clock import Clock, PacedClock
-from kvarts.core.event_log import EventLog, EventReader
+from kvarts.core.event_log import EventLog
 from kvarts.core.executor import CostModel
 from kvarts.core.request import Request
 from kvarts.core.sampling import Logprobs, SamplingParams
 from kvarts.core.sched.plan import Batch
 from kvarts.core.sched.policy import NEVER_NS
 from kvarts.cost.simulated import SimExecutor
-from kvarts.doors.openai.app import Watcher
 from kvarts.doors.openai.meter import Meter
 from kvarts.doors.openai.opening import (
     Door,
     MockParts,
-    Opened,
-    make_served,
+    MockSettings,
+    groups_of,
     meter_of,
+    mock_facts,
     mock_limits,
     mock_parts,
-    open_app,
 )
 from kvarts.doors.openai.prompts import WordText
-from kvarts.doors.openai.served import Health
+from kvarts.doors.openai.served import Health, Served
 from kvarts.run.engine_loop import EngineLoop
 from kvarts.run.llm_engine import LLMEngine
 from kvarts.run.mock import MockExecutor
 from kvarts.run.text import DetokenizingExecutor, Generation
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.sharing.config import ObserversOf, SharingConfig
+from kvarts.sim.sharing.config import SharingConfig
 from kvarts.sim.sharing.device import SharedDevice, debts
 from kvarts.sim.sharing.outcome import Contention
 from kvarts.sim.sharing.replay import open_tenant
@@ -262,34 +261,16 @@ class _Engine(msgspec.Struct, frozen=True):
     meter: Meter
 
 
-def open_several(
-    config: SharingConfig,
-    door: Door,
-    *,
-    speedup: float = 1.0,
-    readers_of: ObserversOf = lambda _: (),
-    watcher: Watcher | None = None,
-) -> Opened:
-    """Return mocks of all models of `config`, served under their names in it.
-
-    `readers_of` returns the readers of all events of a model, by its name.
-    """
-    clock = PacedClock(speedup=speedup)
+def open_several(config: SharingConfig, door: Door, settings: MockSettings) -> list[Served]:
+    """Return mocks of all models of `config`, served under their names in it."""
+    clock = PacedClock(speedup=settings.speedup)
     device = SharedDevice(
         config.kv_bytes,
         is_static=config.static_split,
         reclaim_after_ns=round(min(config.reclaim_after_s, 1e9) * NS_PER_S),
     )
-    names = list(config.models)
-    limits = {name: mock_limits(door, config.configs[name]) for name in names}
-    engines = {
-        name: _engine(
-            config, name, device, clock, meter_of(door, limits[name], speedup=speedup),
-            seed=door.seed, readers=readers_of(name),
-        )
-        for name in names
-    }  # fmt: skip
-    tenants = [engines[name].tenant for name in names]
+    engines = {name: _engine(config, name, device, clock, door, settings) for name in config.models}
+    tenants = [engine.tenant for engine in engines.values()]
     turns = TurnLoop(
         device,
         tenants,
@@ -307,51 +288,44 @@ def open_several(
         models,
     )
     loop = EngineLoop(LLMEngine(paced, sampling, sampling.of_generations(), clock, page_size=config.each.page_size))
-    served = []
+    served: list[Served] = []
     for name, engine in engines.items():
         of_model: ReplayConfig = config.configs[name]
+        limits = mock_limits(door, of_model)
         host = engine.parts.host(
             loop,
             engine.tenant.engine,
             of_model,
             clock,
             token_bytes=config.page_bytes[name] // of_model.page_size,
-            max_positions=limits[name].max_model_len,
-            groups=None if of_model.kv_groups == "off" else of_model.memory,
+            max_positions=limits.max_model_len,
+            groups=groups_of(of_model),
         )
-        facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost_model": of_model.to_builtins()["cost"]}
         served.append(
-            make_served(
+            Served(
                 host,
                 WordText(),
                 (name,),
                 door,
-                limits=limits[name],
+                limits=limits,
                 meter=engine.meter,
-                facts=facts,
+                facts=mock_facts(door, settings.speedup, of_model),
                 sharing=ModelOfDevice(name, paced, models, engine.tenant),
-                adapters=door.adapters if name == names[0] else (),
+                adapters=() if served else None,
             )
         )
-    return open_app(served, door, speedup=speedup, watcher=watcher)
+    return served
 
 
 def _engine(
-    config: SharingConfig,
-    name: str,
-    device: SharedDevice,
-    clock: Clock,
-    meter: Meter,
-    *,
-    seed: int,
-    readers: Sequence[EventReader],
+    config: SharingConfig, name: str, device: SharedDevice, clock: Clock, door: Door, settings: MockSettings
 ) -> _Engine:
     """Build the engine of one model, and register it on the device."""
     of_model = config.configs[name]
-    log = EventLog([*readers, *meter.readers], num_waiting=1)
+    meter = meter_of(door, of_model, settings.speedup)
+    log = EventLog([*settings.readers.of_model(name, of_model), *meter.readers], num_waiting=1)
     cost = TurnCost(of_model.cost_model)
-    groups = None if of_model.kv_groups == "off" else of_model.memory
     num_counted = config.most_bytes(name) // config.counted_bytes[name]
-    parts = mock_parts(of_model, cost, clock, seed=seed, groups=groups, num_blocks=num_counted)
+    parts = mock_parts(of_model, cost, clock, seed=door.seed, groups=groups_of(of_model), num_blocks=num_counted)
     tenant = open_tenant(config, name, device, parts.waiting, log=log, times=SimExecutor(cost), with_ids=True)
     return _Engine(tenant, parts, meter)
