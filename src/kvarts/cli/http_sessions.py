@@ -132,7 +132,7 @@ def _why_not(opened: Opened, values: dict[str, Any]) -> str:
 def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> list[ServesRuntime]:
     """Return the server of OpenAI's API that runs next to gRPC, if `--http` asks for it. Raise ConfigError.
 
-    With a mock, sets `make_mock` in `settings`, the arguments of `open_sessions`, so that the mock generates words.
+    With a mock, sets `mock` in `settings`, the arguments of `open_sessions`, so that the mock generates words.
     """
     if values["http"] is None:
         return []
@@ -154,7 +154,7 @@ def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> lis
         key_option="--token-file",
     )
     if values["mock"]:
-        settings["make_mock"] = word_mock
+        settings["mock"] = word_mock
 
     @asynccontextmanager
     async def serve(runtime: Any) -> AsyncIterator[None]:

@@ -14,7 +14,7 @@ import msgspec
 
 from kvarts.core.request import Request
 from kvarts.core.sampling import Logprobs, SamplingParams
-from kvarts.run.engine_loop import EngineLoop
+from kvarts.run.engine_loop import EngineLoop, ModelHost
 from kvarts.run.llm_engine import Gone, LLMEngine, Outbox, RequestFailedError
 from kvarts.run.sessions.table import Session, SessionTable
 from kvarts.run.sessions.values import (
@@ -241,9 +241,8 @@ class GenerationTurn:
         session: Session,
         params: SamplingParams,
         stream: UpdateStream,
-        loop: EngineLoop,
+        host: ModelHost,
         *,
-        now_ns: Callable[[], int],
         max_positions: int | None,
         priority: int = 0,
         write: Callable[[int, list[int]], Future[Any]] | None = None,
@@ -253,8 +252,8 @@ class GenerationTurn:
         self._session = session
         self._params = params
         self._stream = stream
-        self._loop = loop
-        self._now_ns = now_ns
+        self._loop = host.loop
+        self._now_ns = host.clock.now_ns
         self._max_positions = max_positions
         self._priority = priority
         self._write = write

@@ -15,7 +15,7 @@ from kvarts.base.clock import Clock, VirtualClock, WallClock
 from kvarts.base.errors import ConfigError
 from kvarts.base.units import parse_bytes
 from kvarts.core.build import Planning, Watching, build_engine
-from kvarts.core.config import AtCapacity, EngineConfig, EngineOptions
+from kvarts.core.config import EngineConfig, EngineOptions
 from kvarts.core.event_log import EventReader
 from kvarts.core.executor import CostModel
 from kvarts.core.parts.combines import check_combination
@@ -30,7 +30,7 @@ from kvarts.run.sessions.keeper import Keeper
 from kvarts.run.sessions.sessions import Sessions
 from kvarts.run.sessions.soak.run import SoakClock
 from kvarts.run.sessions.table import SessionTable, check_settings, memory_of
-from kvarts.run.sessions.values import MOST_HISTORY_TOKENS, SessionsConfig, SessionSettings
+from kvarts.run.sessions.values import SessionsConfig, SessionSettings
 from kvarts.run.text import DetokenizingExecutor
 
 __all__ = ["mock_host", "open_sessions", "open_virtual_target", "sessions_on"]
@@ -97,46 +97,33 @@ def mock_host(
 def open_sessions(
     *,
     model: str | Path | None = None,
-    mock: bool = False,
-    defaults: SessionSettings | None = None,
-    max_sessions: int | None = None,
-    session_memory: str | int | None = None,
-    max_history_tokens: int | None = None,
-    at_capacity: AtCapacity = "refuse",
+    mock: bool | MakeMock = False,
+    host_memory: str | int | None = None,
     shares: Mapping[str, float] | None = None,
     state_dir: str | Path | None = None,
-    speedup: float = 1.0,
-    options: EngineOptions = DEFAULT_OPTIONS,
-    host_memory: str | int | None = None,
-    clock: Clock | None = None,
     say: Callable[[str], object] = lambda _: None,
     record: Record | None = None,
-    make_mock: MakeMock | None = None,
+    clock: Clock | None = None,
+    speedup: float = 1.0,
     **given: Any,
 ) -> Sessions:
-    """Return sessions on the model in the directory `model`, or on a mock.
+    """Return sessions on the model in the directory `model`, or on a mock: `mock_host`, or what `mock` returns for it.
 
-    `session_memory`: bytes of KV for bounded sessions, as a number or as 2GiB. `options`: those of the engine; `given`
-    are fields of it, as `kv_memory="2GiB"`; the default `kv_memory` of a mock is 4 GiB. The other settings are those of
-    SessionsConfig. `state_dir`: directory in which
-    sessions outlive the process; `say` receives one line per item that could not be kept or read. `host_memory`:
-    memory below the pages, for unbounded sessions that are kept there. `record` returns a reader of the engine's
-    events. `make_mock`: creates another mock than mock_host, from the same arguments. `shares`: of owners, see
-    Capacity.
+    `given`: settings of SessionsConfig, as `max_sessions`, and of the engine as `options`, or as fields of these, as
+    `kv_memory="2GiB"`; the default `kv_memory` of a mock is 4 GiB. `session_memory`: bytes of KV for bounded sessions,
+    as a number or as 2GiB. `host_memory`: memory below the pages, for unbounded sessions that are kept there. `shares`:
+    of owners, see Capacity. `state_dir`: directory in which sessions outlive the process; `say` receives one line per
+    item that could not be kept or read. `record` returns a reader of the engine's events. `speedup`: of a mock.
 
     Raise ConfigError for settings that exclude each other or leave no room for a session.
     """
-    if mock == (model is not None):
+    if bool(mock) == (model is not None):
         raise ConfigError("is needed, or a mock, and not both", field="model")
-    options = msgspec.structs.replace(options, **given)
-    memory_bytes = parse_bytes(session_memory) if isinstance(session_memory, str) else session_memory
-    config = SessionsConfig(
-        defaults=SessionSettings() if defaults is None else defaults,
-        max_sessions=max_sessions,
-        memory_bytes=memory_bytes,
-        max_history_tokens=MOST_HISTORY_TOKENS if max_history_tokens is None else max_history_tokens,
-        at_capacity=at_capacity,
-    )
+    memory = given.pop("session_memory", given.pop("memory_bytes", None))
+    given["memory_bytes"] = parse_bytes(memory) if isinstance(memory, str) else memory
+    of_sessions = {name: given.pop(name) for name in SessionsConfig.__struct_fields__ if name in given}
+    config = SessionsConfig(**{name: value for name, value in of_sessions.items() if value is not None})
+    options = msgspec.structs.replace(given.pop("options", DEFAULT_OPTIONS), **given)
     if mock and options.kv_groups not in (None, "off"):
         raise ConfigError("a mock counts whole pages", field="kv_groups", hint="Leave it off.")
     if mock and options.kv_dtype != "auto":
@@ -147,7 +134,7 @@ def open_sessions(
         kv_memory = "4GiB" if options.kv_memory == "auto" else options.kv_memory
         mock_bytes = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
         engine = options.engine_config(max(1, mock_bytes // (MOCK_TOKEN_BYTES * options.page_size)))
-        host = (mock_host if make_mock is None else make_mock)(engine, clock=clock, speedup=speedup)
+        host = (mock if callable(mock) else mock_host)(engine, clock=clock, speedup=speedup)
         tiers: Mapping[str, int] = {}
     else:
         from kvarts.run.torch.llm import LLM  # which needs PyTorch

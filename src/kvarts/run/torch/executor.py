@@ -15,7 +15,7 @@ import torch
 
 from kvarts.base.clock import Clock, WallClock
 from kvarts.base.errors import ConfigError
-from kvarts.core.config import EngineConfig
+from kvarts.core.config import EngineConfig, EngineOptions
 from kvarts.core.kv.transfer import TransferReport
 from kvarts.core.sched.plan import PageScores, StepPlan, StepResult
 from kvarts.run.flat_batch import (
@@ -95,11 +95,10 @@ def choose_backend(pools: KVPools, name: str = "auto") -> AttentionBackend:
 class TorchExecutor:
     """An Executor for a transformers model from `load_model`. Owner of its KV pools and page tables.
 
-    `sampler` chooses the tokens. `num_host_pages`: pages of host memory below the device, the target of stores and
-    source of loads; `files`: pages below those. `attention`: name of the attention backend; `layers`: name of the
-    implementation of layers. `cut` and `num_blocks`: the memory of a model with KV groups, where plans name the blocks
-    of every page table. `kv_dtype`: the format of KV in pages. `enforce_eager`: without CUDA graphs. `clock` times the
-    steps.
+    `sampler` chooses the tokens. `options`: `attention`, `layers`, `kv_dtype` and `enforce_eager` are read.
+    `num_host_pages`: pages of host memory below the device, the target of stores and source of loads; `files`: pages
+    below those. `cut` and `num_blocks`: the memory of a model with KV groups, where plans name the blocks of every page
+    table. `clock` times the steps.
     """
 
     needs_page_ids = True
@@ -110,16 +109,14 @@ class TorchExecutor:
         config: EngineConfig,
         sampler: BatchSampler,
         *,
+        options: EngineOptions | None = None,
         num_host_pages: int = 0,
         files: PageStore | None = None,
-        attention: str = "auto",
-        layers: str = "auto",
         cut: BlockCut | None = None,
         num_blocks: int = 0,
-        kv_dtype: str = "auto",
-        enforce_eager: bool = False,
         clock: Clock | None = None,
     ) -> None:
+        options = EngineOptions() if options is None else options
         self._model = model
         self._sampler = sampler
         self._clock = WallClock() if clock is None else clock
@@ -133,15 +130,17 @@ class TorchExecutor:
             device=model.device,
             places=None if cut is None else cut.places,
             page_sizes=None if cut is None else cut.page_sizes,
-            kv_dtype=kv_dtype,
+            kv_dtype=options.kv_dtype,
         )
         self._tables = (0,) * len(self._facts.layers) if cut is None else cut.tables
         pools = [self.pools.of_layers(numbers) for numbers in _layers_by_table(self._tables)]
-        self.attention = backend_name(*pools, name=attention)
+        self.attention = backend_name(*pools, name=options.attention)
         """The name of the attention backend."""
         backends = [choose_backend(one, self.attention) for one in pools]
         self._attention = PagedAttention(self.pools, backends, self._tables)
-        self._layers, self.layers_reason = open_layers(model, self._facts, self.pools, backends, self._tables, layers)
+        self._layers, self.layers_reason = open_layers(
+            model, self._facts, self.pools, backends, self._tables, options.layers
+        )
         use_huge_pages(model)
         self._copier: PageCopier | None = None
         if num_host_pages:
@@ -153,7 +152,12 @@ class TorchExecutor:
             self._states = PagedStates(self.pools, self._facts.states, cut.num_state_blocks)
             self._state_tables = StateTables(config.max_num_seqs, cut.num_state_blocks)
         self._graphs: DecodeGraphs | None = None
-        if not enforce_eager and self.attention in CAPTURED and self._states is None and self._facts.switch is None:
+        if (
+            not options.enforce_eager
+            and self.attention in CAPTURED
+            and self._states is None
+            and self._facts.switch is None
+        ):
 
             def open_forward(every: Sequence[AttentionMetadata]) -> Forward:
                 own = [choose_backend(one, self.attention) for one in pools]

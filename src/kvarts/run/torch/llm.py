@@ -148,14 +148,11 @@ class LLM:
             model,
             config,
             sampler,
+            options=options,
             num_host_pages=next(iter(self.tiers.values()), 0),
             files=files,
-            attention=options.attention,
-            layers=options.layers,
             cut=room.cut,
             num_blocks=room.num_blocks(config.num_pages),
-            kv_dtype=options.kv_dtype,
-            enforce_eager=options.enforce_eager,
             clock=clock,
         )
         detokenizing = DetokenizingExecutor(self._executor, max_num_seqs=config.max_num_seqs, clock=clock)

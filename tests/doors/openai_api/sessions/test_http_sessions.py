@@ -44,8 +44,7 @@ async def both(
     *, window: int | None = 32, door: Door | None = None, speedup: float = 50.0, **settings: Any
 ) -> AsyncIterator[Both]:
     sessions = open_sessions(
-        mock=True,
-        make_mock=word_mock,
+        mock=word_mock,
         speedup=speedup,
         kv_memory="256MiB",
         defaults=SessionSettings(sink=2, window=window),
