@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +10,15 @@ import msgspec
 
 from kvarts.core.content import Content
 from kvarts.core.events import Arrived, Event, Finished
-from kvarts.doors.openai.opening import OwnReaders
+from kvarts.core.sampling import SamplingParams
+from kvarts.doors.openai.opening import Opened, OwnReaders
+from kvarts.doors.openai.served import Ask
+from kvarts.run.llm_engine import LLMEngine
 from kvarts.sim.config import ReplayConfig
 
 from builders.fields import fields_of
 
-__all__ = ["Heard", "HeardBy", "Sent", "shifted"]
+__all__ = ["Heard", "HeardBy", "Sent", "run_live", "shifted"]
 
 
 class Heard:
@@ -85,3 +89,41 @@ class Sent(msgspec.Struct):
     salt: str | None = None
     num_stops: int = 0
     """So many of the words end it."""
+
+
+def run_live(opened: Opened, sent: Sequence[tuple[str | None, Sent]]) -> None:
+    """Send requests to mocks on the wall clock, each to the model with this name, until nothing is under way."""
+
+    async def one(number: int, name: str | None, request: Sent) -> None:
+        await asyncio.sleep(request.delay_ms / 1000)
+        served, ends = opened.models.of(name), tuple(range(request.num_stops))
+        ask = Ask(
+            tokens=request.prompt,
+            params=SamplingParams(max_tokens=request.num_tokens, temperature=1.0, stop_token_ids=ends),
+            priority=request.priority,
+            salt=request.salt,
+            request_id=str(number),
+        )
+        answer, choices = served.start([ask])
+        try:
+            while not choices[0].is_over or answer.pieces:
+                await answer.take()
+        except Exception as error:
+            assert "can never" in str(error) or "needs" in str(error)  # noqa: PT017  # refused: the replay refuses too
+        finally:
+            served.finish(choices)
+
+    async def all_of_them() -> None:
+        opened.models.open()
+        await asyncio.gather(*(one(number, *each) for number, each in enumerate(sent)))
+
+    asyncio.run(all_of_them())
+
+    def rest(engine: LLMEngine) -> None:
+        while engine.has_work:  # stores under way
+            engine.step()
+        for served in opened.models:
+            served.host.core.emit()
+            served.host.core.scheduler.check()
+
+    opened.served.host.loop.call(rest)

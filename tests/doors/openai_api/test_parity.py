@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvarts.core.events import StepDone
-from kvarts.core.sampling import SamplingParams
 from kvarts.cost.polynomial import LinearCost
 from kvarts.doors.openai.opening import Door, MockSettings, OwnReaders
 from kvarts.doors.openai.running import open_mock
-from kvarts.doors.openai.served import Ask, Limits
-from kvarts.run.llm_engine import LLMEngine
+from kvarts.doors.openai.served import Limits
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replaying import replay
 from kvarts.sim.traffic.formats import load_trace
 from kvarts.sim.traffic.logs import RecordedRow, recorded_trace
 
 from builders.grouped import group_settings
-from builders.parity import Heard, Sent, shifted
+from builders.parity import Heard, Sent, run_live, shifted
 
 
 def served_live(config: ReplayConfig, sent: list[Sent], *, speedup: float) -> tuple[list[RecordedRow], list[Any]]:
@@ -32,39 +29,7 @@ def served_live(config: ReplayConfig, sent: list[Sent], *, speedup: float) -> tu
     heard = Heard()
     door = Door(is_recording=True, limits=Limits(max_queued=100_000))
     opened = open_mock(config, door, MockSettings(speedup=speedup, readers=OwnReaders(heard)))
-
-    async def one(number: int, request: Sent) -> None:
-        await asyncio.sleep(request.delay_ms / 1000)
-        ask = Ask(
-            tokens=request.prompt,
-            params=SamplingParams(
-                max_tokens=request.num_tokens, temperature=1.0, stop_token_ids=tuple(range(request.num_stops))
-            ),
-            priority=request.priority,
-            salt=request.salt,
-            request_id=str(number),
-        )
-        answer, choices = opened.served.start([ask])
-        try:
-            while not choices[0].is_over or answer.pieces:
-                await answer.take()
-        except Exception as error:
-            assert "can never" in str(error) or "needs" in str(error)  # noqa: PT017  # refused: the replay refuses too
-        finally:
-            opened.served.finish(choices)
-
-    async def all_of_them() -> None:
-        opened.served.open()
-        await asyncio.gather(*(one(number, request) for number, request in enumerate(sent)))
-
-    asyncio.run(all_of_them())
-
-    def rest(engine: LLMEngine) -> None:
-        while engine.has_work:  # stores under way
-            engine.step()
-        opened.served.host.core.emit()
-
-    opened.served.host.loop.call(rest)
+    run_live(opened, [(None, request) for request in sent])
     assert opened.recorder is not None
     return opened.recorder.rows(), heard.events
 

@@ -418,11 +418,7 @@ class _Calls:
 class AsyncSessions:
     """The sessions of one owner on the server at `address`, `HOST:PORT`, for asyncio.
 
-    `token`: the owner's token, if the server requires one. `tls`: encrypt, and trust the system's certificates;
-    `tls_ca`: encrypt, and trust the certificates in this file. Nothing is sent before the first call.
-
-    All calls raise the server's errors, which are classes of `kvarts.run.sessions.values` and ConfigError; other
-    failures raise a ServerError: ServerUnreachableError, NotAuthenticatedError, CallCancelledError.
+    Parameters and errors are those of Sessions.
     """
 
     def __init__(
@@ -436,10 +432,7 @@ class AsyncSessions:
         self._calls = _AsyncCalls(stub_of(self._channel, SERVICE), address, metadata_of(token))
 
     async def create(self, **settings: Unpack[Settings]) -> AsyncSession:
-        """Return a new session. Settings are those of SessionSettings; omitted ones have the server's defaults.
-
-        Raise SessionsExhaustedError if the session does not fit, ConfigError for a value out of range.
-        """
+        """Return a new session, as Sessions.create does."""
         response = await self._calls.one("CreateSession", create_request(settings))
         return AsyncSession(response.session_id, self._calls)
 
@@ -471,12 +464,7 @@ class AsyncSession:
         self._calls = calls
 
     async def append(self, tokens: Iterable[int], *, expected_length: int | None = None, queue: bool = False) -> int:
-        """Append tokens; return the length of the history once their KV is in pages.
-
-        `expected_length`: the present length. With it, a retry after a lost answer cannot append twice: it raises
-        SessionNotReadyError. `queue`: wait for an operation in progress; without it, SessionBusyError is raised. Raise
-        SessionValueError for ids outside the vocabulary; then nothing was appended.
-        """
+        """Append tokens; return the length of the history. Parameters and errors are those of Session.append."""
         request = append_request(self.id, tokens, expected_length, queue)
         response = await self._calls.one("AppendTokens", request)
         return int(response.history_length)
@@ -484,12 +472,7 @@ class AsyncSession:
     def generate(
         self, max_tokens: int = 128, *, queue: bool = False, **sampling: Unpack[Sampling]
     ) -> AsyncGenerator[Update, None]:
-        """Yield Truncated, if tokens of the history were dropped, then one Token per generated token, then Done.
-
-        Sampling is that of SamplingParams. Generation begins when the first update is requested. Closing the generator
-        cancels it: the session keeps the tokens generated until then. Raise SessionNotReadyError if nothing was
-        appended yet.
-        """
+        """Yield the updates of a generation, as Session.generate does."""
         return self._calls.stream(generate_request(self.id, max_tokens, sampling, queue))
 
     async def cancel(self) -> bool:

@@ -4,7 +4,6 @@ turns, event for event.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,14 +17,12 @@ from kvarts.core.content import Content
 from kvarts.core.event_log import EventLog
 from kvarts.core.events import Cancelled, Event, StepEnded
 from kvarts.core.request import Request
-from kvarts.core.sampling import SamplingParams
 from kvarts.cost.polynomial import LinearCost
 from kvarts.cost.simulated import SimExecutor
 from kvarts.doors.openai.opening import Door, MockSettings
 from kvarts.doors.openai.running import open_mock
-from kvarts.doors.openai.served import Ask, Limits
+from kvarts.doors.openai.served import Limits
 from kvarts.doors.openai.sharing.device import Assignments, PacedDevice, TurnCost
-from kvarts.run.llm_engine import LLMEngine
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replaying import replay
 from kvarts.sim.sharing.config import ModelShare, SharingConfig
@@ -37,7 +34,7 @@ from kvarts.sim.sharing.turns import TurnLoop
 from kvarts.sim.traffic.logs import RecordedRow, recorded_trace
 
 from builders.grouped import group_settings
-from builders.parity import Heard, HeardBy, Sent, shifted
+from builders.parity import Heard, HeardBy, Sent, run_live, shifted
 
 NAMES = ("chat", "code")
 TOKEN_BYTES = {"chat": 8, "code": 12}
@@ -83,40 +80,7 @@ def served_live(
     heard = {name: Heard() for name in config.models}
     door = Door(is_recording=True, limits=Limits(max_queued=100_000))
     opened = open_mock(config, door, MockSettings(readers=HeardBy(heard)))
-
-    async def one(number: int, name: str, request: Sent) -> None:
-        await asyncio.sleep(request.delay_ms / 1000)
-        served = opened.models.of(name)
-        ask = Ask(
-            tokens=request.prompt,
-            params=SamplingParams(max_tokens=request.num_tokens, temperature=1.0),
-            priority=request.priority,
-            salt=request.salt,
-            request_id=str(number),
-        )
-        answer, choices = served.start([ask])
-        try:
-            while not choices[0].is_over or answer.pieces:
-                await answer.take()
-        except Exception as error:
-            assert "can never" in str(error) or "needs" in str(error)  # noqa: PT017  # refused: the replay refuses too
-        finally:
-            served.finish(choices)
-
-    async def all_of_them() -> None:
-        opened.models.open()
-        await asyncio.gather(*(one(number, name, request) for number, (name, request) in enumerate(sent)))
-
-    asyncio.run(all_of_them())
-
-    def rest(engine: LLMEngine) -> None:
-        while engine.has_work:  # stores under way
-            engine.step()
-        for served in opened.models:
-            served.host.core.emit()
-            served.host.core.scheduler.check()
-
-    opened.served.host.loop.call(rest)
+    run_live(opened, sent)
     rows = {served.names[0]: served.recorder.rows() for served in opened.models if served.recorder is not None}
     return rows, heard
 
@@ -229,7 +193,8 @@ def test_a_request_is_dropped_at_the_time_of_the_device() -> None:
     config = msgspec.structs.replace(config, each=msgspec.structs.replace(config.each, max_num_seqs=1))
     heard = {name: Told() for name in NAMES}
     device = SharedDevice(config.kv_bytes)
-    clock, models = VirtualClock(), Assignments()
+    clock = VirtualClock()
+    models: Assignments = {}
     tenants = []
     for name in NAMES:
         times = SimExecutor(TurnCost(config.configs[name].cost_model))
@@ -239,7 +204,7 @@ def test_a_request_is_dropped_at_the_time_of_the_device() -> None:
     paced = PacedDevice(device, turns, {tenant.name: tenant for tenant in tenants}, models, clock)
     requests = []
     for index, name in enumerate(["chat", "chat", "code"]):
-        models.assign(index, name)
+        models[index] = name
         content = Content.from_tokens([index] * 4, page_size=2, owner=index)
         requests.append(Request(index, content, num_prompt_tokens=4, max_tokens=8, arrival_ns=0))
         assert paced.submit(requests[-1], 0) is None

@@ -8,6 +8,7 @@ One loop owns all of them. A request is assigned to a model before it is queued;
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -63,23 +64,8 @@ class TurnCost:
         return self._cost.step_ns(batch) if batch.chunks or batch.num_decodes else 0
 
 
-class Assignments:
-    """Owner of the mapping from requests under way to models."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, str] = {}
-
-    def assign(self, index: int, name: str) -> None:
-        """Assign request `index` to the model `name`."""
-        self._names[index] = name
-
-    def of(self, index: int) -> str | None:
-        """Return the model of a request under way."""
-        return self._names.get(index)
-
-    def forget(self, index: int) -> None:
-        """Remove a request that is over."""
-        self._names.pop(index, None)
+Assignments: TypeAlias = dict[int, str]
+"""The model of each request under way, by index."""
 
 
 class PacedDevice:
@@ -106,13 +92,13 @@ class PacedDevice:
 
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Queue `request`, or return why it can never run. Transfers that have ended meanwhile are finished first."""
-        name = self._models.of(request.index)
+        name = self._models.get(request.index)
         assert name is not None, "a request is assigned before it is queued"
         self._turns.run_until(now_ns, [])
         self._turns.wake(now_ns)
         reason = self._tenants[name].submit(request, now_ns)
         if reason is not None:
-            self._models.forget(request.index)
+            self._models.pop(request.index, None)
         return reason
 
     def cancel(self, request: Request) -> None:
@@ -120,7 +106,7 @@ class PacedDevice:
 
         The last step of its own model may have ended long before: others had their turns since.
         """
-        name = self._models.of(request.index)
+        name = self._models.get(request.index)
         assert name is not None
         now_ns = self.device.now_ns = max(self._clock.now_ns(), self._turns.now_ns)
         self._tenants[name].cancel(request, now_ns)
@@ -167,10 +153,10 @@ class SamplingOfModels:
 
     def drop(self, request_index: int) -> None:
         """Forget a request, if it was added."""
-        name = self._models.of(request_index)
+        name = self._models.get(request_index)
         if name is not None:
             self._executors[name].drop(request_index)
-            self._models.forget(request_index)
+            self._models.pop(request_index, None)
 
     def logprobs(self, request_index: int) -> Logprobs:
         """Return the log-probabilities of the tokens of a request so far."""
@@ -188,7 +174,7 @@ class SamplingOfModels:
         return GenerationsOfModels(self._generations, self._models)
 
     def _name(self, request_index: int) -> str:
-        name = self._models.of(request_index)
+        name = self._models.get(request_index)
         assert name is not None, "the request is under way"
         return name
 
@@ -206,16 +192,16 @@ class GenerationsOfModels:
 
     def get(self, request_index: int) -> Generation | None:
         """Return a request under way; None if `request_index` is unknown."""
-        name = self._models.of(request_index)
+        name = self._models.get(request_index)
         return None if name is None else self._generations[name].get(request_index)
 
     def drop(self, request_index: int) -> Generation | None:
         """Forget a request, and return its tokens and text; None if it was not added."""
-        name = self._models.of(request_index)
+        name = self._models.get(request_index)
         return None if name is None else self._generations[name].drop(request_index)
 
     def _of(self, request_index: int) -> DetokenizingExecutor:
-        name = self._models.of(request_index)
+        name = self._models.get(request_index)
         assert name is not None, "the request is under way"
         return self._generations[name]
 
@@ -231,7 +217,7 @@ class ModelOfDevice:
 
     def assign(self, index: int) -> None:
         """Assign request `index`, which is about to be queued, to this model."""
-        self._models.assign(index, self._name)
+        self._models[index] = self._name
 
     def set_health(self, health: Health) -> None:
         """Set the health of this model, between steps, after its requests were ended."""
@@ -279,7 +265,7 @@ def open_several(config: SharingConfig, door: Door, settings: MockSettings) -> l
         step_by_step=True,
         audit=config.each.audit,
     )
-    models = Assignments()
+    models: Assignments = {}
     paced = PacedDevice(device, turns, {tenant.name: tenant for tenant in tenants}, models, clock)
     clock.is_at_rest = lambda: not paced.has_requests
     sampling = SamplingOfModels(
