@@ -14,6 +14,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 import msgspec
 
 from kvarts.base.clock import PacedClock
+from kvarts.base.errors import ConfigError
 from kvarts.base.tenants import Keys, Owner
 from kvarts.core.build import Storage, Watching, preparation_of
 from kvarts.core.config import EngineConfig
@@ -164,7 +165,7 @@ class RunningServer:
         if config is None:
             config = _engine_of(**given)
         elif given:
-            raise TypeError(f"the configuration has {', '.join(given)}")
+            raise ConfigError("is of the configuration, which is given", field=min(given), hint="Set it there.")
         self.seed = door.seed
         self._seen = _Seen()
         settings = MockSettings(model=self.model, speedup=speedup, readers=readers, watcher=self._seen)
