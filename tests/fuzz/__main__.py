@@ -1,9 +1,9 @@
 """Fuzz the command line: `PYTHONPATH=src:tests python -m fuzz --seconds 60 --seed 1`.
 
-Each line is a random combination of options, mended until kvarts accepts it. A replay then runs again, in steps, with
+Each line is a random combination of options, changed until kvarts accepts it. A replay then runs again, in steps, with
 an audit, and with all its readers: the bytes are the same, and its totals are the sums of its rows. `--compiled
-DIR/src` runs it there as well. `--processes 0.01`: that share of lines also runs in a process of its own. Ends with 1 if a line
-failed, and prints a summary as JSON.
+DIR/src`: it also runs there. `--processes 0.01`: that share of lines also runs in a process of its own. Ends with 1 if
+a line failed, and prints a summary as JSON.
 """
 
 from __future__ import annotations
