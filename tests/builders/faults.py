@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from kvarts.base import leftovers
+
 __all__ = ["ERRORS", "Disk"]
 
-ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)
 BY_PATH = ("open", "stat", "lstat", "listdir", "scandir", "mkdir", "rmdir", "unlink", "rename", "replace", "readlink")
 BY_NUMBER = ("write", "fchmod")
 
@@ -45,6 +47,7 @@ class Disk:
     @contextmanager
     def failing(self, place: int, error: int) -> Iterator[None]:
         """Fail the call at `place`, counted from now."""
+        leftovers._looked_at.clear()  # a process looks for leftovers once in a folder
         self.calls.clear()
         self._numbers.clear()
         self.fail_at, self.error, self.is_on = place, error, True

@@ -15,6 +15,7 @@ from stat import S_ISREG
 
 from kvarts.base.errors import ConfigError, OutputError
 from kvarts.base.files import make_private, write_whole
+from kvarts.base.leftovers import is_live
 from kvarts.core.content import Content
 from kvarts.core.keys import BlockKeys, root_key
 from kvarts.core.kv.pool import PageIds
@@ -230,7 +231,7 @@ class PageFiles:
                 status = path.lstat()
             except OSError:
                 continue  # it has been deleted since
-            if not S_ISREG(status.st_mode):
+            if not S_ISREG(status.st_mode) or (is_unfinished and is_live(path)):
                 continue
             found = status.st_mtime_ns, path, status.st_size
             (unfinished if is_unfinished else pages).append(found)

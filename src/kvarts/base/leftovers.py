@@ -1,0 +1,87 @@
+"""Files and folders of a process while it lives, which the next one removes if it was killed.
+
+A process holds a lock on each, which ends with the process however it ends. Only names and folders that kvarts itself
+has made are removed, and never without their lock.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["hold", "is_live", "remove_leftovers", "temporary_folder"]
+
+NAME = re.compile(r"\.kvarts-[0-9a-f]{16}")
+"""Names of files that are being written."""
+MARKER = ".kvarts-temporary"
+"""File in a temporary folder, and its lock. A folder without it is not removed."""
+MOST_LOOKED_AT = 10_000
+"""Entries of a folder in which leftovers are looked for."""
+
+_looked_at: set[str] = set()
+
+
+def hold(number: int) -> bool:
+    """Lock the open file `number` until it is closed; return False if another process has it, or nobody can."""
+    import fcntl
+
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return os.fstat(number).st_nlink > 0  # else another process took it for a leftover before it was locked
+
+
+def is_live(path: Path | str) -> bool:
+    """Return whether a process may still write the file `path`."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False  # it cannot be held either
+    try:
+        return not hold(number)
+    finally:
+        os.close(number)
+
+
+def remove_leftovers(folder: str) -> None:
+    """Remove what killed processes were writing in `folder`, once per process and folder. Raises nothing."""
+    if folder in _looked_at:
+        return
+    _looked_at.add(folder)
+    with suppress(OSError), os.scandir(folder or ".") as entries:
+        for entry in islice(entries, MOST_LOOKED_AT):
+            if NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) and not is_live(entry.path):
+                with suppress(OSError):
+                    os.unlink(entry.path)  # noqa: PTH108
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder for the block, and remove those that killed processes have left."""
+    import shutil
+    import tempfile
+    from pathlib import Path
+
+    place = Path(tempfile.gettempdir())
+    with suppress(OSError):
+        for marker in islice(place.glob(f"kvarts-*/{MARKER}"), MOST_LOOKED_AT):
+            if marker.parent.lstat().st_uid == os.getuid() and not is_live(marker):
+                shutil.rmtree(marker.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="kvarts-", ignore_cleanup_errors=True) as name:
+        marker = Path(name, MARKER)
+        # Locked under another name first: a marker without its lock is that of a leftover.
+        number = os.open(marker.with_suffix(".new"), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            hold(number)
+            marker.with_suffix(".new").rename(marker)
+            yield Path(name)
+        finally:
+            os.close(number)
