@@ -190,12 +190,16 @@ def test_a_cluster_of_two_nodes_gives_the_same_bytes(
 
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: pip install 'kvarts[ray]'")
-def test_workers_of_ray_that_are_killed_lose_nothing_and_a_point_that_kills_its_worker_is_told(tmp_path: Path) -> None:
+def test_workers_of_ray_that_are_killed_lose_nothing_and_a_point_that_kills_its_worker_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
     from ray.cluster_utils import Cluster
 
     from kvarts.base.errors import OutputError
 
+    # Its workers import this module.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     journal = tmp_path / "journal.jsonl"
     try:

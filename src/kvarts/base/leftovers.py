@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["hold", "is_live", "remove_leftovers", "temporary_folder"]
+__all__ = ["create", "locked_leftover", "remove_leftovers", "temporary_folder"]
 
 NAME = re.compile(r"\.kvarts-[0-9a-f]{16}")
 """Names of files that are being written."""
@@ -28,25 +28,36 @@ MOST_LOOKED_AT = 10_000
 _looked_at: set[str] = set()
 
 
-def hold(number: int) -> bool:
-    """Lock the open file `number` until it is closed; return False if another process has it, or nobody can."""
+def create(path: Path | str) -> int:
+    """Create a file for writing, which no other process takes for a leftover until it is closed; return its number."""
+    import fcntl
+
+    while True:
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with suppress(OSError):  # without locks, nobody removes it
+            fcntl.flock(number, fcntl.LOCK_EX)
+        if os.fstat(number).st_nlink:
+            return number
+        os.close(number)  # it was removed before it was locked
+
+
+@contextmanager
+def locked_leftover(path: Path | str) -> Iterator[bool]:
+    """Yield whether no process is writing the file `path`; then none does during the block."""
     import fcntl
 
     try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return os.fstat(number).st_nlink > 0  # else another process took it for a leftover before it was locked
-
-
-def is_live(path: Path | str) -> bool:
-    """Return whether a process may still write the file `path`."""
-    try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return False  # it cannot be held either
+        yield False
+        return
     try:
-        return not hold(number)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_left = True
+        except OSError:
+            is_left = False
+        yield is_left
     finally:
         os.close(number)
 
@@ -58,9 +69,10 @@ def remove_leftovers(folder: str) -> None:
     _looked_at.add(folder)
     with suppress(OSError), os.scandir(folder or ".") as entries:
         for entry in islice(entries, MOST_LOOKED_AT):
-            if NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) and not is_live(entry.path):
-                with suppress(OSError):
-                    os.unlink(entry.path)  # noqa: PTH108
+            if NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with locked_leftover(entry.path) as is_left, suppress(OSError):
+                    if is_left:
+                        os.unlink(entry.path)  # noqa: PTH108
 
 
 @contextmanager
@@ -73,14 +85,14 @@ def temporary_folder() -> Iterator[Path]:
     place = Path(tempfile.gettempdir())
     with suppress(OSError):
         for marker in islice(place.glob(f"kvarts-*/{MARKER}"), MOST_LOOKED_AT):
-            if marker.parent.lstat().st_uid == os.getuid() and not is_live(marker):
-                shutil.rmtree(marker.parent, ignore_errors=True)
+            with locked_leftover(marker) as is_left:
+                if is_left and marker.parent.lstat().st_uid == os.getuid():
+                    shutil.rmtree(marker.parent, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="kvarts-", ignore_cleanup_errors=True) as name:
         marker = Path(name, MARKER)
-        # Locked under another name first: a marker without its lock is that of a leftover.
-        number = os.open(marker.with_suffix(".new"), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # It gets its name when it is locked: a marker without a lock is that of a leftover.
+        number = create(marker.with_suffix(".new"))
         try:
-            hold(number)
             marker.with_suffix(".new").rename(marker)
             yield Path(name)
         finally:
