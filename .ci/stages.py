@@ -189,6 +189,17 @@ STAGES = (
             ),
         ),
     ),
+    Stage(
+        "fuzz",
+        "random command lines for a minute, compiled beside interpreted where there is a compiled build",
+        (
+            (
+                f"{WITH_PEERS} .venv/bin/python -m fuzz --seconds 60 --seed {COMMIT} --processes 0.01 "
+                "--compiled build/compiled/src"
+            ),
+        ),
+        after=("compile",),
+    ),
     # All above ran without PyTorch, as the test command does: tests of real models said that they skip. torch is not in
     # the lock: its version is pinned, and its builds for a CPU or a CUDA release are other files.
     Stage(

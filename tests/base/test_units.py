@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvarts.base.errors import ConfigError
-from kvarts.base.units import parse_bytes, parse_duration_s, parse_rate
+from kvarts.base.units import parse_bytes, parse_duration_s, parse_rate, to_ns
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,11 @@ def test_what_may_stand_for_bits_is_refused(text: str) -> None:
 @pytest.mark.parametrize(("text", "rate"), [("50GB/s", 50_000_000_000), ("50gb/S", 50_000_000_000), ("1GiB", 1 << 30)])
 def test_bandwidths(text: str, rate: int) -> None:
     assert parse_rate(text) == rate
+
+
+def test_times_of_today_in_milliseconds_and_seconds_keep_their_nanoseconds() -> None:
+    """2025 in ms times a million needs 61 bits; half a millisecond is exact in the float."""
+    assert to_ns(1_760_000_000_000.5, 10**6) == 1_760_000_000_000_500_000
+    assert to_ns(1_760_000_000.5, 10**9) == 1_760_000_000_500_000_000
+    assert to_ns(0.123456789, 10**9) == 123_456_789
+    assert to_ns(7, 10**6) == 7_000_000

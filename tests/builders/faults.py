@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-__all__ = ["ERRORS", "Disk"]
+from kvarts.base import leftovers
 
-ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)
+__all__ = ["ERRORS", "Disk", "without_inodes"]
+
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)
 BY_PATH = ("open", "stat", "lstat", "listdir", "scandir", "mkdir", "rmdir", "unlink", "rename", "replace", "readlink")
 BY_NUMBER = ("write", "fchmod")
 
@@ -45,6 +47,7 @@ class Disk:
     @contextmanager
     def failing(self, place: int, error: int) -> Iterator[None]:
         """Fail the call at `place`, counted from now."""
+        leftovers._looked_at.clear()  # a process looks for leftovers once in a folder
         self.calls.clear()
         self._numbers.clear()
         self.fail_at, self.error, self.is_on = place, error, True
@@ -111,3 +114,30 @@ class _Read(io.FileIO):
     def readall(self) -> bytes:
         self._count("read")
         return super().readall()
+
+
+def without_inodes(patch: pytest.MonkeyPatch) -> None:
+    """From now on, nothing can be created in any folder: what is there can be read, written and deleted."""
+
+    def full(path: Any) -> OSError:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    opened, number_of = builtins.open, os.open
+
+    def open_number(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_CREAT and not os.path.lexists(path):
+            raise full(path)
+        return number_of(path, flags, *rest, **named)
+
+    def open_file(file: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        if not isinstance(file, int) and mode[0] in "wax" and not os.path.lexists(file):
+            raise full(file)
+        return opened(file, mode, *rest, **named)
+
+    def make(path: Any, *_: Any, **__: Any) -> None:
+        raise full(path)
+
+    patch.setattr(os, "open", open_number)
+    patch.setattr(builtins, "open", open_file)
+    patch.setattr(io, "open", open_file)
+    patch.setattr(os, "mkdir", make)

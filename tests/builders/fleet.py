@@ -210,7 +210,7 @@ def assert_as_naive(
             "first_token_ns": decode.first_token_ns,
             "last_token_ns": None if status == "cancelled" else decode.last_token_ns,
             "output_tokens": decode.made,
-            "preemptions": decode.preemptions,
+            "preemptions": prefill.preemptions + decode.preemptions,
             "recomputed_tokens": prefill.recomputed_tokens + decode.recomputed_tokens,
             "num_restarts": handoff.restarts,
         }

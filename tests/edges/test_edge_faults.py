@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from builders.calls import CALLS, path_params, snapshot
-from builders.faults import ERRORS, Disk
+from builders.faults import ERRORS, Disk, without_inodes
 
 Run = Callable[..., tuple[int, bytes, str]]
 
@@ -108,6 +108,18 @@ def restore(here: Path, before: dict[str, bytes | None]) -> None:
 )
 def test_a_fault_at_each_call(name: str, here: Path, call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at_each_call(name, here, call, monkeypatch, ERRORS[:1])
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_without_inodes_nothing_changes_and_the_code_is_that_of_a_full_disk(
+    name: str, here: Path, call: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot(here)
+    with monkeypatch.context() as patch:
+        without_inodes(patch)
+        code, _, err = call(*words_of(name))
+    assert code == 7 and "No space left on device" in err and "Traceback" not in err, err
+    assert snapshot(here) == before
 
 
 @pytest.mark.long

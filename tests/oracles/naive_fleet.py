@@ -58,6 +58,8 @@ class NaiveWorker(NaiveEngine):
         self.pending: list[NaiveHandoff] = []
         self.arrived: set[int] = set()
         self.orders: dict[int, int] = {}
+        self.is_by_age = False
+        """It generates from prompts that others computed: whoever waits here is older than those behind."""
         self.deferred: list[tuple[str, NaiveHandoff]] = []
         self.end_ns: int | None = None
         self.ended: list[NaiveRequest] = []  # in the step under way
@@ -154,7 +156,7 @@ class NaiveWorker(NaiveEngine):
     def preempt(self, victim: NaiveRequest, asker: NaiveRequest, now_ns: int) -> None:
         super().preempt(victim, asker, now_ns)
         self.generation += 1
-        if not self.is_mocker and self.orders:
+        if self.is_by_age:
             self.waiting.sort(key=self.age)
 
     # A step -----------------------------------------------------------------------------------------------------
@@ -355,6 +357,8 @@ class NaiveFleet:
 
     def run(self, requests: list[NaiveRequest]) -> None:
         self.workers = [*self.prefills, *self.decodes]
+        for worker in self.decodes:
+            worker.is_by_age = not self.is_mocker
         self.actions: list[tuple[str, NaiveHandoff]] = []
         self.transfers: list[tuple[int, int, NaiveHandoff]] = []
         self.streams: list[NaiveStream] = []

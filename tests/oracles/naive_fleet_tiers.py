@@ -49,6 +49,11 @@ class NaiveTieredWorker(NaiveWorker, NaiveOffloadEngine):
         if num_full and not self.is_lazy:
             self.wanted[request.seq] = request, 0, num_full
 
+    def let_follow(self, awaited: NaiveRequest) -> None:
+        super().let_follow(awaited)
+        if self.is_by_age:
+            self.waiting.sort(key=self.age)
+
     def finish(self, now_ns: int) -> list[NaiveRequest]:
         done = super().finish(now_ns)
         if not self.is_lazy:

@@ -186,3 +186,37 @@ def test_a_cluster_of_two_nodes_gives_the_same_bytes(
     finally:
         cluster.shutdown()
     assert tables(tmp_path / "one") == tables(tmp_path / "ray")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: pip install 'kvarts[ray]'")
+def test_workers_of_ray_that_are_killed_lose_nothing_and_a_point_that_kills_its_worker_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from kvarts.base.errors import OutputError
+
+    # Its workers import this module.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    journal = tmp_path / "journal.jsonl"
+    try:
+        killed = tmp_path / "killed"
+        points = [{"x": x, "killed": str(killed)} for x in range(6)]
+        rows = run_sweep(points, dies_once, tmp_path / "once.jsonl", workers=1, ray_address=cluster.address)
+        assert rows == [{"y": x**2} for x in range(6)] and killed.exists()
+        with pytest.raises(OutputError, match="a worker of the Ray cluster has ended before its point was done"):
+            run_sweep([{"x": 1}], end, journal, workers=1, ray_address=cluster.address)
+        assert not ray.is_initialized()
+    finally:
+        cluster.shutdown()
+
+
+def dies_once(point: dict[str, Any]) -> dict[str, Any]:
+    """A worker that is killed in the first attempt at a point."""
+    if point["x"] == 3 and not Path(point["killed"]).exists():
+        Path(point["killed"]).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return square(point)

@@ -356,12 +356,15 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         with _spooled(path, lambda: _open_special(target, descriptor, mode)) as file:
             yield file
         return
+    from kvarts.base.leftovers import create, remove_leftovers
+
+    remove_leftovers(os.path.dirname(target))  # noqa: PTH120
     # Hidden, and short even if the file's own name is long.
     temporary = target.with_name(f".kvarts-{os.urandom(8).hex()}")
     is_left = True  # set before the file exists, since a signal may arrive right after its creation
     try:
         with writing(path):
-            number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            number = create(temporary)
         raw = _Result(number, path)
         file = io.BufferedWriter(raw, 1 << 16)
         try:

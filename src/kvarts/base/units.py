@@ -8,7 +8,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.base.limits import MOST_BYTES, MOST_SECONDS, brief
 
 __all__ = ["as_duration", "as_memory", "as_number", "as_percent", "meant_size", "parse_bytes", "parse_delay_ms"]
-__all__ += ["parse_duration_s", "parse_rate"]
+__all__ += ["parse_duration_s", "parse_rate", "to_ns"]
 
 # Patterns are compiled on first use: a command that is given no size or duration does without.
 _SIZE = r"(?i)\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(b?)\s*"
@@ -120,3 +120,9 @@ def as_memory(num_bytes: float) -> str:
     if num_bytes >= 1 << 30:
         return f"{num_bytes / (1 << 30):,.1f} GiB"
     return f"{num_bytes / (1 << 20):,.1f} MiB" if num_bytes >= 1 << 17 else f"{num_bytes / (1 << 10):,.1f} KiB"
+
+
+def to_ns(value: float, unit_ns: int) -> int:
+    """Return `value` units of `unit_ns` each, to the nanosecond: the product of two floats has only 53 bits."""
+    whole = int(value)
+    return whole * unit_ns + round((value - whole) * unit_ns)

@@ -111,9 +111,9 @@ def run_replay(
     with ExitStack() as stack:
         folder = None if run_dir is None else stack.enter_context(_new_directory(run_dir))
         if folder is None and html_file is not None:
-            from tempfile import TemporaryDirectory
+            from kvarts.base.leftovers import temporary_folder
 
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvarts-")))
+            folder = stack.enter_context(temporary_folder())
         outputs = run.outputs({**places, "run_dir": folder, "html_file": html_file})
         if outputs.paths:
             inputs = [path for path in (trace, config_file, *run.inputs, *paths_in(given)) if path is not None]

@@ -272,9 +272,13 @@ def _ends_whole(journal: Path) -> bool:
 def results_on_ray(
     missing: Mapping[str, Values], run: Callable[[Values], Values], address: str
 ) -> Iterator[tuple[str, Values]]:
-    """Yield the key and row of each point as it is done. Raise ConfigError if the cluster is not reachable."""
+    """Yield the key and row of each point as it is done.
+
+    Raise ConfigError if the cluster is not reachable, OutputError if a worker ends, again and again, before its point.
+    """
     try:
         import ray
+        from ray.exceptions import RayError, RayTaskError
     except ImportError:
         raise ConfigError("needs ray", field="--ray", hint="pip install 'kvarts[ray]'.") from None
     _check_reachable(address)
@@ -289,6 +293,14 @@ def results_on_ray(
         while pending:
             done, _ = ray.wait(list(pending), num_returns=1)
             yield pending.pop(done[0]), ray.get(done[0])
+    except RayTaskError:
+        raise  # the error of a point, which it is an instance of
+    except RayError as error:
+        # Ray has run the point again, three times, on other workers.
+        raise OutputError(
+            f"a worker of the Ray cluster has ended before its point was done: {type(error).__name__}",
+            hint="Run the same command again: points that are done are kept. Its workers may lack memory.",
+        ) from error
     finally:
         ray.shutdown()
 

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 
 from kvarts.base.errors import ConfigError, KvartsError
 from kvarts.base.files import located, own_directory, read_toml, reading, write_whole
+from kvarts.base.leftovers import temporary_folder
 from kvarts.base.settings import Flags, Given, Section, given_in
 from kvarts.base.units import as_duration, as_percent
 from kvarts.plan.commands import command_line
@@ -205,8 +205,8 @@ def sweep(
         return run_sweep(points, run, folder / JOURNAL, workers=workers, ray_address=ray_address, on_done=on_done)
 
     if directory is None:
-        with TemporaryDirectory(prefix="kvarts-") as folder:
-            return _sweep_of(values, path, "", changes, points, rows_in(Path(folder)))
+        with temporary_folder() as folder:
+            return _sweep_of(values, path, "", changes, points, rows_in(folder))
     directory = Path(directory)
     command = "" if path is None else shlex.join(["kvarts", "sweep", str(path), "-o", str(directory)])
     with own_directory(directory):

@@ -23,6 +23,7 @@ from kvarts.base.errors import ConfigError, OutputError
 from kvarts.core.tiers.opening import prepare_tiers
 from kvarts.core.tiers.pagefiles import MOST_KEY_BYTES, PageFiles, file_bytes
 
+from builders.faults import without_inodes
 from builders.serving import serve
 from builders.tiered_toy import TieredToy, busy, check_outputs
 from builders.tiers import offloader_of
@@ -82,6 +83,10 @@ def full(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo = restore  # type: ignore[method-assign]
 
 
+def no_inodes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_inodes(monkeypatch)
+
+
 def directory_in_place_of_files(directory: Path, _: pytest.MonkeyPatch) -> None:
     for path in [*directory.glob("*/*.kv")]:
         path.unlink()
@@ -109,6 +114,7 @@ Edge = Callable[[Path, pytest.MonkeyPatch], None]
 EDGES: list[Edge] = [
     read_only,
     full,
+    no_inodes,
     directory_in_place_of_files,
     file_in_place_of_directories,
     removed,
@@ -293,6 +299,46 @@ def test_a_writer_that_was_killed_leaves_whole_pages(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_writer_that_was_killed_fifty_times_leaves_whole_pages(tmp_path: Path) -> None:
     assert check_killed(tmp_path, 50) > 0
+
+
+SHARING = """
+import sys, time
+from hashlib import blake2b
+from kvarts.core.tiers.pagefiles import PageFiles
+directory, seed, until = sys.argv[1], int(sys.argv[2]), time.monotonic() + float(sys.argv[3])
+number = num_read = 0
+while time.monotonic() < until:
+    files = PageFiles(directory, max_bytes=1_000_000)  # begins again and again, next to the writes of the other
+    for _ in range(60):
+        number += 1
+        payload = bytes([seed]) * 20_000
+        key = blake2b(b"%d %d" % (seed, number), digest_size=32).digest()
+        files.write(key, payload)
+        for each in files.keys()[-3:]:
+            found = files.read(each)
+            num_read += found is not None
+            assert found is None or (len(found) == 20_000 and len(set(found)) == 1), "a page of neither"
+        if number % 3 == 0:
+            files.delete(key)
+    assert files.num_errors == 0, files.num_errors
+print(num_read)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("duration_s", [0.5, pytest.param(10.0, marks=pytest.mark.long)])
+def test_two_engines_at_once_in_one_directory_read_whole_pages_and_lose_no_write(
+    duration_s: float, tmp_path: Path
+) -> None:
+    """Each counts only what it writes. Neither takes a file for a leftover that the other is writing."""
+    command = [sys.executable, "-c", SHARING, str(tmp_path)]
+    engines = [
+        subprocess.Popen([*command, str(seed), str(duration_s)], stdout=subprocess.PIPE, text=True) for seed in (1, 2)
+    ]
+    for engine in engines:
+        out, _ = engine.communicate(timeout=60)
+        assert engine.returncode == 0 and int(out) > 0
+    assert not list(tmp_path.glob("*/.*"))
 
 
 @pytest.mark.parametrize("num_bytes", [1, 20, 32, 36, MOST_KEY_BYTES])

@@ -150,3 +150,27 @@ def test_a_run_that_is_split_while_it_waits_to_move_moves_with_all_its_parts() -
     order.regroup()
     cache.check([], [held])
     assert [(node.start, node.end) for node in order.unsafe_nodes()] == [(2, 3), (1, 2), (0, 1)]
+
+
+def test_marks_are_those_of_the_copy_that_is_found_where_the_copy_that_a_run_followed_was_evicted() -> None:
+    """L4: two requests compute the same pages, two more pages follow the second copy, and a third finds the first."""
+    order = SafeFirst()
+    cache = PageCache(CountPool(10), PrefixTree(order, watcher=order))
+    config = OffloadConfig(host_pages=64, policy="lazy", target_free=4, kv_bytes_per_token=1000)
+    offloader = open_offloader(config, cache, page_size=1, max_num_batched_tokens=8, order=order)
+    content = [Content.from_tokens(range(6), page_size=1, owner=owner) for owner in range(3)]
+    first, second = [cache.open(cache.match(each, 4)) for each in content[:2]]
+    for holding in (first, second):
+        cache.grow(holding, 4)
+        cache.publish_pages(holding, 4)
+    cache.grow(second, 6)
+    cache.close(second, 6, 6)
+    third = cache.open(cache.match(content[2], 6))
+    cache.close(first, 4, 4)
+    cache.take(4)
+    assert cache.num_cached == 0 and cache.match(content[2], 6).num_pages == 6, "the second copy was evicted"
+    cache.close(third, 6, 6)
+    offloader.plan_stores(0)
+    offloader.advance_to(1 << 60)
+    assert offloader.layout.tiers[0].held(content[2], 0, 6) == [(2, 6)]
+    offloader.check()

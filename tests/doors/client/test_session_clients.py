@@ -319,6 +319,19 @@ def test_tls_and_a_token(tmp_path: Path) -> None:
         Sessions(ANY_PORT, tls_ca=tmp_path)
 
 
+@pytest.mark.parametrize("wrong", [{"is_expired": True}, {"hosts": "DNS:example.org"}])
+def test_a_certificate_that_has_expired_or_is_for_another_host_is_not_trusted(
+    wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    cert, key = make_certificate(tmp_path, "wrong", **wrong)
+    runtime = FakeRuntime()
+    with serving_on_a_thread(runtime, Binding(address=ANY_PORT, tls_cert=cert, tls_key=key)) as address:
+        for _ in range(3):
+            with Sessions(address, tls_ca=cert) as sessions, pytest.raises(ServerUnreachableError):
+                sessions.create()
+    assert not runtime.sessions
+
+
 def test_a_client_needs_nothing_of_a_server() -> None:
     code = "import sys, kvarts.doors.client; print(*sorted(sys.modules))"
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import ssl
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +130,26 @@ def test_both_doors_of_a_session_server_are_encrypted_with_one_certificate(tmp_p
             )
             assert [session.label for session in listed.sessions] == ["one"]
         assert server.stop() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [{"is_expired": True}, {"hosts": "DNS:example.org"}, {}])
+def test_clients_refuse_a_mocks_wrong_certificate_and_it_goes_on(wrong: dict[str, Any], tmp_path: Path) -> None:
+    """{}: another certificate than the client trusts. A client that checks nothing is answered after all of them."""
+    cert, key = make_certificate(tmp_path, "wrong", **wrong)
+    trusted = cert if wrong else make_certificate(tmp_path, "other")[0]
+    with kvarts_process("mock", "--port", "0", "--tls-cert", str(cert), "--tls-key", str(key)) as server:
+        host, port = server.wait_for(r"https://([\d.]+):(\d+)").groups()
+        checking, unchecked = ssl.create_default_context(cafile=trusted), ssl._create_unverified_context()
+        for _ in range(5):
+            with (
+                closing(http.client.HTTPSConnection(host, int(port), context=checking, timeout=20)) as connection,
+                socket.create_connection((host, int(port)), timeout=20) as plain,
+            ):
+                plain.sendall(b"GET / HTTP/1.1\r\n\r\n")  # not TLS at all
+                with pytest.raises(ssl.SSLCertVerificationError):
+                    connection.request("GET", "/health")
+        with closing(http.client.HTTPSConnection(host, int(port), context=unchecked, timeout=20)) as connection:
+            connection.request("GET", "/health")
+            assert connection.getresponse().status == 200
+        assert not [line for line in server.lines if "Traceback" in line]

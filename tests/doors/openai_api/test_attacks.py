@@ -660,3 +660,30 @@ def test_tenants_under_attack_get_the_same_answers_and_their_shares(tmp_path: Pa
         # What is under way at both ends of the time counts as a whole answer or not at all.
         for owner, share in zip(tenants, shares, strict=False):
             assert got[owner] >= 0.9 * together * share / sum(shares) - 6 * 24, got
+
+
+@pytest.mark.long
+def test_two_thousand_connections_that_are_idle_half_sent_or_streaming(server: Server) -> None:
+    """All are open at once. What they held is released when they close."""
+    descriptors = Path(f"/proc/{server.process.popen.pid}/fd")
+    body = json.dumps({"prompt": "hello", "max_tokens": 400, "stream": True, "ignore_eos": True}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer attacker-key\r\n".encode()
+    whole = head + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+    def wait_for(is_met: Callable[[int], bool]) -> None:
+        until = time.monotonic() + 60
+        while not is_met(count := len(list(descriptors.iterdir()))):
+            assert time.monotonic() < until, count
+            time.sleep(0.1)
+
+    before = len(list(descriptors.iterdir()))
+
+    def attack() -> None:
+        with ExitStack() as stack:
+            for number in range(2000):
+                connection = stack.enter_context(server.connect())
+                connection.sendall((b"", head, whole if number % 10 == 2 else b"")[number % 3])
+            wait_for(lambda count: count >= before + 1900)
+
+    server.under(attack)
+    wait_for(lambda count: count <= before + 10)

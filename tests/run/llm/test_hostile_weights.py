@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import resource
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,13 @@ pytest.importorskip("torch", reason="needs kvarts[torch]")
 pytest.importorskip("transformers", reason="needs kvarts[torch]")
 import torch
 
-from kvarts.base.errors import InputError
+from kvarts.base.errors import InputError, KvartsError
+from kvarts.run.torch.gguf_file import GgufFile
+from kvarts.run.torch.gguf_model import read_model
 from kvarts.run.torch.loading import load_model, load_tokenizer
 from kvarts.run.torch.tiny import write_tiny
+
+from builders.gguf_files import small_model, write_gguf
 
 
 class Runs:
@@ -91,3 +98,49 @@ def test_a_tokenizer_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
     (model / "tokenizer.json").write_text('{"model":' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(InputError, match=r"tokenizer\.json: is nested too deeply"):
         load_tokenizer(model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_mutated_weights_are_a_model_or_an_error_of_ours(seed: int, tmp_path: Path) -> None:
+    """Bytes changed, cut, doubled and inserted, most of them in headers: bounded in memory, and no other exception."""
+    rng = random.Random(seed)
+    write_tiny("llama", tmp_path / "model")
+    gguf = tmp_path / "model.gguf"
+    write_gguf(small_model("qwen2"), "qwen2", gguf)
+    safetensors = tmp_path / "model" / "model.safetensors"
+    outcomes: Counter[str] = Counter()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    readers = {safetensors: lambda: load_model(safetensors.parent), gguf: lambda: read_model(GgufFile(gguf), None)}
+    for path, read in readers.items():
+        whole = path.read_bytes()
+        for _ in range(100):
+            path.write_bytes(mutated(whole, rng))
+            try:
+                read()
+                outcomes[f"{path.suffix} read"] += 1
+            except KvartsError as error:
+                assert "Traceback" not in str(error)
+                outcomes[f"{path.suffix} refused"] += 1
+        path.write_bytes(whole)
+    assert min(outcomes[".safetensors refused"], outcomes[".gguf refused"]) > 20, outcomes
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 * 1024, "KiB"
+
+
+def mutated(whole: bytes, rng: random.Random) -> bytes:
+    """Return `whole` with one to four changes; three of four are in its first 4 KiB."""
+    changed = bytearray(whole)
+    for _ in range(rng.randrange(1, 5)):
+        place = rng.randrange(min(len(changed), 4096 if rng.random() < 0.75 else len(changed)) or 1)
+        match rng.randrange(5):
+            case 0:
+                changed[place : place + 1] = bytes([rng.randrange(256)])
+            case 1:
+                changed[place : place + 8] = rng.choice([b"\xff" * 8, b"\0" * 8, (1 << 40).to_bytes(8, "little")])
+            case 2:
+                del changed[place : place + rng.choice([1, 8, 4096, len(changed)])]
+            case 3:
+                changed[place:place] = rng.randbytes(rng.randrange(1, 40))
+            case _:
+                changed[place:place] = changed[place : place + rng.randrange(1, 400)]
+    return bytes(changed)

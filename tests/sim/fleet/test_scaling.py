@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from kvarts.sim.fleet.config import FleetConfig, PoolConfig
 from kvarts.sim.fleet.scaling import Decision, FleetState, PoolState, WorkerState, parse_scaler
 from kvarts.sim.replaying import replay
 from kvarts.sim.traffic.trace import Trace, TraceRequest
+
+from builders.case import Case, Row
 
 S = 1_000_000_000
 
@@ -325,3 +328,14 @@ def test_what_is_no_price_is_refused(price: str, said: str, kvarts: Callable[...
     pools = ("--prefill", "replicas=1", "--decode", "replicas=1")
     code, _, told = kvarts("replay", "sample:mooncake", "--pages", 900, *pools, "--set", f"price.gpu_hour={price}")
     assert (code, "--set price.gpu_hour" in told, said in told) == (2, True, True), told
+
+
+def test_the_busy_share_of_a_fleet_counts_the_workers_that_a_scaler_adds() -> None:
+    rows = [Row(10 * index, [index], 1, 60, None, 0, None) for index in range(40)]
+    case = Case(rows, 1, 16, 400, 64, 1, "default", 1)
+    scaler = partial(parse_scaler, "queue,target=1,every=0.1s,stable=0s,most=4")
+    config = FleetConfig(pools=(PoolConfig(role="mixed", each=case.config()),), scaler=scaler)
+    summary = replay(case.trace(), config).summary
+    (pool,) = summary["fleet"]["pools"]
+    assert pool["mean_workers"] > 1.5
+    assert summary["busy_pct"] == pytest.approx(pool["busy_pct"]) and summary["busy_pct"] <= 1

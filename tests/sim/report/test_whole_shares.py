@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.core.events import Admitted, Finished, Preemption
 from kvarts.sim.replaying import replay
 from kvarts.sim.report.requests import COMPLETED
 
 from builders.case import Case, Row, cases
 from builders.fleet import FleetCase, fleets
-from builders.grouped import Told
 from builders.tiered import tiers_below
 
 pytestmark = pytest.mark.laws
@@ -40,7 +38,7 @@ def assert_whole(report: Any) -> None:
     ended = [row for row in rows if row["status"] == "completed"]
     assert summary["num_completed"] == len(ended)
     assert len(rows) == summary["num_requests"]
-    assert summary["num_preemptions"] == int(report.steps["preempted"].sum())
+    assert summary["num_preemptions"] == int(report.steps["preempted"].sum()) == int(raw["preemptions"].sum())
     for each in summary.get("replicas", []):
         assert each["prefix_hit_ratio"] is None or 0 <= each["prefix_hit_ratio"] <= 1
 
@@ -52,42 +50,21 @@ def test_a_replays_totals_are_sums_of_its_rows(
     changes: dict[str, Any] = {"async_scheduling": is_ahead}
     if has_tiers:
         changes["offload"] = data.draw(tiers_below(of_groups=False, sync_loads=True))
-    assert_preemptions_are_whole(case.trace(), case.config(**changes), is_ahead)
+    assert_whole(replay(case.trace(), case.config(**changes)))
 
 
 @given(fleets(cancels=True, faults=True), st.booleans())
 def test_a_fleets_totals_are_sums_of_its_rows(case: FleetCase, is_ahead: bool) -> None:
-    assert_preemptions_are_whole(case.case.trace(), case.config(async_scheduling=is_ahead), is_ahead)
+    assert_whole(replay(case.case.trace(), case.config(async_scheduling=is_ahead)))
 
 
-def assert_preemptions_are_whole(trace: Any, config: Any, is_ahead: bool) -> None:
-    """Replay; all totals are whole, and the preemptions those of the rows and of requests that had ended."""
-    readers: list[Told] = []
-
-    def observers_of(_: object) -> list[Told]:
-        readers.append(Told())
-        return readers[-1:]
-
-    report = replay(trace, config, observers_of=observers_of)
-    assert_whole(report)
-    rows = int(report.request_columns["preemptions"].sum())
-    ended = sum(map(num_preempted_after_their_end, readers))
-    assert report.summary["num_preemptions"] == rows + ended
-    assert is_ahead or not ended
-
-
-def num_preempted_after_their_end(reader: Told) -> int:
-    """Number of requests whose pages were taken when their last token was sampled and the step after it was planned."""
-    num_ended = 0
-    waiting: set[int] = set()
-    for event in reader.events:
-        if isinstance(event, Preemption):
-            waiting.add(event.victim)
-        elif isinstance(event, Admitted):
-            waiting.discard(event.request)
-        elif isinstance(event, Finished):
-            num_ended += event.request in waiting
-    return num_ended
+def test_a_request_whose_pages_are_taken_while_its_last_token_is_sampled_was_preempted() -> None:
+    """The step after was planned, ahead, before that token was known."""
+    rows = [Row(0, [0] * 5, 5, num_output, None, 0, tenant) for num_output, tenant in ((1, None), (4, None), (1, "a"))]
+    case = Case(rows, 1, 1, 12, 16, 2, "default", 1)
+    report = replay(case.trace(), case.config(async_scheduling=True))
+    assert report.summary["num_preemptions"] == 1
+    assert report.request_columns["preemptions"].tolist() == [0, 0, 1]
 
 
 def test_a_mockers_share_is_of_its_prompts() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from fuzz.__main__ import problems
+from fuzz.running import run_here
 from kvarts.base.errors import ConfigError, InputError
 from kvarts.cli.sharing import parse_share
 from kvarts.sim.sharing.config import parse_health
@@ -266,3 +270,35 @@ def test_bad_azure_lines_can_be_left_out(tmp_path: Path) -> None:
     assert [(row.row, row.arrival_ns, row.num_prompt_tokens) for row in trace] == [(1, 0, 9), (0, 1_500_000_000, 7)]
     with pytest.raises(ConfigError, match="is given, and the trace has no hash ids"):
         load_trace(path, trace_block_size=16)
+
+
+ALIKE = (
+    "--model", "chat=llama-3.1-8b", "--trace", "chat=trace.jsonl", "--model", "code=qwen3-8b", "--trace",
+    "code=trace.jsonl", "--device", "h100-80gb", "--kv-memory", "200MiB", "--set", "health=chat=degraded@0.01", "--set",
+    "health=code=degraded@0.3", "--set", "session_turns=whole", "--json", "--requests", "rows.jsonl",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "more"),
+    [
+        # code is preempted for chat, and never plans another step.
+        ([{"timestamp": 0, "input_length": 9}, {"timestamp": 10, "input_length": 188}], ["--concurrency", "3"]),
+        # The first turns fail at the end, and the third turn of s arrives before the second of t.
+        (
+            [
+                {"timestamp": 20, "input_length": 9, "session_id": name, "delay": delay_ms}
+                for name, delay_ms in (("s", 0), ("t", 0), ("s", 5), ("s", 5), ("t", 300))
+            ],
+            [],
+        ),
+    ],
+)
+def test_rows_of_models_that_are_degraded_at_the_end_are_in_order_and_add_up(
+    rows: list[dict[str, Any]], more: list[str], tmp_path: Path
+) -> None:
+    written = [{**row, "output_length": 400, "hash_ids": [number]} for number, row in enumerate(rows)]
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    ended = run_here(["replay", *ALIKE, *more], tmp_path)
+    assert ended.code == 0, ended.err
+    assert problems(ended) == []

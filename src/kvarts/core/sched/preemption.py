@@ -234,12 +234,12 @@ class Preemptor:
         if self._tell is not None:
             self._tell(preemption)
         self._running.release(victim, num_unused, num_unnamed)
+        victim.num_preemptions += 1
         if victim.state is FINISHED:
             return
         if tiers is not None:
             tiers.preempted(victim.content, victim.num_computed // self._page_size - num_unnamed, holding)
         victim.become(RequestState.PREEMPTED)
-        victim.num_preemptions += 1
         victim.num_computed = 0
         self._waiting.push(victim)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any, cast
 
 from kvarts.core.content import Content
@@ -610,12 +611,8 @@ class PageLayout(Layout[MemoryTier]):
         """
         seen: set[int] = set()
         for deepest in reversed(list(self._cache.tree.nodes())):
-            branch: list[Node] = []
-            node: Node | None = deepest
-            while node is not None and node.end and id(node) not in seen:
-                seen.add(id(node))
-                branch.append(node)
-                node = node.parent
+            branch = list(takewhile(lambda node: id(node) not in seen, order.up_from(deepest)))
+            seen.update(map(id, branch))
             if not branch:
                 continue
             start = branch[-1].start

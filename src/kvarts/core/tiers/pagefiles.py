@@ -15,6 +15,7 @@ from stat import S_ISREG
 
 from kvarts.base.errors import ConfigError, OutputError
 from kvarts.base.files import make_private, write_whole
+from kvarts.base.leftovers import locked_leftover
 from kvarts.core.content import Content
 from kvarts.core.keys import BlockKeys, root_key
 from kvarts.core.kv.pool import PageIds
@@ -130,8 +131,10 @@ class PageFiles:
         """Files that could not be deleted: they take room."""
         self.num_bytes = 0
         for _, path, size in unfinished:
-            self.num_unfinished += 1
-            self._remove(path, size)
+            with locked_leftover(path) as is_left:
+                if is_left:
+                    self.num_unfinished += 1
+                    self._remove(path, size)
         for _, path, size in pages:
             self._sizes[bytes.fromhex(path.stem)] = size
             self.num_bytes += size

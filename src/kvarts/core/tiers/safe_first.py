@@ -147,14 +147,16 @@ class SafeFirst:
 
         The last one may reach beyond.
         """
-        while node.start >= end:
-            node = _before(node).first
-        path = [node]
-        while node.start:
-            node = _before(node).first
-            path.append(node)
+        path = [each for each in self.up_from(node) if each.start < end]
         path.reverse()
         return path
+
+    def up_from(self, node: Node) -> Iterator[Node]:
+        """Yield `node` and the runs before it, the deepest first, each as the copy that is found."""
+        yield node
+        while node.start:
+            node = _before(node).first
+            yield node
 
     def start_of_unknown(self, node: Node) -> int:
         """Return the start of the unstored stretch that ends with `node`: all its runs are `Below.NOT`."""

@@ -140,6 +140,7 @@ class Handoff(LinkTransfer):
         if self.prefill is not None:
             self.decode.furthest_computed = max(self.decode.furthest_computed, self.prefill.furthest_computed)
             self.decode.recomputed_tokens += self.prefill.recomputed_tokens
+            self.decode.num_preemptions += self.prefill.num_preemptions
             self.prefill = None
 
     def count_prefill(self) -> None:
@@ -153,6 +154,7 @@ class Handoff(LinkTransfer):
         request.cached_tokens += prefill.cached_tokens
         request.largest_hit_tokens = max(request.largest_hit_tokens, prefill.largest_hit_tokens)
         request.num_admissions += prefill.num_admissions
+        request.num_preemptions += prefill.num_preemptions
         request.recomputed_tokens += prefill.recomputed_tokens
         request.furthest_computed = max(prefill.num_computed, prefill.furthest_computed, request.furthest_computed)
 

@@ -107,6 +107,12 @@ class FleetReport(Report):
         """None: advice exists only for single pools."""
         return None
 
+    def _worker_ns(self, duration_s: float) -> float:
+        """Return the time of all workers together, those that a scaler adds included."""
+        if self.config.scaler is None:
+            return super()._worker_ns(duration_s)
+        return sum(lives.worker_ns(round(duration_s * 1e9)) for lives in self._of_pools)
+
     def _memory(self) -> dict[str, Any]:
         """Return the use of each KV group, if groups are counted and all workers have the same."""
         return super()._memory() if self._are_alike else {}

@@ -271,7 +271,7 @@ class Report:
             "peak_used_pages": peak_used,
             "peak_used_pct": max(peak / log.num_pages for peak, log in zip(peaks, logs, strict=True)),
             "mean_used_pct": _ratio(used_page_ns, busy_page_ns),
-            "busy_pct": _ratio(busy_ns, duration_s * 1e9 * config.replicas),
+            "busy_pct": _ratio(busy_ns, self._worker_ns(duration_s)),
             "peak_running": max(each.peak_running for each in totals),
             "peak_waiting": max(each.peak_waiting for each in totals),
             "working_set_pages": working_set,
@@ -281,6 +281,10 @@ class Report:
             **self._longest_rejected(raw),
             "replicas": self._replicas(raw, done),
         }
+
+    def _worker_ns(self, duration_s: float) -> float:
+        """Return the time of all replicas together."""
+        return duration_s * 1e9 * self.config.replicas
 
     def _uncertainty(self, distributions: Mapping[str, Distribution]) -> dict[str, Any]:
         """Return one standard deviation of each latency statistic, if known."""
@@ -608,7 +612,7 @@ def totals_of(log: StepLog) -> StepTotals:
         peak_used=peak_used,
         peak_running=int(running.max(initial=0)),
         peak_waiting=peak_waiting,
-        num_preemptions=int(spans["preempted"].sum()),
+        num_preemptions=len(log.preemptions) + len(log.late),
         waited_ns=waited_ns,
         held_ns=held_ns,
     )

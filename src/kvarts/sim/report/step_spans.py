@@ -154,6 +154,8 @@ class StepSpans:
         side_fields = self.tier_fields + self.group_fields
         self.preemptions: list[tuple[int, Preemption]] = []
         """The preemptions in order, each with its step."""
+        self.late: tuple[Preemption, ...] = ()
+        """Preemptions for other models after the last step."""
         self._span_fields = SPAN_FIELDS + side_fields
         self._stored_fields = _STORED_FIELDS + side_fields
         self._rest_fields = _REST_FIELDS + side_fields
@@ -282,7 +284,8 @@ class StepSpans:
     @property
     def tokens_lost(self) -> int:
         """Computed tokens that preempted requests lost."""
-        return sum(preemption.num_computed_tokens for _, preemption in self.preemptions)
+        all_of_them = [*self.late, *(preemption for _, preemption in self.preemptions)]
+        return sum(preemption.num_computed_tokens for preemption in all_of_them)
 
     def __len__(self) -> int:
         return self._num_steps

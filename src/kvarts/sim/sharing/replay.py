@@ -85,6 +85,9 @@ def replay_several(
         )
         loops.append(loop)
     SharedDriver(arrivals, loops, on_progress=on_progress).run()
+    for each in opened:
+        for name, of_steps in each.logs.items():
+            of_steps.late = each.tenants[name].scheduler.preemptor.take_preemptions()
     reports = {}
     for (name, of_model), of_traffic in zip(config.configs.items(), arrivals, strict=True):
         of_name = [device.tenants[name] for device in opened]

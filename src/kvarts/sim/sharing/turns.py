@@ -679,5 +679,6 @@ class SharedDriver(Driver):
             for index, device in enumerate(self._devices):
                 device.give_up()
                 self._fail(index, now_ns)
-            while (arrival_ns := self._look_ahead()) != NEVER_NS:
+            # One time after the other: what fails brings requests that may arrive before the next ones.
+            while not self._in_engines and (arrival_ns := self._look_ahead()) != NEVER_NS:
                 self._arrive(arrival_ns)

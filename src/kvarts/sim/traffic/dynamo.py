@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from kvarts.base.errors import InputError, parts_of
+from kvarts.base.units import to_ns
 from kvarts.core.content import UNIT_BYTES, pack_units
 from kvarts.core.hints import Hints
 from kvarts.sim.traffic.bounds import Count, Priority, SpanMs, Tokens
@@ -236,7 +237,7 @@ def _request(
         units = pack_units(names.setdefault((play, name), len(names)) for name in row.hash_ids)
     return TraceRequest(
         number,
-        round(row.not_before_ms * NS_PER_MS),
+        to_ns(row.not_before_ms, NS_PER_MS),
         units,
         row.input_length,
         row.output_length,
@@ -244,10 +245,10 @@ def _request(
         priority=row.priority or 0,
         session_id=f"{row.play_id}/{row.session_id}",
         request_id=row.request_id,
-        cancel_after_ns=None if row.cancel_after_ms is None else round(row.cancel_after_ms * NS_PER_MS),
+        cancel_after_ns=None if row.cancel_after_ms is None else to_ns(row.cancel_after_ms, NS_PER_MS),
         hints=row.hints,
         after=tuple(
-            After(number_of[each.request_id], round(each.delay_ms * NS_PER_MS), each.trigger == "dispatch")
+            After(number_of[each.request_id], to_ns(each.delay_ms, NS_PER_MS), each.trigger == "dispatch")
             for each in row.dependencies
         ),
         model=row.model or None,

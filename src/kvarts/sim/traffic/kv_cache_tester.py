@@ -35,6 +35,7 @@ import msgspec
 
 from kvarts.base.errors import InputError, parts_of
 from kvarts.base.files import reading
+from kvarts.base.units import to_ns
 from kvarts.core.content import UNIT_BYTES, pack_units
 from kvarts.core.hints import Hints
 from kvarts.sim.traffic.bounds import Count, SpanSeconds, Tokens
@@ -450,4 +451,4 @@ def _delay_ns(before: _AnyTurn, turn: _AnyTurn) -> int:
 
 
 def _ns(seconds: float) -> int:
-    return round(seconds * NS_PER_S)
+    return to_ns(seconds, NS_PER_S)

@@ -22,6 +22,7 @@ import msgspec
 
 from kvarts.base.errors import ConfigError, InputError, parts_of
 from kvarts.base.limits import LATEST_NS
+from kvarts.base.units import to_ns
 from kvarts.core.content import pack_units
 from kvarts.core.hints import Hints
 from kvarts.sim.traffic.bounds import Count, DateNs, DateSeconds, Priority, SpanNs, Tokens
@@ -92,7 +93,7 @@ def load_bailian(
             return NO_OUTPUT
         return TraceRequest(
             row,
-            round(chat.timestamp * 1e9),
+            to_ns(chat.timestamp, 10**9),
             units,
             chat.input_length,
             chat.output_length,
@@ -110,7 +111,7 @@ def load_usage_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False
         if not usage.completion_tokens:
             return NO_OUTPUT
         units = unlike_any_other(row, usage.prompt_tokens)
-        return TraceRequest(row, round(response.created * 1e9), units, usage.prompt_tokens, usage.completion_tokens)
+        return TraceRequest(row, to_ns(response.created, 10**9), units, usage.prompt_tokens, usage.completion_tokens)
 
     return load_rows(TraceFile.of(path), _Response, request, skip_bad_lines=skip_bad_lines, knows_prefixes=False)
 

@@ -22,6 +22,7 @@ import msgspec
 from kvarts.base.errors import InputError, parts_of
 from kvarts.base.files import sample_of
 from kvarts.base.limits import check_whole
+from kvarts.base.units import to_ns
 from kvarts.sim.traffic.graph import with_output
 from kvarts.sim.traffic.mooncake_request import has_too_many_ids, request_of
 from kvarts.sim.traffic.request_columns import RequestColumns
@@ -299,7 +300,7 @@ def _with_waits(requests: Sequence[TraceRequest], waits: dict[int, MooncakeRow],
         if row is None or row.wait_for is None:
             waiting.append(request)
             continue
-        delay_ns = round(((row.delay or 0) + (row.tool_wait_ms or 0)) * NS_PER_MS)
+        delay_ns = to_ns((row.delay or 0) + (row.tool_wait_ms or 0), NS_PER_MS)
         after = []
         for name in row.wait_for:
             if str(name) not in row_of:

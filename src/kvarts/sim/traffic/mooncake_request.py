@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvarts.base.errors import ConfigError, InputError
 from kvarts.base.limits import LATEST_NS, brief
+from kvarts.base.units import to_ns
 from kvarts.core.content import pack_units
 from kvarts.sim.traffic.trace_file import unlike_any_other
 from kvarts.sim.traffic.trace_request import NS_PER_MS, MooncakeRow, TraceRequest
@@ -68,7 +69,7 @@ def request_of(
         if not 0 <= timestamp <= LATEST_NS // NS_PER_MS:
             what = f"must be from 0 to {LATEST_NS // NS_PER_MS}, got {brief(timestamp)}"
             raise InputError(what if timestamp > 0 else f"must be at least 0, got {timestamp}", field="timestamp")
-        arrival_ns = round(timestamp * NS_PER_MS)
+        arrival_ns = to_ns(timestamp, NS_PER_MS)
     if delay is not None and delay < 0:
         raise InputError(f"must be at least 0, got {delay}", field="delay")
     if delay is not None and delay > LATEST_NS // NS_PER_MS:
@@ -99,10 +100,10 @@ def request_of(
         output_units=output_units,
         priority=row.priority,
         session_id=None if row.session_id is None else str(row.session_id),
-        delay_ns=None if delay is None else round(delay * NS_PER_MS),
+        delay_ns=None if delay is None else to_ns(delay, NS_PER_MS),
         request_id=None if row.request_id is None else str(row.request_id),
         tenant=None if row.tenant is None else str(row.tenant),
-        cancel_after_ns=None if row.cancel_after_ms is None else round(row.cancel_after_ms * NS_PER_MS),
+        cancel_after_ns=None if row.cancel_after_ms is None else to_ns(row.cancel_after_ms, NS_PER_MS),
         hints=row.hints,
         model=None if row.model in (None, "") else str(row.model),
     )

@@ -26,6 +26,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from kvarts.base.errors import InputError, parts_of
+from kvarts.base.units import to_ns
 from kvarts.sim.traffic.bounds import Count, DateNs, DateSeconds, Tokens
 from kvarts.sim.traffic.graph import NO_OUTPUT
 from kvarts.sim.traffic.trace import Trace, TraceRequest
@@ -422,11 +423,11 @@ def _aiperf_result(line: int, record: _Record) -> Result | str:
 def _duration_ns(value: _Value, name: str) -> int:
     if value.unit not in UNITS_NS:
         raise InputError(f"{value.unit!r} is not known", field=f"metrics.{name}.unit")
-    return round(value.value * UNITS_NS[value.unit])
+    return to_ns(value.value, UNITS_NS[value.unit])
 
 
 def _ns(seconds: float) -> int:
-    return round(seconds * NS_PER_S)
+    return to_ns(seconds, NS_PER_S)
 
 
 def _decoded(file: TraceFile, data: bytes, kind: type[KindT], line: int | None = None) -> KindT:

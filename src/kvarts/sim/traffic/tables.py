@@ -16,6 +16,7 @@ import msgspec
 
 from kvarts.base.errors import InputError
 from kvarts.base.limits import MOST_COUNT, brief
+from kvarts.base.units import to_ns
 from kvarts.sim.traffic.graph import NO_OUTPUT
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 from kvarts.sim.traffic.trace_file import (
@@ -154,7 +155,7 @@ def _seconds_ns(text: str, column: str) -> int:
         seconds = -1.0
     if not 0 <= seconds < MOST_S:
         raise InputError(f"must be a number of seconds of at least 0, got {brief(text)}", field=column)
-    return round(seconds * 1e9)
+    return to_ns(seconds, 10**9)
 
 
 def _count(text: str, name: str, *, least: int) -> int:
