@@ -208,7 +208,7 @@ def _message(message: Any, where: str, family: str) -> Iterator[dict[str, Any]]:
     role = message.get("role", message.get("from"))
     if not isinstance(role, str):
         raise InputError(f"has no role, such as user: {brief(role)}", field=where)
-    content = message.get("content", message.get("value", message.get("text")))
+    content: Any = message.get("content", message.get("value", message.get("text")))
     own: dict[str, Any] = {"role": ROLES.get(role, role)}
     calls = [
         _call(each.get("function", each), each.get("id"))
@@ -416,10 +416,10 @@ def _time_ns(of: Any) -> int | None:
     if not isinstance(of, dict):
         return None
     for name in TIME:
-        value = of.get(name)
+        value: Any = of.get(name)
         if isinstance(value, str) and value:
             return date_ns(value, name)
-        if type(value) in (int, float):
+        if isinstance(value, int | float) and not isinstance(value, bool):
             scale = next((scale for most, scale in ((1e11, 10**9), (1e14, 10**6), (1e17, 10**3)) if value < most), 1)
             time = value * scale
             if not 0 <= time < 1 << 62:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
+from itertools import chain
 from statistics import median_low
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvarts.base.files import reading
 from kvarts.sim.traffic.chats import chats_of
 from kvarts.sim.traffic.graph import NO_OUTPUT
 from kvarts.sim.traffic.implied import with_implied_answers
-from kvarts.sim.traffic.prompts import Chat, Prompts, reasoning_of
+from kvarts.sim.traffic.prompts import BLOCK_TOKENS, Chat, Prompts, reasoning_of
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 from kvarts.sim.traffic.trace_file import SKIP_HINT, TraceFile, by_arrival, nothing_left
 
@@ -38,23 +39,27 @@ encode = msgspec.json.encode
 
 def load_messages(
     file: TraceFile,
-    *,
+    *more: TraceFile,
     tokenizer: str = "words",
     chat_template: str | None = None,
     trace_block_size: int | None = None,
     skip_bad_lines: bool = False,
     output_tokens: int | None = None,
+    prompts: Prompts | None = None,
     watch: Watch | None = None,
 ) -> Trace:
-    """Read a file or a directory. `output_tokens`: of requests whose output length is not known.
+    """Read files or directories. `prompts`: in place of a tokenizer and a template.
+
+    `output_tokens`: of requests whose output length is not known.
 
     Raise MissingFileError; InputError, with line and field; ConfigError for a tokenizer or template.
     """
-    prompts = Prompts(tokenizer, chat_template, **({"block_tokens": trace_block_size} if trace_block_size else {}))
+    if prompts is None:
+        prompts = Prompts(tokenizer, chat_template, block_tokens=trace_block_size or BLOCK_TOKENS)
     rows = _Rows(prompts, watch)
     left_out: Counter[str] = Counter()
     num_skipped = 0
-    for chat in chats_in(file):
+    for chat in chain.from_iterable(map(chats_in, (file, *more))):
         if isinstance(chat, str):
             left_out[chat] += 1
             continue
@@ -242,18 +247,18 @@ class _Rows:
         if chat.prompt is not None:
             return -1
         digest = blake2b(encode((chat.model, chat.salt)), digest_size=16).digest()
-        chain = []
+        digests = []
         for message in chat.messages:
             said = (message["role"], message["content"], message.get("tool_calls"))
             digest = blake2b(digest + encode(said), digest_size=16).digest()
-            chain.append(digest)
+            digests.append(digest)
         before = -1
-        for place in range(len(chain) - 2, -1, -1):
-            found = self._rows.get(chain[place], -1)
+        for place in range(len(digests) - 2, -1, -1):
+            found = self._rows.get(digests[place], -1)
             if found >= 0 and chat.messages[place + 1]["role"] == "assistant":
                 before = found
                 break
-        self._rows[chain[-1]] = row
+        self._rows[digests[-1]] = row
         if before < 0:
             return -1
         request = self.requests[before]

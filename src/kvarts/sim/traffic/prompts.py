@@ -5,8 +5,8 @@ Without a template, prompts are ChatML that only grows: tools first, every messa
 two prompts part where their messages do. With a template they also part where it does.
 
 The tokenizer `words` needs no file: a token is a word of up to 8 letters with the space before it, up to three digits
-or signs, a run of white space, or three bytes of other characters. English has some 4.5 characters per token so, code
-and other languages fewer. Anything else is a tokenizer of Hugging Face.
+or signs (`<` begins a token), a run of white space, or three bytes of other characters. English has some 4.5 characters
+per token so, code and other languages fewer. Anything else is a tokenizer of Hugging Face.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ WORDS = "words"
 KEPT_BYTES = 48 << 20
 """Texts and ids of known beginnings that are kept while prompts are read; then they are forgotten and found again."""
 
-_TOKEN = rb"<\|\w+\|>| ?[A-Za-z]{1,8}| ?[0-9]{1,3}|[ \t]+|[\r\n]+|[\x80-\xff]{1,3}|[^\sA-Za-z0-9\x80-\xff]{1,3}|\s"
+_TOKEN = (
+    rb"<\|\w+\|>| ?[A-Za-z]{1,8}| ?[0-9]{1,3}|[ \t]+|[\r\n]+|[\x80-\xff]{1,3}"
+    rb"|[^\sA-Za-z0-9\x80-\xff<]{1,3}|<[^\sA-Za-z0-9\x80-\xff<]{0,2}|\s"
+)
 _IMAGE = re.compile(r"\x00(\d+):([0-9a-f]{16})\x00")
 _PARTS = re.compile(r"(\x00\d+:[0-9a-f]{16}\x00)|(?=<[|\uff5c]|\[/?[A-Z_]{3,}\]|<(?:start|end)_of_turn>)")
 """Where a rendered text is cut, so that what many prompts begin with is computed once: at images and special tokens."""
@@ -284,11 +287,13 @@ def _spoken(message: Mapping[str, Any]) -> str:
 
 def _chatml(chat: Chat, *, is_open: bool) -> Iterable[str]:
     if chat.tools:
-        yield f"<|im_start|>tools\n{msgspec.json.encode(chat.tools).decode()}<|im_end|>\n"
+        yield "<|im_start|>tools\n"
+        yield f"{msgspec.json.encode(chat.tools).decode()}<|im_end|>\n"
     last = len(chat.messages) - 1 if chat.continues and is_open else -1
     for place, message in enumerate(chat.messages):
         end = "" if place == last else "<|im_end|>\n"
-        yield f"<|im_start|>{message['role']}\n{_spoken(message)}{end}"
+        yield f"<|im_start|>{message['role']}\n"  # apart from the content, as it is when the content is generated
+        yield f"{_spoken(message)}{end}"
     if is_open and last < 0:
         yield "<|im_start|>assistant\n"
 
