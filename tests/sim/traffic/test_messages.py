@@ -57,7 +57,7 @@ def naive_prompt(messages: list[tuple[str, str]], *, tools: str = "", is_open: b
     tokens: list[str] = []
     for role, content in ([("tools", tools)] if tools else []) + messages:
         tokens += ["<|im_start|>", *naive_tokens(role), "\n", *naive_tokens(content), "<|im_end|>", "\n"]
-    return [*tokens, "<|im_start|>", "assistant", "\n"] if is_open else tokens
+    return [*tokens, "<|im_start|>", "assistan", "t", "\n"] if is_open else tokens
 
 
 def naive_hits(prompts: list[list[str]], answered: list[list[str]], size: int = 16) -> int:
@@ -197,7 +197,7 @@ def test_a_directory_of_raw_payloads_is_read_file_by_file(tmp_path: Path) -> Non
 
 
 def test_texts_and_token_ids_are_prompts_too(tmp_path: Path) -> None:
-    rows = [
+    rows: list[Row] = [
         {"prompt": "Once upon a time", "completion": " there was"},
         {"prompt": [5] * 40, "usage": {"completion_tokens": 3}},
     ]
@@ -268,7 +268,7 @@ def test_some_rows_without_a_time_are_refused(tmp_path: Path) -> None:
 
 def test_rows_that_are_not_requests_are_left_out_and_counted(tmp_path: Path) -> None:
     good = {"messages": [said("user", "Hello")], "response": "Hi."}
-    rows = [good, {**good, "error": {"code": 500}}, {"messages": []}, {"messages": [said("user", "x")], "usage": {
+    rows: list[Row] = [good, {**good, "error": {"code": 500}}, {"messages": []}, {"messages": [said("user", "x")], "usage": {
         "completion_tokens": 0}}]  # fmt: skip
     trace = loaded(tmp_path, lines(*rows))
     assert trace.left_out == {"failed": 1, "without messages": 1, "without output tokens": 1}

@@ -198,8 +198,8 @@ def _message(message: Any, where: str, family: str) -> Iterator[dict[str, Any]]:
         yield {"role": "assistant", "content": "", "tool_calls": [_call(message, message.get("call_id"))]}
         return
     if kind == "function_call_output":
-        content = _text(message.get("output"), f"{where}.output", family)
-        yield {"role": "tool", "tool_call_id": message.get("call_id"), "content": content}
+        result = _text(message.get("output"), f"{where}.output", family)
+        yield {"role": "tool", "tool_call_id": message.get("call_id"), "content": result}
         return
     if kind == "reasoning" and "role" not in message:
         if text := _text(message.get("summary") or message.get("content"), where, family):
