@@ -313,6 +313,8 @@ class _Asked:
         traffic = load_traffic(self.given, self.call.trace)
         if config is not None:
             config = with_policy(config, self.given, traffic)
+        for warning in traffic.warnings:
+            click.echo(f"kvarts: {warning}", err=True)
         if not traffic.knows_prefixes and self.context.info_name != "fleet":
             click.echo(
                 "kvarts: the trace does not identify prefixes that prompts share: no curve rises above 0", err=True

@@ -69,7 +69,7 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 class Loss(msgspec.Struct):
-    """What a rule costs: prompt tokens, requests, and where its first case is."""
+    """What a rule costs: prompt tokens, requests, and where its first case is. `shows`: the text there, and before."""
 
     rule: str
     cause: str
@@ -77,6 +77,7 @@ class Loss(msgspec.Struct):
     tokens: int = 0
     requests: int = 0
     where: str = ""
+    shows: list[str] = []
 
 
 class Why(msgspec.Struct, frozen=True):
@@ -105,13 +106,17 @@ class Why(msgspec.Struct, frozen=True):
         ]
         if self.recorded_tokens is not None:
             lines.append(f"its usage records hits of {self.recorded_tokens:,} tokens")
-        if not self.losses:
-            lines.append("nothing else costs hits: prompts share all that they have in common")
+        if self.losses:
+            most = (self.hit_tokens + sum(loss.tokens for loss in self.losses)) / max(1, self.prompt_tokens)
+            lines.append(f"without the losses below: {min(1.0, most):.1%}")
+        else:
+            lines.append("nothing costs hits: prompts share all that they have in common")
         for loss in self.losses:
             share = loss.tokens / max(1, self.prompt_tokens)
             counted = f"{loss.tokens:,} tokens ({share:.1%}) of {loss.requests:,} requests"
             lines += ["", f"{loss.rule}: {counted}", f"  {loss.cause}"]
             lines += [f"  {loss.where}"] if loss.where else []
+            lines += [f"    {text}" for text in loss.shows]
             lines.append(f"  mend: {loss.mend}")
         return "\n".join([*lines, *(["", *(f"note: {note}" for note in self.notes)] if self.notes else [])]) + "\n"
 
@@ -190,11 +195,12 @@ def _new(name: str) -> Loss:
     return Loss(rule.name, rule.cause, rule.mend)
 
 
-def _add(losses: dict[str, Loss], name: str, tokens: int, where: str = "") -> None:
+def _add(losses: dict[str, Loss], name: str, tokens: int, where: str = "", shows: list[str] | None = None) -> None:
     loss = losses.setdefault(name, _new(name))
     loss.tokens += tokens
     loss.requests += 1
-    loss.where = loss.where or where
+    if not loss.where:
+        loss.where, loss.shows = where, shows or []
 
 
 def _of_ids(trace: Trace, hits: Mapping[int, int], losses: dict[str, Loss]) -> None:
@@ -463,6 +469,10 @@ OF_OTHERS = [
 RULES_BY_NAME = {rule.name: rule for rule in RULES}
 
 
+_Cause = tuple[str, int, str, list[str]]
+"""(rule, tokens that it costs, where, the texts there)"""
+
+
 class _Partings:
     """Where requests part from the ones before them, and by which rules. Owner of the requests kept to compare."""
 
@@ -474,8 +484,8 @@ class _Partings:
         self._num_chars = 0
         self._last: dict[object, int] = {}
         self._row = -1
-        self._found: list[tuple[int, int, list[tuple[str, int, str]]]] = []
-        """(row, tokens shared with its reference, [(rule, tokens that it costs, where)])"""
+        self._found: list[tuple[int, int, list[_Cause]]] = []
+        """(row, tokens shared with its reference, what it misses)"""
         self._num_recorded = 0
         self._recorded = 0
 
@@ -510,17 +520,17 @@ class _Partings:
             if row not in hits:
                 continue  # left out
             reached, at = max(hits[row], shared // self._page_size * self._page_size), shared
-            for name, tokens, where in causes:
+            for name, tokens, where, shows in causes:
                 left = tokens
                 if name not in ("block", "gone"):
                     left = max(0, min(tokens, at + tokens - reached))
                     at += tokens
                 if left >= LEAST_TOKENS or (name == "block" and left > 0):
-                    _add(losses, name, left, where)
+                    _add(losses, name, left, where, shows)
 
     def _compare(self, ref: Chat, row: Chat, rules: Sequence[Rule]) -> None:
         original = ref, row
-        causes: list[tuple[str, int, str]] = []
+        causes: list[_Cause] = []
         size, texts = self._page_size, ("", "")
         if isinstance(row.prompt, list) and isinstance(ref.prompt, list):
             pairs = zip(row.prompt, ref.prompt, strict=False)
@@ -539,7 +549,7 @@ class _Partings:
                     break
                 most = max(gain for _, gain, _ in gains)
                 name, gain, pair = next(each for each in gains if each[1] >= NEARLY * most)
-                causes.append((name, gain, self._where(name, *original)))
+                causes.append((name, gain, *self._where(name, *original)))
                 tried.add(name)
                 shared += gain
                 ref, row = pair
@@ -547,12 +557,13 @@ class _Partings:
                     break
         rest = min(first, limit) % size
         if rest:
-            causes.append(("block", rest, f"{_place(original[1])} shares {first:,} tokens with {_place(original[0])}"))
+            where = f"{_place(original[1])} shares {first:,} tokens with {_place(original[0])}"
+            causes.append(("block", rest, where, []))
         self._was_gone(*original, min(first, limit) // size * size, causes)
         if causes:
             self._found.append((self._row, first, causes))
 
-    def _was_gone(self, ref: Chat, row: Chat, found: int, causes: list[tuple[str, int, str]]) -> None:
+    def _was_gone(self, ref: Chat, row: Chat, found: int, causes: list[_Cause]) -> None:
         """Add what was in the cache once, and is not a hit by the usage."""
         if row.cached_tokens is None or not row.num_prompt_tokens:
             return
@@ -563,9 +574,8 @@ class _Partings:
         ago = ""
         if row.time_ns is not None and ref.time_ns is not None:
             ago = f", {(row.time_ns - ref.time_ns) / 60e9:,.1f} minutes after it"
-        causes.append(
-            ("gone", lost, f"{_place(row)} records {row.cached_tokens:,} hits of what {_place(ref)} sent{ago}")
-        )
+        where = f"{_place(row)} records {row.cached_tokens:,} hits of what {_place(ref)} sent{ago}"
+        causes.append(("gone", lost, where, []))
 
     def _gain(self, rule: Rule, ref: Chat, row: Chat, shared: int) -> tuple[int, Pair] | None:
         """Return how many tokens two requests share more without the difference of a rule, and the requests then."""
@@ -614,37 +624,33 @@ class _Partings:
             return 0
         return self._prompts.count(mine[: _common(before, mine)])
 
-    def _where(self, name: str, ref: Chat, row: Chat) -> str:
-        """Return where two requests part, for people."""
+    def _where(self, name: str, ref: Chat, row: Chat) -> tuple[str, list[str]]:
+        """Return where two requests part, for people, and the texts there."""
         text = f"{_place(row)} parts from {_place(ref)}"
         if name.startswith("template"):
             at = _common(*self._texts(ref, row))
             lines = [[line for place, line in self._prompts.lines_of(chat) if place <= at][-1:] for chat in (row, ref)]
             named = " and ".join(f"line {line}" for line in dict.fromkeys(line for each in lines for line in each))
-            return f"{text} in what {named or 'the end'} of the template writes{self._shown(ref, row)}"
+            return f"{text} in what {named or 'the end'} of the template writes", _both(*self._texts(ref, row), at)
         if name in ("tool order", "tool keys", "tools"):
-            mine, theirs = row.tools or [], ref.tools or []
-            pairs = enumerate(zip(map(encode, mine), map(encode, theirs), strict=False))
-            at = next((place for place, (one, other) in pairs if one != other), min(len(mine), len(theirs)))
-            named = mine[at].get("function", mine[at]).get("name") if at < len(mine) else "the end"
-            return f"{text} in tools[{at}] ({named})"
+            now, then = row.tools or [], ref.tools or []
+            pairs = enumerate(zip(map(encode, now), map(encode, then), strict=False))
+            at = next((place for place, (one, other) in pairs if one != other), min(len(now), len(then)))
+            tool = now[at].get("function", now[at]).get("name") if at < len(now) else "the end"
+            return f"{text} in tools[{at}] ({tool})", []
         if name in ("salt", "model", "variables"):
             key = {"salt": "cache_salt", "variables": "chat_template_kwargs"}.get(name, name)
-            return f"{text} in {key}: {_short(getattr(row, name))}, before {_short(getattr(ref, name))}"
+            return f"{text} in {key}: {_short(getattr(row, name))}, before {_short(getattr(ref, name))}", []
         for place, (said, before) in enumerate(zip(row.messages, _told(ref, row), strict=False)):
             if said != before:
                 one, other = _spelled(before), _spelled(said)
                 at = _common(one, other)
                 line = other.count("\n", 0, at) + 1
-                return f"{text} in messages[{place}] ({said['role']}), line {line}: {_both(one, other, at)}"
+                return f"{text} in messages[{place}] ({said['role']}), line {line}", _both(one, other, at)
         if isinstance(row.prompt, str) and isinstance(ref.prompt, str):
             at = _common(ref.prompt, row.prompt)
-            return f"{text} in prompt, line {row.prompt.count(chr(10), 0, at) + 1}: {_both(ref.prompt, row.prompt, at)}"
-        return text
-
-    def _shown(self, ref: Chat, row: Chat) -> str:
-        before, mine = self._texts(ref, row)
-        return f": {_both(before, mine, _common(before, mine))}"
+            return f"{text} in prompt, line {row.prompt.count(chr(10), 0, at) + 1}", _both(ref.prompt, row.prompt, at)
+        return text, []
 
 
 def _names_of(chat: Chat) -> list[object]:
@@ -695,9 +701,9 @@ def _place(chat: Chat) -> str:
     return f"{Path(chat.file).name}:{chat.line}"
 
 
-def _both(before: str, mine: str, at: int) -> str:
+def _both(before: str, mine: str, at: int) -> list[str]:
     start = max(0, at - SHOWN_CHARS // 2)
-    return f"{_short(mine[start : start + SHOWN_CHARS])}, before {_short(before[start : start + SHOWN_CHARS])}"
+    return [_short(mine[start : start + SHOWN_CHARS]), f"before: {_short(before[start : start + SHOWN_CHARS])}"]
 
 
 def _short(value: Any) -> str:

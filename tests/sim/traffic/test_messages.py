@@ -268,8 +268,8 @@ def test_some_rows_without_a_time_are_refused(tmp_path: Path) -> None:
 
 def test_rows_that_are_not_requests_are_left_out_and_counted(tmp_path: Path) -> None:
     good = {"messages": [said("user", "Hello")], "response": "Hi."}
-    rows: list[Row] = [good, {**good, "error": {"code": 500}}, {"messages": []}, {"messages": [said("user", "x")], "usage": {
-        "completion_tokens": 0}}]  # fmt: skip
+    silent = {"messages": [said("user", "x")], "usage": {"completion_tokens": 0}}
+    rows: list[Row] = [good, {**good, "error": {"code": 500}}, {"messages": []}, silent]
     trace = loaded(tmp_path, lines(*rows))
     assert trace.left_out == {"failed": 1, "without messages": 1, "without output tokens": 1}
 

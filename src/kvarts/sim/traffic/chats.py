@@ -215,9 +215,8 @@ def _message(message: Any, where: str, family: str) -> Iterator[dict[str, Any]]:
         for each in message.get("tool_calls") or ()
         if isinstance(each, dict)
     ]
-    reasoning = [
-        str(text) for name in ("reasoning_content", "reasoning") if isinstance(text := message.get(name), str)
-    ][:1]
+    thoughts = [message.get(name) for name in ("reasoning_content", "reasoning")]
+    reasoning = [each for each in thoughts if isinstance(each, str)][:1]
     kept: Any = content
     if isinstance(content, list):
         kept = []

@@ -3,9 +3,9 @@
 What a row is, `kvarts.sim.traffic.chats` says; how its prompt is made, `kvarts.sim.traffic.prompts`. Of texts, only ids
 of blocks of 16 tokens are kept.
 
-A request whose messages begin with all messages of an earlier one and an answer is the next turn of that session; the
-answer is then known too, if the log does not have it. A request without an output length has that answer's, else the
-median of the others'. Rows without times all arrive at 0.
+A request whose messages begin with all messages of an earlier one and an answer is the next turn of that session,
+whatever their system messages are; the answer is then known too, if the log does not have it. A request without an
+output length has that answer's, else the median of the others'. Rows without times all arrive at 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
+from heapq import merge
 from itertools import chain
+from operator import itemgetter
 from statistics import median_low
 from typing import Any
 
@@ -31,6 +33,8 @@ from kvarts.sim.traffic.trace_file import SKIP_HINT, TraceFile, by_arrival, noth
 __all__ = ["Watch", "chats_in", "load_messages"]
 
 ANSWERS = frozenset({"custom_id", "response"})
+MOST_OPEN = 64
+"""Files that are read side by side."""
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".gz")
 Watch = Callable[[Chat, bytes, int], None]
 """Receives each request as it is read, the ids of its prompt, and the row whose next turn it is, -1 for none."""
@@ -105,16 +109,26 @@ def chats_in(file: TraceFile) -> Iterator[Chat | str | InputError]:
         for _, row in each.lines():
             answer = msgspec.json.decode(row)
             answers[str(answer.get("custom_id"))] = answer.get("response") or {"error": True}
-    for each in files:
-        if each in outputs:
-            if len(files) == 1:
-                raise InputError(
-                    "has the answers of a batch, not its prompts",
-                    path=each.path,
-                    hint="Give a directory with this file and the batch's input file.",
-                )
-            continue
-        yield from _chats_of_file(each, answers)
+    if outputs and len(files) == 1:
+        raise InputError(
+            "has the answers of a batch, not its prompts",
+            path=files[0].path,
+            hint="Give a directory with this file and the batch's input file.",
+        )
+    rows = [_timed(_chats_of_file(each, answers)) for each in files if each not in outputs]
+    # In the order of time, as far as each file is: workers of a server write a file each.
+    merged = merge(*rows, key=itemgetter(0)) if len(rows) <= MOST_OPEN else chain.from_iterable(rows)
+    for _, chat in merged:
+        yield chat
+
+
+def _timed(chats: Iterator[Chat | str | InputError]) -> Iterator[tuple[int, Chat | str | InputError]]:
+    """Yield each with the latest time so far."""
+    latest_ns = 0
+    for chat in chats:
+        if isinstance(chat, Chat) and chat.time_ns is not None:
+            latest_ns = max(latest_ns, chat.time_ns)
+        yield latest_ns, chat
 
 
 def _chats_of_file(file: TraceFile, answers: dict[str, Any]) -> Iterator[Chat | str | InputError]:
@@ -140,7 +154,6 @@ class _Rows:
         self._watch = watch
         self._rows: dict[bytes, int] = {}
         """By the hash of all messages of a request: its row."""
-        self._num_turns: list[int] = []
         self._sessions: dict[int, int] = {}
         """By row: the row of the first turn of its session, for sessions that the log does not name."""
         self._followed: set[int] = set()
@@ -243,27 +256,27 @@ class _Rows:
 
     def _turn_before(self, chat: Chat, row: int) -> int:
         """Return the row whose next turn `chat` is, -1 for none, and record its session and its answer's length."""
-        self._num_turns.append(len(chat.messages))
         if chat.prompt is not None:
             return -1
         digest = blake2b(encode((chat.model, chat.salt)), digest_size=16).digest()
         digests = []
         for message in chat.messages:
-            said = (message["role"], message["content"], message.get("tool_calls"))
-            digest = blake2b(digest + encode(said), digest_size=16).digest()
+            if message["role"] != "system":  # which often has the time
+                said = (message["role"], message["content"], message.get("tool_calls"))
+                digest = blake2b(digest + encode(said), digest_size=16).digest()
             digests.append(digest)
-        before = -1
+        before, answer = -1, {}
         for place in range(len(digests) - 2, -1, -1):
             found = self._rows.get(digests[place], -1)
             if found >= 0 and chat.messages[place + 1]["role"] == "assistant":
-                before = found
+                before, answer = found, chat.messages[place + 1]
                 break
         self._rows[digests[-1]] = row
         if before < 0:
             return -1
         request = self.requests[before]
         if request.num_output_tokens < 0:
-            num_output = self._count(chat.messages[self._num_turns[before]]) or -1
+            num_output = self._count(answer) or -1
             self.requests[before] = msgspec.structs.replace(request, num_output_tokens=num_output)
         if chat.session is None and request.session_id is None and before not in self._followed:
             self._followed.add(before)
