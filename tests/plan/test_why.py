@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvarts.plan.why import Why, why
+from kvarts.base.errors import ConfigError
+from kvarts.cli.commands import cli
+from kvarts.plan.why import RULES, Why, why
 
 Row = dict[str, Any]
 RULES_TEXT = (
@@ -95,6 +97,17 @@ LAST_MARK = """{%- for message in messages -%}
 {{ '<think>' if loop.last else '</think>' }}
 {%- endif -%}
 {%- endfor -%}
+"""
+DROPS_INLINE = """{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if '</think>' in message.content and not loop.last -%}
+{{ message.content.split('</think>')[-1].lstrip('\\n') }}
+{%- else -%}
+{{ message.content }}
+{%- endif -%}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}
 """
 EFFORT = """{%- if enable_thinking -%}<|system|>Reasoning effort: {{ reasoning_effort }}{%- endif -%}
 {%- for message in messages -%}
@@ -211,6 +224,21 @@ OURS: list[tuple[str, str, list[Row], dict[str, Any], str]] = [
      [{**body(turns(QUESTION)), "response": {"choices": [{"message": said("assistant", f"\n\n{ANSWER}")}]}},
       body(turns(QUESTION, ANSWER, "And for oak?"))], {}, "messages[2] (assistant)"),
     ("another model", "model", [body(turns(QUESTION)), body(turns(QUESTION)) | {"model": "n"}], {}, "model: 'n'"),
+    ("reasoning in the content", "reasoning left out",
+     [{**body(turns(QUESTION)), "response": {"choices": [{"message": said(
+         "assistant", f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}")}]}}, body(turns(QUESTION, ANSWER, "And for oak?"))],
+     {}, "messages[2] (assistant)"),
+    ("reasoning in the content, and a template", "template drops reasoning",
+     [{**body(turns(QUESTION)), "response": {"choices": [{"message": said(
+         "assistant", f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}")}]}},
+      body(turns(QUESTION, f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}", "And for oak?"))],
+     {"chat_template": DROPS_INLINE}, "of the template"),
+    ("documents before the instructions", "text order",
+     [{"model": "m", "max_tokens": 9, "prompt": f"Document: {document}\n\n{RULES_TEXT}"}
+      for document in (ANSWER, QUESTION, THOUGHT)], {}, "in prompt, line 1"),
+    ("questions before the instructions", "text order",
+     [body(turns(f"{question}\n\n{RULES_TEXT}", system=None)) for question in (QUESTION, "Which glue?", "Why so?")],
+     {}, "messages[0] (user), line 1"),
     ("a reminder", "inserted",
      [body(CONTEXT), body([*CONTEXT[:2], said("system", "Be brief."), *CONTEXT[2:]])], {}, "messages[2]"),
 ]  # fmt: skip
@@ -235,3 +263,89 @@ def test_the_cause_is_named(tmp_path: Path, rule: str, rows: list[Row], settings
     first = result.losses[0]
     assert (first.rule, where in first.where) == (rule, True), result.to_text()
     assert 0 < first.tokens <= result.prompt_tokens
+
+
+def test_the_losses_of_a_log_add_up(tmp_path: Path) -> None:
+    """What is mended is found: hits rise by what the losses say, to the page."""
+    rows = [body(turns(QUESTION, system=f"At 10:0{minute}.\n{RULES_TEXT}"), created=60 * minute) for minute in range(9)]
+    before = found(tmp_path, rows, {})
+    (volatile,) = (loss for loss in before.losses if loss.rule == "volatile")
+    after = found(tmp_path, [body(turns(QUESTION), created=60 * minute) for minute in range(9)], {})
+    assert volatile.requests == 8
+    assert abs(after.hit_tokens - before.hit_tokens - volatile.tokens) <= 8 * 16
+    assert before.to_text().count("mend: ") == len(before.losses)
+    assert json.loads(before.to_json())["losses"][0]["rule"] == "volatile"
+
+
+def test_a_log_that_only_grows_loses_nothing_but_parts_of_pages(tmp_path: Path) -> None:
+    rows = [body(CONTEXT[: 2 * turn]) for turn in (1, 2, 3, 4)]
+    result = found(tmp_path, rows, {})
+    assert {loss.rule for loss in result.losses} <= {"block"}
+    assert result.hit_tokens > 0.6 * result.prompt_tokens
+
+
+def test_two_prompts_are_compared(tmp_path: Path) -> None:
+    for name, minute in (("one.json", 1), ("two.json", 2)):
+        text = json.dumps(body(turns(QUESTION, system=f"{RULES_TEXT}\nAt 10:0{minute}.\n{RULES_TEXT}")), indent=1)
+        (tmp_path / name).write_text(text)
+    (first, *_) = why(tmp_path / "one.json", tmp_path / "two.json").losses
+    assert (first.rule, first.requests) == ("volatile", 1)
+    assert first.where == "two.json:1 parts from one.json:1 in messages[0] (system), line 2"
+    assert "At 10:02" in first.shows[0] and "At 10:01" in first.shows[1]
+
+
+def test_a_template_that_writes_the_date_is_named(tmp_path: Path) -> None:
+    settings = {"chat_template": "{{ strftime_now('%d %b %Y') }}\n{% for m in messages %}{{ m.content }}{% endfor %}"}
+    assert "line 1 of the template writes the date" in " ".join(
+        found(tmp_path, [body(turns(QUESTION))], settings).notes
+    )
+
+
+def test_traces_without_messages_have_salts_broken_turns_and_evictions(tmp_path: Path) -> None:
+    def row(at: int, ids: list[int], **more: Any) -> Row:
+        return {"timestamp": at, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids, **more}
+
+    rows = [row(0, [1, 2, 3], session_id="s"), row(1, [1, 9, 3, 4], session_id="s"),
+            row(2, [5, 6], tenant="a"), row(3, [5, 6], tenant="b")]  # fmt: skip
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    losses = {loss.rule: loss for loss in why(path).losses}
+    assert (
+        losses["rewritten"].tokens == 2 * 512
+        and "row 2 shares 512 of the 1,536 tokens of row 1" in losses["rewritten"].where
+    )
+    assert losses["salt"].requests == 1
+    rows = [row(at, [at % 3 * 2, at % 3 * 2 + 1]) for at in range(9)]
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    result = why(path, pages=128)
+    (evicted,) = result.losses
+    assert (evicted.rule, evicted.requests, result.hit_tokens + evicted.tokens) == ("evicted", 6, 6 * 1008)
+
+
+def test_a_run_has_the_mends_of_its_ledger(tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    ids = ([at % 3 * 2, at % 3 * 2 + 1] for at in range(9))
+    rows = [{"timestamp": 100_000 * at, "input_length": 1000, "output_length": 1, "hash_ids": each}
+            for at, each in enumerate(ids)]  # fmt: skip
+    trace.write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    words = ["replay", str(trace), "--pages", "128", "--run-dir", str(tmp_path / "run")]
+    cli.main(words, standalone_mode=False)
+    capsysbinary.readouterr()
+    cli.main(["why", str(tmp_path / "run"), "--json"], standalone_mode=False)
+    values = json.loads(capsysbinary.readouterr().out)
+    assert (values["requests"], values["prompt_tokens"]) == (9, 9000)
+    (evicted,) = (loss for loss in values["losses"] if loss["rule"] == "evicted")
+    assert values["hit_tokens"] + evicted["tokens"] == 6 * 992 and evicted["tokens"] > 5000
+    assert evicted["requests"] == 6 and "more memory" in evicted["mend"]
+
+
+@pytest.mark.parametrize(("sizes", "field"), [({"page_size": 0}, "page_size"), ({"pages": 0}, "pages")])
+def test_sizes_are_checked(tmp_path: Path, sizes: dict[str, int], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}: must be at least 1"):
+        found(tmp_path, [body(turns(QUESTION))], sizes)
+    with pytest.raises(ConfigError, match="TRACE: are several"):
+        why("sample:mooncake", "sample:mooncake")
+
+
+def test_each_rule_has_words_of_its_own() -> None:
+    assert len({rule.name for rule in RULES}) == len({rule.mend for rule in RULES}) == len(RULES)

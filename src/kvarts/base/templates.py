@@ -69,6 +69,12 @@ class Template:
             num_marks += len(found[0])
         return places if _MARKS.sub("", marked) == self.render(values) else []
 
+    @property
+    def dated_line(self) -> int | None:
+        """The line that writes the date of the day; None without one."""
+        place = self._source.find("strftime_now")
+        return None if place < 0 else self._source.count("\n", 0, place) + 1
+
     @cached_property
     def _marked(self) -> Any:
         from jinja2 import nodes

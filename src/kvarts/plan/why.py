@@ -57,6 +57,7 @@ _VOLATILE = re.compile(
     r"|\b[0-9a-fA-F]{5,}\b|\b(?=\w*\d)\w{8,}\b|\d+"
 )
 """Times, dates, ids, nonces and counters."""
+_INLINE = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -99,7 +100,7 @@ class Why(msgspec.Struct, frozen=True):
     def to_text(self) -> str:
         """Return a table for people, with a line end."""
         share = self.hit_tokens / max(1, self.prompt_tokens)
-        held = "whatever is evicted" if self.pages is None else f"in {self.pages:,} pages"
+        held = "if nothing is evicted" if self.pages is None else f"in {self.pages:,} pages"
         lines = [
             f"{self.requests:,} requests, {self.prompt_tokens:,} prompt tokens",
             f"hits {share:.1%} ({self.hit_tokens:,} tokens), {held}, in pages of {self.page_size} tokens",
@@ -161,6 +162,8 @@ def _of_trace(trace: Trace, page_size: int, pages: int | None, partings: _Partin
         partings.count(dict(zip(rows, hits.tolist(), strict=True)), losses)
     num_hits = int(hits.sum())
     notes = [note for note in trace.said() if "tokens: " not in note or partings is not None]
+    if partings is not None and (dated := partings.dated):
+        notes.append(f"line {dated} of the template writes the date: prompts of two days share nothing behind it")
     if pages is not None:
         num_hits -= _evicted(losses, reuse, pages)
     return Why(
@@ -298,9 +301,15 @@ def _undo_tools(ref: Chat, row: Chat) -> Pair | None:
 
 
 def _undo_volatile(ref: Chat, row: Chat) -> Pair | None:
+    def of(values: Any) -> Any:
+        return values and msgspec.json.decode(_VOLATILE.sub("0", encode(values).decode()))
+
     def blank(chat: Chat) -> Chat:
-        tools = chat.tools and msgspec.json.decode(_VOLATILE.sub("0", encode(chat.tools).decode()))
-        return replaced(_contents(chat, lambda text: _VOLATILE.sub("#", text)), tools=tools)
+        made = replaced(_contents(chat, lambda text: _VOLATILE.sub("#", text)), tools=of(chat.tools))
+        for message in (*made.messages, *([made.answer] if made.answer else [])):
+            if "tool_calls" in message:  # a copy, made by _contents
+                message["tool_calls"] = of(message["tool_calls"])
+        return made
 
     return blank(ref), blank(row)
 
@@ -363,14 +372,20 @@ def _said(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
 def _undo_reasoning(ref: Chat, row: Chat) -> Pair | None:
     told = _told(ref, row)
     changed = [
-        {**mine, "reasoning_content": reasoning_of(theirs)}
-        if mine["role"] == theirs["role"] == "assistant" and reasoning_of(mine) != reasoning_of(theirs)
+        {**mine, "content": theirs["content"], "reasoning_content": reasoning_of(theirs)}
+        if mine["role"] == theirs["role"] == "assistant" and _thought(mine) != _thought(theirs)
         else mine
         for mine, theirs in zip(row.messages, told, strict=False)
     ]
     if changed == row.messages[: len(changed)]:
         return None
     return ref, replaced(row, messages=[*changed, *row.messages[len(changed) :]])
+
+
+def _thought(message: Mapping[str, Any]) -> str:
+    """Return the reasoning of a message, which may stand in its content."""
+    inline = _INLINE.match(message["content"])
+    return (reasoning_of(message) or (inline[1] if inline else "")).strip()
 
 
 def _undo_shortening(ref: Chat, row: Chat) -> Pair | None:
@@ -394,6 +409,30 @@ def _undo_insertion(ref: Chat, row: Chat) -> Pair | None:
     if place < 0 or place + 1 >= len(mine) or mine[place + 1] != before[place]:
         return None
     return ref, replaced(row, messages=[*row.messages[:place], *row.messages[place + 1 :]])
+
+
+def _undo_order_of_text(ref: Chat, row: Chat) -> Pair | None:
+    """Put what two texts end with before what differs."""
+
+    def fronted(one: str, other: str) -> tuple[str, str] | None:
+        num = _common(one[::-1], other[::-1])
+        if num < 2 * SHOWN_CHARS or num == min(len(one), len(other)):
+            return None
+        return one[-num:] + one[:-num], other[-num:] + other[:-num]
+
+    if isinstance(row.prompt, str) and isinstance(ref.prompt, str):
+        pair = fronted(ref.prompt, row.prompt)
+        return None if pair is None else (replaced(ref, prompt=pair[0]), replaced(row, prompt=pair[1]))
+    for place, (mine, theirs) in enumerate(zip(row.messages, ref.messages, strict=False)):
+        if mine != theirs:
+            pair = fronted(theirs["content"], mine["content"]) if mine["role"] == theirs["role"] else None
+            if pair is None:
+                return None
+            made = [list(chat.messages) for chat in (ref, row)]
+            for messages, content in zip(made, pair, strict=True):
+                messages[place] = {**messages[place], "content": content}
+            return replaced(ref, messages=made[0]), replaced(row, messages=made[1])
+    return None
 
 
 def _undo_edits(ref: Chat, row: Chat, *, of_system: bool = False) -> Pair | None:
@@ -445,14 +484,17 @@ RULES: tuple[Rule, ...] = (
     Rule("system", "the system message differs",
          "put what stays first, and what differs per session or turn behind it or into the last message",
          _undo_system),
+    Rule("text order", "text that stays the same stands behind text that differs",
+         "put instructions and examples first, and what differs, such as documents and questions, last",
+         _undo_order_of_text),
     Rule("template drops reasoning", "the chat template leaves out reasoning of earlier turns that was in the cache",
          "set the variable of the template that keeps it (preserve_thinking, clear_thinking=false), or edit the line"),
     Rule("template", "the chat template writes earlier messages in another way or place once a turn is added",
          "edit this line, so that a prompt only grows: system message and tools first, marks not by the last message"),
     Rule("block", "tokens in common do not fill a page, or are fewer than one page",
          "a smaller --page-size (vLLM: --block-size), or more text in common"),
-    Rule("gone", "the tokens had been sent before, but the usage does not record them as hits: evicted, expired, or "
-         "on another replica",
+    Rule("gone", "the tokens had been sent before, but the usage does not record them as hits: evicted, expired, on "
+         "another replica, or still being computed",
          "more memory or a longer cache lifetime, and a router that keeps sessions together"),
     Rule("evicted", "the tokens were in the cache, and were evicted before they were used again",
          "more memory (--pages, --host-memory), or fewer sessions at a time on a replica"),
@@ -462,9 +504,8 @@ RULES: tuple[Rule, ...] = (
          "fewer sequences at a time (--max-seqs), or more memory"),
 )  # fmt: skip
 """The rules, the most specific first."""
-OF_OTHERS = [
-    rule for rule in RULES if rule.name in {"salt", "model", "tool order", "tool keys", "volatile", "variables"}
-]
+OTHERS = ("salt", "model", "tool order", "tool keys", "volatile", "text order")
+OF_OTHERS = [rule for rule in RULES if rule.name in OTHERS]
 """Rules for two requests that nothing but their log has in common."""
 RULES_BY_NAME = {rule.name: rule for rule in RULES}
 
@@ -493,6 +534,11 @@ class _Partings:
     def recorded(self) -> int | None:
         """Tokens that usage records as hits; None if none of it does."""
         return self._recorded if self._num_recorded else None
+
+    @property
+    def dated(self) -> int | None:
+        """The line of the template that writes the date; None without one."""
+        return None if self._prompts.template is None else self._prompts.template.dated_line
 
     def add(self, chat: Chat, units: bytes, before: int) -> None:
         """Compare a request with an earlier one, and keep it. `before`: the row of the turn before it, or -1."""
@@ -604,8 +650,7 @@ class _Partings:
         """Return whether the prompts part at reasoning: `ref` has one there that `row` has not."""
         before, mine = self._texts(ref, row)
         return any(
-            (reasoning := reasoning_of(message).strip()) and before.count(reasoning) > mine.count(reasoning)
-            for message in told
+            (reasoning := _thought(message)) and before.count(reasoning) > mine.count(reasoning) for message in told
         )
 
     def _texts(self, ref: Chat, row: Chat) -> tuple[str, str]:
