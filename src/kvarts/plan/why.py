@@ -340,6 +340,9 @@ def _undo_json(ref: Chat, row: Chat) -> Pair | None:
         content = ordered(message["content"]) if message["role"] == "tool" else message["content"]
         return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
 
+    if not any(message["role"] == "tool" or "tool_calls" in message for message in row.messages):
+        return None
+
     def all_of(chat: Chat) -> Chat:
         answer = None if chat.answer is None else of(chat.answer)
         return replaced(chat, messages=[of(message) for message in chat.messages], answer=answer)
@@ -589,7 +592,9 @@ class _Partings:
         if not _is_prefix(*texts) or (ref.salt, ref.model) != (row.salt, row.model):
             tried = set()
             for _ in range(MOST_CAUSES):
-                left = (rule for rule in rules if rule.name not in tried)
+                left = [rule for rule in rules if rule.name not in tried]
+                if not _is_at_volatile(*texts):
+                    left = [rule for rule in left if rule.name != "volatile"]
                 gains = [(rule.name, *found) for rule in left if (found := self._gain(rule, ref, row, shared))]
                 if not gains:
                     break
@@ -599,10 +604,11 @@ class _Partings:
                 tried.add(name)
                 shared += gain
                 ref, row = pair
+                texts = self._texts(ref, row)
                 if name.startswith("template"):
                     break
         rest = min(first, limit) % size
-        if rest:
+        if rest and (rules is RULES or first >= 2 * PAGE_SIZE):  # others have words of a template in common
             where = f"{_place(original[1])} shares {first:,} tokens with {_place(original[0])}"
             causes.append(("block", rest, where, []))
         self._was_gone(*original, min(first, limit) // size * size, causes)
@@ -740,6 +746,13 @@ def _common(one: str, other: str) -> int:
 
 def _is_prefix(one: str, other: str) -> bool:
     return _common(one, other) == min(len(one), len(other))
+
+
+def _is_at_volatile(one: str, other: str) -> bool:
+    """Return whether two texts part in, or right at, a time, an id or a number."""
+    at = _common(one, other)
+    found = _VOLATILE.finditer(other, max(0, at - 2 * SHOWN_CHARS), at + 2 * SHOWN_CHARS)
+    return any(match.start() <= at <= match.end() for match in found)
 
 
 def _place(chat: Chat) -> str:
