@@ -21,8 +21,8 @@ MAX_RENDERED_CHARS = 32 * 1024 * 1024
 MARK = "\x00L%d\x00"
 """Stands before what a line of the template writes."""
 _MARKS = re.compile(r"\x00L(\d+)\x00")
-_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""A tag of transformers for training, which writes nothing."""
+_GENERATION = re.compile(r"(?<=\{%)([-+]?\s*)(end)?generation(?=\s*[-+]?%\})")
+"""A tag of transformers for training, which writes nothing but what it encloses."""
 
 
 class Template:
@@ -43,7 +43,7 @@ class Template:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _fixed_date
         self._environment = environment
-        self._source = _GENERATION.sub("", source)
+        self._source = _GENERATION.sub(lambda tag: f"{tag[1]}{'endif' if tag[2] else 'if true'}", source)
         try:
             self._template = environment.from_string(self._source)
         except Exception as error:  # jinja2 raises several kinds, for syntax and for what is too deep
