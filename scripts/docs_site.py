@@ -62,6 +62,7 @@ PYTHON = {
 PARTS: dict[str, list[str]] = {
     "Start": ["start.md", "first-ten-minutes.md", "guide-notebook.md", "when-not.md"],
     "How do I": [
+        "how-log-to-plan.md",
         "how-much-memory.md",
         "how-host-memory.md",
         "how-prefill-decode.md",

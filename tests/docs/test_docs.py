@@ -26,6 +26,7 @@ from kvarts.cli.main import main
 from kvarts.cli.replaying import OneRun, all_sections, read_settings
 from kvarts.sim.traffic.mooncake import load_mooncake
 
+from builders.chat_logs import write_chat_logs
 from builders.claude_sessions import write_claude_sessions
 from builders.files_of_pages import write_files_of_pages
 
@@ -157,11 +158,21 @@ def claude_sessions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def chat_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chats") / "logs"
+    write_chat_logs(folder)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claude_sessions: Path) -> None:
+def in_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claude_sessions: Path, chat_logs: Path
+) -> None:
     """Examples find no bundled file there: to who installs with pip they are `sample:NAME` only."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "once upon a time"}\n{"prompt": "once upon a hill"}\n')
     shutil.copytree(claude_sessions, tmp_path / ".claude" / "projects")
+    (tmp_path / "logs").symlink_to(chat_logs)
     write_files_of_pages(tmp_path)
     monkeypatch.chdir(tmp_path)
 

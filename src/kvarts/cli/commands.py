@@ -43,6 +43,7 @@ COMMANDS = {
     "trace": "trace",
     "verify": "verify",
     "watch": "watch",
+    "why": "why",
 }
 """The commands, each with the module of `kvarts.cli` that defines it."""
 

@@ -48,7 +48,9 @@ class Mode(NamedTuple):
 
 NO_REPLAY = "no replay"
 SLO = ("--slo-ttft-ms", "--slo-tpot-ms", "--set slo.e2e_ms")
-READING = ("--set trace_block_size", "--set skip_bad_lines")
+READING = (
+    "--set trace_block_size", "--set skip_bad_lines", "--set tokenizer", "--set chat_template", "--set output_tokens"
+)  # fmt: skip
 PLAN_RESULTS = ("--json", "--html", "--open", "--config", "--page-size", *READING)
 OF_MODEL = ("--dtype", "--quantization", "--device", "--set attention", "--set layers")
 OF_FIT = ("--set column", "--set time_unit", "--set trace_block_size", "--set seed")

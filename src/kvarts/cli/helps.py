@@ -21,7 +21,7 @@ __all__ = [
 GROUPS = {
     "Size": ("plan", "sweep"),
     "Replay": ("replay", "calibrate", "compare"),
-    "Explain": ("report", "story", "verify", "watch"),
+    "Explain": ("report", "story", "verify", "watch", "why"),
     "Serve": ("mock", "serve", "soak"),
     "Traces": ("trace",),
     "Models": ("model", "generate", "profile"),
@@ -65,6 +65,7 @@ SUMMARIES = {
     "trace slice": "Cut a part out of a trace.",
     "verify": "Judge KV timelines: are all blocks accounted for?",
     "watch": "Follow the KV events of a running engine and judge them.",
+    "why": "Find what costs cache hits in a log, and the cheapest mend.",
 }
 
 EXAMPLES = {
@@ -118,6 +119,7 @@ EXAMPLES = {
     "trace slice": ("kvarts trace slice my.jsonl --to 10m -o first.jsonl",),
     "verify": ("kvarts verify timeline.json",),
     "watch": ("kvarts watch tcp://127.0.0.1:5557 --duration 60",),
+    "why": ("kvarts why requests.jsonl", "kvarts why logs --tokenizer model --set pages=20000"),
 }
 
 _REPLAYED = (

@@ -77,11 +77,14 @@ ALIASES = {
     **{
         name: name
         for name in (
+            "--chat-template",
             "--enforce-eager",
             "--kv-cache-metrics",
             "--kv-cache-metrics-sample",
             "--max-model-len",
             "--no-async-scheduling",
+            "--output-tokens",
+            "--tokenizer",
             "--tool-call-parser",
             "--trust-remote-code",
             "--trust-request-chat-template",

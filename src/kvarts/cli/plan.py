@@ -36,6 +36,7 @@ from kvarts.cli.replaying import all_sections, load_traffic, over_sample_setting
 from kvarts.core.config import EngineConfig
 from kvarts.plan.policy import check_policy, with_policy
 from kvarts.sim.config import resolve_replay
+from kvarts.sim.traffic.settings import READING
 
 if TYPE_CHECKING:
     from kvarts.base.settings import Given
@@ -61,7 +62,7 @@ SHOWN = {
 }  # fmt: skip
 """The settings that are options of each command; the others are keys of `--set`."""
 
-OF_TRACES = ("page_size", "trace_block_size", "skip_bad_lines", "session_turns", "answers")
+OF_TRACES = ("page_size", *READING, "answers")
 WITHOUT = {
     "users": ("concurrency", "speedup"),
     "fleet": ("eviction",),
@@ -312,6 +313,8 @@ class _Asked:
         traffic = load_traffic(self.given, self.call.trace)
         if config is not None:
             config = with_policy(config, self.given, traffic)
+        for warning in traffic.warnings:
+            click.echo(f"kvarts: {warning}", err=True)
         if not traffic.knows_prefixes and self.context.info_name != "fleet":
             click.echo(
                 "kvarts: the trace does not identify prefixes that prompts share: no curve rises above 0", err=True

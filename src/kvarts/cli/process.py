@@ -31,6 +31,8 @@ from kvarts.base.errors import ConfigError, OutputError
 from kvarts.base.terminal import plain
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvarts.sim.config import ReplayConfig
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "print_bytes",
     "print_json",
     "print_text",
+    "reading_progress",
     "say",
     "signal_that_came",
     "tell_whole_pages",
@@ -400,6 +403,17 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def reading_progress(path: Path | str) -> Progress:
+    """Return the progress of reading a file or directory, in bytes if their number is known."""
+    from pathlib import Path
+
+    paths = [Path(path)] if not Path(path).is_dir() else [each for each in Path(path).rglob("*") if each.is_file()]
+    num_bytes: int | None = None
+    with suppress(OSError):
+        num_bytes = sum(each.stat().st_size for each in paths) or None
+    return Progress(f"reading {path}", None if any(each.suffix == ".gz" for each in paths) else num_bytes, "bytes")
 
 
 def version_line() -> str:

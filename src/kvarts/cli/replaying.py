@@ -12,7 +12,7 @@ from kvarts.base.files import PREFIX, SAMPLES, check_outputs, new_directory, rea
 from kvarts.base.settings import Flags, Given, Section, given_in
 from kvarts.cli.effects import TABLES
 from kvarts.cli.outputs import check_opening, write_run_page
-from kvarts.cli.process import Progress, is_compiled, say, tell_whole_pages
+from kvarts.cli.process import Progress, is_compiled, reading_progress, say, tell_whole_pages
 from kvarts.sim.config import SECTIONS, resolve_replay
 from kvarts.sim.report.run_directory import REPORT
 from kvarts.sim.traffic.settings import SECTION as TRAFFIC
@@ -47,8 +47,8 @@ OWN_SECTIONS = (*SECTIONS, TRAFFIC)
 
 def load_traffic(given: Given, trace: Path | str | None) -> Trace:
     """Load the trace named on the command line, else the traffic that the settings file describes, else the sample."""
-    with Progress("reading the trace" if trace is None else f"reading {trace}"):
-        found = load_given(given, trace)
+    with Progress("reading the trace") if trace is None else reading_progress(trace) as progress:
+        found = load_given(given, trace, progress.update)
     if found is None:
         say(f"kvarts: replaying {SAMPLES[SAMPLE].what}; give a TRACE to replay your own")
         found = load_given(given, f"{PREFIX}{SAMPLE}")

@@ -12,7 +12,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.base.files import PREFIX, SAMPLES
 from kvarts.base.units import parse_duration_s
 from kvarts.cli.options import INPUT, OUTPUT, Command, Group, key_option
-from kvarts.cli.process import Progress, print_bytes, print_json, print_text
+from kvarts.cli.process import print_bytes, print_json, print_text, reading_progress
 
 if TYPE_CHECKING:
     from kvarts.sim.traffic.trace import Trace
@@ -39,6 +39,11 @@ def _reading(command: Callable[..., None]) -> Callable[..., None]:
     command = key_option("--session-turns", type=click.Choice(["whole", "deltas"]),
                          help="Whether later turns of sessions in Mooncake's form have whole prompts, or only "
                               "their new part.")(command)  # fmt: skip
+    command = key_option("--tokenizer", metavar="NAME",
+                         help="Tokenizer of messages: a directory, a name, or words.")(command)  # fmt: skip
+    command = key_option("--chat-template", metavar="FILE", help="Chat template of messages.")(command)
+    command = key_option("--output-tokens", metavar="TOKENS", type=click.IntRange(min=1),
+                         help="Output tokens of messages whose answer is not known.")(command)  # fmt: skip
     return key_option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1),
                       help="Tokens that a hash id stands for.")(command)  # fmt: skip
 
@@ -174,8 +179,8 @@ def anonymize_command(trace: Path, output: Path | None, **reading: Any) -> None:
 def _load(path: Path, reading: dict[str, Any]) -> Trace:
     from kvarts.sim.traffic.formats import load_trace
 
-    with Progress(f"reading {path}"):
-        return load_trace(path, **reading)
+    with reading_progress(path) as progress:
+        return load_trace(path, **reading, on_read=progress.update)
 
 
 def _write(trace: Trace, output: Path | None) -> None:

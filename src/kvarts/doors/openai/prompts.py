@@ -18,7 +18,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from kvarts.base.errors import ConfigError
 from kvarts.base.limits import MOST_COUNT
+from kvarts.base.templates import Template
 from kvarts.doors.openai.errors import ApiError
 from kvarts.doors.openai.tool_calls import FORMATS, call_text, format_named
 from kvarts.doors.openai.words import MAX_CHARS_PER_WORD, WordTokenizer
@@ -38,9 +40,6 @@ __all__ = [
 ]
 
 Message = Mapping[str, Any]
-MAX_POWER = 1000
-MAX_RENDERED_CHARS = 32 * 1024 * 1024
-"""Limit of the output of a template in a request: as much as a body may have."""
 OPEN, CLOSE = "<think>\n", "\n</think>\n\n"
 """The text before and after reasoning, as Qwen models write it."""
 OFF = ("enable_thinking", "thinking")
@@ -274,37 +273,14 @@ def _json(value: Any) -> str:
 
 
 def _rendered(template: str, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-    try:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise ApiError(400, "templates need jinja2, which is not installed", param="chat_template") from error
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.intercepted_binops = frozenset(["*", "**"])
-    calculate = environment.call_binop
-
-    def call_binop(context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Return the product or power of two values, if they are not too large."""
-        sizes = [value if type(value) in (int, float) else len(value) for value in (left, right)]
-        most = MAX_RENDERED_CHARS if operator == "*" else MAX_POWER
-        if any(abs(size) > most for size in sizes) or abs(sizes[0] * sizes[1]) > MAX_RENDERED_CHARS:
-            raise ValueError(f"{operator} of {sizes[0]} and {sizes[1]} is too much")
-        return calculate(context, operator, left, right)
-
-    environment.call_binop = call_binop
     values = {
         "messages": messages,
         "tools": options.get("tools"),
         "add_generation_prompt": options.get("add_generation_prompt", True),
         **(options.get("chat_template_kwargs") or {}),
     }
-    parts: list[str] = []
-    num_chars = 0
     try:
-        for part in environment.from_string(template).generate(values):
-            num_chars += len(part)
-            if num_chars > MAX_RENDERED_CHARS:
-                raise ValueError(f"it writes more than {MAX_RENDERED_CHARS:,} characters")
-            parts.append(part)
-    except Exception as error:  # templates may raise any exception
-        raise ApiError(400, f"the chat template does not take these messages: {error}", param="messages") from error
-    return "".join(parts)
+        return Template(template).render(values)
+    except ConfigError as error:
+        what = error.what if error.what.startswith("the chat") else f"the chat template {error.what}"
+        raise ApiError(400, what, param="messages" if error.hint is None else "chat_template") from error

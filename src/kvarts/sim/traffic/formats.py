@@ -6,7 +6,7 @@ A form is recognised by the field names of its first records, or by its columns,
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,8 @@ __all__ = ["FORMS", "TraceForm", "form_of", "load_trace", "nearest"]
 NO_IDS = "the trace has no hash ids"
 SAYS_ITSELF = "the trace says it itself"
 SKIPPING, BLOCK_SIZE, TURNS = "skip_bad_lines", "trace_block_size", "session_turns"
-SUFFIXES = (".json", ".jsonl", ".csv", ".gz")
+TEXTS = frozenset({"tokenizer", "chat_template", "output_tokens"})
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".gz")
 """Suffixes of the files considered in a directory."""
 MOST_NAMES, MOST_SHOWN = 12, 40
 """Most fields of an unknown form to show in an error, and most characters of each."""
@@ -36,7 +37,8 @@ MOST_NAMES, MOST_SHOWN = 12, 40
 class TraceForm(msgspec.Struct, frozen=True, kw_only=True):
     """One form of traces.
 
-    `signs`: sets of field names; the form is recognised if all fields of one set are present. `example`: the first
+    `signs`: sets of field names; the form is recognised if all fields of one set are present. `whole_signs`: sets that
+    must be all fields. `example`: the first
     record as published, or the header and a row. `reader`: MODULE:FUNCTION below `kvarts.sim.traffic`. `takes`: options
     of `load_trace` that apply; `refuses`: reasons why others do not.
     """
@@ -48,6 +50,7 @@ class TraceForm(msgspec.Struct, frozen=True, kw_only=True):
     reader: str
     takes: frozenset[str] = frozenset({SKIPPING})
     refuses: dict[str, str] = msgspec.field(default_factory=lambda: {BLOCK_SIZE: NO_IDS})
+    whole_signs: tuple[frozenset[str], ...] = ()
     is_table: bool = False
     reads_directories: bool = False
     tells_prefixes: bool = False
@@ -157,6 +160,32 @@ FORMS: tuple[TraceForm, ...] = (
         tells_prefixes=True,
     ),
     TraceForm(
+        name="messages",
+        title="request bodies, request logs, batches and conversations with messages or prompts as text (OpenAI, "
+        "Anthropic, ShareGPT, WildChat, AIPerf's raw_payload and inputs_json), one file or a directory",
+        signs=_signs(
+            "messages",
+            "conversations",
+            "conversation",
+            "prompt",
+            "model input",
+            "input instructions",
+            "custom_id body",
+            "custom_id response",
+            "request response",
+            "request_body",
+            "session_id payloads",
+        ),
+        whole_signs=_signs("data"),
+        example='{"created":1700000000,"model":"m","messages":[{"role":"system","content":"Be brief."},{"role":"user",'
+        '"content":"Hello"}],"response":{"choices":[{"message":{"role":"assistant","content":"Hi."}}],"usage":'
+        '{"prompt_tokens":14,"completion_tokens":2}}}',
+        reader="messages:load_messages",
+        takes=frozenset({SKIPPING, BLOCK_SIZE}) | TEXTS,
+        reads_directories=True,
+        tells_prefixes=True,
+    ),
+    TraceForm(
         name="openai",
         title="a log of OpenAI-style responses",
         signs=_signs("created usage"),
@@ -225,7 +254,8 @@ def form_of(file: TraceFile) -> TraceForm | None:
     """Return the form of a file, or of a directory's first file; None if unknown."""
     records = _names(file)
     for form in FORMS:
-        if form.is_table == bool(file.header) and any(sign <= names for sign in form.signs for names in records):
+        is_sign = any(sign <= names for sign in form.signs for names in records)
+        if form.is_table == bool(file.header) and (is_sign or any(names in form.whole_signs for names in records)):
             return form
     return None
 
@@ -255,6 +285,10 @@ def load_trace(
     trace_block_size: int | None = None,
     skip_bad_lines: bool = False,
     session_turns: Turns | None = None,
+    tokenizer: str | None = None,
+    chat_template: str | None = None,
+    output_tokens: int | None = None,
+    on_read: Callable[[int], object] | None = None,
 ) -> Trace:
     """Read a trace of any form in `kvarts.sim.traffic.formats`, recognised by its content. Files may be gzipped.
 
@@ -262,8 +296,10 @@ def load_trace(
 
     `trace_block_size`: tokens that a hash id stands for; default 512 in Mooncake's form, 16 in Qwen-Bailian's.
     `skip_bad_lines`: skip and count malformed lines. `session_turns`: whether later turns of Mooncake's sessions have
-    `whole` prompts or only `deltas`. Raise MissingFileError; InputError, with file and place, also for an unknown form;
-    ConfigError for an option that the form does not accept.
+    `whole` prompts or only `deltas`. `tokenizer`, `chat_template` and `output_tokens` apply to messages, see
+    `kvarts.sim.traffic.messages`. `on_read` receives the number of bytes of each part that is read. Raise
+    MissingFileError; InputError, with file and place, also for an unknown form; ConfigError for an option that the form
+    does not accept.
     """
     if os.path.splitext(path)[1] == ".toml":  # noqa: PTH122
         raise ConfigError("is a configuration, not a trace", path=path, hint="Use --config FILE.")
@@ -272,11 +308,15 @@ def load_trace(
         trace_block_size = trace_block_size or sample.trace_block_size
     file = TraceFile(path)
     form = _form(file)
+    file.on_read = on_read
     options: dict[str, Any] = {}
     for name, value in (
         ("trace_block_size", trace_block_size),
         ("skip_bad_lines", skip_bad_lines or None),
         ("session_turns", session_turns),
+        ("tokenizer", tokenizer),
+        ("chat_template", chat_template),
+        ("output_tokens", output_tokens),
     ):
         if value is None:
             continue

@@ -118,7 +118,7 @@ def with_implied_answers(trace: Trace) -> Trace:
     answered = []
     for request in reversed(requests):
         units = None
-        if request.session_id is not None:
+        if request.session_id is not None and request.answered_units is None:
             following = next_turns.get(request.session_id)
             units = None if following is None else _answered(request, following, trace.unit_tokens, shared)
         turn = request if units is None else msgspec.structs.replace(request, answered_units=units)

@@ -10,11 +10,12 @@ from kvarts.base.errors import ConfigError, parts_of
 from kvarts.base.settings import AtLeastOne, Given, Section, setting
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from kvarts.sim.traffic.trace import Trace
 
-__all__ = ["SECTION", "TrafficSettings", "load_given", "reading_of"]
+__all__ = ["READING", "SECTION", "TrafficSettings", "load_given", "reading_of"]
 
 
 class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +35,20 @@ class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
             default="whole, refused if they look like deltas",
         ),
     ] = None
+    tokenizer: Annotated[
+        str | None,
+        setting("Tokenizer of messages: a directory, a name on Hugging Face, or words.", metavar="NAME",
+                default="words"),
+    ] = None  # fmt: skip
+    chat_template: Annotated[
+        str | None,
+        setting("Chat template of messages: a file of jinja2.", metavar="FILE",
+                default="the tokenizer's, else ChatML"),
+    ] = None  # fmt: skip
+    output_tokens: Annotated[
+        AtLeastOne | None,
+        setting("Output tokens of requests with messages whose answer and usage are not known.", metavar="TOKENS"),
+    ] = None
     answers: Annotated[
         Literal["recorded", "implied"],
         setting(
@@ -44,16 +59,22 @@ class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
     workload: Annotated[Any, setting("Table of a Workload: traffic made from a seed.", flag=None)] = None
 
 
+READING = (
+    "trace_block_size", "skip_bad_lines", "session_turns", "tokenizer", "chat_template", "output_tokens",
+)  # fmt: skip
+"""The settings that `load_trace` takes."""
 SECTION = Section(struct=TrafficSettings, title="Traffic")
 
 
 def reading_of(given: Given) -> dict[str, Any]:
     """Return the given options of `load_trace`."""
-    return {key: given[key] for key in ("trace_block_size", "skip_bad_lines", "session_turns") if key in given}
+    return {key: given[key] for key in READING if key in given}
 
 
-def load_given(given: Given, trace: Path | str | None = None) -> Trace | None:
-    """Load `trace`, or else the traffic named in `given`; None if there is neither.
+def load_given(
+    given: Given, trace: Path | str | None = None, on_read: Callable[[int], object] | None = None
+) -> Trace | None:
+    """Load `trace`, or else the traffic named in `given`; None if there is neither. `on_read`: see `load_trace`.
 
     Raise ConfigError for an invalid workload or one given together with a trace; InputError for a trace.
     """
@@ -67,7 +88,7 @@ def load_given(given: Given, trace: Path | str | None = None) -> Trace | None:
         return None
     from kvarts.sim.traffic.formats import load_trace
 
-    return _answered(load_trace(trace, **reading_of(given)), given)
+    return _answered(load_trace(trace, **reading_of(given), on_read=on_read), given)
 
 
 def _answered(trace: Trace, given: Given) -> Trace:

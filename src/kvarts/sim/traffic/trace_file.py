@@ -65,11 +65,19 @@ class TraceFile:
         self.place = place_of(path)
         """The path, as text."""
         self._data: bytes | None = None
+        self.on_read: Callable[[int], object] | None = None
+        """Receives the number of bytes of each part of the content that is read for its rows."""
 
     @classmethod
     def of(cls, path: Path | str | TraceFile) -> TraceFile:
         """Return `path` as a TraceFile."""
         return path if isinstance(path, TraceFile) else cls(path)
+
+    def beside(self, path: Path) -> TraceFile:
+        """Return another file, of which reading is told to the same reader."""
+        other = TraceFile(path)
+        other.on_read = self.on_read
+        return other
 
     @cached_property
     def path(self) -> Path:
@@ -93,7 +101,10 @@ class TraceFile:
     def read(self) -> bytes:
         """Return the whole content."""
         with self._open() as file, self._unpacking():
-            return file.read()
+            data = file.read()
+        if self.on_read is not None:
+            self.on_read(len(data))
+        return data
 
     def text(self) -> str:
         """Return the whole content as text; line ends are normalised, as in `Path.read_text`."""
@@ -155,6 +166,26 @@ class TraceFile:
             raise InputError("is nested too deeply", path=self.path) from None
         for place, element in enumerate(elements, 1):
             yield place, bytes(element)
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Iterate as `records` does, over JSON lines without holding more than a line of them."""
+        if not self.is_json_lines:
+            yield from self.records()
+            return
+        with self._open() as file:
+            rows = enumerate(_lines_of(file), 1)
+            while True:
+                with self._unpacking():
+                    line, row = next(rows, (0, b""))
+                if not line:
+                    return
+                if len(row) >= MOST_LINE_BYTES:
+                    raise InputError(f"is longer than {MOST_LINE_BYTES:,} bytes", path=self.path, line=line)
+                if self.on_read is not None:
+                    self.on_read(len(row) + 1)
+                row = row.removeprefix(b"\xef\xbb\xbf") if line == 1 else row
+                if not row.isspace() and row:
+                    yield line, row
 
     def _lines(self) -> Iterable[bytes]:
         """Return the lines of the whole content; their ends are normalised."""
