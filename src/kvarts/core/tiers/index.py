@@ -192,18 +192,6 @@ class TierIndex:
         _, position, _ = self._walk(content, limit, start)
         return position - start if position > start else 0
 
-    def find_whole(self, content: Content, start: int, limit: int) -> tuple[int, bool]:
-        """Return what `find` does, and whether the pages before `start` are stored as well."""
-        node, position, _ = self._walk(content, limit, start)
-        if position <= start:
-            return 0, False
-        stored = STORED
-        while (parent := node.parent) is not None:
-            if node.state is not stored:
-                return position - start, False
-            node = parent
-        return position - start, True
-
     def stored(self, content: Content, end: int) -> list[tuple[int, int]]:
         """Return the longest stretches of the first `end` pages that are stored."""
         stretches: list[tuple[int, int]] = []

@@ -66,12 +66,6 @@ class Marks:
 
     def mark_held(self, content: Content, start: int, end: int) -> int:
         """Do the same without regrouping; return how many. Requires an order, and its `regroup` must follow."""
-        if len(self._tiers) == 1:
-            # A page can be found below only if its prefix is, in the tier or on the device.
-            num_held = self._tiers[0].find(content, start, end)
-            if num_held:
-                self._mark_match(self._cache.match(content, start + num_held), start, Below.STORED)
-            return num_held
         num_held = 0
         for tier in self._tiers:
             for first, last in tier.held(content, start, end):
@@ -316,13 +310,11 @@ class PageLayout(Layout[MemoryTier]):
         room = self._room(place + 1, now_ns)
         while wanted and room:
             content, _, start, end = wanted.popleft()
-            num_pages, is_reached = upper.find_whole(content, start, end)
+            num_pages = upper.find(content, start, end)
             if not num_pages:
                 continue
-            if not is_reached:
-                num_above = self._num_above(place + 1, content, start)
-                is_reached = num_above + lower.find(content, num_above, start) >= start
-            if not is_reached:
+            num_above = self._num_above(place + 1, content, start)
+            if num_above + lower.find(content, num_above, start) < start:
                 # The device has evicted the pages before it, and their store in the tier above has not ended.
                 early.append((content, 0, start, end))
                 continue
