@@ -36,7 +36,6 @@ class PageCache(Cache):
         "_now_ns",
         "_num_own",
         "_reads_ranges",
-        "on_close",
         "on_evicted",
         "tree",
     )
@@ -48,8 +47,6 @@ class PageCache(Cache):
         self.take_pages = self.take
         self.on_evicted: Callable[[], object] | None = None
         """Called when pages were evicted, before anything else is done."""
-        self.on_close: Callable[[Holding], object] | None = None
-        """Called with a holding that is about to be closed; it may hold some of its pages."""
         self._has_ids = pool.has_ids
         self._now_ns = 0
         # Counts of a pool from which no others take follow from `num_free` (L1); reading them costs a look-up each.
@@ -347,8 +344,6 @@ class PageCache(Cache):
             raise PageError(f"{num_pages} pages, and {self.num_used} are in use")
         if not holding.is_open:
             raise PageError("the holding is closed")
-        if self.on_close is not None:
-            self.on_close(holding)
         self.num_published += 1
         tree.extend(path, holding.content, num_full_pages, page_ids)
         num_findable = path[-1].end if path else 0

@@ -55,8 +55,6 @@ class PrefixTree:
         """Called for pages [start, end), the last ones of a node, that can no longer be found."""
         self.on_read: Callable[[], object] | None = None
         """Called before runs are looked for or looked at; it may extend some of them."""
-        self.on_copied: Callable[[], object] | None = None
-        """Called before a run gets another copy; it may hold runs, and thus split them."""
         self.found_from = 0
         """The first of the pages that became findable, or whose first copy was evicted, since this was set."""
         self._watcher = watcher
@@ -240,9 +238,6 @@ class PrefixTree:
                 if self.tell is not None:
                     self.tell(PagesStored(content, start, end, last.content if start else None))
             else:
-                if self.on_copied is not None:
-                    self.on_copied()
-                    first_copy = last.children[key]
                 node = self._add_twin(first_copy, content, end, last)
                 if self.tell is not None:
                     self.tell(CopiesStored(content, start, node.end, last.content if start else None))

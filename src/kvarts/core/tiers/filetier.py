@@ -36,7 +36,6 @@ class FileTier(MemoryTier):
             self._drop_unknown()
         self.index.pool.take(len(names.unknown))
         self.find = self._find
-        self.find_whole = self._find_whole
 
     @property
     def num_used_blocks(self) -> int:
@@ -130,10 +129,6 @@ class FileTier(MemoryTier):
     def _find(self, content: Content, start: int, limit: int) -> int:
         self._recognise(content, min(limit, content.num_known_pages))
         return self.index.find(content, start, limit)
-
-    def _find_whole(self, content: Content, start: int, limit: int) -> tuple[int, bool]:
-        self._recognise(content, min(limit, content.num_known_pages))
-        return self.index.find_whole(content, start, limit)
 
     def _recognise(self, content: Content, end: int) -> None:
         """Make pages of `content` that an earlier process stored findable, the first ones first."""

@@ -54,9 +54,6 @@ OnStored = Callable[[Content, int, int, Content | None], object]
 OnRemoved = Callable[[Content, int, int], object]
 """Called for a run that stops being findable: content, first page, page after the last."""
 
-MOST_RECENT = 64
-"""How many contents the index remembers the place of."""
-
 
 class NodeState(IntEnum):
     """The state of the pages of a run."""
@@ -179,8 +176,6 @@ class TierIndex:
         self.on_stored: OnStored | None = None
         self.on_removed: OnRemoved | None = None
         self._roots: dict[str | None, TierRun] = {}
-        self._recent: dict[int, tuple[Content, TierRun, int]] = {}
-        """By owner, how far the last walk of a content came: its run, and the page after the last in common."""
         # A sentinel closes the order of recency to a ring: its `newer` is the oldest run.
         self._ring = _root()
         self._ring.older = self._ring.newer = self._ring
@@ -196,18 +191,6 @@ class TierIndex:
         """Return how many consecutive pages of `content` in [start, limit) are stored, from `start` on."""
         _, position, _ = self._walk(content, limit, start)
         return position - start if position > start else 0
-
-    def find_whole(self, content: Content, start: int, limit: int) -> tuple[int, bool]:
-        """Return what `find` does, and whether the pages before `start` are stored as well."""
-        node, position, _ = self._walk(content, limit, start)
-        if position <= start:
-            return 0, False
-        stored = STORED
-        while (parent := node.parent) is not None:
-            if node.state is not stored:
-                return position - start, False
-            node = parent
-        return position - start, True
 
     def stored(self, content: Content, end: int) -> list[tuple[int, int]]:
         """Return the longest stretches of the first `end` pages that are stored."""
@@ -310,12 +293,8 @@ class TierIndex:
         while node is not None:
             parent = node.parent
             if node.state is stored:
-                newer = node.newer
-                if newer is not None:
-                    older = node.older
-                    assert older is not None
-                    older.newer = newer
-                    newer.older = older
+                if node.newer is not None:
+                    _unlist(node)
                 if (
                     below is not None
                     and below.pins == node.pins
@@ -326,13 +305,7 @@ class TierIndex:
                     # No other run follows it, and no pin ends at it: both have the same history.
                     self._join(node, below)
                 else:
-                    # `_list_before(ring, node)`, inlined.
-                    older = ring.older
-                    assert older is not None
-                    node.older = older
-                    node.newer = ring
-                    older.newer = node
-                    ring.older = node
+                    _list_before(ring, node)
                     below = node
             else:
                 below = None
@@ -406,7 +379,6 @@ class TierIndex:
             run = self._add(run, content, position, position + num_left)
             segments.append(self._fill(run, placement, content))
             placement.run = run
-            self._note_recent(content, run, run.end)
         elif placement.run is not deepest:
             self._pin(placement.run)
             self.unpin(deepest)
@@ -498,43 +470,15 @@ class TierIndex:
             node.pins = pins + 1
             node = parent
 
-    def _near(self, content: Content, page: int) -> TierRun | None:
-        """Return a run with pages of `content` that begins at `page` or before; None if none is remembered."""
-        recent = self._recent.get(content.owner)
-        if recent is None or recent[0] is not content:
-            return None
-        _, run, end = recent
-        is_in_tree = run.state is COMING or run.newer is not None
-        if not is_in_tree:
-            return None
-        # A part that was split off it comes before it.
-        while run.start > page or run.start >= end:
-            assert run.parent is not None
-            run = run.parent
-        return run
-
-    def _note_recent(self, content: Content, run: TierRun, end: int) -> None:
-        """Remember that the first `end` pages of `content` are in the tree, up to `run`."""
-        recent = self._recent
-        if len(recent) >= MOST_RECENT:
-            recent.clear()
-        recent[content.owner] = content, run, end
-
     def _walk(self, content: Content, end: int, start: int = ALL) -> tuple[TierRun, int, TierRun | None]:
         """Return the deepest run wholly within `end` pages, the number of known pages, and a run cut by the end.
 
         Stop before the first run that has pages from `start` on and is not stored.
         """
         stored = STORED
-        page = end - 1 if end else 0
-        near = self._near(content, start if start < page else page)
         position = 0
-        if near is not None:
-            assert near.parent is not None
-            node, position = near.parent, near.start
-        elif (root := self._roots.get(content.salt)) is not None:
-            node = root
-        else:
+        node = self._roots.get(content.salt)
+        if node is None:
             node = self._roots[content.salt] = _root()
         while position < end and node.children:
             child = node.children.get(content.key(position))
@@ -548,12 +492,8 @@ class TierIndex:
                 break
             position = common
             if common < last:
-                if common > start:
-                    self._note_recent(content, child, common)
                 return node, common, child
             node = child
-        if position > start:
-            self._note_recent(content, node, position)
         return node, position, None
 
     def _descend(self, content: Content, end: int) -> tuple[TierRun, int]:

@@ -15,11 +15,11 @@ from kvarts.core.content import Content
 from kvarts.core.event_log import Tell
 from kvarts.core.events import PagesRemoved, PagesStored
 from kvarts.core.kv.cache import Holding, Match
-from kvarts.core.kv.eviction import HeldPages, pages_seen_by
+from kvarts.core.kv.eviction import HeldPages
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.pool import PageId
 from kvarts.core.kv.transfer import Coming, Loaded, Offer
-from kvarts.core.kv.tree import Node, Path
+from kvarts.core.kv.tree import Node
 from kvarts.core.tiers.index import NodeState, Placement
 from kvarts.core.tiers.layout import ConnectedTier, Layout
 from kvarts.core.tiers.safe_first import Below, SafeFirst
@@ -28,12 +28,6 @@ from kvarts.core.tiers.tier import MemoryTier, Pin
 from kvarts.core.tiers.transfers import ALL, Copies, Loading
 
 __all__ = ["Marks", "PageLayout"]
-
-
-def _is_last(path: Path, start: int, end: int) -> bool:
-    """Return whether pages [start, end) are within the last run of `path`, without another copy."""
-    last = path[-1]
-    return last.start <= start and end <= last.end and last.duplicates is None
 
 
 class Marks:
@@ -66,23 +60,13 @@ class Marks:
         self.removed.clear()
         order.regroup()
 
-    def mark_as_held(self, content: Content, start: int, end: int) -> int:
-        """Mark those of pages [start, end), which the device has, that a tier has as well; return how many."""
-        if self._order is None:
-            return 0
-        num_held = self.mark_held(content, start, end)
-        if num_held:
+    def mark_as_held(self, content: Content, start: int, end: int) -> None:
+        """Mark those of pages [start, end), which the device has, that a tier has as well."""
+        if self._order is not None and self.mark_held(content, start, end):
             self._order.regroup()
-        return num_held
 
     def mark_held(self, content: Content, start: int, end: int) -> int:
-        """Do the same without regrouping. Requires an order, and its `regroup` must follow."""
-        if len(self._tiers) == 1:
-            # A page can be found below only if its prefix is, in the tier or on the device.
-            num_held = self._tiers[0].find(content, start, end)
-            if num_held:
-                self._mark_match(self._cache.match(content, start + num_held), start, Below.STORED)
-            return num_held
+        """Do the same without regrouping; return how many. Requires an order, and its `regroup` must follow."""
         num_held = 0
         for tier in self._tiers:
             for first, last in tier.held(content, start, end):
@@ -104,21 +88,6 @@ class Marks:
         self._order.mark(tree.isolate(tree.cut(match), start, match.num_pages), below)
 
 
-class Lent:
-    """Pages [start, end) of a request's `holding` that a store reads.
-
-    As long as the request has them, nothing evicts them. `pages`: set when the store alone keeps them in use.
-    """
-
-    __slots__ = ("end", "holding", "pages", "start")
-
-    def __init__(self, holding: Holding | None, start: int, end: int, pages: HeldPages | None) -> None:
-        self.holding = holding
-        self.start = start
-        self.end = end
-        self.pages = pages
-
-
 class PageCopies(Copies):
     """A store or a spill of pages. `held`: by store, the pages that it reads on the device; `sources`: the reads of a
     spill.
@@ -129,7 +98,7 @@ class PageCopies(Copies):
     def __init__(self, target: int) -> None:
         super().__init__(target)
         self.stores: list[Placement] = []
-        self.held: list[list[Lent]] = []
+        self.held: list[list[HeldPages]] = []
         self.sources: list[Pin] = []
 
 
@@ -187,20 +156,10 @@ class PageLayout(Layout[MemoryTier]):
         self._gone: list[tuple[Content, int, int]] = []
         cache.tree.on_removed = self._on_evicted
         cache.on_evicted = self._lose_gone
-        self._lent: dict[int, list[Lent]] | None = None
-        """Pages that stores read without holding them, by the owner of their content. None: stores hold all pages."""
-        is_by_page = order is None and pages_seen_by(cache.tree.order)
-        if is_by_page and tell is None and cache.tree.tell is None and not with_page_ids:
-            # A run that is not held need not be split, so that its events would be of other runs.
-            self._lent = {}
-            cache.on_close = self._hold_lent
-            cache.tree.on_copied = self._hold_all_lent
         self._marks = Marks(cache, self.own, order)
         self._may_pass_through = len(self.own) > 1 and not policy.stores_deepest_first
         if order is not None:
             order.on_grown = self._marks.mark_as_held
-            # Safe pages may be in the second tier only, and files may contain pages that this process never wrote.
-            order.hears_all = len(self.own) > 1
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Record that the first `num_pages` pages of `content`, in `holding`, are complete."""
@@ -253,8 +212,7 @@ class PageLayout(Layout[MemoryTier]):
                     copies.held.append(pages)
                     if self._with_page_ids:
                         for part in pages:
-                            assert part.pages is not None, "transfers with ids hold their pages"
-                            copies.source_ids += self._cache.page_ids(part.pages)
+                            copies.source_ids += self._cache.page_ids(part)
                     room -= store.num_pages
                     position = store.segments[-1].end
             if room == 0 or (
@@ -282,7 +240,7 @@ class PageLayout(Layout[MemoryTier]):
         end: int,
         where: Any,
         room: int,
-    ) -> tuple[Placement | None, list[Lent], int]:
+    ) -> tuple[Placement | None, list[HeldPages], int]:
         """Prepare to store at most `room` of pages [start, end), and hold these; return None if there are none.
 
         Return also how many pages the device has.
@@ -309,48 +267,11 @@ class PageLayout(Layout[MemoryTier]):
                 self._marks.mark_as_held(content, start, end)
         if store is None:
             return None, [], end
-        parts: list[Lent] = []
-        lent = self._lent
-        for segment in store.segments:
-            if lent is not None and where.path and _is_last(path, segment.start, segment.end):
-                part = Lent(where, segment.start, segment.end, None)
-                lent.setdefault(where.content.owner, []).append(part)
-            else:
-                pages = self._cache.hold(path, segment.start, segment.end)
-                part = Lent(None, segment.start, segment.end, pages)
-                if order is not None:
-                    self._marks.mark_part(pages, Below.COMING)
-            parts.append(part)
-        return store, parts, end
-
-    def _hold_lent(self, holding: Holding) -> None:
-        """Hold what stores read of a request's `holding`, which is about to be closed."""
-        assert self._lent is not None
-        parts = self._lent.pop(holding.content.owner, None)
-        if parts is not None:
+        parts = [self._cache.hold(path, segment.start, segment.end) for segment in store.segments]
+        if order is not None:
             for part in parts:
-                assert part.holding is not None
-                part.pages = self._cache.hold(part.holding.path, part.start, part.end)
-
-    def _hold_all_lent(self) -> None:
-        """Hold everything that stores read: a run is about to get another copy, which they would hold as well."""
-        assert self._lent is not None
-        for parts in list(self._lent.values()):
-            holding = parts[0].holding
-            assert holding is not None
-            self._hold_lent(holding)
-
-    def _let_go(self, part: Lent) -> None:
-        """End what a store did with `part`."""
-        if part.pages is not None:
-            self._cache.unhold(part.pages)
-            return
-        assert self._lent is not None and part.holding is not None
-        owner = part.holding.content.owner
-        parts = self._lent[owner]
-        parts.remove(part)
-        if not parts:
-            del self._lent[owner]
+                self._marks.mark_part(part, Below.COMING)
+        return store, parts, end
 
     def _passes_through(self, num_pages: int) -> bool:
         """Return whether a prefix of `num_pages` goes through the first tier in pieces: it is too small for all."""
@@ -390,13 +311,11 @@ class PageLayout(Layout[MemoryTier]):
         room = self._room(place + 1, now_ns)
         while wanted and room:
             content, _, start, end = wanted.popleft()
-            num_pages, is_reached = upper.find_whole(content, start, end)
+            num_pages = upper.find(content, start, end)
             if not num_pages:
                 continue
-            if not is_reached:
-                num_above = self._num_above(place + 1, content, start)
-                is_reached = num_above + lower.find(content, num_above, start) >= start
-            if not is_reached:
+            num_above = self._num_above(place + 1, content, start)
+            if num_above + lower.find(content, num_above, start) < start:
                 # The device has evicted the pages before it, and their store in the tier above has not ended.
                 early.append((content, 0, start, end))
                 continue
@@ -443,13 +362,12 @@ class PageLayout(Layout[MemoryTier]):
             for parts, store in zip(of_pages.held, of_pages.stores, strict=False):
                 is_whole = is_stored and store.run.state is NodeState.STORED
                 for part, segment in zip(parts, store.segments, strict=True):
-                    assert part.pages is not None, "an order that is told what is below holds it"
                     if is_whole:
-                        has_orphans = self._marks.mark_part(part.pages, Below.STORED)
+                        has_orphans = self._marks.mark_part(part, Below.STORED)
                     else:
                         # Pages that fail again and again are not tried again; those that were given up may be.
                         has_failed = not is_stored and not is_given_up
-                        self._marks.mark_part(part.pages, Below.FAILED if has_failed else Below.NOT)
+                        self._marks.mark_part(part, Below.FAILED if has_failed else Below.NOT)
                         has_orphans = True
                     if has_orphans:
                         self._marks.mark_held(store.content, segment.start, segment.end)
@@ -458,7 +376,7 @@ class PageLayout(Layout[MemoryTier]):
         if not copies.target:
             for parts in of_pages.held:
                 for part in parts:
-                    self._let_go(part)
+                    self._cache.unhold(part)
 
     def _lose_after_failed(self, copies: PageCopies) -> None:
         """Drop pages that were stored after pages that failed to be stored and that no faster tier has any more."""
@@ -554,12 +472,8 @@ class PageLayout(Layout[MemoryTier]):
 
     def _on_evicted(self, node: Node, start: int, end: int) -> None:
         """Record an eviction of the device, if a tier may have later pages of the sequence."""
-        for tier in self.own:
-            if tier.has_holes:
-                order = self._order
-                if order is None or order.hears_all or order.may_be_followed(node):
-                    self._gone.append((node.content, start, end))
-                return
+        if any(tier.has_holes for tier in self.own):
+            self._gone.append((node.content, start, end))
 
     def _lose_gone(self) -> None:
         """Drop pages that cannot be reached since the device evicted pages before them."""
@@ -601,8 +515,7 @@ class PageLayout(Layout[MemoryTier]):
         """Return the pages that a store holds on the device."""
         if copies.target:
             return []
-        held = [part.pages for parts in cast(PageCopies, copies).held for part in parts]
-        return [pages for pages in held if pages is not None]
+        return [part for parts in cast(PageCopies, copies).held for part in parts]
 
     def _check_marks(self, order: SafeFirst) -> None:
         """Assert that the mark of each run on the device is right: whether lower tiers have its pages.

@@ -15,8 +15,7 @@ An example: the device has A, of the pages a0 a1 a2, and B, of b0 b1, which was 
 LRU alone would first evict a2, which would be lost; here the first two evictions lose nothing. As soon as a2 is
 evicted, a1 is safe.
 
-When a run becomes resident again, the lower tier has to be asked whether it still has the run. It can only have runs
-that were evicted here before, so a run has a flag, `trails`: a later run was evicted that a tier held.
+When a run becomes findable, the tiers are asked whether they have its pages: they may have been evicted here before.
 """
 
 from __future__ import annotations
@@ -40,21 +39,20 @@ class Below(IntEnum):
     FAILED = 3
 
 
-COMING, STORED = int(Below.COMING), int(Below.STORED)
+STORED = int(Below.STORED)
 
 
 class Notes:
     """Notes on a run and all its copies. `first` is the copy that is found.
 
-    `num_unsafe`: how many of the runs that follow it are not safe. `trails`: a tier may have pages that followed it.
+    `num_unsafe`: how many of the runs that follow it are not safe.
     """
 
-    __slots__ = ("below", "first", "num_unsafe", "trails")
+    __slots__ = ("below", "first", "num_unsafe")
 
-    def __init__(self, first: Node, below: int = 0, trails: bool = False, num_unsafe: int = 0) -> None:
+    def __init__(self, first: Node, below: int = 0, num_unsafe: int = 0) -> None:
         self.first = first
         self.below = below
-        self.trails = trails
         self.num_unsafe = num_unsafe
 
 
@@ -68,11 +66,8 @@ class SafeFirst:
     def __init__(self, make: Callable[[], EvictionOrder] = LruOrder) -> None:
         self.num_safe = 0
         """Cached pages that are safe."""
-        self.hears_all = False
-        """Whether `on_grown` is called for every new run, and not only if a tier may have pages that trail it."""
-        self.on_grown: Callable[[Content, int, int], int] | None = None
-        """Called for pages that became findable: content, first page, page after the last. Returns how many a tier
-        has."""
+        self.on_grown: Callable[[Content, int, int], object] | None = None
+        """Called for pages that became findable: content, first page, page after the last."""
         self._safe = make()
         self._rest = make()
         # The stamp of each listed run. A run put before all others gets a stamp below the smallest.
@@ -136,11 +131,6 @@ class SafeFirst:
         """Return whether a lower tier holds `node`, as a value of Below."""
         below: int = node.notes.below
         return below
-
-    def may_be_followed(self, node: Node) -> bool:
-        """Return whether a lower tier may have pages that followed `node`, while it does not have `node`."""
-        notes: Notes = node.notes
-        return notes.trails and notes.below != STORED
 
     def path_to(self, node: Node, end: int) -> Path:
         """Return the runs with the pages before page `end`, along the path to `node`.
@@ -282,36 +272,25 @@ class SafeFirst:
         return self.below(node) == 0
 
     def extended(self, node: Node, start: int) -> None:
-        """Move runs that became unsafe, and check whether a lower tier has the new pages."""
+        """Move runs that became unsafe, and let the tiers mark the new pages that they have."""
         if self._toggled:
             self.regroup()
-        if node.duplicates is not None or self.on_grown is None:
-            return
-        notes = node.notes
-        if start > node.start:
-            if notes.trails or self.hears_all:
-                self.on_grown(node.content, start, node.end)
-        elif self.hears_all or _before(node).trails:
-            # Other pages in the lower tier may follow it at any position.
-            notes.trails = True
-            if not self.on_grown(node.content, start, node.end):
-                notes.trails = False
+        if node.duplicates is None and self.on_grown is not None:
+            self.on_grown(node.content, start, node.end)
 
     def divided(self, heads: Sequence[Node], tails: Sequence[Node]) -> None:
         """Create separate notes for the heads."""
         old = tails[0].notes
-        notes = Notes(heads[0], old.below, old.trails, int(_is_unsafe(old)))
+        notes = Notes(heads[0], old.below, int(_is_unsafe(old)))
         for head in heads:
             head.notes = notes
         if self._toggled:
             self._toggled += heads  # if the run was to move, its head must move as well
 
     def cut(self, node: Node, num_pages: int) -> None:
-        """Set `trails` of `node` if a tier has the evicted pages."""
+        """Count the pages of `node` that are evicted."""
         if node in self._safe_stamps:
             self.num_safe -= num_pages
-        if node.notes.below == STORED:
-            node.notes.trails = True
 
     def first_copy_gone(self, node: Node) -> None:
         """Record which copy is now the first."""
@@ -319,11 +298,9 @@ class SafeFirst:
         node.notes.first = node.duplicates[0]
 
     def died(self, node: Node) -> None:
-        """Set `trails` of the run before `node`, and move that run if it has become safe."""
+        """Move the run before `node` if it has become safe."""
         notes = node.notes
         before = _before(node)
-        if notes.below in (COMING, STORED):
-            before.trails = True
         if _is_unsafe(notes):
             before.num_unsafe -= 1
             if not _is_unsafe(before):

@@ -53,7 +53,6 @@ class MemoryTier:
         self.num_pages = num_pages
         self.index = TierIndex(num_pages, with_slots=with_slots) if index is None else index
         self.find = self.index.find
-        self.find_whole = self.index.find_whole
         self.lose = self.index.lose
         self.vacate = self.index.vacate
         self._pins: dict[int, Pin] = {}
@@ -72,9 +71,7 @@ class MemoryTier:
     @property
     def num_used_blocks(self) -> int:
         """Pages that are pinned or coming."""
-        index = self.index
-        pool = index.pool
-        return pool.total - pool.num_empty - index.num_cached  # `num_used`, inlined: every step is reported with it
+        return self.index.num_used
 
     @property
     def num_cached_blocks(self) -> int:
