@@ -98,6 +98,7 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     config.cache_config.mamba_cache_mode = "align" if aligns else "all" if has_states else "none"
     config.kv_events_config.enable_kv_cache_events = workload.with_events
     kv = cache_config(workload.groups, num_blocks, page_size, state_tokens=MAX_MODEL_LEN)
+    kv.prefix_cache_retention_interval = workload.retention
     config.speculative_config = None
     if workload.num_draft_slots:
         config.speculative_config = SpeculativeConfig(

@@ -88,6 +88,8 @@ class Workload(msgspec.Struct):
     long_prefill_token_threshold: int = 0
     watermark: float = 0.0
     is_async: bool = False
+    retention: int | None = None
+    """vLLM's prefix_cache_retention_interval, in tokens."""
     load_kv: LoadKv | None = None
     """How requests wait for loads from a tier below the device; None without such a tier."""
     num_draft_slots: int = 0
@@ -175,7 +177,7 @@ def draw_workload(row: str, seed: int) -> Workload:
         max_num_seqs=max_num_seqs,
         asks=asks,
     )
-    if row.startswith("async") and row not in LOAD_ROWS:
+    if (row.startswith("async") and row not in LOAD_ROWS) or row.endswith(":async"):
         workload.is_async = True
     if row in ("async-stop", "async-groups", "async-aborts"):
         for ask in asks:
@@ -217,6 +219,8 @@ def draw_workload(row: str, seed: int) -> Workload:
         workload.groups = [FULL, *windows, *chunks]
     elif row.startswith("states"):
         add_states(workload, row, draw)
+    elif row in RETENTION_ROWS:
+        add_retention(workload, row, draw)
     elif row in ("window", "chunk", "async-window", "async-chunk"):
         kind, span = row.removeprefix("async-"), page_size * draw.randint(1, 6)
         if kind == "window":
@@ -278,6 +282,42 @@ def add_states(workload: Workload, row: str, draw: random.Random) -> None:
     workload.is_async = row in ("states-all-async", "states-align-async")
 
 
+def add_retention(workload: Workload, row: str, draw: random.Random) -> None:
+    """Make `workload` one of a row with retention: groups in the orders that models have, some of them alike."""
+    _, interval, kinds, *_ = row.split(":")
+    size = workload.page_size
+    windows = [("window", draw.randint(2, 8 * size))] * draw.randint(1, 3)
+    if draw.random() < 0.3:
+        windows.append(("window", draw.randint(2, 8 * size)))
+    chunks = [("chunk", size * draw.randint(1, 6))] * draw.randint(1, 2)
+    less: dict[str, list[tuple[str, int | None]]] = {
+        "windows": [*windows],
+        "chunks": [*chunks, *windows[: draw.randint(0, 1)]],
+        "states": [("aligned", None)] * draw.randint(1, 3),
+        "states-windows": [("aligned", None)] * draw.randint(1, 2) + [*windows],
+    }
+    groups = less[kinds]
+    if draw.random() < 0.3:
+        draw.shuffle(groups)
+    place = draw.choice([0, len(groups), draw.randint(0, len(groups))])
+    workload.groups = [*groups[:place], FULL, *groups[place:]]
+    if interval == "0":
+        workload.retention = 0
+    elif interval == "n" and any(kind != "chunk" for kind, _ in groups):
+        workload.retention = size * draw.choice([1, 2, 3, 4, 8, 24])
+    if draw.random() < 0.2:
+        workload.long_prefill_token_threshold = draw.choice([size, 3 * size + 1, 8 * size])
+    if draw.random() < 0.2:
+        workload.watermark = draw.choice([0.01, 0.05, 0.2])
+
+
+RETENTION_ROWS = {
+    f"retention:{interval}:{kinds}{suffix}": f"retention {interval}, {kinds.replace('-', ' and ')} next to a full "
+    f"group{', asynchronous scheduling' if suffix else ''}"
+    for interval in ("0", "none", "n")
+    for kinds in ("windows", "chunks", "states", "states-windows")
+    for suffix in ("", ":async")
+}
 GIVEN_UP_LOAD_ROWS = ("group-loads-aborts", "async-group-loads-aborts")
 GROUP_LOAD_ROWS = ("group-loads", "async-group-loads", *GIVEN_UP_LOAD_ROWS)
 STATE_LOAD_ROWS = ("states-all-loads", "states-align-loads", "states-all-async-loads", "states-align-async-loads")
@@ -325,6 +365,7 @@ ROWS = {
     "states-all-async-loads": "states after all pages, asynchronous loads of a connector, some with a watermark or a "
     "threshold",
     "states-align-async-loads": "states at the ends of chunks, asynchronous loads of a connector, the same",
+    **RETENTION_ROWS,
 }
 
 
