@@ -105,6 +105,9 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         long_prefill_token_threshold=workload.long_prefill_token_threshold,
         watermark=workload.watermark,
     )
+    memory = memory_of(workload.groups, workload.retention)
+    if workload.started is not None:
+        config, memory = workload.started, workload.started.memory
     tiers: Any = None if workload.load_kv is None else Below(workload)
     executor: Executor = SimExecutor(workload.cost)
     drafter = None
@@ -121,7 +124,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
     engine = build_engine(
         config,
         executor,
-        Storage(memory=memory_of(workload.groups, workload.retention), num_blocks=workload.num_blocks, below=tiers, moves_pages=False),
+        Storage(memory=memory, num_blocks=workload.num_blocks, below=tiers, moves_pages=False),
         Planning(
             drafter=drafter,
             num_draft_slots=workload.num_draft_slots,

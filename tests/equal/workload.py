@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvarts.base.errors import ConfigError
 from kvarts.core.executor import CostModel
 from kvarts.core.kv.transfer import LoadKv
 from kvarts.cost.polynomial import LinearCost, PolynomialCost
@@ -100,6 +101,8 @@ class Workload(msgspec.Struct):
     """Steps between two reports of the ranks to the front end."""
     is_open: bool = False
     """Whether further requests may be appended."""
+    started: Any = None
+    """The ReplayConfig of a start of vLLM, which decides the blocks, the groups and the budgets."""
     with_events: bool = True
     publishes: bool = False
     """Whether KV events are compared as they are published, with all their fields."""
@@ -108,6 +111,8 @@ class Workload(msgspec.Struct):
     @property
     def num_blocks(self) -> int:
         """The blocks of a device."""
+        if self.started is not None:
+            return int(self.started.num_blocks)
         return self.num_pages * len(self.groups)
 
     @property
@@ -221,6 +226,8 @@ def draw_workload(row: str, seed: int) -> Workload:
         add_states(workload, row, draw)
     elif row in RETENTION_ROWS:
         add_retention(workload, row, draw)
+    elif row in SHIPPED_ROWS:
+        start_shipped(workload, row, draw)
     elif row in ("window", "chunk", "async-window", "async-chunk"):
         kind, span = row.removeprefix("async-"), page_size * draw.randint(1, 6)
         if kind == "window":
@@ -311,6 +318,48 @@ def add_retention(workload: Workload, row: str, draw: random.Random) -> None:
         workload.watermark = draw.choice([0.01, 0.05, 0.2])
 
 
+def start_shipped(workload: Workload, row: str, draw: random.Random) -> None:
+    """Make `workload` one of a model on a device as a version of vLLM starts it, in a memory that is small for it."""
+    from kvarts.sim.config import ReplayConfig
+
+    _, model, version = row.split(":")
+    given: dict[str, Any] = {"engine": f"vllm=={version}", "tensor_parallel": SHIPPED[model]}
+    scale = 1 if model in LONG_BLOCKS else draw.choice([1, 4])
+    for ask in workload.asks:
+        if model in LONG_BLOCKS:
+            ask.prompt = [token for token in ask.prompt[:60] for _ in range(draw.choice([1, 64, 100]))]
+        ask.prompt *= scale
+        ask.output = ask.output[:40]
+    length = max(len(ask.prompt) + len(ask.output) for ask in workload.asks) + draw.choice([0, 1, 100])
+    given |= {"max_model_len": length, "max_batched_tokens": draw.choice([None, None, 256, 2048])}
+    given |= {"max_seqs": draw.choice([None, 8]), "async_scheduling": draw.choice([True, True, False])}
+    if model in LONG_BLOCKS:
+        given["max_seqs"] = draw.choice([4, 16])
+    given = {name: value for name, value in given.items() if value is not None}
+    for num_blocks in (*range(20, 400, 4), 1000, 4000):
+        try:
+            more = draw.choice([0, 1, 5, 30, 100])
+            started = ReplayConfig.for_device(model, "h100-80gb", pages=num_blocks + more, **given)
+        except ConfigError as error:
+            if "max seq len" not in str(error) and "exceeds" not in str(error):
+                raise
+            continue
+        break
+    workload.started, workload.is_async = started, started.async_scheduling
+    workload.page_size = started.page_size
+    workload.max_num_batched_tokens, workload.max_num_seqs = started.max_num_batched_tokens, started.max_num_seqs
+    workload.groups = [(group.layer.kind, group.layer.span) for group in started.memory.groups]
+
+
+LONG_BLOCKS = ("qwen3.5-27b",)
+"""Models whose blocks have hundreds of tokens."""
+SHIPPED = {"gpt-oss-20b": 1, "gemma-3-27b": 1, "llama-4-scout": 8, "qwen3.5-27b": 1}
+"""Models, and the devices that they are split over."""
+SHIPPED_ROWS = {
+    f"shipped:{model}:{version}": f"{model} as vLLM {version} starts it on an H100"
+    for version in ("0.32",)
+    for model in SHIPPED
+}
 RETENTION_ROWS = {
     f"retention:{interval}:{kinds}{suffix}": f"retention {interval}, {kinds.replace('-', ' and ')} next to a full "
     f"group{', asynchronous scheduling' if suffix else ''}"
@@ -366,6 +415,7 @@ ROWS = {
     "threshold",
     "states-align-async-loads": "states at the ends of chunks, asynchronous loads of a connector, the same",
     **RETENTION_ROWS,
+    **SHIPPED_ROWS,
 }
 
 
