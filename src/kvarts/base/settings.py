@@ -391,7 +391,7 @@ class Given:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value as `[key]` does, or `default` if it is not given."""
-        return self[key] if key in self else default
+        return default if key not in self._values else self[key]
 
     def __getitem__(self, key: str) -> Any:
         """Return the value, converted to the type of its setting. Raise ConfigError if that fails."""
