@@ -78,14 +78,14 @@ class Recorder:
         return [(group or 0, keys[page].hex()) for page in range(start, end)]
 
 
-def memory_of(groups: list[tuple[str, int | None]]) -> GroupMemory | None:
+def memory_of(groups: list[tuple[str, int | None]], retention: int | None = None) -> GroupMemory | None:
     """Return the KV groups of a model; None for one group that keeps everything."""
     if groups == [FULL]:
         return None
     kinds = [("state", STATE_SPAN) if kind in ("states", "aligned") else (kind, span) for kind, span in groups]
     layers = [KvLayer(kind=kind, num_heads=1, head_numbers=32, span=span) for kind, span in kinds]  # type: ignore[arg-type]
     parts = tuple(PartGroup(layer, part_bytes=1) for layer in layers)
-    return GroupMemory(parts, keeps="all", aligns=("aligned", None) in groups)
+    return GroupMemory(parts, keeps="all", aligns=("aligned", None) in groups, retention_interval=retention)
 
 
 def kvarts_steps(workload: Workload) -> Iterator[Step]:
@@ -105,6 +105,9 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         long_prefill_token_threshold=workload.long_prefill_token_threshold,
         watermark=workload.watermark,
     )
+    memory = memory_of(workload.groups, workload.retention)
+    if workload.started is not None:
+        config, memory = workload.started, workload.started.memory
     tiers: Any = None if workload.load_kv is None else Below(workload)
     executor: Executor = SimExecutor(workload.cost)
     drafter = None
@@ -121,7 +124,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
     engine = build_engine(
         config,
         executor,
-        Storage(memory=memory_of(workload.groups), num_blocks=workload.num_blocks, below=tiers, moves_pages=False),
+        Storage(memory=memory, num_blocks=workload.num_blocks, below=tiers, moves_pages=False),
         Planning(
             drafter=drafter,
             num_draft_slots=workload.num_draft_slots,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import gc
 import math
 import os
@@ -15,6 +16,7 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
 
+import msgspec
 from vllm import envs
 from vllm.config import CacheConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.config.kv_events import KVEventsConfig
@@ -25,16 +27,21 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, get_reques
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from equal import planning
 from equal.ours import usage_of
 from equal.published import note_blocks
 from equal.ranks import run_ranks
 from equal.vllm_setup import cache_config, model_config
 from equal.workload import NEVER, STOP, Step, Workload
+from kvarts.cost.hardware.device import load_device
+from kvarts.cost.hardware.model_config import load_geometry
+from kvarts.cost.vllm.start import StartSettings, start
 
 MAX_MODEL_LEN = 262_144
 
@@ -93,11 +100,18 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     config.scheduler_config.policy = workload.policy
     config.scheduler_config.long_prefill_token_threshold = workload.long_prefill_token_threshold
     config.scheduler_config.watermark = workload.watermark
+    config.scheduler_config.async_scheduling = workload.is_async
     config.cache_config.enable_prefix_caching = workload.finds_prefixes
     has_states, aligns = (("states", None) in workload.groups), (("aligned", None) in workload.groups)
     config.cache_config.mamba_cache_mode = "align" if aligns else "all" if has_states else "none"
     config.kv_events_config.enable_kv_cache_events = workload.with_events
-    kv = cache_config(workload.groups, num_blocks, page_size, state_tokens=MAX_MODEL_LEN)
+    if workload.started is None:
+        kv = cache_config(workload.groups, num_blocks, page_size, state_tokens=MAX_MODEL_LEN)
+        kv.prefix_cache_retention_interval = workload.retention
+    else:
+        kv = planned_config(workload, num_blocks)
+        if kv.has_mamba_layers:
+            config.cache_config.mamba_cache_mode = "align"
     config.speculative_config = None
     if workload.num_draft_slots:
         config.speculative_config = SpeculativeConfig(
@@ -195,6 +209,41 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             done.load = num_waiting, num_running, num_used
         yield done
         step += 1
+
+
+def planned_config(workload: Workload, num_blocks: int) -> Any:
+    """Return the configuration that vLLM's own planning makes for the layers of a started model."""
+    started = workload.started
+    placement = started.placement
+    device = load_device(placement.device)
+    settings = StartSettings(
+        version=started.engine.partition("==")[2],
+        tensor_parallel=started.cost.tensor_parallel,
+        max_model_len=max(len(ask.prompt) + len(ask.output) for ask in workload.asks),
+        max_num_batched_tokens=started.max_num_batched_tokens,
+        max_num_seqs=started.max_num_seqs,
+        has_async_scheduling=started.async_scheduling,
+    )
+    decided = start(load_geometry(placement.model).on(device), device, settings)
+    (layers,) = decided.specs
+    planner = planning.Vllm()
+    specs = {name: planner.spec(_with_sizes(layer)) for name, layer in layers.items()}
+    for name, spec in specs.items():
+        if isinstance(spec, MambaSpec):
+            specs[name] = dataclasses.replace(spec, mamba_cache_mode=decided.settings.state_mode)
+    config = planner.config(msgspec.structs.replace(decided.settings, num_blocks_override=num_blocks))
+    planner.layout_of(config, [list(decided.settings.layouts)], list(specs.values()))
+    more = () if planner.version == "0.32" else (planner.planning.get_global_kv_cache_groups(config, [specs]),)
+    configs = planner.planning.get_kv_cache_configs(config, [specs], [1 << 40], *more)
+    return planner.utils.generate_scheduler_kv_cache_config(configs)
+
+
+def _with_sizes(layer: Any) -> Any:
+    """Return a layer whose cell holds the sizes of keys and values, as `planning.Vllm.spec` reads them."""
+    if layer.kind == "state":
+        return layer
+    numbers, _ = layer.cell.split()
+    return msgspec.structs.replace(layer, cell=f"{int(numbers) // 2} {int(numbers) // 2} bfloat16")
 
 
 class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]

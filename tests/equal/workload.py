@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvarts.base.errors import ConfigError
 from kvarts.core.executor import CostModel
 from kvarts.core.kv.transfer import LoadKv
 from kvarts.cost.polynomial import LinearCost, PolynomialCost
@@ -88,6 +89,8 @@ class Workload(msgspec.Struct):
     long_prefill_token_threshold: int = 0
     watermark: float = 0.0
     is_async: bool = False
+    retention: int | None = None
+    """vLLM's prefix_cache_retention_interval, in tokens."""
     load_kv: LoadKv | None = None
     """How requests wait for loads from a tier below the device; None without such a tier."""
     num_draft_slots: int = 0
@@ -98,6 +101,8 @@ class Workload(msgspec.Struct):
     """Steps between two reports of the ranks to the front end."""
     is_open: bool = False
     """Whether further requests may be appended."""
+    started: Any = None
+    """The ReplayConfig of a start of vLLM, which decides the blocks, the groups and the budgets."""
     with_events: bool = True
     publishes: bool = False
     """Whether KV events are compared as they are published, with all their fields."""
@@ -106,6 +111,8 @@ class Workload(msgspec.Struct):
     @property
     def num_blocks(self) -> int:
         """The blocks of a device."""
+        if self.started is not None:
+            return int(self.started.num_blocks)
         return self.num_pages * len(self.groups)
 
     @property
@@ -175,7 +182,7 @@ def draw_workload(row: str, seed: int) -> Workload:
         max_num_seqs=max_num_seqs,
         asks=asks,
     )
-    if row.startswith("async") and row not in LOAD_ROWS:
+    if (row.startswith("async") and row not in LOAD_ROWS) or row.endswith(":async"):
         workload.is_async = True
     if row in ("async-stop", "async-groups", "async-aborts"):
         for ask in asks:
@@ -217,6 +224,10 @@ def draw_workload(row: str, seed: int) -> Workload:
         workload.groups = [FULL, *windows, *chunks]
     elif row.startswith("states"):
         add_states(workload, row, draw)
+    elif row in RETENTION_ROWS:
+        add_retention(workload, row, draw)
+    elif row in SHIPPED_ROWS:
+        start_shipped(workload, row, draw)
     elif row in ("window", "chunk", "async-window", "async-chunk"):
         kind, span = row.removeprefix("async-"), page_size * draw.randint(1, 6)
         if kind == "window":
@@ -278,6 +289,84 @@ def add_states(workload: Workload, row: str, draw: random.Random) -> None:
     workload.is_async = row in ("states-all-async", "states-align-async")
 
 
+def add_retention(workload: Workload, row: str, draw: random.Random) -> None:
+    """Make `workload` one of a row with retention: groups in the orders that models have, some of them alike."""
+    _, interval, kinds, *_ = row.split(":")
+    size = workload.page_size
+    windows = [("window", draw.randint(2, 8 * size))] * draw.randint(1, 3)
+    if draw.random() < 0.3:
+        windows.append(("window", draw.randint(2, 8 * size)))
+    chunks = [("chunk", size * draw.randint(1, 6))] * draw.randint(1, 2)
+    less: dict[str, list[tuple[str, int | None]]] = {
+        "windows": [*windows],
+        "chunks": [*chunks, *windows[: draw.randint(0, 1)]],
+        "states": [("aligned", None)] * draw.randint(1, 3),
+        "states-windows": [("aligned", None)] * draw.randint(1, 2) + [*windows],
+    }
+    groups = less[kinds]
+    if draw.random() < 0.3:
+        draw.shuffle(groups)
+    place = draw.choice([0, len(groups), draw.randint(0, len(groups))])
+    workload.groups = [*groups[:place], FULL, *groups[place:]]
+    if interval == "0":
+        workload.retention = 0
+    elif interval == "n" and any(kind != "chunk" for kind, _ in groups):
+        workload.retention = size * draw.choice([1, 2, 3, 4, 8, 24])
+    if draw.random() < 0.2:
+        workload.long_prefill_token_threshold = draw.choice([size, 3 * size + 1, 8 * size])
+    if draw.random() < 0.2:
+        workload.watermark = draw.choice([0.01, 0.05, 0.2])
+
+
+def start_shipped(workload: Workload, row: str, draw: random.Random) -> None:
+    """Make `workload` one of a model on a device as a version of vLLM starts it, in a memory that is small for it."""
+    from kvarts.sim.config import ReplayConfig
+
+    _, model, version = row.split(":")
+    given: dict[str, Any] = {"engine": f"vllm=={version}", "tensor_parallel": SHIPPED[model]}
+    scale = 1 if model in LONG_BLOCKS else draw.choice([1, 4])
+    for ask in workload.asks:
+        if model in LONG_BLOCKS:
+            ask.prompt = [token for token in ask.prompt[:60] for _ in range(draw.choice([1, 64, 100]))]
+        ask.prompt *= scale
+        ask.output = ask.output[:40]
+    length = max(len(ask.prompt) + len(ask.output) for ask in workload.asks) + draw.choice([0, 1, 100])
+    given |= {"max_model_len": length, "max_batched_tokens": draw.choice([None, None, 256, 2048])}
+    given |= {"max_seqs": draw.choice([None, 8]), "async_scheduling": draw.choice([True, True, False])}
+    if model in LONG_BLOCKS:
+        given["max_seqs"] = draw.choice([4, 16])
+    given = {name: value for name, value in given.items() if value is not None}
+    for num_blocks in (*range(20, 400, 4), 1000, 4000):
+        try:
+            more = draw.choice([0, 1, 5, 30, 100])
+            started = ReplayConfig.for_device(model, "h100-80gb", pages=num_blocks + more, **given)
+        except ConfigError as error:
+            if "max seq len" not in str(error) and "exceeds" not in str(error):
+                raise
+            continue
+        break
+    workload.started, workload.is_async = started, started.async_scheduling
+    workload.page_size = started.page_size
+    workload.max_num_batched_tokens, workload.max_num_seqs = started.max_num_batched_tokens, started.max_num_seqs
+    workload.groups = [(group.layer.kind, group.layer.span) for group in started.memory.groups]
+
+
+LONG_BLOCKS = ("qwen3.5-27b",)
+"""Models whose blocks have hundreds of tokens."""
+SHIPPED = {"gpt-oss-20b": 1, "gemma-3-27b": 1, "llama-4-scout": 8, "qwen3.5-27b": 1}
+"""Models, and the devices that they are split over."""
+SHIPPED_ROWS = {
+    f"shipped:{model}:{version}": f"{model} as vLLM {version} starts it on an H100"
+    for version in ("0.32",)
+    for model in SHIPPED
+}
+RETENTION_ROWS = {
+    f"retention:{interval}:{kinds}{suffix}": f"retention {interval}, {kinds.replace('-', ' and ')} next to a full "
+    f"group{', asynchronous scheduling' if suffix else ''}"
+    for interval in ("0", "none", "n")
+    for kinds in ("windows", "chunks", "states", "states-windows")
+    for suffix in ("", ":async")
+}
 GIVEN_UP_LOAD_ROWS = ("group-loads-aborts", "async-group-loads-aborts")
 GROUP_LOAD_ROWS = ("group-loads", "async-group-loads", *GIVEN_UP_LOAD_ROWS)
 STATE_LOAD_ROWS = ("states-all-loads", "states-align-loads", "states-all-async-loads", "states-align-async-loads")
@@ -325,6 +414,8 @@ ROWS = {
     "states-all-async-loads": "states after all pages, asynchronous loads of a connector, some with a watermark or a "
     "threshold",
     "states-align-async-loads": "states at the ends of chunks, asynchronous loads of a connector, the same",
+    **RETENTION_ROWS,
+    **SHIPPED_ROWS,
 }
 
 

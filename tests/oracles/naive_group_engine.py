@@ -37,7 +37,13 @@ class NaiveGroupEngine(NaiveEngine):
     """Whether decodes release what their windows have passed when the next step begins, and not when the step ends."""
 
     def __init__(
-        self, groups: Sequence[tuple[KvLayer, int]], *, keeps_all: bool, at_branches: bool = False, **settings: Any
+        self,
+        groups: Sequence[tuple[KvLayer, int]],
+        *,
+        keeps_all: bool,
+        at_branches: bool = False,
+        interval: int | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(**settings)
         self.layers = list(groups)
@@ -45,6 +51,7 @@ class NaiveGroupEngine(NaiveEngine):
         self.total_bytes = self.num_pages * page_bytes
         self.block_bytes = gcd(*(part_bytes for _, part_bytes in groups))
         self.groups = CountingGroups(self.layers, self.page_size, self.total_bytes, keeps_all=keeps_all)
+        self.groups.interval = interval
         self.sequences: dict[int, NaiveSequence] = {}
         self.at_branches = at_branches
         self.branches: dict[int, int] = {}
@@ -205,7 +212,7 @@ class NaiveGroupEngine(NaiveEngine):
         page = (request.computed - 1) // self.page_size
         if request.computed % self.page_size == 0:
             for group, (layer, _) in enumerate(self.layers):
-                if not has_state(layer):
+                if not has_state(layer) and self.groups.retains(sequence, group, page):
                     part = sequence.parts[group][page]
                     self.groups.publish(part, self.groups.name(sequence.tokens, sequence.salt, page))
 
@@ -222,7 +229,7 @@ class NaiveGroupEngine(NaiveEngine):
     def can_settle(self, joined: set[int]) -> bool:
         """Whether turns make no difference in the next step.
 
-        All pages that decodes begin in it are free already, and no chunk, nor any who only now begins to decode, has
+        All pages that decodes begin in it are free already, or empty if released ones may become empty, and no chunk, nor any who only now begins to decode, has
         its turn before a decode.
         """
         decodes = [r.seq in self.decoding for r in self.running]
@@ -231,13 +238,25 @@ class NaiveGroupEngine(NaiveEngine):
             return False
         page_bytes = sum(part_bytes for layer, part_bytes in self.layers if not has_state(layer))
         begins = [r for r in self.running if r.seq in self.decoding and r.computed % self.page_size == 0]
-        return page_bytes * len(begins) <= self.groups.free_bytes()
+        is_sparse = self.groups.interval is not None
+        return page_bytes * len(begins) <= (self.groups.empty_bytes if is_sparse else self.groups.free_bytes())
 
     def settle_decodes(self) -> None:
         if self.can_settle(self.joined):
             for request in self.running:
                 if request.seq in self.decoding:
                     self.settle(request)
+
+    def junction(self, tokens: list[Any], tenant: str | None, length: int, limit: int) -> int:
+        """The pages that all layers which keep all tokens have, if they are more than those that were found."""
+        whole = [group for group, (layer, _) in enumerate(self.layers) if layer.kind in ("full", "latent")]
+        page = 0
+        while whole and page < limit:
+            name = self.groups.name(tokens, tenant, page)
+            if any((group, name) not in self.groups.copies for group in whole):
+                break
+            page += 1
+        return page if page > length else 0
 
     def is_of_step(self, group: int, tokens: list[Any], tenant: object, length: int) -> bool:
         """Whether the step computes the state of a group after the first `length` pages, or one like it."""
@@ -344,6 +363,8 @@ class NaiveGroupEngine(NaiveEngine):
                     self.groups.released.remove(part)
                 part.refs += 1
             self.sequences[head.seq] = sequence
+            sequence.num_prompt = len(head.tokens)
+            sequence.junction = self.junction(tokens, sequence.salt, length, (head.known - 1) // self.page_size)
             if self.at_branches:
                 branch = self.groups.branch(tokens, sequence.salt, (head.known - 1) // self.page_size)
                 self.branches[head.seq] = branch * self.page_size if branch > length else 0

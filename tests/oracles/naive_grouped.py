@@ -70,6 +70,9 @@ class NaiveSequence:
     num_tokens: int
     parts: list[dict[int, NaivePart]]
     states: dict[int, NaivePart] = field(default_factory=dict)
+    num_prompt: int = 0
+    junction: int = 0
+    """The first pages that layers which keep all tokens have, if more were found there than in all layers."""
     num_noted: int = -1
     """The tokens up to which tiers below know that pages are full; those it begins with at first."""
 
@@ -90,6 +93,8 @@ class NaiveGroups:
     evicted: list[tuple[int, Name]] = field(default_factory=list)
     published: set[tuple[int, Name]] = field(default_factory=set)
     """By group, the pages that became findable since this was cleared."""
+    interval: int | None = None
+    """Tokens between places before which windows and states retain parts, besides ends of prompts and junctions."""
     aligns: bool = False
     """Whether of the pages of a chunk only the last one has a state, where states are kept after pages."""
 
@@ -180,6 +185,17 @@ class NaiveGroups:
         if not self.copies[part.group, part.name]:
             del self.copies[part.group, part.name]
 
+    def retains(self, sequence: NaiveSequence, group: int, page: int) -> bool:
+        """Return whether others may find a part: a token needs it that comes after a place where sequences resume."""
+        layer = self.groups[group][0]
+        if self.interval is None or layer.kind not in ("window", "state"):
+            return True
+        ends = [(sequence.num_prompt - 1) // self.page_size, sequence.junction]
+        if self.interval:
+            most = (page + 2) * self.page_size + (layer.span or 1) + self.interval
+            ends += [end // self.page_size for end in range(0, most, self.interval)]
+        return any(page in self.needed(layer, end * self.page_size) for end in ends)
+
     def publish(self, part: NaivePart, name: Name) -> None:
         """Make a part findable."""
         part.name = name
@@ -252,7 +268,9 @@ class NaiveGroups:
         for page in range(sequence.num_tokens // self.page_size):
             for index, (layer, _) in enumerate(self.groups):
                 part = sequence.parts[index].get(page)
-                if not has_state(layer) and part is not None and part.name is None:
+                if has_state(layer) or part is None or part.name is not None:
+                    continue
+                if self.retains(sequence, index, page):
                     self.publish(part, self.name(sequence.tokens, sequence.salt, page))
         if is_end:
             self.keep_tails(sequence, is_prompt=not is_midway)

@@ -18,7 +18,16 @@ from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replaying import replay
 
 from builders.case import ROUTERS, Case, Row, branching_cases, cases, following_cases
-from builders.grouped import FULL, STATES, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
+from builders.grouped import (
+    FULL,
+    STATES,
+    WINDOW,
+    assert_grouped_as_in_naive,
+    assert_same_outcome,
+    part_groups,
+    settings_of_keeps,
+    told_by,
+)
 from builders.laws import replayed_as_slowly
 from oracles.naive import polynomial_ns
 from oracles.naive_group_engine import NaiveGroupEngine
@@ -139,6 +148,29 @@ def test_fast_forward_equals_step_by_step(case: Case, groups: tuple[PartGroup, .
     case.profile = "default"
     for changes in ({}, {"concurrency": 3}, {"router": ROUTERS[-1], "replicas": 2}):
         replayed_as_slowly(case, kv_groups=keeps, groups=groups, **changes)
+
+
+retaining = (
+    part_groups(by_page=True)
+    .map(lambda groups: tuple(group for group in groups if not (group.is_state or group.layer.sink)))
+    .filter(bool)
+)
+
+
+@given(
+    cases(max_requests=16) | cases(max_requests=16, limits=True) | cases(max_requests=16, cancels=True),
+    retaining,
+    st.sampled_from(["0", "0", "1", "2", "5"]),
+)
+def test_parts_at_an_interval_are_as_in_the_naive_engine(
+    case: Case, groups: tuple[PartGroup, ...], keeps: str
+) -> None:
+    """L1, L4, L5, L7, L8, where windows and states retain few parts."""
+    case.profile = "default"
+    case.num_pages = max(1, case.num_pages * 2 // 3)
+    assert_grouped_as_in_naive(case, groups, keeps)
+    for changes in ({}, {"concurrency": 3}):
+        replayed_as_slowly(case, **settings_of_keeps(case, keeps), groups=groups, **changes)
 
 
 @given(

@@ -389,6 +389,10 @@ class Given:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value as `[key]` does, or `default` if it is not given."""
+        return default if key not in self._values else self[key]
+
     def __getitem__(self, key: str) -> Any:
         """Return the value, converted to the type of its setting. Raise ConfigError if that fails."""
         given = self._values[key]

@@ -172,6 +172,8 @@ def in_our_words(
             elif same in of_flags:
                 option = of_flags[same]
                 name, equals, value = option.opts[0], *(("=", "true") if option.type is click.BOOL else (equals, value))
+            elif (option_of := of_flags.get(f"--{name[5:]}")) and name[:5] == "--no-" and option_of.type is click.BOOL:
+                name, equals, value = option_of.opts[0], "=", "false"
             elif name in of_flags:
                 raise click.UsageError(f"No such option: {name}: give {of_flags[name].opts[0]}=VALUE.")
             elif name in ANSWERS:

@@ -41,6 +41,7 @@ class Content:
         "hints",
         "num_known_pages",
         "num_known_tokens",
+        "num_prompt_tokens",
         "owner",
         "page_size",
         "salt",
@@ -71,6 +72,8 @@ class Content:
         self.page_size = page_size
         self.num_known_tokens = num_tokens
         self.num_known_pages = num_tokens // page_size
+        self.num_prompt_tokens = num_tokens
+        """The tokens of its request's prompt, as far as there is a request."""
         # 0 if page and unit boundaries are not aligned.
         self._pages_per_unit = 0 if unit_tokens % page_size else unit_tokens // page_size
         self.owner = owner

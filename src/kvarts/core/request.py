@@ -134,7 +134,7 @@ class Request:
     ) -> None:
         self.index = index
         self.content = content
-        self.num_prompt_tokens = num_prompt_tokens
+        self.num_prompt_tokens = content.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
         self.arrival_ns = arrival_ns
         self.priority = priority

@@ -17,6 +17,7 @@ from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolv
 from kvarts.sim.routers.config import Routing
 from kvarts.sim.routers.policies import POLICIES
 from kvarts.sim.sessions import SessionReplay
+from kvarts.sim.vllm_start import VERSIONS, VllmStart
 
 if TYPE_CHECKING:
     from kvarts.core.executor import CostModel
@@ -42,18 +43,18 @@ __all__ = [
     "with_engine",
 ]
 
-EngineName = Literal["none", "vllm", "sglang", "tensorrt-llm", "trtllm"]
+EngineName = Literal["none", "vllm", "vllm==0.32", "vllm==0.33", "sglang", "tensorrt-llm", "trtllm"]
 
 
 class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
-    """Defaults of one engine, by the settings of a replay.
+    """Defaults of one engine, by the settings of a replay; None for what its start decides.
 
     `separate_passes`: a step computes its prompts first, and its decodes in a separate pass. `full_prompt_hits`: a load
     from tiers below may cover a whole prompt, as vLLM's OffloadingConnector loads it.
     """
 
-    max_batched_tokens: int
-    max_seqs: int
+    max_batched_tokens: int | None = None
+    max_seqs: int | None = None
     memory_fraction: float
     async_scheduling: bool
     frontend_ms: float
@@ -64,7 +65,12 @@ class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
 TENSORRT_LLM = EngineSet(
     max_batched_tokens=8192, max_seqs=2048, memory_fraction=0.9, async_scheduling=True, frontend_ms=25.0
 )
+VLLM = EngineSet(
+    memory_fraction=0.92, async_scheduling=True, frontend_ms=6.0, separate_passes=False, full_prompt_hits=True
+)
 ENGINES: dict[EngineName, EngineSet] = {
+    "vllm==0.32": VLLM,
+    "vllm==0.33": VLLM,
     "vllm": EngineSet(
         max_batched_tokens=8192,
         max_seqs=1024,
@@ -104,7 +110,7 @@ def with_engine(given: Given, *structs: type) -> Given:
     engine = engine_of(given["engine"])
     if engine is None:
         return given
-    facts: dict[str, Any] = msgspec.to_builtins(engine)
+    facts = {name: value for name, value in msgspec.to_builtins(engine).items() if value is not None}
     if "model" not in given and "device" not in given:
         del facts["memory_fraction"]  # only a device has it
     return given.over(given.implied("engine", [each for struct in structs for each in settings_of(struct)], facts))
@@ -173,7 +179,8 @@ class ReplayConfig(
     `sessions`: the state that engines keep of sessions between turns; without it, a turn is a request like any other.
 
     Some fields can be set in Python only. `groups`: PartGroups to count if `kv_groups` is not off and no model provides
-    them. `whole_pages`: why they are not counted although they are the default. `placement`: the names of the model and
+    them. `whole_pages`: why they are not counted although they are the default. `start`: the start of vLLM that decides
+    the number of blocks. `placement`: the names of the model and
     the device from which `cost` and `num_pages` were derived, for reports. `router`, if not a name: a callable that
     makes the Router of a replay. `eviction`: a callable that makes the EvictionOrder of a replica (LruOrder by
     default). `admission`: a callable that makes its AdmissionPolicy (PriorityPolicy by default). Each callable is a
@@ -251,6 +258,14 @@ class ReplayConfig(
             "page, or align: at the ends of chunks, which end at pages."
         ),
     ] = "snapshots"
+    prefix_cache_retention_interval: Annotated[
+        str | int,
+        setting(
+            "Parts of windows and states that other requests find, as in vLLM. none: all; 0: those before the places "
+            "where prompts end or part; N: also those before each N tokens.",
+            metavar="TOKENS",
+        ),
+    ] = "none"
     no_prefix_caching: Annotated[
         bool,
         setting("Requests find no cached pages, as with vLLM's --no-enable-prefix-caching."),
@@ -294,6 +309,7 @@ class ReplayConfig(
     placement: Placement | None = None
     groups: PartGroups = ()
     whole_pages: str = ""
+    start: VllmStart | None = None
     eviction: EvictionMaker = msgspec.field(default_factory=_default_eviction)
     admission: AdmissionMaker = msgspec.field(default_factory=_default_admission)
 
@@ -431,6 +447,12 @@ class ReplayConfig(
                 "mamba_cache_mode",
                 hint="Leave it out.",
             )
+        if self.retention_interval is not None and (self.kv_groups != "all" or self.memory.has_states):
+            raise SettingError(
+                "needs {kv_groups} all, and for states {mamba_cache_mode} align",
+                "prefix_cache_retention_interval",
+                hint="Leave it out.",
+            )
         if self.kv_groups == "off":
             if self.groups:
                 raise SettingError("are given, and {kv_groups} is off", "groups")
@@ -482,12 +504,30 @@ class ReplayConfig(
 
         assert self.kv_groups != "off"
         mode = self.mamba_cache_mode
-        return GroupMemory(with_states(self.groups, mode), self.kv_groups, aligns=mode == "align")
+        interval = self.retention_interval
+        return GroupMemory(
+            with_states(self.groups, mode), self.kv_groups, aligns=mode == "align", retention_interval=interval
+        )
+
+    @property
+    def retention_interval(self) -> int | None:
+        """The number of `prefix_cache_retention_interval`; None for all parts. Raises SettingError for other texts."""
+        text = self.prefix_cache_retention_interval
+        if text == "none":
+            return None
+        if not str(text).isdecimal() or int(text) % self.page_size:
+            raise SettingError(
+                f"must be none, 0 or a multiple of {self.page_size} tokens, got {text!r}",
+                "prefix_cache_retention_interval",
+            )
+        return int(text)
 
     @property
     def num_blocks(self) -> int:
         """The memory of a replica in its unit of accounting: pages, or with KV groups the blocks of that many pages."""
-        return self.num_pages if self.kv_groups == "off" else self.memory.num_blocks(self.num_pages)
+        if self.kv_groups == "off":
+            return self.num_pages
+        return self.memory.num_blocks(self.num_pages) if self.start is None else self.start.num_blocks - 1
 
     def _check_ranks(self) -> None:
         ranks = int(getattr(self.cost, "num_ranks", 1))
@@ -535,6 +575,12 @@ class ReplayConfig(
             del values["snapshots"]
         if self.mamba_cache_mode == "snapshots":
             del values["mamba_cache_mode"]
+        if values["prefix_cache_retention_interval"] == "none":
+            del values["prefix_cache_retention_interval"]
+        if self.start is None:
+            del values["start"]
+        else:
+            values["start"] = msgspec.to_builtins(self.start)
         placement = values.pop("placement")
         if placement is not None:
             values = {**msgspec.to_builtins(placement), **values}
@@ -627,6 +673,8 @@ def _resolved_by_default(
     try:
         return _resolved(given, sections, asked, counts_groups=True)
     except ConfigError as refused:
+        if given.get("engine") in VERSIONS:
+            raise
         if "mamba_cache_mode" in given and given["mamba_cache_mode"] != "snapshots":
             raise  # whole pages have no states
         config = _resolved(given, sections, asked, counts_groups=False)
@@ -695,6 +743,8 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
         values["cost"] = facts["cost"]
     if "placement" in facts:
         values["placement"] = facts["placement"]
+    if "start" in facts:
+        values |= {name: facts[name] for name in ("start", "page_size", "num_pages")}
     if "groups" in facts:
         values["groups"] = facts["groups"]
         if not facts["groups"]:

@@ -16,6 +16,7 @@ from kvarts.base.limits import MOST_BYTES, MOST_DRAFTED, MOST_REPLICAS, brief, c
 from kvarts.base.settings import AtLeastOne, Given, SettingError, setting, settings_of
 from kvarts.base.units import meant_size, parse_bytes
 from kvarts.core.config import EngineConfig
+from kvarts.sim.vllm_start import VERSIONS, start_facts
 
 if TYPE_CHECKING:
     from kvarts.core.kv.groups import PartGroup
@@ -60,6 +61,14 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int,
         setting("Tokens drafted after each decode, by layers such as MTP, and verified in its step.", metavar="N"),
     ] = 0
+    max_model_len: Annotated[
+        int | None,
+        setting(
+            "Longest sequence for which a start of vLLM plans, or -1 for the longest that fits.",
+            metavar="TOKENS",
+            default="that of the model",
+        ),
+    ] = None
     acceptance: Annotated[
         str | None,
         setting(
@@ -319,6 +328,12 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
             )
         if on.data_parallel > 1:
             facts["data_parallel"] = on.data_parallel
+        if model.max_model_len is not None and given.get("engine") not in VERSIONS:
+            raise SettingError(
+                "is of a start of vLLM", "max_model_len", hint="Give {engine} vllm==0.32, or leave it out."
+            )
+        if given.get("engine") in VERSIONS:
+            return facts | _started(given["engine"], placed, model, on, merged)
         groups: tuple[PartGroup, ...] = ()
         if given["kv_groups"] != "off" if "kv_groups" in given else counts_groups:
             groups = facts["groups"] = counted_groups(placed, engine, on, model.kv_dtype)
@@ -331,6 +346,50 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
     except ConfigError as error:
         raise merged.named(error, settings) from error
     return facts
+
+
+def _started(engine: str, placed: Placed, model: ModelSettings, on: DeviceSettings, given: Given) -> dict[str, Any]:
+    """Return the fields that a start of vLLM decides. `pages`: its number of blocks, as --num-gpu-blocks-override."""
+    from kvarts.cost.hardware.device import load_device
+    from kvarts.cost.vllm.start import StartSettings, start
+
+    if placed.geometry is None or on.device is None:
+        raise SettingError("needs a model and a device", "engine")
+    if model.speculative_tokens:
+        raise SettingError("is not started with drafts", "engine", "speculative_tokens")
+    if "kv_groups" in given:
+        raise SettingError("is what {engine} decides", "kv_groups", hint="Leave it out.")
+    has_prefix_caching = not given.get("no_prefix_caching", False)
+    settings = StartSettings(
+        version=VERSIONS[engine],
+        tensor_parallel=on.tensor_parallel,
+        data_parallel=on.data_parallel,
+        pipeline_parallel=on.pipeline_parallel,
+        max_model_len=model.max_model_len,
+        max_num_batched_tokens=given.get("max_batched_tokens"),
+        max_num_seqs=given.get("max_seqs"),
+        kv_dtype=model.kv_dtype,
+        block_size=given.get("page_size"),
+        memory_fraction=on.memory_fraction,
+        has_prefix_caching=has_prefix_caching,
+        has_async_scheduling=given.get("async_scheduling", True),
+    )
+    decided = start(placed.geometry, load_device(on.device), settings)
+    num_blocks, kv_bytes = given.get("pages"), kv_bytes_of(on)
+    if num_blocks is None and kv_bytes is None:
+        engine_config = EngineConfig(
+            num_pages=1,
+            page_size=decided.block_size,
+            max_num_batched_tokens=decided.max_num_batched_tokens,
+            max_num_seqs=decided.max_num_seqs,
+        )
+        fit = placed.fit(engine_config, on, model.kv_dtype)
+        assert fit is not None
+        kv_bytes = fit.kv_bytes
+    own = msgspec.structs.replace(decided.settings, num_blocks_override=num_blocks)
+    plan = msgspec.structs.replace(decided, settings=own).plan(kv_bytes or 0)
+    shown = None if num_blocks is not None else kv_bytes
+    return start_facts(decided, plan, available_bytes=shown, has_prefix_caching=has_prefix_caching, device=on.device)
 
 
 def _calibrated(given: Given, cost: Any) -> Given:

@@ -263,6 +263,7 @@ class Cache(Memory):
         "names_decodes",
         "needs",
         "num_published",
+        "orders_releases",
         "publishes_all",
         "releases",
         "settles",
@@ -298,6 +299,8 @@ class Cache(Memory):
         """Whether `settle` must be called: blocks are of parts of pages, in KV groups."""
         self.releases = False
         """Whether running requests release parts that none of their later tokens attends to: some group keeps less."""
+        self.orders_releases = False
+        """Whether parts that a decode releases may become empty, so that it matters who takes pages before them."""
         self.keeps_time = False
         """Whether `set_time` has an effect: its eviction order uses times and the hints of requests."""
         self.publishes_all = False

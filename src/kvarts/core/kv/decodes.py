@@ -87,10 +87,13 @@ class Decodes:
     By slot: `num_due` decodes begin a page; `listing` contains the streams that list a part, in the order of admission;
     `given_bytes` are released by these and by streams whose parts become empty at once; `filling` contains the decodes
     that fill a page that others may find, and `telling` those that fill any, if there are events. By group and slot:
-    `num_listed` and `num_emptied` parts are released by such streams.
+    `num_listed` and `num_emptied` parts are released by such streams. `sparse`: by group, whether it retains some parts
+    only, none of decodes.
     """
 
-    def __init__(self, memory: GroupMemory, page_size: int, account: RunAccount) -> None:
+    def __init__(
+        self, memory: GroupMemory, page_size: int, account: RunAccount, sparse: Sequence[bool] | None = None
+    ) -> None:
         groups = memory.groups
         self.page_size = page_size
         self.step = 0
@@ -110,11 +113,16 @@ class Decodes:
         self._first_step = 0
         self._starts_ns: Sequence[int] = ()
         """The number of its first step, and when its steps start."""
-        self._of_tokens = [index for index, group in enumerate(groups) if not group.is_state]
+        sparse = sparse or [False] * len(groups)
+        self._found = [index for index, group in enumerate(groups) if not (group.is_state or sparse[index])]
         self._last_turns = Turns()
-        self.keeps_all = memory.keeps == "all"
-        """Whether all released parts are listed."""
+        self._keeps = [memory.keeps == "all" and not is_sparse for is_sparse in sparse]
+        """By group, whether parts that decodes fill and release are listed."""
         self.bounded = [index for index, group in enumerate(groups) if group.is_bounded]
+        self.keeps_all = all(self._keeps[index] for index in self.bounded)
+        """Whether all released parts are listed."""
+        self._orders = any(sparse)
+        """Whether a step must be planned in turns if it takes parts that are not empty, after some became empty."""
         self.num_silent = 0
         """The number of silent streams that continue."""
         self._lags = [FirstSeen(group.layer, page_size).lag for group in groups]
@@ -206,7 +214,7 @@ class Decodes:
         if sink and holding.first_open[index] < sink:
             self._expect(holding, index, first_step)
             return
-        keeps, is_silent, end, is_whole = self.keeps_all, False, 0, True
+        keeps, is_silent, end, is_whole = self._keeps[index], False, 0, True
         tells = self._events is not None
         if tells and not keeps:
             self._expect(holding, index, first_step)
@@ -236,7 +244,7 @@ class Decodes:
                 self.num_listed[index][slot] += 1
             else:
                 self.num_emptied[index][slot] += 1
-        if is_silent or not is_whole or (keeps and not self.keeps_all):
+        if is_silent or not is_whole or (keeps and not self._keeps[index]):
             # Pages from there on are released in another way: generated parts are not kept, for example.
             self._expect(holding, index, self._last_step(holding, index, end - 1))
 
@@ -360,7 +368,7 @@ class Decodes:
                 if holding.fills_known:
                     account.publish_to(holding, num_full)
                 else:
-                    events.filled(holding.content, self._of_tokens, num_full - 1)
+                    events.filled(holding.content, self._found, num_full - 1)
                 holding.num_told = num_full
 
     def _list(self, streams: Sequence[Stream]) -> None:
@@ -452,6 +460,8 @@ class Decodes:
             slot = (self.step + 1) % self.page_size
             kept_bytes = account.promised_bytes + self.num_due[slot] * account.page_bytes
             if kept_bytes > account.free_bytes:
+                break
+            if self._orders and self.num_due[slot] * account.page_bytes > account.empty_bytes:
                 break
             # A waiting request may be given up before the releases that are enough for it, so these end the leap.
             most_bytes = account.free_bytes - kept_bytes + self._most_released()
@@ -583,8 +593,11 @@ class Decodes:
                 num_steps = num_filled if wanted_bytes else num_filled + 1
         num_due, given_bytes = self.num_due, self.given_bytes
         left_bytes = account.free_bytes - account.promised_bytes - num_due[slot] * page_bytes
-        if not wanted_bytes and (num_steps // page_size + 1) * self.num_decoding * page_bytes <= left_bytes:
+        most_bytes = (num_steps // page_size + 1) * self.num_decoding * page_bytes
+        if not wanted_bytes and most_bytes <= (account.empty_bytes if self._orders else left_bytes):
             return num_steps
+        if self._orders:
+            num_steps = self._num_in_order(slot, num_steps)
         for step in range(1, num_steps):
             back_bytes = given_bytes[slot]
             slot += 1
@@ -596,6 +609,19 @@ class Decodes:
             left_bytes += back_bytes
             if wanted_bytes and wanted_bytes <= left_bytes:
                 return step
+        return num_steps
+
+    def _num_in_order(self, slot: int, num_steps: int) -> int:
+        """Return how many of `num_steps` steps pass before one that takes parts which are not empty before releases."""
+        page_bytes, part_bytes = self._account.page_bytes, self._account.part_bytes
+        empty_bytes = self._account.empty_bytes - self.num_due[slot] * page_bytes
+        for step in range(1, num_steps):
+            emptied_bytes = sum([self.num_emptied[index][slot] * part_bytes[index] for index in self.bounded])
+            slot = slot + 1 if slot + 1 < self.page_size else 0
+            taken_bytes = self.num_due[slot] * page_bytes
+            if emptied_bytes and taken_bytes > max(0, empty_bytes):
+                return step
+            empty_bytes = max(0, empty_bytes) + emptied_bytes - taken_bytes
         return num_steps
 
     def _missing_bytes(self, taken: list[int], emptied: list[list[int]]) -> int:

@@ -66,7 +66,7 @@ class GroupNeeds:
         self._keeps_all = [not (group.is_state or group.is_bounded) for group, _ in self._groups]
         bounded = [(group.layer, blocks) for group, blocks in self._groups if group.is_bounded]
         self._new_caps = [1 if memory.aligns and layer.kind == "state" else FAR for layer, _ in bounded]
-        self._caps = [(self._cap(layer), blocks) for layer, blocks in bounded]
+        self._caps = [(self._cap(layer, most_kept), blocks) for layer, blocks in bounded]
         # Chunks that begin inside a page may reach into one page more, which vLLM's cap does not count.
         self._most = [
             (self._cap(layer, most_kept) + (layer.kind == "chunk" and (layer.span or 1) % page_size > 0), blocks)

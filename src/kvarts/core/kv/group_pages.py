@@ -163,6 +163,7 @@ class GroupPages(Cache):
             eviction_order=eviction_order,
             at_branches=at_branches,
         )
+        self.orders_releases = any(self.parts.sparse)
         self.match = self.parts.match
         self.needs = PartNeeds(self)
         self.incoming = IncomingParts(self)
@@ -172,7 +173,8 @@ class GroupPages(Cache):
         self.keeps_time = self.parts.note_request is not None
         is_watched = watches_list or eviction_order is not None
         is_named = tell is not None and (not leaps_told or num_below > 0 or memory.has_states_by_page)
-        self.names_decodes = with_ids or is_named or is_watched or plans_ahead
+        is_periodic = bool(memory.retention_interval)  # parts of decodes are retained
+        self.names_decodes = with_ids or is_named or is_watched or plans_ahead or is_periodic
         self.publishes_all = self.names_decodes or tell is not None
         if not self.names_decodes:
             self.decodes = DecodesInGroups(self)

@@ -89,14 +89,16 @@ class GroupMemory(msgspec.Struct, frozen=True):
 
     All parts are whole *blocks*: the largest size that divides the parts of every group, in `divisor` pieces. A page
     with all its parts has `page_bytes`; states that are not kept by page are not part of it. `aligns`: states are kept
-    only for the last page of each chunk. Raises ConfigError if no group keeps tokens, and for a divisor that leaves no
-    whole blocks.
+    only for the last page of each chunk. `retention_interval`: vLLM's, in tokens, a multiple of the page size: windows
+    and states retain parts only where prompts end or part, and each so many tokens (kvarts.core.kv.retention); None:
+    all. Raises ConfigError if no group keeps tokens, and for a divisor that leaves no whole blocks.
     """
 
     groups: tuple[PartGroup, ...]
     keeps: Retention = "all"
     divisor: int = 1
     aligns: bool = False
+    retention_interval: int | None = None
 
     def __post_init__(self) -> None:
         if not any(group.layer.keeps_tokens for group in self.groups):

@@ -17,6 +17,7 @@ from kvarts.core.kv.decodes import Decodes
 from kvarts.core.kv.eviction import EvictionOrder
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.pool import NO_IDS, IdPool, PageError, PageId, PageIds, are_all_once
+from kvarts.core.kv.retention import Retained
 from kvarts.core.kv.runs import NEVER, EvictionSlot, LruEntry, PartRun, RunHolding, RunMatch, Span, Stream
 from kvarts.core.kv.span_tree import SpanTree
 
@@ -39,6 +40,7 @@ class RunCache(RunAccount):
         "_kept",
         "_less",
         "_of_states",
+        "_retained",
         "_stored_whole",
         "_whole",
         "computed",
@@ -46,6 +48,7 @@ class RunCache(RunAccount):
         "match",
         "num_published",
         "page_size",
+        "sparse",
         "tree",
     )
 
@@ -66,10 +69,15 @@ class RunCache(RunAccount):
         self.page_size = page_size
         self.num_published = 0
         """The number of times that parts of known tokens, findable by others, were published since the beginning."""
-        self.decodes = Decodes(memory, page_size, self)
         self._keeps_all = memory.keeps == "all"
         self._is_state = [group.is_state for group in groups]
-        self._kept = [self._keeps_all or not group.is_bounded for group in groups]
+        retained = self._retained = None if memory.retention_interval is None else Retained(memory, page_size)
+        self.sparse = [retained is not None and retained.of_group[index] is not None for index in range(len(groups))]
+        """By group, whether it retains some parts only: the others cannot be found."""
+        self._kept = [
+            not is_sparse and (self._keeps_all or not group.is_bounded)
+            for group, is_sparse in zip(groups, self.sparse, strict=True)
+        ]
         self._of_states = [index for index, group in enumerate(groups) if group.is_state]
         self._whole = [index for index, group in enumerate(groups) if not (group.is_state or group.is_bounded)]
         self._less = [index for index, group in enumerate(groups) if group.is_state or group.is_bounded]
@@ -79,6 +87,7 @@ class RunCache(RunAccount):
         self._in_every_page = [index for index in self._of_tokens if index not in self._aligned]
         self._by_page = by_page[0] if by_page else -1
         """A group of states by page, or -1."""
+        self.decodes = Decodes(memory, page_size, self, self.sparse)
         kept_states = by_page if self._keeps_all else []
         self._stored_whole = sorted([*self._whole, *kept_states])
         """Groups whose pages are all stored in tiers below: those that keep all tokens, or a state after each page."""
@@ -320,11 +329,14 @@ class RunCache(RunAccount):
     def _give_open(self, holding: RunHolding, index: int, sink: int, first: int) -> None:
         """Release pages before `first` that cannot be found; they are listed if the sequence may find them again.
 
-        Blocks with ids become empty: accepted drafts filled these pages, and the window has passed them at once.
+        Blocks with ids become empty: accepted drafts filled these pages, and the window has passed them at once. So do
+        parts that are not retained.
         """
         start = holding.first_open[index]
-        if self.blocks is not None:
+        if self.blocks is not None or self.sparse[index]:
             if start >= sink:  # else they are released once they can be found
+                if self.events is not None and self.sparse[index]:
+                    self.events.given_back(holding.content, index, start, first)
                 self.note_empty(index, first - start)
                 at = (first - start) * self.part_blocks[index]
                 self.give_ids(holding.open_ids[index].take_first(at))
@@ -502,7 +514,7 @@ class RunCache(RunAccount):
             self.num_published += 1
         if self.wants is not None:
             self.wants.computes(holding, start)
-        if self._by_page >= 0:
+        if self._by_page >= 0 and not self.sparse[self._by_page]:
             self.computed.append((holding.content, holding.first_open[self._by_page], end))
         spans = self.tree.extend(holding, end)
         if holding.given:
@@ -514,6 +526,9 @@ class RunCache(RunAccount):
         first_open, num_told = holding.first_open, holding.num_told
         all_held, all_kept, streams = holding.held, self._kept, holding.streams
         for index in self._of_tokens:
+            if self.sparse[index]:
+                self._publish_retained(holding, index, end, spans)
+                continue
             held, first = all_held[index], first_open[index]
             first_open[index] = end
             for span, span_start, stop in spans:
@@ -551,6 +566,38 @@ class RunCache(RunAccount):
         if self.wants is not None and start < (known_end := min(end, holding.content.num_known_pages)):
             for index in self._stored_whole:
                 self.wants.complete(holding.content, index, start, known_end)
+
+    def _publish_retained(
+        self, holding: RunHolding, index: int, end: int, spans: Sequence[tuple[Span, int, int]]
+    ) -> None:
+        """Make those parts of full pages up to `end` findable that a group retains.
+
+        Parts of a window after them stay open, since no later one may be retained.
+        """
+        retained, held, page = self._retained, holding.held[index], holding.first_open[index]
+        assert retained is not None
+        ranges = retained.ranges(index, holding, page, end)
+        if self.groups[index].has_states_by_page:
+            last = end
+        elif ranges:
+            last = ranges[-1][1]
+        else:
+            return
+        holding.first_open[index] = last
+        for begin, stop in (*ranges, (last, last)):
+            for first, after, is_kept in ((page, begin, False), (begin, stop, True)):
+                if first >= after:
+                    continue
+                ids = NO_IDS
+                if self.blocks is not None:
+                    ids = holding.open_ids[index].take_first((after - first) * self.part_blocks[index])
+                run = PartRun(index, None, first, after, [holding], is_kept=is_kept, ids=ids)
+                held.append(run)
+                if is_kept:
+                    self._place(run, spans, holding.content, holding.num_told)
+                    if index == self._by_page:
+                        self.computed.append((holding.content, first, after))
+            page = stop
 
     def _place(self, run: PartRun, spans: Sequence[tuple[Span, int, int]], content: Content, num_told: int = 0) -> None:
         """Make `run` of a sequence with `content` findable; `spans` cover its pages, each those up to its last number.

@@ -575,7 +575,8 @@ class RunMatch(Match):
     """The first `num_pages` pages that every group can resume from; the last of `spans` may reach beyond.
 
     `branch`: the page at which the content leaves another one, if that is later and the tree looks for it; else 0.
-    Where chunks are aligned, the page up to which groups that keep all tokens have it, if that is later.
+    Where chunks are aligned, or parts retained at an interval, the page up to which groups that keep all tokens have
+    it, if that is later.
     """
 
     __slots__ = ("branch", "pieces", "root", "spans")

@@ -45,7 +45,7 @@ class SpanTree:
         self._has_less = len(self._whole) < len(groups)
         """Whether some group keeps less than all tokens."""
         self._finds_branches = finds_branches and bool(self._states) and bool(self._whole)
-        self._aligns = memory.aligns
+        self._notes_branch = bool(self._whole) and (memory.aligns or memory.retention_interval is not None)
         self._first_seen = [FirstSeen(group.layer, page_size) for group in groups]
         self._lags = [first_seen.lag for first_seen in self._first_seen]
         self._chunks = [group.layer.kind == "chunk" for group in groups]
@@ -106,7 +106,7 @@ class SpanTree:
         if self._finds_branches and 0 < page < limit:
             branch = self._branch_of(span if child is None or child.start >= page else child, content, page)
         length = self._longest(found, page) if page and self._has_less else page
-        if self._aligns:
+        if self._notes_branch:
             branch = page
         while spans and spans[-1].start >= length:
             spans.pop()

@@ -82,8 +82,8 @@ class Settling:
 
         All are in the order of admission. Requests that ended, or were given up since, have released everything before.
         As in vLLM, a request can use memory that another releases only if its turn in the next step is later. That
-        makes a difference only if the pages that decodes begin in that step are not free yet; then each decode releases
-        at its turn. Chunked requests always do.
+        makes a difference only if the pages that decodes begin in that step are not free yet, or not empty where what
+        is released may become empty; then each decode releases at its turn. Chunked requests always do.
         """
         completed, self.pending = self.pending, None
         if completed is None:
@@ -122,6 +122,8 @@ class Settling:
             if any(running.has_decodes_after(request.admission) for request in others):
                 return True
         num_due = scheduler.wheel.pages_due() * cache.page_blocks
+        if cache.orders_releases and num_due and not cache.has_empty(num_due):
+            return True
         return num_due > cache.num_free and num_due > cache.num_free + scheduler.pages.num_lent()
 
     def _settle_followed(self, decodes: FollowedDecodes, joined: list[Request]) -> None:

@@ -1,0 +1,66 @@
+"""vLLM's sparse retention: which parts of windows and states can be found by other sequences.
+
+A part that is not retained serves its own sequence only, and becomes empty when it is released. Groups that keep all
+tokens, and chunks, retain all parts. Rules of vLLM 0.32 and 0.33 (v1/core/single_type_kv_cache_manager.py,
+`reachable_block_mask`; v1/core/kv_cache_coordinator.py, `replay_boundaries`), for groups of one block size.
+
+An example: pages of 16 tokens, a window of 64, so that a sequence resumes with 4 parts, and a prompt of 200 tokens. The
+same prompt computes its last token again, so it resumes after 12 pages: with an interval of 0, the window retains pages
+8 to 11; with one of 96 tokens, also 2 to 5.
+"""
+
+from __future__ import annotations
+
+from kvarts.core.kv.groups import GroupMemory
+from kvarts.core.kv.runs import RunHolding
+
+__all__ = ["Retained"]
+
+
+class Retained:
+    """The parts that the groups of `memory` retain, which has an interval.
+
+    `of_group`: for each group, the parts with which a sequence resumes; None for a group that retains all.
+    """
+
+    __slots__ = ("_page_size", "_pages_between", "of_group")
+
+    def __init__(self, memory: GroupMemory, page_size: int) -> None:
+        assert memory.retention_interval is not None
+        self._page_size = page_size
+        self._pages_between = memory.retention_interval // page_size
+        num_parts = [_num_to_resume(group.layer.span or 1, page_size) for group in memory.groups]
+        self.of_group = [
+            None if group.layer.kind not in ("window", "state") or 0 < self._pages_between <= count else count
+            for group, count in zip(memory.groups, num_parts, strict=True)
+        ]
+
+    @property
+    def is_periodic(self) -> bool:
+        """Whether parts are retained at regular intervals, wherever a prompt ends."""
+        return self._pages_between > 0
+
+    def ranges(self, index: int, holding: RunHolding, start: int, end: int) -> list[tuple[int, int]]:
+        """Return which of pages [start, end) of `holding` a group retains, as ranges in order.
+
+        They are those before the page at which the same prompt resumes, before that at which it leaves another one,
+        and before each multiple of the interval.
+        """
+        count, size = self.of_group[index], self._page_size
+        assert count is not None
+        ends = {(holding.content.num_prompt_tokens - 1) // size, holding.branch // size}
+        if self._pages_between:
+            first = start // self._pages_between + 1
+            ends.update(range(first * self._pages_between, end + count, self._pages_between))
+        ranges: list[tuple[int, int]] = []
+        for stop in sorted(ends):
+            begin, last = max(start, stop - count), min(stop, end)
+            if ranges and begin <= ranges[-1][1]:
+                ranges[-1] = (ranges[-1][0], max(last, ranges[-1][1]))
+            elif begin < last:
+                ranges.append((begin, last))
+        return ranges
+
+
+def _num_to_resume(span: int, page_size: int) -> int:
+    return -(-(span - 1) // page_size)
