@@ -9,7 +9,7 @@ import pytest
 
 import kvarts
 from kvarts.base.errors import ConfigError
-from kvarts.core.sampling import SamplingParams
+from kvarts.core.sampling import MOST_CHOICES, SamplingParams, StructuredOutputs
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,13 @@ def test_what_is_out_of_range_is_named(bad: dict[str, object]) -> None:
     (field,) = bad
     with pytest.raises(ConfigError, match=rf"sampling\.{field}: "):
         SamplingParams(**bad)  # type: ignore[arg-type]
+
+
+def test_a_choice_of_more_texts_than_are_compiled_is_named() -> None:
+    texts = tuple(map(str, range(MOST_CHOICES + 1)))
+    assert StructuredOutputs(choice=texts[1:]).choice == texts[1:]
+    with pytest.raises(ConfigError, match=r"structured_outputs\.choice: has 10,001 texts, and at most 10,000"):
+        StructuredOutputs(choice=texts)
 
 
 def test_one_text_is_one_stop() -> None:

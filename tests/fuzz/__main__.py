@@ -157,9 +157,10 @@ def problems(ended: Ended) -> list[str]:
         assert data is not None
         found += [f"{name} {law}".strip() for law in broken_laws(each, [json.loads(row) for row in data.splitlines()])]
     if report.get("models"):
+        devices = report.get("devices") or [report["device"]]
         for total in ("num_requests", "num_completed", "num_rejected", "num_failed"):
-            if report["device"][total] != sum(each[total] for each in by_name.values()):
-                found.append(f"{total} of the device is not that of its models")
+            if sum(device[total] for device in devices) != sum(each[total] for each in by_name.values()):
+                found.append(f"{total} of the devices is not that of their models")
     return found
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "ENDS_EARLY",
     "ConfigError",
     "InputError",
     "KvartsError",
@@ -26,6 +27,8 @@ __all__ = [
     "with_type",
 ]
 
+ENDS_EARLY = "ends too early, or has half of a character's two escapes, such as \\ud83d alone"
+"""The problem of JSON that ends early."""
 MOST_PROBLEM_CHARS = 200
 MOST_MATCHES = 4
 
@@ -102,6 +105,8 @@ def parts_of(error: Exception) -> tuple[str, str | None]:
     what, at, where = str(error).rpartition(" - at `$")
     if not at:
         what, where = where, ""
+    if what == "Input data was truncated":  # msgspec says so of a lone surrogate, too, wherever it stands
+        what = ENDS_EARLY
     if len(what) > MOST_PROBLEM_CHARS:
         what = f"{what[:MOST_PROBLEM_CHARS]}..."
     return what, where.removesuffix("`").removeprefix(".") or None

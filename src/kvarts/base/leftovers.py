@@ -34,7 +34,7 @@ def create(path: Path | str) -> int:
 
     while True:
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with suppress(OSError):  # without locks, nobody removes it
+        with suppress(OSError):  # on a disk without locks, no process removes it
             fcntl.flock(number, fcntl.LOCK_EX)
         if os.fstat(number).st_nlink:
             return number

@@ -9,8 +9,10 @@ import msgspec
 from kvarts.base.errors import ConfigError
 from kvarts.base.limits import MOST_UINT32, MOST_UINT64, brief, check_whole
 
-__all__ = ["Logprobs", "SamplingParams", "StructuredOutputs", "TopLogprobs"]
+__all__ = ["MOST_CHOICES", "Logprobs", "SamplingParams", "StructuredOutputs", "TopLogprobs"]
 
+MOST_CHOICES = 10_000
+"""Texts of a choice: 100,000 took 1.7 s to compile, which other requests wait for."""
 TopLogprobs = tuple[tuple[int, float], ...]
 """The most likely tokens at one position, with their log-probabilities, in descending order."""
 
@@ -64,6 +66,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if not is_good:
             raise ConfigError(f"has a wrong value: {brief(value)}", field=f"sampling.structured_outputs.{name}")
         if name == "choice":
+            if len(value) > MOST_CHOICES:
+                what = f"has {len(value):,} texts, and at most {MOST_CHOICES:,} are compiled"
+                raise ConfigError(what, field="sampling.structured_outputs.choice", hint="Give a regex or a grammar.")
             msgspec.structs.force_setattr(self, "choice", tuple(value))
 
     def as_text(self) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -260,7 +261,8 @@ from kvarts.run.sessions.values import SessionSettings, Token
 
 async def serve():
     model = sys.argv[2]
-    served = {"model": model, "page_size": 4, "kv_groups": sys.argv[3]} if model else {"mock": True, "speedup": 1000.0}
+    of_model = {"model": model, "page_size": 4, "kv_groups": sys.argv[3], "kv_dtype": sys.argv[4]}
+    served = of_model if model else {"mock": True, "speedup": 1000.0}
     sessions = open_sessions(kv_memory="256MiB", state_dir=Path(sys.argv[1]), **served)
     known = await sessions.list("o")
     session = known[0].session_id if known else await sessions.create("o", SessionSettings(sink=2, window=30))
@@ -293,6 +295,7 @@ def kill_again_and_again(
     *,
     model: str = "",
     kv_groups: str = "off",
+    kv_dtype: str = "auto",
     says: Says = mock_says,
     vocab_size: int = 1000,
 ) -> None:
@@ -307,7 +310,7 @@ def kill_again_and_again(
     generating = False
     for _ in range(num_kills):
         server = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(directory), model, kv_groups],
+            [sys.executable, "-c", SERVER, str(directory), model, kv_groups, kv_dtype],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -463,3 +466,44 @@ def test_a_real_model_goes_on_from_its_checkpoint(tmp_path: Path, models: Callab
         await sessions.shut_down()
 
     asyncio.run(after(asyncio.run(before())))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+def test_a_real_model_with_quantized_kv_is_killed(kv_dtype: str, tmp_path: Path) -> None:
+    """Each token is that of a session that nobody disturbs, with its KV in the same format and from the same history.
+
+    KV is quantized page by page as it is computed: after a restart it is that of a checkpoint, or computed again.
+    """
+    pytest.importorskip("torch", reason="real models need kvarts[torch]")
+    pytest.importorskip("transformers", reason="real models need kvarts[torch]")
+    from kvarts.run.torch.tiny import write_tiny
+
+    model = str(tmp_path / "model")
+    write_tiny("qwen3", tmp_path / "model")
+    undisturbed = Undisturbed(model, kv_dtype)
+    kill_again_and_again(
+        tmp_path / "state", 12, seed=4, model=model, kv_dtype=kv_dtype, says=undisturbed.says, vocab_size=257
+    )
+
+
+class Undisturbed:
+    """Says what a session with sink 2 and window 30 says to a history, which it is given at once."""
+
+    def __init__(self, model: str, kv_dtype: str) -> None:
+        self._open = partial(open_sessions, model=model, kv_memory="64MiB", page_size=4, kv_dtype=kv_dtype)
+
+    def says(self, history: list[int], num_tokens: int) -> list[int]:
+        async def run() -> list[int]:
+            sessions = self._open()
+            session = await sessions.create(OWNER, SessionSettings(sink=2, window=30))
+            await sessions.append(OWNER, session, history)
+            said = [
+                update.token_id
+                async for update in sessions.generate(OWNER, session, greedy(num_tokens))
+                if isinstance(update, Token)
+            ]
+            await sessions.shut_down()
+            return said
+
+        return asyncio.run(run()) if num_tokens else []

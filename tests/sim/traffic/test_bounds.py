@@ -138,8 +138,15 @@ def test_a_torn_last_line_of_a_recording_is_counted_and_any_other_is_named(tmp_p
         trace = load_trace(path)
         assert len(list(trace)) == trace.num_skipped_lines == 1
     path.write_text(f"{line}\n{line[:20]}\n{line}\n")
-    with pytest.raises(InputError, match=r"recorded\.jsonl:2: Input data was truncated"):
+    with pytest.raises(InputError, match=r"recorded\.jsonl:2: ends too early"):
         load_trace(path)
     path.write_text(line[:20])
     with pytest.raises(InputError):
+        load_trace(path)
+
+
+def test_half_of_the_two_escapes_of_a_character_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp":0,"input_length":1,"output_length":1,"hash_ids":[1],"request_id":"\\ud83d"}\n')
+    with pytest.raises(InputError, match=r"trace\.jsonl:1: .*half of a character's two escapes, such as \\ud83d alone"):
         load_trace(path)

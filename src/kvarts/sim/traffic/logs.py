@@ -20,7 +20,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvarts.base.errors import ConfigError, InputError, parts_of
+from kvarts.base.errors import ENDS_EARLY, ConfigError, InputError, parts_of
 from kvarts.base.limits import LATEST_NS
 from kvarts.base.units import to_ns
 from kvarts.core.content import pack_units
@@ -138,10 +138,6 @@ def load_spend_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False
     return load_rows(TraceFile.of(path), _Spend, request, skip_bad_lines=skip_bad_lines, knows_prefixes=False)
 
 
-TRUNCATED = "Input data was truncated"
-"""The words of msgspec for JSON that ends early."""
-
-
 class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request. `output`: the tokens it generated. `ended`: its state when the record was written.
 
@@ -195,7 +191,7 @@ def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False)
             if not skip_bad_lines:
                 what, field = parts_of(error)
                 torn = InputError(what, path=file.path, line=number, field=field)
-                if what != TRUNCATED:
+                if what != ENDS_EARLY:
                     raise torn from error
         else:
             rows.append(row)
