@@ -36,6 +36,7 @@ from kvarts.cli.replaying import all_sections, load_traffic, over_sample_setting
 from kvarts.core.config import EngineConfig
 from kvarts.plan.policy import check_policy, with_policy
 from kvarts.sim.config import resolve_replay
+from kvarts.sim.traffic.trace import NO_PREFIXES
 
 if TYPE_CHECKING:
     from kvarts.base.settings import Given
@@ -313,9 +314,7 @@ class _Asked:
         if config is not None:
             config = with_policy(config, self.given, traffic)
         if not traffic.knows_prefixes and self.context.info_name != "fleet":
-            click.echo(
-                "kvarts: the trace does not identify prefixes that prompts share: no curve rises above 0", err=True
-            )
+            click.echo(f"kvarts: {NO_PREFIXES}", err=True)
         flags = {flag for param in self.context.command.params for flag in param.opts}
         name = self.context.info_name or ""
         return PlanOptions(self.call, self.given, traffic, config, own=self.own, command=name, flags=flags)

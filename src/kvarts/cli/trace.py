@@ -10,9 +10,11 @@ import click
 
 from kvarts.base.errors import ConfigError
 from kvarts.base.files import PREFIX, SAMPLES
+from kvarts.base.settings import given_by_flags
 from kvarts.base.units import parse_duration_s
-from kvarts.cli.options import INPUT, OUTPUT, Command, Group, key_option
+from kvarts.cli.options import INPUT, OUTPUT, Command, Group, options_of
 from kvarts.cli.process import Progress, print_bytes, print_json, print_text
+from kvarts.sim.traffic.settings import READING, SECTION, reading_of
 
 if TYPE_CHECKING:
     from kvarts.sim.traffic.trace import Trace
@@ -35,12 +37,9 @@ class _Duration(click.ParamType[int]):
 
 def _reading(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for reading traces."""
-    command = key_option("--skip-bad-lines", is_flag=True, help="Leave out lines that cannot be read.")(command)
-    command = key_option("--session-turns", type=click.Choice(["whole", "deltas"]),
-                         help="Whether later turns of sessions in Mooncake's form have whole prompts, or only "
-                              "their new part.")(command)  # fmt: skip
-    return key_option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1),
-                      help="Tokens that a hash id stands for.")(command)  # fmt: skip
+    params = command.__dict__.setdefault("__click_params__", [])
+    params += options_of([SECTION], only=READING, shown=())
+    return command
 
 
 def _writing(command: Callable[..., None]) -> Callable[..., None]:
@@ -175,7 +174,7 @@ def _load(path: Path, reading: dict[str, Any]) -> Trace:
     from kvarts.sim.traffic.formats import load_trace
 
     with Progress(f"reading {path}"):
-        return load_trace(path, **reading)
+        return load_trace(path, **reading_of(given_by_flags(reading, [SECTION])))
 
 
 def _write(trace: Trace, output: Path | None) -> None:

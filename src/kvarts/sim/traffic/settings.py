@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kvarts.sim.traffic.trace import Trace
 
-__all__ = ["SECTION", "TrafficSettings", "load_given", "reading_of"]
+__all__ = ["READING", "SECTION", "TrafficSettings", "load_given", "reading_of"]
 
 
 class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +34,22 @@ class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
             default="whole, refused if they look like deltas",
         ),
     ] = None
+    column: Annotated[
+        str | None,
+        setting(
+            "What a table calls the fields of a request: input_tokens=prompt_tokens,time=ts:ms.",
+            metavar="FIELD=NAME,..",
+            default="names that are known",
+        ),
+    ] = None
+    run: Annotated[
+        AtLeastOne | None,
+        setting("Number of a run, from 1, in a file of several.", metavar="N", default="the only one"),
+    ] = None
+    output_tokens: Annotated[
+        AtLeastOne | None,
+        setting("Length of answers that the file does not record.", metavar="TOKENS", default="they are an error"),
+    ] = None
     answers: Annotated[
         Literal["recorded", "implied"],
         setting(
@@ -44,12 +60,14 @@ class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
     workload: Annotated[Any, setting("Table of a Workload: traffic made from a seed.", flag=None)] = None
 
 
+READING = ("trace_block_size", "skip_bad_lines", "session_turns", "column", "run", "output_tokens")
+"""The options of `load_trace`."""
 SECTION = Section(struct=TrafficSettings, title="Traffic")
 
 
 def reading_of(given: Given) -> dict[str, Any]:
     """Return the given options of `load_trace`."""
-    return {key: given[key] for key in ("trace_block_size", "skip_bad_lines", "session_turns") if key in given}
+    return {key: given[key] for key in READING if key in given}
 
 
 def load_given(given: Given, trace: Path | str | None = None) -> Trace | None:

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
 import msgspec
 
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK_BYTES",
     "NO_ID",
+    "REPEATED",
     "SKIP_HINT",
     "UNIT_TOKENS",
     "TraceFile",
     "by_arrival",
     "date_ns",
     "load_rows",
+    "no_output_length",
     "nothing_left",
     "unlike_any_other",
 ]
@@ -44,13 +47,19 @@ MOST_LINE_BYTES = 1 << 24
 LINE_BYTES = 1 << 17
 """Bytes of a file that are read at a time where lines are: a session of an agent is one."""
 MOST_RECORDS = 20
-GZIP = b"\x1f\x8b"
+GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
+REPEATED = "repeated lines"
+TEXTS = ("prompt", "output_text", "messages", "input", "output")
+LFS = b"version https://git-lfs.github.com/spec/"
 UNIT_TOKENS = 512
 NO_ID = 1 << 63
 """NO_ID plus the row number is a unit that no other prompt has."""
 SKIP_HINT = "Mend the line, or pass --set skip_bad_lines=true to leave such lines out and count them."
 
-TIME = r"(?a)(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9})\d*)?(Z|[+-]\d\d:?\d\d)?"
+SUFFIXES = (".json", ".jsonl", ".csv", ".gz", ".parquet")
+"""Suffixes of the files considered in a directory."""
+
+TIME = r"(?a)(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9})\d*)?( ?Z| ?UTC|[+-]\d\d:?\d\d)?"
 
 RowT = TypeVar("RowT")
 
@@ -90,6 +99,17 @@ class TraceFile:
         with self._reading():
             return os.path.isdir(self.place)  # noqa: PTH112
 
+    def files(self) -> list[TraceFile]:
+        """Return this file, or those of a directory that have the suffix of a trace, by name."""
+        if not self.is_directory:
+            return [self]
+        with reading(self.path):
+            return [
+                TraceFile(path)
+                for path in sorted(self.path.rglob("*"))
+                if path.name.endswith(SUFFIXES) and path.is_file()
+            ]
+
     def read(self) -> bytes:
         """Return the whole content."""
         with self._open() as file, self._unpacking():
@@ -127,6 +147,37 @@ class TraceFile:
             return not is_array
         return _fields(self.read()) is None
 
+    @property
+    def _is_one_line(self) -> bool:
+        return len(self._beginning) == 1
+
+    @cached_property
+    def is_parquet(self) -> bool:
+        """Whether the file is Parquet, by its first bytes."""
+        return next(iter(self.blocks(len(PARQUET))), b"") == PARQUET
+
+    def parquet(self) -> Any:
+        """Return a pyarrow.parquet.ParquetFile. Raise InputError, also without pyarrow."""
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError:
+            raise InputError("Parquet needs pyarrow", path=self.path, hint="pip install 'kvarts[parquet]'.") from None
+        try:
+            return pq.ParquetFile(io.BytesIO(self.read()))
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"cannot be read: {error}", path=self.path) from error
+
+    def parquet_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Iterate over the rows of a Parquet file, with numbers from 1, without those that hold texts of prompts."""
+        file = self.parquet()
+        wanted = [name for name in self.header if name not in TEXTS]
+        try:
+            rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(columns=wanted))
+            yield from enumerate(rows, 1)
+        except (OSError, ValueError) as error:  # an ArrowException is one of both
+            raise InputError(f"cannot be read: {error}", path=self.path) from error
+
     @cached_property
     def is_json(self) -> bool:
         """Whether the file is JSON, by its first character."""
@@ -137,13 +188,13 @@ class TraceFile:
 
         The number is the line in JSON lines, or the position in an array. A file with a single object yields one value.
         """
-        if self.is_json_lines:
+        if self.is_json_lines and not (self._is_one_line and _page(self._beginning[0])):
             beginning, is_whole = self._start
             for line, row in beginning if is_whole else enumerate(self._lines(), 1):
                 if row.strip() and (row[0] in b'{["' or not row.decode(errors="replace").isspace()):
                     yield line, row.rstrip(b"\n")
             return
-        data = self.read().strip()
+        data = self._elements()
         if not data.startswith(b"["):
             yield 1, data
             return
@@ -156,6 +207,11 @@ class TraceFile:
         for place, element in enumerate(elements, 1):
             yield place, bytes(element)
 
+    def _elements(self) -> bytes:
+        """Return the content of a file that is not JSON lines; of a page of a list, its `data`."""
+        data = self.read().strip()
+        return _page(data) or data
+
     def _lines(self) -> Iterable[bytes]:
         """Return the lines of the whole content; their ends are normalised."""
         data = self.read()
@@ -166,9 +222,9 @@ class TraceFile:
         """Field names of the first records that are JSON objects; empty for other kinds of files."""
         if not self.is_json:
             return []
-        if self.is_json_lines:
+        if self.is_json_lines and not (self._is_one_line and _page(self._beginning[0])):
             return [fields for _, fields in self._first_lines if fields]
-        data = self.read().strip()
+        data = self._elements()
         if not data.startswith(b"["):
             fields = _fields(data)
             return [fields] if fields else []
@@ -195,6 +251,8 @@ class TraceFile:
     @cached_property
     def header(self) -> tuple[str, ...]:
         """Column names in the first line; empty for JSON."""
+        if self.is_parquet:
+            return tuple(self.parquet().schema_arrow.names)
         if self.is_json or not self._beginning:
             return ()
         line = self._beginning[0].removeprefix(b"\xef\xbb\xbf")
@@ -215,6 +273,7 @@ class TraceFile:
         """The first non-blank lines with their numbers; whether no others follow, and these need no normalisation."""
         lines: list[tuple[int, bytes]] = []
         is_plain = True
+        self._check_pointer()
         with self._open() as file, self._unpacking():
             for number, line in enumerate(_lines_of(file), 1):
                 if len(lines) == MOST_RECORDS:
@@ -223,6 +282,18 @@ class TraceFile:
                 if line.strip():
                     lines.append((number, line))
         return lines, is_plain
+
+    def _check_pointer(self) -> None:
+        """Raise InputError for a pointer of Git LFS, which stands for a file that was not downloaded."""
+        beginning = next(iter(self.blocks(512)), b"")
+        if beginning.startswith(LFS):
+            size = re.search(rb"(?m)^size (\d+)", beginning)
+            raise InputError(
+                "is a pointer of Git LFS, not the file itself"
+                + (f", which has {int(size[1]):,} bytes" if size else ""),
+                path=self.path,
+                hint="Run `git lfs pull` where it was cloned, or download the file.",
+            )
 
     def _open(self) -> BinaryIO:
         with self._reading():
@@ -298,6 +369,21 @@ def _fields(data: bytes) -> frozenset[str] | None:
     except (ValueError, RecursionError):
         return None
     return frozenset(value) if isinstance(value, dict) else frozenset()
+
+
+def _page(data: bytes) -> bytes:
+    """Return the `data` of a page of a list, as gateways answer with it; b"" if `data` is none."""
+    if not data.startswith(b"{"):
+        return b""
+    try:
+        items = msgspec.json.decode(data, type=_Page).data
+        return bytes(items) if msgspec.json.decode(items, type=list[dict[str, msgspec.Raw]]) else b""
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return b""
+
+
+class _Page(msgspec.Struct, gc=False):
+    data: msgspec.Raw
 
 
 def _line_of(error: Exception, data: bytes) -> int | None:
@@ -381,6 +467,16 @@ def nothing_left(
     )
 
 
+def no_output_length(file: TraceFile) -> InputError:
+    """Return the error for a file in which no row has an output length."""
+    return InputError(
+        "has no output length in any row",
+        path=file.path,
+        field="output_tokens",
+        hint="Give --output-tokens N for all of them, or the column that has it: --column output_tokens=NAME.",
+    )
+
+
 def by_arrival(requests: Sequence[TraceRequest], file: TraceFile) -> list[TraceRequest]:
     """Return requests stably sorted by arrival, the first at 0. Raise InputError if they span more than 73 years."""
     first_ns = min(request.arrival_ns for request in requests)
@@ -400,7 +496,7 @@ def date_ns(text: str, field: str) -> int:
         if match is None:
             raise ValueError
         whole, fraction, offset = match.groups()
-        time = datetime.fromisoformat(whole + (offset or "+00:00").replace("Z", "+00:00"))
+        time = datetime.fromisoformat(whole + (offset if offset and offset[0] in "+-" else "+00:00"))
     except (ValueError, OverflowError):
         raise InputError(f"{brief(text)} is not a time such as 2024-05-10 00:00:00.01+00:00", field=field) from None
     return int(time.timestamp()) * 1_000_000_000 + int((fraction or "").ljust(9, "0"))
