@@ -139,10 +139,8 @@ def _read(file: TraceFile, calls: dict[str, Call], left_out: Counter[str], *, sk
         try:
             line, message = _decoded(decoder, of_message, data)
             time_ns = None if line.timestamp is None else date_ns(line.timestamp, "timestamp")
-            if line.uuid is not None and line.uuid in begun:
-                left_out[REPEATED] += 1
-                continue
-            if line.uuid is not None:
+            is_repeated = line.uuid is not None and line.uuid in begun
+            if line.uuid is not None and not is_repeated:
                 begun[line.uuid] = begun.get(line.parent_uuid or "", line.uuid)
                 if time_ns is not None:
                     times[line.uuid] = time_ns
@@ -167,7 +165,9 @@ def _read(file: TraceFile, calls: dict[str, Call], left_out: Counter[str], *, sk
             repeated.add(name)
         elif name in of_file:
             call = of_file[name]
-            if latest[call.chain] == name:
+            if is_repeated:
+                left_out[REPEATED] += 1
+            elif latest[call.chain] == name:
                 call.end_ns = max(call.end_ns, time_ns)
             call.tool = message.tool or call.tool
             call.is_placeholder &= is_placeholder

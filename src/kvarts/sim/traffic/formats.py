@@ -319,6 +319,17 @@ FORMS: tuple[TraceForm, ...] = (
         tells_prefixes=True,
     ),
     TraceForm(
+        name="dag",
+        title="AIPerf's dag_jsonl: conversations that branch; tokens are words",
+        signs=_signs("session_id turns"),
+        example='{"session_id":"root","turns":[{"messages":[{"role":"user","content":"Plan the work."}],"max_tokens":8},'
+        '{"messages":[{"role":"user","content":"Go on."}],"max_tokens":4,"delay":20.0,"forks":[],"spawns":[]}]}',
+        reader="dag:load_dag",
+        takes=frozenset({OUTPUT}),
+        refuses={BLOCK_SIZE: NO_IDS, SKIPPING: "a conversation without one of its branches is another"},
+        tells_prefixes=True,
+    ),
+    TraceForm(
         name="codex",
         title="session files of Codex CLI (rollout-*.jsonl), one or a directory of them; prefixes are inferred",
         signs=_signs("timestamp type payload"),

@@ -58,18 +58,13 @@ def bound_placeholders(calls: list[Call]) -> list[str]:
             num_bounded += 1
         else:
             num_kept += 1
-    warnings = []
-    if num_bounded:
-        warnings.append(
-            f"the answers of {num_bounded:,} requests have no length but that of a stream's beginning: taken is what "
-            "the next prompt adds, an upper bound"
-        )
-    if num_kept:
-        warnings.append(
-            f"the answers of {num_kept:,} requests have only the length of a stream's beginning, and no next prompt "
-            "that bounds them: they are longer than this"
-        )
-    return warnings
+    if not num_bounded and not num_kept:
+        return []
+    text = (
+        f"answers of which only the length of a stream's beginning is recorded: {num_bounded:,} taken to be what the "
+        f"next prompt adds, an upper bound, and {num_kept:,} that no next prompt bounds, and which are longer"
+    )
+    return [text]
 
 
 def inferred_requests(calls: list[Call]) -> list[TraceRequest]:

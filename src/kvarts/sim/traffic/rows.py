@@ -469,10 +469,6 @@ class _Reader:
         if before is not request:
             self._left_out[REPEATED] += 1
             before.num_prompt, before.num_output = request.num_prompt, request.num_output
-        elif not num_prompt:
-            self._left_out["without prompt tokens"] += 1
-        elif not num_output and not self.rows.infers:
-            self._left_out[NO_OUTPUT] += 1
         else:
             self._found.append(request)
 
@@ -512,6 +508,14 @@ class _Reader:
 
     def trace(self, num_skipped: int) -> Trace:
         """Return what was read. Raise InputError if there is no request."""
+        num_all = len(self._found)
+        self._found = [each for each in self._found if each.num_prompt]
+        self._left_out["without prompt tokens"] += num_all - len(self._found)
+        if not self.rows.infers:
+            num_all = len(self._found)
+            self._found = [each for each in self._found if each.num_output]
+            self._left_out[NO_OUTPUT] += num_all - len(self._found)
+        self._left_out = +self._left_out
         if not self._found:
             raise nothing_left(self._file, self._left_out, num_skipped)
         warnings = self._warnings
