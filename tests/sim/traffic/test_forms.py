@@ -136,7 +136,7 @@ def test_sums_and_hits_are_those_of_a_naive_reader(name: str) -> None:
 
 
 def test_every_file_is_tested() -> None:
-    of_agents = {"agentx.jsonl", "agentic-mooncake.jsonl", "agentic-mooncake-v1.jsonl", "claude-code"}
+    of_agents = {"dag.jsonl", "agentx.jsonl", "agentic-mooncake.jsonl", "agentic-mooncake-v1.jsonl", "claude-code"}
     assert {path.name for path in HERE.iterdir() if path.name != "converted"} - {"README.md"} <= {*NAIVE, *of_agents}
 
 
@@ -189,6 +189,11 @@ def test_an_unknown_form_is_refused_with_what_is_known(
     assert all(form.name in message for form in FORMS)
     if near is not None:
         assert f"Nearest is {near}, which has {missing} as well" in message
+
+
+def test_forms_are_in_the_reference() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "reference.md").read_text()
+    assert [form.name for form in FORMS if f"`{form.name}`" not in text] == []
 
 
 def test_forms_are_listed(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -322,7 +322,7 @@ FORMS: tuple[TraceForm, ...] = (
         name="dag",
         title="AIPerf's dag_jsonl: conversations that branch; tokens are words",
         signs=_signs("session_id turns"),
-        example='{"session_id":"root","turns":[{"messages":[{"role":"user","content":"Plan the work."}],"max_tokens":8},'
+        example='{"session_id":"root","turns":[{"messages":[{"role":"user","content":"Plan it."}],"max_tokens":8},'
         '{"messages":[{"role":"user","content":"Go on."}],"max_tokens":4,"delay":20.0,"forks":[],"spawns":[]}]}',
         reader="dag:load_dag",
         takes=frozenset({OUTPUT}),
