@@ -120,7 +120,7 @@ import asyncio, json, sys
 import litellm
 from litellm.integrations.custom_logger import CustomLogger
 class Log(CustomLogger):
-    async def async_log_success_event(self, kwargs, response, start, end):
+    async def async_log_success_event(self, kwargs, response_obj, start_time, end_time):
         with open(sys.argv[2], "a") as file:
             file.write(json.dumps(kwargs["standard_logging_object"], default=str) + "\\n")
 litellm.callbacks = [Log()]
@@ -214,7 +214,7 @@ def exported(what: str, work: Path) -> dict[str, Any] | None:
         "vllm": f"out-{what}.json",
         "inference": f"out-{what}/**/per_request_lifecycle_metrics.json",
         "litellm": "out-litellm.jsonl",
-    }.get(what.split("-")[0])
+    }.get(what.split("-", maxsplit=1)[0])
     paths = sorted(work.glob(pattern), key=lambda path: path.stat().st_mtime) if pattern else []
     if not paths:
         return None

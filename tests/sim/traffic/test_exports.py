@@ -147,6 +147,37 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
         load_trace(path)
 
 
+COUNTED: dict[str, Callable[[str], list[tuple[int, int]]]] = {
+    "aiperf-0.13.jsonl": lambda text: [
+        (int(row["metrics"]["usage_prompt_tokens"]["value"]), int(row["metrics"]["usage_completion_tokens"]["value"]))
+        for row in map(json.loads, text.splitlines())
+    ],
+    "guidellm-0.8.json": lambda text: [
+        (row["prompt_tokens"], row["output_tokens"])
+        for row in json.loads(text)["benchmarks"][0]["requests"]["successful"]
+    ],
+    "inference-perf-0.7.json": lambda text: [
+        (usage["prompt_tokens"], usage["completion_tokens"])
+        for usage in (row["info"]["response_metrics"]["server_usage"] for row in json.loads(text))
+    ],
+    "litellm-1.110.jsonl": lambda text: [
+        (row["prompt_tokens"], row["completion_tokens"])
+        for row in map(json.loads, text.splitlines())
+        if not row["cache_hit"]
+    ],
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_load_generators_and_gateways_exported_is_what_the_server_counted(name: str) -> None:
+    """Rows of real runs against `kvarts mock`, by `benchmarks/serve_clients.py`, without texts."""
+    path = HERE / "exported" / name
+    trace, expected = load_trace(path), COUNTED[name](path.read_text())
+    assert sorted(lengths(trace)) == sorted(expected) and len(expected) >= 2
+    assert trace.left_out == ({"answered by a proxy cache": 2} if name.startswith("litellm") else {})
+    assert ("448 of 722 prompt tokens as read" in " ".join(trace.said())) == name.startswith("inference-perf")
+
+
 # Runs -----------------------------------------------------------------------------------------------------
 
 

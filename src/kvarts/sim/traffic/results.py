@@ -6,7 +6,8 @@
   (`start_time` in earlier versions), `first_token_time`, `last_token_time`, or the `info.timings` of version 2, in
   seconds.
 - AIPerf's `profile_export.jsonl`: `metadata.request_start_ns` (`timestamp_ns` until October 2025), and in `metrics`
-  `input_sequence_length`, `output_sequence_length`, `time_to_first_token` (`ttft`) and `request_latency`.
+  `input_sequence_length`, `output_sequence_length`, `time_to_first_token` (`ttft`) and `request_latency`; where the
+  server reported its own counts, `usage_prompt_tokens` and `usage_completion_tokens` replace those of the client.
 
 None of them records the contents of prompts. Failed and warm-up requests are left out and counted. So are cancelled
 ones, except where AIPerf records the length of the prompt (`error_isl`) and the time of cancellation
@@ -152,6 +153,8 @@ class _Metrics(msgspec.Struct, gc=False):
     input_sequence_length: _Length | None = None
     output_sequence_length: _Length | None = None
     output_token_count: _Length | None = None
+    usage_prompt_tokens: _Length | None = None
+    usage_completion_tokens: _Length | None = None
     error_isl: _Length | None = None
     time_to_first_token: _Value | None = None
     ttft: _Value | None = None
@@ -430,12 +433,13 @@ def _aiperf_result(line: int, record: _Record) -> Result | str:
         return "of a warm-up"
     if metrics is None:
         return "without metrics"
-    output = metrics.output_sequence_length or metrics.output_token_count
-    for name, length in (("input", metrics.input_sequence_length), ("output", output)):
+    prompt = metrics.usage_prompt_tokens or metrics.input_sequence_length
+    output = metrics.usage_completion_tokens or metrics.output_sequence_length or metrics.output_token_count
+    for name, length in (("input", prompt), ("output", output)):
         if length is None:
             raise InputError("is missing", field=f"metrics.{name}_sequence_length")
-    assert metrics.input_sequence_length is not None and output is not None
-    num_prompt = int(metrics.input_sequence_length.value)
+    assert prompt is not None and output is not None
+    num_prompt = int(prompt.value)
     if num_prompt < 1:
         raise InputError("must be at least 1, got 0", field="metrics.input_sequence_length.value")
     if output.value < 1:
