@@ -203,7 +203,7 @@ def _of_codex(text: str) -> list[NaiveRequest]:
         if info:
             usages[info["total_token_usage"]["total_tokens"]] = info["last_token_usage"]
     names = ("input_tokens", "cached_input_tokens", "output_tokens")
-    return conversation([tuple(usage[name] for name in names) for usage in usages.values()])  # type: ignore[misc]
+    return conversation([tuple(usage[name] for name in names) for usage in usages.values()])
 
 
 def _of_gemini(text: str) -> list[NaiveRequest]:
@@ -243,7 +243,7 @@ def _of_langfuse(text: str) -> list[NaiveRequest]:
         [
             tuple(sum(count for name, count in usage.items() if name.startswith(way)) for way in ("input", "output"))
             for usage in usages
-        ]  # type: ignore[misc]
+        ]
     )
 
 

@@ -36,6 +36,7 @@ from kvarts.cli.replaying import all_sections, load_traffic, over_sample_setting
 from kvarts.core.config import EngineConfig
 from kvarts.plan.policy import check_policy, with_policy
 from kvarts.sim.config import resolve_replay
+from kvarts.sim.traffic.settings import READING
 from kvarts.sim.traffic.trace import NO_PREFIXES
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ SHOWN = {
 }  # fmt: skip
 """The settings that are options of each command; the others are keys of `--set`."""
 
-OF_TRACES = ("page_size", "trace_block_size", "skip_bad_lines", "session_turns", "answers")
+OF_TRACES = ("page_size", *READING, "answers")
 WITHOUT = {
     "users": ("concurrency", "speedup"),
     "fleet": ("eviction",),

@@ -5,14 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import json
+import pkgutil
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvarts.base.errors import InputError, KvartsError
 from kvarts.base.limits import LATEST_NS, MOST_COUNT
+from kvarts.sim import traffic
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replaying import replay
 from kvarts.sim.traffic.formats import FORMS, TraceForm, load_trace
@@ -145,3 +149,40 @@ def test_a_torn_last_line_of_a_recording_is_counted_and_any_other_is_named(tmp_p
     path.write_text(line[:20])
     with pytest.raises(InputError):
         load_trace(path)
+
+
+UNBOUNDED = {
+    "hash_ids", "input_sequence_hashes", "prompt", "output", "output_token_ids",  # ids, which pack_units checks
+    "timestamp", "delay", "tool_wait_ms", "input_length", "output_length",  # by mooncake_request, in words of its own
+    "request_id", "session_id", "tenant", "wait_for", "model",  # names
+    "request_rate", "max_tokens",  # may be Infinity; what a client asked for, which nothing counts with
+}  # fmt: skip
+
+
+def test_every_number_that_a_reader_decodes_has_bounds() -> None:
+    """Of all structs of `sim/traffic` that lines are decoded into; places of declared forms have those of rows.py."""
+    found = []
+    for module in pkgutil.iter_modules(traffic.__path__):
+        for name, kind in vars(import_module(f"{traffic.__name__}.{module.name}")).items():
+            is_decoded = name.startswith("_") or name in ("RecordedRow", "MooncakeRow", "PlainRow")
+            if not is_decoded or not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
+                continue
+            for field in msgspec.inspect.type_info(kind).fields:  # type: ignore[attr-defined]
+                found += [f"{module.name}.{name}.{field.name}" for each in numbers(field.type) if not is_bounded(each)]
+    found = [each for each in found if each.rpartition(".")[2] not in UNBOUNDED]
+    assert [each for each in found if not each.startswith(INTERNAL)] == []
+
+
+INTERNAL = ("rows._Row.", "graph._Wait.", "kv_cache_tester._Ids.", "kv_cache_tester._Place.")
+"""Structs that no line is decoded into."""
+
+
+def numbers(kind: Any) -> Iterator[Any]:
+    if isinstance(kind, msgspec.inspect.IntType | msgspec.inspect.FloatType):
+        yield kind
+    for inner in (*getattr(kind, "types", ()), *filter(None, [getattr(kind, "item_type", None)])):
+        yield from numbers(inner)
+
+
+def is_bounded(kind: Any) -> bool:
+    return (kind.ge, kind.gt) != (None, None) and (kind.le, kind.lt) != (None, None)

@@ -50,7 +50,7 @@ def test_columns_are_named_wherever_a_trace_is_read(kind: str, tmp_path: Path) -
         parquet.write_table(pa.Table.from_pylist(rows), path)
     for column in ("input_tokens=in,output_tokens=out,time=when:ms", {"input_tokens": "in", "output_tokens": "out",
                                                                       "time": "when:ms"}):  # fmt: skip
-        trace = load_trace(path, column=column)  # type: ignore[arg-type]
+        trace = load_trace(path, column=column)
         assert lengths(trace) == [(30, 4), (40, 5)]
         assert [request.arrival_ns for request in trace] == [0, S // 4]
     with pytest.raises(InputError, match=r"there is no 'tokens'\. There are when, in, out"):
@@ -137,7 +137,7 @@ def test_a_folder_of_agents_sessions_is_one_trace(tmp_path: Path) -> None:
     for name in ("rollout-a.jsonl", "rollout-b.jsonl"):
         (tmp_path / "2026" / "06" / name).write_text(text)
     trace = load_trace(tmp_path)
-    assert sorted({request.session_id for request in trace}) == ["rollout-a", "rollout-b"]
+    assert sorted({str(request.session_id) for request in trace}) == ["rollout-a", "rollout-b"]
     assert len(list(trace)) == 6 and trace.left_out == {"repeated lines": 2}
 
 

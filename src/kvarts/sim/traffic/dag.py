@@ -24,7 +24,7 @@ import numpy as np
 
 from kvarts.base.errors import InputError, parts_of
 from kvarts.core.content import UNIT_BYTES
-from kvarts.sim.traffic.bounds import SpanMs, Tokens
+from kvarts.sim.traffic.bounds import Count, SpanMs, Tokens
 from kvarts.sim.traffic.trace import Trace
 from kvarts.sim.traffic.trace_file import TraceFile, no_output_length, nothing_left
 from kvarts.sim.traffic.trace_request import NS_PER_MS, After, TraceRequest
@@ -49,7 +49,7 @@ class _Fork(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Spawn(msgspec.Struct, forbid_unknown_fields=True):
     children: list[str]
-    join_at: int | None = None
+    join_at: Count | None = None
 
 
 class _Turn(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,7 +68,6 @@ class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
     turns: list[_Turn]
     context_mode: str | None = None
     pre_session_spawns: list[str] = []
-    line: int = 0
 
     def children(self) -> Iterator[str]:
         """Iterate over the names of the conversations that this one begins."""
@@ -86,6 +85,7 @@ def load_dag(path: Path | str | TraceFile, *, output_tokens: int | None = None) 
     """
     file = TraceFile.of(path)
     known: dict[str, _Conversation] = {}
+    lines: dict[str, int] = {}
     decoder = msgspec.json.Decoder(_Conversation)
     for line, data in file.records():
         try:
@@ -100,11 +100,11 @@ def load_dag(path: Path | str | TraceFile, *, output_tokens: int | None = None) 
             raise InputError(what, path=file.path, line=line, field=field, hint=hint) from error
         except RecursionError:
             raise InputError("is nested too deeply", path=file.path, line=line) from None
-        conversation.line = line
+        lines[conversation.session_id] = line
         if known.setdefault(conversation.session_id, conversation) is not conversation:
             raise InputError("is that of another conversation", path=file.path, line=line, field="session_id")
     named = {child for conversation in known.values() for child in conversation.children()}
-    plan = _Plan(known, file, output_tokens)
+    plan = _Plan(known, lines, file, output_tokens)
     try:
         for name, conversation in known.items():
             if name not in named:
@@ -121,9 +121,11 @@ def load_dag(path: Path | str | TraceFile, *, output_tokens: int | None = None) 
 class _Plan:
     """The requests of all conversations, each as often as it is begun."""
 
-    def __init__(self, known: dict[str, _Conversation], file: TraceFile, output_tokens: int | None) -> None:
+    def __init__(
+        self, known: dict[str, _Conversation], lines: dict[str, int], file: TraceFile, output_tokens: int | None
+    ) -> None:
         self.requests: list[TraceRequest] = []
-        self._known, self._file, self._output_tokens = known, file, output_tokens
+        self._known, self._lines, self._file, self._output_tokens = known, lines, file, output_tokens
         self._num_tokens = 0
         self._num_begun: dict[str, int] = {}
 
@@ -213,7 +215,7 @@ class _Plan:
         return child
 
     def _error(self, conversation: _Conversation, field: str, what: str) -> InputError:
-        return InputError(what, path=self._file.path, line=conversation.line, field=field)
+        return InputError(what, path=self._file.path, line=self._lines[conversation.session_id], field=field)
 
 
 @lru_cache(1 << 12)

@@ -508,20 +508,21 @@ def load_trace(
     if sample is not None:
         trace_block_size = trace_block_size or sample.trace_block_size
     columns = None if column is None else parse_columns(column)
-    for name, value in (("run", run), ("output_tokens", output_tokens)):
-        if value is not None:
-            check_whole(value, name)
+    for name, number in (("run", run), ("output_tokens", output_tokens)):
+        if number is not None:
+            check_whole(number, name)
     file = TraceFile(path)
     form = _form(file, columns)
     options: dict[str, Any] = {}
-    for name, value in (
-        (BLOCK_SIZE, trace_block_size),
-        (SKIPPING, skip_bad_lines or None),
-        (TURNS, session_turns),
-        (COLUMN, columns),
-        (RUN, run),
-        (OUTPUT, output_tokens),
-    ):
+    given: dict[str, Any] = {
+        BLOCK_SIZE: trace_block_size,
+        SKIPPING: skip_bad_lines or None,
+        TURNS: session_turns,
+        COLUMN: columns,
+        RUN: run,
+        OUTPUT: output_tokens,
+    }
+    for name, value in given.items():
         if value is None:
             continue
         if name not in form.takes:

@@ -272,7 +272,7 @@ def _check_run(file: TraceFile, run: int | None, runs: Sequence[str], *, is_need
         return
     listed = "; ".join(f"{number}: {words}" for number, words in enumerate(runs, 1))
     what = f"has {len(runs):,} runs" if run is None else f"has no run {run:,}"
-    raise InputError(f"{what} ({listed})", path=file.path, field="run", hint="Give --run N for one of them.")
+    raise InputError(f"{what} ({listed})", path=file.path, field="run", hint="Give --run N, or a file of one run.")
 
 
 def _read_bench(file: TraceFile, line: int, bench: _Bench, results: Results) -> None:

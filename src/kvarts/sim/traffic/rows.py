@@ -9,6 +9,7 @@ or `:ns`; without a unit, a time is a date, or a number whose unit is told by it
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -347,6 +348,10 @@ def records_of(file: TraceFile) -> Iterator[tuple[int, dict[str, Any] | InputErr
             try:
                 yield line, decode(data)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                with suppress(ValueError, RecursionError):  # Python writes Infinity and NaN, which JSON lacks
+                    if isinstance(value := json.loads(data), dict):
+                        yield line, value
+                        continue
                 what, field = parts_of(error)
                 yield line, InputError(what, field=field)
             except RecursionError:
@@ -485,6 +490,9 @@ class _Reader:
         if not found or not num_prompt:
             return None
         ids, name = found[0]
+        if isinstance(ids, str):  # of a table
+            with suppress(msgspec.DecodeError):
+                ids = msgspec.json.decode(ids)
         size = self._given_unit or self._block_size.count(row, least=1) or self.rows.unit_tokens
         if self._unit_tokens not in (0, size):
             raise InputError(f"is {size}, and {self._unit_tokens} before", field=self._block_size.name)
@@ -580,7 +588,7 @@ class _Reader:
 
 def names_in(file: TraceFile, rows: Rows) -> dict[str, Keys]:
     """Return the names in a header, or in the first records with those inside them, and their paths."""
-    if file.header:
+    if file.header and not file.is_parquet:
         return {name: (name,) for name in file.header}
     names: dict[str, Keys] = {}
     for _, record in islice(records_of(file), MOST_RECORDS):

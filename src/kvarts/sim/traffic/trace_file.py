@@ -273,7 +273,6 @@ class TraceFile:
         """The first non-blank lines with their numbers; whether no others follow, and these need no normalisation."""
         lines: list[tuple[int, bytes]] = []
         is_plain = True
-        self._check_pointer()
         with self._open() as file, self._unpacking():
             for number, line in enumerate(_lines_of(file), 1):
                 if len(lines) == MOST_RECORDS:
@@ -281,19 +280,18 @@ class TraceFile:
                 is_plain = is_plain and len(line) < MOST_LINE_BYTES and line.isascii() and b"\r" not in line
                 if line.strip():
                     lines.append((number, line))
+        if lines and lines[0][1].startswith(LFS):
+            raise self._pointer(lines)
         return lines, is_plain
 
-    def _check_pointer(self) -> None:
-        """Raise InputError for a pointer of Git LFS, which stands for a file that was not downloaded."""
-        beginning = next(iter(self.blocks(512)), b"")
-        if beginning.startswith(LFS):
-            size = re.search(rb"(?m)^size (\d+)", beginning)
-            raise InputError(
-                "is a pointer of Git LFS, not the file itself"
-                + (f", which has {int(size[1]):,} bytes" if size else ""),
-                path=self.path,
-                hint="Run `git lfs pull` where it was cloned, or download the file.",
-            )
+    def _pointer(self, lines: Sequence[tuple[int, bytes]]) -> InputError:
+        """Return the error for a pointer of Git LFS, which stands for a file that was not downloaded."""
+        size = next((int(line[5:]) for _, line in lines if re.fullmatch(rb"size \d{1,18}", line.strip())), None)
+        return InputError(
+            "is a pointer of Git LFS, not the file itself" + ("" if size is None else f", which has {size:,} bytes"),
+            path=self.path,
+            hint="Run `git lfs pull` where it was cloned, or download the file.",
+        )
 
     def _open(self) -> BinaryIO:
         with self._reading():
