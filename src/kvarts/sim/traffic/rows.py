@@ -95,6 +95,42 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
 Keys = tuple[str, ...]
 
 
+class _Path:
+    """Keys to a value. `name`: as errors spell it."""
+
+    __slots__ = ("is_wild", "keys", "name")
+
+    def __init__(self, keys: Keys) -> None:
+        self.keys = keys
+        self.name = _spelled(keys)
+        self.is_wild = "*" in keys[-1]
+
+    def at(self, row: dict[str, Any]) -> Any:
+        """Return the value here; None if there is none, or nothing in it."""
+        value: Any = row
+        for key in self.keys:
+            if type(value) is str and value.startswith("{"):  # in a table, objects are text
+                with suppress(msgspec.DecodeError):
+                    value = msgspec.json.decode(value)
+            if type(value) is not dict:
+                return None
+            value = value.get(key)
+        return value or (None if value in ("", {}) else value)
+
+    def all(self, row: dict[str, Any]) -> list[tuple[Any, str]]:
+        """Return the values that are here, with their names."""
+        if not self.is_wild:
+            value = self.at(row)
+            return [] if value is None else [(value, self.name)]
+        *before, pattern = self.keys
+        inside = _Path(tuple(before)).at(row) if before else row
+        return [
+            (value, _spelled((*before, name)))
+            for name, value in (inside.items() if isinstance(inside, dict) else ())
+            if isinstance(value, int | float | str) and fnmatchcase(name, pattern)
+        ]
+
+
 class _Place:
     """A place, ready to look up: alternatives of paths that are added, and the unit of a time or "".
 
@@ -102,8 +138,8 @@ class _Place:
     """
 
     def __init__(self, alternatives: list[tuple[list[Keys], str]]) -> None:
-        self._alternatives = alternatives
-        self.name = _spelled(alternatives[0][0][0]) if alternatives else ""
+        self._alternatives = [([_Path(keys) for keys in terms], unit) for terms, unit in alternatives]
+        self.name = self._alternatives[0][0][0].name if alternatives else ""
 
     @classmethod
     def of(cls, text: str) -> _Place:
@@ -114,25 +150,27 @@ class _Place:
             alternatives.append(([tuple(each.split("/")) for each in path.split("+")], unit))
         return cls(alternatives)
 
-    def find(self, row: Mapping[str, Any]) -> tuple[list[tuple[Any, str]], str]:
+    def find(self, row: dict[str, Any]) -> tuple[list[tuple[Any, str]], str]:
         """Return the values of the first alternative that has any, with their names; and its unit."""
         for terms, unit in self._alternatives:
-            found = [each for keys in terms for each in _at(row, keys)]
+            found = terms[0].all(row) if len(terms) == 1 else [each for path in terms for each in path.all(row)]
             if found:
                 return found, unit
         return [], ""
 
-    def text(self, row: Mapping[str, Any]) -> str | None:
+    def text(self, row: dict[str, Any]) -> str | None:
         """Return the value as text; None if there is none."""
         found, _ = self.find(row)
         return _text(found[0][0]) if found else None
 
-    def count(self, row: Mapping[str, Any], *, least: int = 0) -> int | None:
+    def count(self, row: dict[str, Any], *, least: int = 0) -> int | None:
         """Return the sum of the lengths here; None if there is none. Raise InputError for another value."""
         found, _ = self.find(row)
+        if len(found) == 1:
+            return _count(*found[0], least)
         return sum(_count(value, name, least) for value, name in found) if found else None
 
-    def time_ns(self, row: Mapping[str, Any]) -> int:
+    def time_ns(self, row: dict[str, Any]) -> int:
         """Return the time here. Raise InputError."""
         found, unit = self.find(row)
         if not found:
@@ -153,31 +191,10 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value, order="sorted").decode()
 
 
-def _at(value: Any, keys: tuple[str, ...]) -> list[tuple[Any, str]]:
-    """Return the values at a path that are not null or empty, with their names."""
-    for place, key in enumerate(keys):
-        if isinstance(value, list) and key.lstrip("-").isdecimal():
-            at = int(key)
-            value = value[at] if -len(value) <= at < len(value) else None
-            continue
-        if isinstance(value, str) and value.startswith("{"):  # in a table, objects are text
-            with suppress(msgspec.DecodeError):
-                value = msgspec.json.decode(value)
-        if not isinstance(value, Mapping):
-            return []
-        if "*" in key:
-            before = keys[:place]
-            return [
-                (each, _spelled((*before, name)))
-                for name, each in value.items()
-                if isinstance(each, int | float | str) and fnmatchcase(name, key)
-            ]
-        value = value.get(key)
-    return [] if value is None or value in ("", {}) else [(value, _spelled(keys))]
-
-
 def _count(value: Any, name: str, least: int) -> int:
     number: Any = value
+    if type(value) is int and least <= value <= MOST_COUNT:
+        return value
     if isinstance(value, str):
         text = value.strip().removesuffix(".0")
         number = int(text) if text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS else None
@@ -191,6 +208,8 @@ def _count(value: Any, name: str, least: int) -> int:
 def _time_ns(value: Any, name: str, unit: str) -> int:
     number: Any = value
     if isinstance(value, str):
+        if value[4:5] == "-" and not unit:
+            return date_ns(value, name)
         try:
             number = int(value) if value.strip().isdecimal() and len(value) <= MOST_DIGITS else float(value)
         except ValueError:
@@ -362,6 +381,9 @@ def rows_in(record: dict[str, Any] | InputError, rows: Rows) -> Iterator[dict[st
     """Iterate over the rows in a record. Raise InputError for a record that is malformed."""
     if isinstance(record, InputError):
         raise record
+    if not rows.each and not rows.attributes:
+        yield record
+        return
     found = [record]
     for key in rows.each.split("/") if rows.each else ():
         found = [
@@ -442,10 +464,12 @@ class _Reader:
         """Add the request of a row, unless it has none. Raise InputError."""
         if self._asked is not None and re.fullmatch(self._asked[1], self._asked[0].text(row) or ""):
             self._asked_ns = self._time.time_ns(row)
-        if any(not pattern.fullmatch(place.text(row) or "") for place, pattern in self._only):
-            return
+        for place, pattern in self._only:
+            if not pattern.fullmatch(place.text(row) or ""):
+                return
         for place, pattern, reason in self._omits:
-            if pattern.fullmatch(place.text(row) or ""):
+            text = place.text(row)
+            if text is not None and pattern.fullmatch(text):
                 self._left_out[reason] += 1
                 return
         num_prompt = self._input.count(row)
@@ -462,10 +486,10 @@ class _Reader:
             time_ns,
             num_prompt,
             num_output,
-            self._cached.count(row),
+            self._cached.count(row) if self._cached.name else None,
             self._session_of(row),
-            self._id.text(row),
-            self._units(row, num_prompt),
+            self._id.text(row) if self._id.name else None,
+            self._units(row, num_prompt) if self._hashes.name else None,
         )
         self._asked_ns = None
         before = (
