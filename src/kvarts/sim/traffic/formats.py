@@ -90,7 +90,17 @@ FORMS: tuple[TraceForm, ...] = (
         example='{"schema":"dynamo.request.trace.v1","event_type":"request_end","event_time_unix_ms":1700000000900,'
         '"request":{"request_id":"a","request_received_ms":1700000000500,"output_tokens":8,"replay":'
         '{"trace_block_size":64,"input_length":150,"input_sequence_hashes":[11,22,33]}}}',
-        reader="dynamo:load_dynamo",
+        rows=Rows(
+            only=(("event_type", "request_end"),),
+            time="request/request_received_ms:ms",
+            input_tokens="request/replay/input_length",
+            output_tokens="request/output_tokens",
+            session_id="agent_context/session_id",
+            request_id="request/request_id",
+            hash_ids="request/replay/input_sequence_hashes",
+            block_size="request/replay/trace_block_size",
+            has_whole_blocks=True,
+        ),
         refuses={BLOCK_SIZE: SAYS_ITSELF},
         tells_prefixes=True,
     ),
@@ -238,9 +248,10 @@ FORMS: tuple[TraceForm, ...] = (
         '"output":80,"total":1280}}',
         rows=Rows(
             time="startTime|start_time",
-            input_tokens="usageDetails/*input*|usage_details/*input*|usage/input|inputUsage|promptTokens|prompt_tokens",
-            output_tokens="usageDetails/*output*|usage_details/*output*|usage/output|outputUsage|completionTokens|"
-            "completion_tokens",
+            input_tokens="usageDetails/*input*|usage_details/*input*|usage/input|usage/promptTokens|"
+            "inputUsage|promptTokens|prompt_tokens",
+            output_tokens="usageDetails/*output*|usage_details/*output*|usage/output|usage/completionTokens|"
+            "outputUsage|completionTokens|completion_tokens",
             cached_tokens="usageDetails/*cache*read*|usage_details/*cache*read*|usageDetails/*cached*|"
             "usage_details/*cached*",
             session_id="sessionId|session_id",
@@ -264,7 +275,7 @@ FORMS: tuple[TraceForm, ...] = (
             attributes=("attributes",),
             only=(
                 (
-                    "attributes/gen_ai.operation.name|attributes/gen_ai.provider.name|attributes/gen_ai.system",
+                    "attributes/gen_ai.operation.name|attributes/gen_ai.system|attributes/gen_ai.request.model",
                     "(?!execute_tool|create_agent|invoke_agent|invoke_workflow|plan$).+",
                 ),
             ),
@@ -377,7 +388,7 @@ FORMS: tuple[TraceForm, ...] = (
     TraceForm(
         name="claude-stream",
         title="output of claude -p --output-format stream-json; it has no times, and prefixes are inferred",
-        signs=_signs("type message session_id parent_tool_use_id"),
+        signs=_signs("type message session_id parent_tool_use_id", "type subtype session_id"),
         example='{"type":"assistant","session_id":"s","parent_tool_use_id":null,"uuid":"u","message":{"model":"m","id":'
         '"msg_1","role":"assistant","stop_reason":"end_turn","usage":{"input_tokens":5,"cache_creation_input_tokens":'
         '500,"cache_read_input_tokens":10000,"output_tokens":200}}}',

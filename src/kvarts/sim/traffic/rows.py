@@ -65,7 +65,8 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
     `each`: lists in a record whose items are the rows; a record without them is a row itself. `attributes`: fields that
     are lists of OpenTelemetry's keys and values. `only`: places and patterns of rows that are requests; others are
     ignored. `omits`: rows that are counted, not read. `key`: rows with an equal value are lines of one request, of
-    which the last has its lengths, and the first its time. `parent`: the `request_id` of the turn before. `asked`: a
+    which the last has its lengths, and the first its time. `parent`: the `request_id` of the turn before.
+    `has_whole_blocks`: the id of a last, partial block is not that of the same tokens in a whole one. `asked`: a
     place and a pattern of the rows that a request answers, which give the time at which it was sent. `infers`: a file
     or a session id is a conversation that each prompt has from its beginning, see sim/traffic/inferred.py.
     """
@@ -79,6 +80,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
     hash_ids: str = ""
     block_size: str = ""
     unit_tokens: int = UNIT_TOKENS
+    has_whole_blocks: bool = False
     parent: str = ""
     each: str = ""
     attributes: tuple[str, ...] = ()
@@ -524,14 +526,21 @@ class _Reader:
         num_whole, num_rest = divmod(num_prompt, size)
         if not isinstance(ids, list) or not all(isinstance(each, int) and 0 <= each < 1 << 64 for each in ids):
             raise InputError("ids must be from 0 to 2**64 - 1", field=name)
+        if len(ids) > num_whole + bool(num_rest) and self._given_unit is None:
+            raise InputError(
+                f"{len(ids)} ids of {size} tokens are more than the {num_prompt} tokens of {self._input.name} have",
+                field=name,
+                hint=None if self._block_size.name else "Give the tokens of an id: --trace-block-size N.",
+            )
         if len(ids) < num_whole:
             raise InputError(
                 f"{len(ids)} ids of {size} tokens cover {len(ids) * size} of the {num_prompt} tokens of "
                 f"{self._input.name}",
                 field=name,
             )
-        rest = [NO_ID + len(self._found)] if num_rest and len(ids) == num_whole else []
-        return pack_units([*ids[: num_whole + bool(num_rest)], *rest])
+        if num_rest and (self.rows.has_whole_blocks or len(ids) == num_whole):
+            return pack_units([*ids[:num_whole], NO_ID + len(self._found)])
+        return pack_units(ids[: num_whole + bool(num_rest)])
 
     def has_outputs(self, file: TraceFile) -> bool:
         """Return whether any row of the file has an output length."""

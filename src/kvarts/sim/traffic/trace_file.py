@@ -8,21 +8,20 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import msgspec
 
-from kvarts.base.errors import InputError, parts_of
+from kvarts.base.errors import InputError
 from kvarts.base.files import place_of, reading, where_samples_are
 from kvarts.base.limits import LATEST_NS, brief
 from kvarts.core.content import pack_units
-from kvarts.sim.traffic.trace import Trace, TraceRequest
+from kvarts.sim.traffic.trace import TraceRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +35,6 @@ __all__ = [
     "TraceFile",
     "by_arrival",
     "date_ns",
-    "load_rows",
     "no_output_length",
     "nothing_left",
     "unlike_any_other",
@@ -60,8 +58,6 @@ SUFFIXES = (".json", ".jsonl", ".csv", ".gz", ".parquet")
 """Suffixes of the files considered in a directory."""
 
 TIME = r"(?a)(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9})\d*)?( ?Z| ?UTC|[+-]\d\d:?\d\d)?"
-
-RowT = TypeVar("RowT")
 
 
 class TraceFile:
@@ -387,67 +383,6 @@ class _Page(msgspec.Struct, gc=False):
 def _line_of(error: Exception, data: bytes) -> int | None:
     place = re.search(r"\(byte (\d+)\)", str(error))
     return None if place is None else data.count(b"\n", 0, int(place[1])) + 1
-
-
-def load_rows(
-    files: TraceFile | Sequence[TraceFile],
-    kind: type[RowT],
-    request_of: Callable[[int, RowT], TraceRequest | str | None],
-    *,
-    unit_tokens: int = UNIT_TOKENS,
-    skip_bad_lines: bool,
-    knows_prefixes: bool = True,
-) -> Trace:
-    """Read the JSON records of one or several files, decoded as `kind`; the first arrival becomes 0.
-
-    `request_of` returns a request; a reason to leave a record out, which is counted; or None for an unrelated record.
-    Raise InputError, with line and field, for malformed input, unless `skip_bad_lines`, which skips and counts it.
-    """
-    requests: list[TraceRequest] = []
-    left_out: Counter[str] = Counter()
-    num_skipped = 0
-    decoder = msgspec.json.Decoder(kind)
-    files = [files] if isinstance(files, TraceFile) else files
-    for file in files:
-        for line, row in file.records():
-            try:
-                request = _decoded(decoder, row, request_of, len(requests))
-            except InputError as error:
-                if not skip_bad_lines:
-                    raise InputError(
-                        error.what, path=file.path, line=line, field=error.field, hint=error.hint or SKIP_HINT
-                    ) from error
-                num_skipped += 1
-                continue
-            if isinstance(request, str):
-                left_out[request] += 1
-            elif request is not None:
-                requests.append(request)
-    if not requests:
-        raise nothing_left(files[0], left_out, num_skipped)
-    return Trace(
-        by_arrival(requests, files[0]),
-        unit_tokens=unit_tokens,
-        knows_prefixes=knows_prefixes,
-        name=files[0].name,
-        num_skipped_lines=num_skipped,
-        left_out=left_out,
-    )
-
-
-def _decoded(
-    decoder: msgspec.json.Decoder[RowT],
-    row: bytes,
-    request_of: Callable[[int, RowT], TraceRequest | str | None],
-    index: int,
-) -> TraceRequest | str | None:
-    try:
-        return request_of(index, decoder.decode(row))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        what, field = parts_of(error)
-        raise InputError(what, field=field) from error
-    except RecursionError:
-        raise InputError("is nested too deeply") from None
 
 
 def nothing_left(
