@@ -131,6 +131,31 @@ def test_hashes_of_a_parquet_file_are_prefixes(tmp_path: Path) -> None:
         load_trace(path)
 
 
+def test_times_of_parquet_may_have_any_resolution_and_columns_may_be_inside_of_others(tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "t.parquet"
+    for unit in ("s", "ms", "us", "ns"):
+        step = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
+        times = pa.array([1767261600 * step, 1767261602 * step], pa.timestamp(unit, "UTC"))
+        usage = pa.array([{"prompt_tokens": 9, "completion_tokens": 2}] * 2)
+        parquet.write_table(pa.table({"created_at": times, "usage": usage}), path)
+        trace = load_trace(path)
+        assert lengths(trace) == [(9, 2), (9, 2)] and [request.arrival_ns for request in trace] == [0, 2 * S]
+
+
+def test_of_a_batch_only_the_rows_that_cannot_be_read_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    text = (HERE / "otlp.jsonl").read_text().replace('{"intValue": "1200"}', '{"stringValue": "x"}', 1)
+    first, rest = text.split("\n", 1)
+    batch, other = json.loads(first), json.loads(rest.split("\n")[0])
+    spans = batch["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    spans += other["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    trace = load_trace(lines(path, batch), skip_bad_lines=True)
+    assert (lengths(trace), trace.num_skipped_lines) == ([(1300, 60)], 1)
+    with pytest.raises(InputError, match=r"t:1: attributes\.gen_ai\.usage\.input_tokens: must be a whole number"):
+        load_trace(path)
+
+
 def test_a_folder_of_agents_sessions_is_one_trace(tmp_path: Path) -> None:
     (tmp_path / "2026" / "06").mkdir(parents=True)
     text = (HERE / "codex.jsonl").read_text()

@@ -219,7 +219,7 @@ def _time_ns(value: Any, name: str, unit: str) -> int:
                 raise _no_time(value, name, unit) from None
             return date_ns(value, name)
     elif hasattr(value, "isoformat"):  # of Parquet
-        return date_ns(value.isoformat(" "), name)
+        return date_ns(str(value), name)
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise _no_time(value, name, unit)
     scale = UNITS_NS[unit or _unit_of(name, number)]
@@ -329,10 +329,11 @@ def load_rows_of(
     num_skipped = 0
     for each in file.files():
         reader.begin(each)
-        for line, record in records_of(each):
+        for line, row in ((line, row) for line, record in records_of(each) for row in rows_in(record, reader.rows)):
             try:
-                for row in rows_in(record, reader.rows):
-                    reader.read(row)
+                if isinstance(row, InputError):
+                    raise row
+                reader.read(row)
             except InputError as error:
                 is_of_output = error.what == MISSING and error.field in (reader.output.name, "output_tokens")
                 if is_of_output and not reader.has_outputs(each):
@@ -379,11 +380,9 @@ def records_of(file: TraceFile) -> Iterator[tuple[int, dict[str, Any] | InputErr
                 yield line, InputError("is nested too deeply")
 
 
-def rows_in(record: dict[str, Any] | InputError, rows: Rows) -> Iterator[dict[str, Any]]:
-    """Iterate over the rows in a record. Raise InputError for a record that is malformed."""
-    if isinstance(record, InputError):
-        raise record
-    if not rows.each and not rows.attributes:
+def rows_in(record: dict[str, Any] | InputError, rows: Rows) -> Iterator[dict[str, Any] | InputError]:
+    """Iterate over the rows in a record; one that is malformed is what it is."""
+    if isinstance(record, InputError) or not (rows.each or rows.attributes):
         yield record
         return
     found = [record]
@@ -544,8 +543,8 @@ class _Reader:
 
     def has_outputs(self, file: TraceFile) -> bool:
         """Return whether any row of the file has an output length."""
-        records = (record for _, record in records_of(file) if not isinstance(record, InputError))
-        return any(self.output.find(row)[0] for record in records for row in rows_in(record, self.rows))
+        found = (row for _, record in records_of(file) for row in rows_in(record, self.rows))
+        return any(self.output.find(row)[0] for row in found if isinstance(row, dict))
 
     def trace(self, num_skipped: int) -> Trace:
         """Return what was read. Raise InputError if there is no request."""
@@ -625,7 +624,9 @@ def names_in(file: TraceFile, rows: Rows) -> dict[str, Keys]:
         return {name: (name,) for name in file.header}
     names: dict[str, Keys] = {}
     for _, record in islice(records_of(file), MOST_RECORDS):
-        for row in rows_in(record, rows) if isinstance(record, dict) else ():
+        for row in rows_in(record, rows):
+            if isinstance(row, InputError):
+                continue
             open_: list[tuple[Keys, dict[str, Any]]] = [((), row)]
             while open_:
                 keys, value = open_.pop(0)

@@ -169,8 +169,8 @@ class TraceFile:
         file = self.parquet()
         wanted = [name for name in self.header if name not in TEXTS]
         try:
-            rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(columns=wanted))
-            yield from enumerate(rows, 1)
+            batches = map(_in_microseconds, file.iter_batches(columns=wanted))
+            yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1)
         except (OSError, ValueError) as error:  # an ArrowException is one of both
             raise InputError(f"cannot be read: {error}", path=self.path) from error
 
@@ -363,6 +363,17 @@ def _fields(data: bytes) -> frozenset[str] | None:
     except (ValueError, RecursionError):
         return None
     return frozenset(value) if isinstance(value, dict) else frozenset()
+
+
+def _in_microseconds(batch: Any) -> Any:
+    """Return a batch of Parquet whose times have microseconds: Python has no more."""
+    import pyarrow as pa
+
+    def kind(each: Any) -> Any:
+        return pa.timestamp("us", each.tz) if pa.types.is_timestamp(each) and each.unit == "ns" else each
+
+    schema = pa.schema([field.with_type(kind(field.type)) for field in batch.schema])
+    return batch if schema == batch.schema else pa.Table.from_batches([batch]).cast(schema, safe=False)
 
 
 def _page(data: bytes) -> bytes:
