@@ -312,4 +312,4 @@ def test_what_a_file_says_of_its_own_cache_is_said(
     assert run_command("trace", "info", HERE / "columns.csv", "--column", "cached_tokens=cached_tokens") == 0
     said = capsys.readouterr().err
     assert "256 of 630 prompt tokens as read from a cache (40.6 %)" in said
-    assert "time is request_ts" in said and "hits are unknown" in said
+    assert "time is request_ts (ms)" in said and "hits are unknown" in said

@@ -65,10 +65,11 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
     `each`: lists in a record whose items are the rows; a record without them is a row itself. `attributes`: fields that
     are lists of OpenTelemetry's keys and values. `only`: places and patterns of rows that are requests; others are
     ignored. `omits`: rows that are counted, not read. `key`: rows with an equal value are lines of one request, of
-    which the last has its lengths, and the first its time. `parent`: the `request_id` of the turn before.
-    `has_whole_blocks`: the id of a last, partial block is not that of the same tokens in a whole one. `asked`: a
-    place and a pattern of the rows that a request answers, which give the time at which it was sent. `infers`: a file
-    or a session id is a conversation that each prompt has from its beginning, see sim/traffic/inferred.py.
+    which the last has its lengths, and the first its time. `parent`: the `request_id` of the turn before; both then
+    only tell sessions. `has_whole_blocks`: the id of a last, partial block is not that of the same tokens in a whole
+    one. `asked`: a place and a pattern of the rows that a request answers, which give the time at which it was sent.
+    `infers`: a file or a session id is a conversation that each prompt has from its beginning, see
+    sim/traffic/inferred.py.
     """
 
     time: str = ""
@@ -171,6 +172,13 @@ class _Place:
         if len(found) == 1:
             return _count(*found[0], least)
         return sum(_count(value, name, least) for value, name in found) if found else None
+
+    def unit(self, row: dict[str, Any]) -> str:
+        """Return the unit of the time here, or that it is a date."""
+        ((value, name), *_), unit = self.find(row)
+        with suppress(ValueError, TypeError):
+            return unit or _unit_of(name, float(value))
+        return "dates"
 
     def time_ns(self, row: dict[str, Any]) -> int:
         """Return the time here. Raise InputError."""
@@ -432,9 +440,8 @@ class _Reader:
         self.rows = rows or Rows()
         known = names_in(file, self.rows) if column or rows is None else {}
         taken = {**(columns_in(list(known)) if rows is None else {}), **column}
-        self._warnings = []
-        if taken:
-            self._warnings.append(f"columns: {', '.join(f'{field} is {name}' for field, name in taken.items())}")
+        self._warnings: list[str] = []
+        self._taken, self._time_unit = taken, ""
         places = {field: _Place.of(getattr(self.rows, field)) for field in COLUMNS}
         places.update((field, _named(name, known, file)) for field, name in taken.items())
         self._time, self._input, self.output = places["time"], places["input_tokens"], places["output_tokens"]
@@ -477,6 +484,8 @@ class _Reader:
         if num_prompt is None:
             raise InputError(MISSING, field=self._input.name)
         time_ns = self._time.time_ns(row) if self._time.name else 0
+        if self._taken and self._time.name and not self._time_unit:
+            self._time_unit = self._time.unit(row)
         num_output = self.output.count(row)
         if num_output is None:
             if self._output_tokens is None:
@@ -489,7 +498,7 @@ class _Reader:
             num_output,
             self._cached.count(row) if self._cached.name else None,
             self._session_of(row),
-            self._id.text(row) if self._id.name else None,
+            self._id.text(row) if self._id.name and not self._parent.name else None,
             self._units(row, num_prompt) if self._hashes.name else None,
         )
         self._asked_ns = None
@@ -559,6 +568,12 @@ class _Reader:
         if not self._found:
             raise nothing_left(self._file, self._left_out, num_skipped)
         warnings = self._warnings
+        if self._taken:
+            said = [
+                f"{field} is {name}" + f" ({self._time_unit})" * (field == "time")
+                for field, name in self._taken.items()
+            ]
+            warnings.append(f"columns: {', '.join(said)}")
         if not self._time.name:
             warnings.append("no column is a time: all requests arrive at once, in the order of the file")
         cached = [each.num_cached for each in self._found if each.num_cached is not None]
