@@ -75,14 +75,13 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
             )
     if report.uncertainty:
         out.append(UNCERTAIN)
-    hits = report.prefix_hit_ratio
     evicted = "" if report.num_evicted_pages is None else f", {count(report.num_evicted_pages)} evicted"
     out += [
         (
             f"KV {memory_unit(report)}",
             f"peak {percent(report.peak_used_pct)} used, mean {percent(report.mean_used_pct)}{evicted}",
         ),
-        ("prefix hits", as_hits(hits) + (" of prompt tokens" if hits is not None else "")),
+        ("prefix hits", _hits(report)),
     ]
     tiers = report.prefix_hit_ratio_by_tier
     if len(tiers) > 1:
@@ -103,6 +102,14 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
     if report.advice is not None:
         out.append(("try next", f"{report.advice}."))
     return out
+
+
+def _hits(report: RunReport) -> str:
+    if report.prefix_hit_ratio is None and report.num_input_tokens:
+        from kvarts.sim.traffic.trace import NO_PREFIXES
+
+        return NO_PREFIXES.removeprefix("hits are ")
+    return f"{percent(report.prefix_hit_ratio)} of prompt tokens"
 
 
 def plus_minus(ms: float | None, unsure_ms: float | None) -> str:
