@@ -96,6 +96,13 @@ def test_the_unit_of_a_time_is_told_by_its_size_or_its_name(unit: str, second: i
     assert _time_ns(str(second * scale), "ts", "") == second * S
 
 
+def test_failures_and_embeddings_of_any_log_are_left_out(tmp_path: Path) -> None:
+    row = {"ts": 1, "prompt_tokens": 9, "completion_tokens": 2, "status": 200, "endpoint": "/v1/chat/completions"}
+    rows = [row, row | {"status": 503}, row | {"status": "failed"}, row | {"endpoint": "/v1/embeddings"}]
+    trace = load_trace(lines(tmp_path / "t", *rows))
+    assert lengths(trace) == [(9, 2)] and trace.left_out == {"failed": 2, "embeddings": 1}
+
+
 def test_what_is_no_request_is_no_table_of_requests(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Name the columns of a table of requests: --column"):
         load_trace(lines(tmp_path / "t", {"prompt_tokens": 3, "model": "m"}))

@@ -59,7 +59,7 @@ class TraceForm(msgspec.Struct, frozen=True, kw_only=True):
 
     def load(self, file: TraceFile, options: dict[str, Any]) -> Trace:
         """Read `file`. Raise InputError."""
-        if not self.reader:
+        if self.rows is not None:
             return load_rows_of(file, self.rows, **options)
         module, _, function = self.reader.partition(":")
         trace: Trace = getattr(import_module(f"kvarts.sim.traffic.{module}"), function)(file, **options)
@@ -443,6 +443,12 @@ FORMS: tuple[TraceForm, ...] = (
         name="columns",
         title="any other table of requests; --column input_tokens=NAME,time=NAME:ms,... where names are not known",
         signs=(),
+        rows=Rows(
+            omits=(
+                Omit("status|status_code|http_status|response_status", "(?i)[45]\\d\\d|fail(ed|ure)?|error", FAILED),
+                Omit("call_type|endpoint|object|path|route|type", "(?i).*embedding.*", EMBEDDINGS),
+            ),
+        ),
         example="request_ts,prompt_tokens,completion_tokens,cached_tokens\n2026-01-01 10:00:00.5,1200,30,1024",
         takes=ANY_ROWS | {BLOCK_SIZE},
         is_table=True,

@@ -202,7 +202,7 @@ def load_results(path: Path | str | TraceFile, *, skip_bad_lines: bool = False, 
             spread = f"as others end, {concurrency:,} at once"
         warnings.append(f"the results have no start times: requests arrive {spread}")
     if results.concurrency is not None and concurrency is None:
-        warnings.append(f"the run had at most {results.concurrency:,} requests at once")
+        warnings.append(f"the run had at most {results.concurrency:,} requests at once, as --concurrency has")
     longest = max((row.num_output_tokens for row in results.rows), default=1)
     rows = sorted(
         [

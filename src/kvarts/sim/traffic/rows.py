@@ -321,14 +321,14 @@ def parse_columns(column: str | Mapping[str, str]) -> dict[str, str]:
 
 def load_rows_of(
     file: TraceFile,
-    rows: Rows | None,
+    rows: Rows,
     *,
     skip_bad_lines: bool = False,
     output_tokens: int | None = None,
     column: Mapping[str, str] | None = None,
     trace_block_size: int | None = None,
 ) -> Trace:
-    """Read a file, or the files of a directory, as `rows` declares it; None: by names that people use.
+    """Read a file, or the files of a directory, as `rows` declares it; without lengths in it, by names in use.
 
     `output_tokens`: of rows that do not record it. `column`: names that replace what is declared. Raise
     MissingFileError; InputError, with line and field, for malformed input.
@@ -431,15 +431,15 @@ class _Reader:
     def __init__(
         self,
         file: TraceFile,
-        rows: Rows | None,
+        rows: Rows,
         column: Mapping[str, str],
         output_tokens: int | None,
         trace_block_size: int | None,
     ) -> None:
         self._file, self._output_tokens = file, output_tokens
-        self.rows = rows or Rows()
-        known = names_in(file, self.rows) if column or rows is None else {}
-        taken = {**(columns_in(list(known)) if rows is None else {}), **column}
+        self.rows = rows
+        known = names_in(file, rows) if column or not rows.input_tokens else {}
+        taken = {**({} if rows.input_tokens else columns_in(list(known))), **column}
         self._warnings: list[str] = []
         self._taken, self._time_unit = taken, ""
         places = {field: _Place.of(getattr(self.rows, field)) for field in COLUMNS}
