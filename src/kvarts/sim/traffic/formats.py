@@ -91,6 +91,7 @@ FORMS: tuple[TraceForm, ...] = (
         '"request":{"request_id":"a","request_received_ms":1700000000500,"output_tokens":8,"replay":'
         '{"trace_block_size":64,"input_length":150,"input_sequence_hashes":[11,22,33]}}}',
         rows=Rows(
+            required="event_type",
             only=(("event_type", "request_end"),),
             time="request/request_received_ms:ms",
             input_tokens="request/replay/input_length",

@@ -63,13 +63,13 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
     """Places of the facts of a request, see the module.
 
     `each`: lists in a record whose items are the rows; a record without them is a row itself. `attributes`: fields that
-    are lists of OpenTelemetry's keys and values. `only`: places and patterns of rows that are requests; others are
-    ignored. `omits`: rows that are counted, not read. `key`: rows with an equal value are lines of one request, of
-    which the last has its lengths, and the first its time. `parent`: the `request_id` of the turn before; both then
-    only tell sessions. `has_whole_blocks`: the id of a last, partial block is not that of the same tokens in a whole
-    one. `asked`: a place and a pattern of the rows that a request answers, which give the time at which it was sent.
-    `infers`: a file or a session id is a conversation that each prompt has from its beginning, see
-    sim/traffic/inferred.py.
+    are lists of OpenTelemetry's keys and values. `required`: what all rows have. `only`: places and patterns of rows
+    that are requests; others are ignored. `omits`: rows that are counted, not read. `key`: rows with an equal value are
+    lines of one request, of which the last has its lengths, and the first its time. `parent`: the `request_id` of the
+    turn before; both then only tell sessions. `has_whole_blocks`: the id of a last, partial block is not that of the
+    same tokens in a whole one. `asked`: a place and a pattern of the rows that a request answers, which give the time
+    at which it was sent. `infers`: a file or a session id is a conversation that each prompt has from its beginning,
+    see sim/traffic/inferred.py.
     """
 
     time: str = ""
@@ -85,6 +85,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
     parent: str = ""
     each: str = ""
     attributes: tuple[str, ...] = ()
+    required: str = ""
     only: tuple[tuple[str, str], ...] = ()
     omits: tuple[Omit, ...] = ()
     key: str = ""
@@ -448,6 +449,7 @@ class _Reader:
         self._cached, self._session, self._id = places["cached_tokens"], places["session_id"], places["request_id"]
         self._hashes, self._block_size = places["hash_ids"], _Place.of(self.rows.block_size)
         self._key, self._parent = _Place.of(self.rows.key), _Place.of(self.rows.parent)
+        self._required = _Place.of(rows.required)
         self._only = [(_Place.of(place), re.compile(pattern)) for place, pattern in self.rows.only]
         self._omits = [(_Place.of(omit.place), re.compile(omit.pattern), omit.reason) for omit in self.rows.omits]
         self._asked = None if self.rows.asked is None else (_Place.of(self.rows.asked[0]), self.rows.asked[1])
@@ -472,6 +474,8 @@ class _Reader:
         """Add the request of a row, unless it has none. Raise InputError."""
         if self._asked is not None and re.fullmatch(self._asked[1], self._asked[0].text(row) or ""):
             self._asked_ns = self._time.time_ns(row)
+        if self._required.name and not self._required.find(row)[0]:
+            raise InputError(MISSING, field=self._required.name)
         for place, pattern in self._only:
             if not pattern.fullmatch(place.text(row) or ""):
                 return
