@@ -9,7 +9,8 @@
 
 `--bin`: the folder of the environment in which the client is installed; it needs nothing of kvarts, and kvarts nothing
 of it. A tokenizer is trained once in `--work`, without a download (needs `tokenizers`, here), in the layout of a hub's
-cache. Prints JSON: the client's exit code, how long it took, the last lines that it wrote, and what the server counted.
+cache. Prints JSON: the client's exit code, how long it took, the last lines that it wrote, what the server counted, and
+what `kvarts.load_trace` reads of the results that the client exported: requests, tokens of prompts and of answers.
 """
 
 from __future__ import annotations
@@ -106,12 +107,34 @@ def inference_perf(kind: str, url: str, folder: Path, work: Path, requests: int)
                 "output_len": 20,
             },
         },
+        "report": {"request_lifecycle": {"per_request": True, "per_request_fields": {"response_chunks": False}}},
         "storage": {"local_storage": {"path": str(work / f"out-inference-perf-{kind}")}},
     }
     path = work / f"inference-perf-{kind}.yaml"
     path.write_text(json.dumps(config))
     return path
 
+
+LITELLM = """
+import asyncio, json, sys
+import litellm
+from litellm.integrations.custom_logger import CustomLogger
+class Log(CustomLogger):
+    async def async_log_success_event(self, kwargs, response_obj, start_time, end_time):
+        with open(sys.argv[2], "a") as file:
+            file.write(json.dumps(kwargs["standard_logging_object"], default=str) + "\\n")
+litellm.callbacks = [Log()]
+litellm.cache = litellm.Cache(type="local")
+async def main():
+    for place in range(int(sys.argv[3])):
+        ask = [{"role": "user", "content": f"What is {place // 2} + 1?"}]
+        await litellm.acompletion(model="openai/dummy", api_base=sys.argv[1] + "/v1", api_key="none", messages=ask,
+                                  max_tokens=8, caching=True, extra_body={"ignore_eos": True})
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(1)
+asyncio.run(main())
+"""
+"""Requests through LiteLLM, each twice, of which its own cache answers the second; its log of them is a file."""
 
 SDK = """
 import sys
@@ -148,6 +171,9 @@ def command(what: str, url: str, folder: Path, work: Path, requests: int) -> lis
         return f"{common} {load} --artifact-dir {out} --ui none".split()
     if what.startswith("openai"):
         return ["python", "-c", SDK, url, str(max(1, requests // 4))]
+    if what == "litellm":
+        Path(f"{out}.jsonl").unlink(missing_ok=True)
+        return ["python", "-c", LITELLM, url, f"{out}.jsonl", str(requests)]
     if what == "guidellm":
         return (
             f"guidellm run --backend kind=openai_http,target={url},model=dummy --profile kind=concurrent,streams=8 "
@@ -176,8 +202,33 @@ def command(what: str, url: str, folder: Path, work: Path, requests: int) -> lis
     return (
         f"python -m vllm.entrypoints.cli.main bench serve {chat} --base-url {url} --model dummy --tokenizer {folder} "
         f"--dataset-name random --random-input-len 100 --random-output-len 20 --num-prompts {requests} "
-        "--max-concurrency 8 --ignore-eos"
+        f"--max-concurrency 8 --ignore-eos --save-result --save-detailed --result-filename {out}.json"
     ).split()
+
+
+def exported(what: str, work: Path) -> dict[str, Any] | None:
+    """What kvarts reads of the newest file that a client exported; None for a client without one."""
+    pattern = {
+        "aiperf": f"out-{what}/**/profile_export.jsonl",
+        "guidellm": "out-guidellm.json",
+        "vllm": f"out-{what}.json",
+        "inference": f"out-{what}/**/per_request_lifecycle_metrics.json",
+        "litellm": "out-litellm.jsonl",
+    }.get(what.split("-", maxsplit=1)[0])
+    paths = sorted(work.glob(pattern), key=lambda path: path.stat().st_mtime) if pattern else []
+    if not paths:
+        return None
+    from kvarts import load_trace
+
+    trace = load_trace(paths[-1])
+    return {
+        "file": str(paths[-1].relative_to(work)),
+        "requests": len(list(trace)),
+        "prompt_tokens": sum(request.num_prompt_tokens for request in trace),
+        "output_tokens": sum(request.num_output_tokens for request in trace),
+        "left_out": trace.left_out,
+        "said": trace.said(),
+    }
 
 
 def counters(url: str) -> dict[str, float]:
@@ -204,6 +255,7 @@ def main() -> None:
         "evalscope-eval",
         "inference-perf-chat",
         "inference-perf-completion",
+        "litellm",
         "openai-2",
         "openai-3",
     ]
@@ -246,6 +298,7 @@ def main() -> None:
             "exit_code": done.returncode,
             "seconds": round(time.monotonic() - began, 1),
             "counted": counters(url),
+            "exported": exported(arguments.client, arguments.work),
             "said": done.stdout.splitlines()[-40:],
         }
         print(json.dumps(result, indent=1))

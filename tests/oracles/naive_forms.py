@@ -6,7 +6,7 @@ import csv
 import json
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,14 @@ def blocks(ids: list[Any], size: int, count: int, row: object) -> list[Hashable]
 def naive_requests(path: Path) -> list[NaiveRequest]:
     """The requests of one of the example files that are not left out, in the order of the file."""
     name = path.stem
+    if path.name == "litellm.csv":
+        return _of_columns(path, "prompt_tokens", "completion_tokens", {"status": "success", "cache_hit": "False"})
+    if path.name == "columns.csv":
+        return _of_columns(path, "Prompt Tokens", "completion_tokens", {})
     if path.suffix == ".csv":
         return _of_table(path)
+    if name in EXPORTS:
+        return EXPORTS[name](path.read_text())
     if path.suffix == ".json":
         return _of_object(json.loads(path.read_text()))
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
@@ -153,3 +159,125 @@ def naive_hits(requests: list[NaiveRequest], page_size: int) -> int:
         for end in range(page_size, len(computed) + 1, page_size):
             seen.add(tuple(computed[:end]))
     return num_hits
+
+
+# Exports --------------------------------------------------------------------------------------------------
+
+
+def lengths(pairs: list[tuple[int, int]]) -> list[NaiveRequest]:
+    """Requests of which only lengths are known; those without output are left out."""
+    return [NaiveRequest(own(i, prompt), output) for i, (prompt, output) in enumerate(pairs) if output]
+
+
+def conversation(turns: list[tuple[int, int, int]]) -> list[NaiveRequest]:
+    """Prompt, cached and output tokens of the turns of one conversation: prompts as their lengths imply them."""
+    requests: list[NaiveRequest] = []
+    for turn, (num_prompt, num_cached, num_output) in enumerate(turns):
+        kept: list[Hashable] = [("common", place) for place in range(num_cached)]
+        if requests:
+            before = requests[-1]
+            whole = before.prompt + before.output
+            kept = whole if num_prompt >= len(whole) else whole[:num_cached]
+            if len(before.prompt) <= num_prompt < len(whole):
+                kept = before.prompt
+        answer: list[Hashable] = [("answer", turn, place) for place in range(num_output)]
+        requests.append(NaiveRequest(kept + own(turn, num_prompt - len(kept)), num_output, answer))
+    return requests
+
+
+def _lines(text: str) -> list[Any]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def _of_columns(path: Path, prompt: str, output: str, only: dict[str, str]) -> list[NaiveRequest]:
+    rows = csv.DictReader(path.read_text().splitlines())
+    return lengths(
+        [(int(row[prompt]), int(row[output])) for row in rows if all(row[name] == only[name] for name in only)]
+    )
+
+
+def _of_codex(text: str) -> list[NaiveRequest]:
+    usages = {}
+    for row in _lines(text):
+        info = row["payload"].get("info")
+        if info:
+            usages[info["total_token_usage"]["total_tokens"]] = info["last_token_usage"]
+    names = ("input_tokens", "cached_input_tokens", "output_tokens")
+    return conversation([tuple(usage[name] for name in names) for usage in usages.values()])
+
+
+def _of_gemini(text: str) -> list[NaiveRequest]:
+    found = [message["tokens"] for message in json.loads(text)["messages"] if message["type"] == "gemini"]
+    return conversation([(t["input"] + t["tool"], t["cached"], t["output"] + t["thoughts"]) for t in found])
+
+
+def _of_stream(text: str) -> list[NaiveRequest]:
+    messages = {row["message"]["id"]: row["message"] for row in _lines(text) if row["type"] == "assistant"}
+    turns = []
+    for message in messages.values():
+        usage = message["usage"]
+        num_cached = usage["cache_read_input_tokens"]
+        num_prompt = usage["input_tokens"] + usage["cache_creation_input_tokens"] + num_cached
+        turns.append([num_prompt, num_cached, usage["output_tokens"], message["stop_reason"] is None])
+    for turn, following in pairwise(turns):
+        if turn[3]:
+            turn[2] = following[0] - turn[0]
+    return conversation([(turn[0], turn[1], turn[2]) for turn in turns])
+
+
+def _of_spans(text: str) -> list[NaiveRequest]:
+    pairs = []
+    for row in _lines(text):
+        for span in row["resourceSpans"][0]["scopeSpans"][0]["spans"]:
+            facts = {each["key"]: each["value"] for each in span["attributes"]}
+            name = facts.get("gen_ai.operation.name", {}).get("stringValue")
+            if name in ("chat", "text_completion") and "gen_ai.usage.output_tokens" in facts:
+                counts = [int(facts[f"gen_ai.usage.{way}_tokens"]["intValue"]) for way in ("input", "output")]
+                pairs.append((counts[0], counts[1]))
+    return lengths(pairs)
+
+
+def _of_langfuse(text: str) -> list[NaiveRequest]:
+    usages = [row["usage_details"] for row in _lines(text) if row["type"] == "GENERATION"]
+    return lengths(
+        [
+            tuple(sum(count for name, count in usage.items() if name.startswith(way)) for way in ("input", "output"))
+            for usage in usages
+        ]
+    )
+
+
+def _of_pages(text: str) -> list[NaiveRequest]:
+    """Of Helicone and LiteLLM, whose rows have the same names of lengths."""
+    pairs = {}
+    for row in json.loads(text)["data"]:
+        is_cached = row.get("cache_hit") == "True" or not row.get("cache_reference_id", "0000").startswith("0000")
+        if row.get("response_status", 200) == 200 and not is_cached:
+            pairs[row["request_id"]] = (row["prompt_tokens"], row["completion_tokens"])
+    return lengths(list(pairs.values()))
+
+
+def _of_inference_perf(text: str) -> list[NaiveRequest]:
+    pairs = []
+    for row in json.loads(text):
+        if row["error"] is None:
+            metrics = row["info"]["response_metrics"]
+            usage = metrics["server_usage"] or {"prompt_tokens": row["info"]["input_tokens"]}
+            pairs.append((usage["prompt_tokens"], usage.get("completion_tokens", metrics["output_tokens"])))
+    return lengths(pairs)
+
+
+EXPORTS: dict[str, Callable[[str], list[NaiveRequest]]] = {
+    "codex": _of_codex,
+    "gemini": _of_gemini,
+    "claude-stream": _of_stream,
+    "otlp": _of_spans,
+    "langfuse": _of_langfuse,
+    "helicone": _of_pages,
+    "litellm-page": _of_pages,
+    "inference-perf": _of_inference_perf,
+    "sglang-runs": lambda text: _of_object(_lines(text)[1]),
+    "columns": lambda text: lengths(
+        [(row["usage"]["prompt_tokens"], row["usage"]["completion_tokens"]) for row in _lines(text)]
+    ),
+}

@@ -95,6 +95,11 @@ def as_duration(ms: float | None) -> str:
     return f"{whole / 86400:,.1f} days"
 
 
+def as_hits(ratio: float | None) -> str:
+    """Return a hit ratio as `as_percent` does; `unknown` for None."""
+    return "unknown" if ratio is None else as_percent(ratio)
+
+
 def as_percent(ratio: float | None, *, bound: float | None = None) -> str:
     """Return a ratio in per cent: `85.9 %`; `-` for None.
 

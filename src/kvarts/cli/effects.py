@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvarts.base.errors import ConfigError
+from kvarts.sim.traffic.settings import READING as TRACES
 
 if TYPE_CHECKING:
     import click
@@ -48,9 +49,7 @@ class Mode(NamedTuple):
 
 NO_REPLAY = "no replay"
 SLO = ("--slo-ttft-ms", "--slo-tpot-ms", "--set slo.e2e_ms")
-READING = (
-    "--set trace_block_size", "--set skip_bad_lines", "--set tokenizer", "--set chat_template", "--set output_tokens"
-)  # fmt: skip
+READING = tuple(f"--set {key}" for key in TRACES)
 PLAN_RESULTS = ("--json", "--html", "--open", "--config", "--page-size", *READING)
 OF_MODEL = ("--dtype", "--quantization", "--device", "--set attention", "--set layers")
 OF_FIT = ("--set column", "--set time_unit", "--set trace_block_size", "--set seed")

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvarts.base.files import check_writable, is_standard_output, write_whole
 from kvarts.base.settings import Given, Section
-from kvarts.base.units import as_duration, as_percent
+from kvarts.base.units import as_duration, as_hits, as_percent
 from kvarts.cli import (
     kv_events,
     record,
@@ -63,7 +63,7 @@ def render_fleet(summary: dict[str, Any]) -> str:
         ttft, tpot = model["ttft_ms"], model["tpot_ms"]
         lines.append(
             f"{model['name']:<{width}}{model['num_completed']:,} of {model['num_requests']:,} requests completed, "
-            f"{as_percent(model['prefix_hit_ratio'])} hits"
+            f"{as_hits(model['prefix_hit_ratio'])} hits"
         )
         lines.append(
             f"{'':<{width}}TTFT p50 {as_duration(ttft['p50'])}, p99 {as_duration(ttft['p99'])}; "

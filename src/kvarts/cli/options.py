@@ -88,10 +88,17 @@ ALIASES = {
             "--tool-call-parser",
             "--trust-remote-code",
             "--trust-request-chat-template",
+            "--column",
+            "--output-tokens",
+            "--run",
+            "--trace-block-size",
         )
     },
 }
-"""Options of `vllm serve`, and the option here with the same meaning and values; it may be a key of `--set`."""
+"""Options of `vllm serve`, and the option here with the same meaning and values; it may be a key of `--set`.
+
+The last four are keys of all commands that read traces, and may be spelled as options.
+"""
 
 ANSWERS = {
     "--cpu-offload-gb": "kvarts keeps weights on the device; for KV below it, give --host-memory 64GiB",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvarts import __version__
 from kvarts.base.errors import ConfigError
 from kvarts.base.files import check_writable, is_standard_output, write_whole
-from kvarts.base.units import as_duration, as_percent
+from kvarts.base.units import as_duration, as_hits, as_percent
 from kvarts.cli.process import Progress, print_bytes, print_text, say
 from kvarts.sim.report.words import LIMITS, UNCERTAIN, in_memory, number, opening, wrapped
 
@@ -73,12 +73,7 @@ def render_table(summary: dict[str, Any]) -> str:
             _row("goodput", f"{number(goodput['requests_per_s'])} requests/s, {as_percent(goodput['ratio'])} of all")
         )
     lines += [
-        _row(
-            "prefix hits",
-            f"{'at least ' if summary.get('prefix_hit_ratio_is_lower_bound') else ''}"
-            f"{as_percent(summary['prefix_hit_ratio'])} of prompt tokens "
-            f"({summary['num_cached_tokens']:,} of {summary['num_input_tokens']:,})",
-        ),
+        _row("prefix hits", _hits(summary)),
         *_tiers(summary),
         *_sessions(summary),
         _row(
@@ -99,6 +94,16 @@ def render_table(summary: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _hits(summary: dict[str, Any]) -> str:
+    if summary["prefix_hit_ratio"] is None and summary["num_input_tokens"]:
+        return "unknown"
+    return (
+        f"{'at least ' if summary.get('prefix_hit_ratio_is_lower_bound') else ''}"
+        f"{as_percent(summary['prefix_hit_ratio'])} of prompt tokens "
+        f"({summary['num_cached_tokens']:,} of {summary['num_input_tokens']:,})"
+    )
+
+
 def _plus_minus(value: float | None) -> str:
     return "" if value is None else f"+-{as_duration(value)}"
 
@@ -108,7 +113,7 @@ def _tiers(summary: dict[str, Any]) -> list[str]:
     transfers = summary["transfers"]
     if transfers is None:
         return []
-    ratios = ", ".join(f"{name} {as_percent(ratio)}" for name, ratio in summary["prefix_hit_ratio_by_tier"].items())
+    ratios = ", ".join(f"{name} {as_hits(ratio)}" for name, ratio in summary["prefix_hit_ratio_by_tier"].items())
     moved = [f"{name.replace('_', ' ')} {as_bytes(count)}" for name, count in transfers["bytes"].items()]
     lines = [_row("  by tier", ratios), _row("transfers", ", ".join(moved))]
     failed, left_out = transfers["num_failed"], transfers["num_pages_without_room"]

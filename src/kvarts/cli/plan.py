@@ -37,6 +37,7 @@ from kvarts.core.config import EngineConfig
 from kvarts.plan.policy import check_policy, with_policy
 from kvarts.sim.config import resolve_replay
 from kvarts.sim.traffic.settings import READING
+from kvarts.sim.traffic.trace import NO_PREFIXES
 
 if TYPE_CHECKING:
     from kvarts.base.settings import Given
@@ -316,9 +317,7 @@ class _Asked:
         for warning in traffic.warnings:
             click.echo(f"kvarts: {warning}", err=True)
         if not traffic.knows_prefixes and self.context.info_name != "fleet":
-            click.echo(
-                "kvarts: the trace does not identify prefixes that prompts share: no curve rises above 0", err=True
-            )
+            click.echo(f"kvarts: {NO_PREFIXES}", err=True)
         flags = {flag for param in self.context.command.params for flag in param.opts}
         name = self.context.info_name or ""
         return PlanOptions(self.call, self.given, traffic, config, own=self.own, command=name, flags=flags)

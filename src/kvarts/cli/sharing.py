@@ -14,7 +14,7 @@ import msgspec
 from kvarts.base.errors import ConfigError
 from kvarts.base.files import check_writable, is_standard_output, write_whole, writing
 from kvarts.base.settings import Flags, Given, Section, setting, settings_of
-from kvarts.base.units import as_duration, as_percent
+from kvarts.base.units import as_duration, as_hits, as_percent
 from kvarts.cli import (
     kv_events,
 )
@@ -255,7 +255,7 @@ def render_shared_table(summary: dict[str, Any]) -> str:
         ("ITL mean", lambda model: as_duration(model["itl_ms"]["mean"])),
         ("ITL p99", lambda model: as_duration(model["itl_ms"]["p99"])),
         ("out tokens/s", lambda model: number(model["output_throughput_tokens_per_s"])),
-        ("prefix hits", lambda model: as_percent(model["prefix_hit_ratio"])),
+        ("prefix hits", lambda model: as_hits(model["prefix_hit_ratio"])),
         ("preempted", lambda model: f"{model['num_preemptions_inside']:,}"),
         ("for others", lambda model: f"{model['num_preemptions_for_others']:,}"),
         ("share owned", lambda model: as_percent(model["share_owned"])),

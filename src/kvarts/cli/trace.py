@@ -10,9 +10,11 @@ import click
 
 from kvarts.base.errors import ConfigError
 from kvarts.base.files import PREFIX, SAMPLES
+from kvarts.base.settings import given_by_flags
 from kvarts.base.units import parse_duration_s
-from kvarts.cli.options import INPUT, OUTPUT, Command, Group, key_option
+from kvarts.cli.options import INPUT, OUTPUT, Command, Group, options_of
 from kvarts.cli.process import print_bytes, print_json, print_text, reading_progress
+from kvarts.sim.traffic.settings import READING, SECTION, reading_of
 
 if TYPE_CHECKING:
     from kvarts.sim.traffic.trace import Trace
@@ -35,17 +37,9 @@ class _Duration(click.ParamType[int]):
 
 def _reading(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for reading traces."""
-    command = key_option("--skip-bad-lines", is_flag=True, help="Leave out lines that cannot be read.")(command)
-    command = key_option("--session-turns", type=click.Choice(["whole", "deltas"]),
-                         help="Whether later turns of sessions in Mooncake's form have whole prompts, or only "
-                              "their new part.")(command)  # fmt: skip
-    command = key_option("--tokenizer", metavar="NAME",
-                         help="Tokenizer of messages: a directory, a name, or words.")(command)  # fmt: skip
-    command = key_option("--chat-template", metavar="FILE", help="Chat template of messages.")(command)
-    command = key_option("--output-tokens", metavar="TOKENS", type=click.IntRange(min=1),
-                         help="Output tokens of messages whose answer is not known.")(command)  # fmt: skip
-    return key_option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1),
-                      help="Tokens that a hash id stands for.")(command)  # fmt: skip
+    params = command.__dict__.setdefault("__click_params__", [])
+    params += options_of([SECTION], only=READING, shown=())
+    return command
 
 
 def _writing(command: Callable[..., None]) -> Callable[..., None]:
@@ -180,7 +174,7 @@ def _load(path: Path, reading: dict[str, Any]) -> Trace:
     from kvarts.sim.traffic.formats import load_trace
 
     with reading_progress(path) as progress:
-        return load_trace(path, **reading, on_read=progress.update)
+        return load_trace(path, **reading_of(given_by_flags(reading, [SECTION])), on_read=progress.update)
 
 
 def _write(trace: Trace, output: Path | None) -> None:

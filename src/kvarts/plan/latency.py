@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvarts.base.processes import Processes
-from kvarts.base.units import as_percent
+from kvarts.base.units import as_hits, as_percent
 from kvarts.core.parts.combines import check_combination
 from kvarts.plan.cache import HitPlan
 from kvarts.plan.replays import Replays, SizeOption
@@ -182,7 +182,7 @@ def _option(replays: Replays, name: str, step: SizeOption, what: str, slo_share:
         for metric in ("ttft_ms", "tpot_ms")
     )
     notes = [
-        f"{as_percent(point['hit_ratio'])} hits, TTFT p99 {ttft}, TPOT p99 {tpot}"
+        f"{as_hits(point['hit_ratio'])} hits, TTFT p99 {ttft}, TPOT p99 {tpot}"
         + ("" if kept is None else f"; SLO kept by {as_percent(kept, bound=slo_share)}"),
         f"limited by {point['limited_by'].replace('_', ' ')}",
     ]

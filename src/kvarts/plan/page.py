@@ -6,7 +6,7 @@ from importlib.resources import files
 from io import BytesIO
 from typing import Any
 
-from kvarts.base.units import as_memory, as_percent
+from kvarts.base.units import as_hits, as_memory, as_percent
 from kvarts.plan.series import charts_of, sweep_table
 from kvarts.plan.tables import answer_for_users, heading_of
 from kvarts.sim.report.page import fill_page, table_html
@@ -201,7 +201,7 @@ def _cells(option: dict[str, Any], page_bytes: int | None, slo_share: float | No
         f"{option['replicas']:,}",
         f"{option['pages']:,}",
         "-" if page_bytes is None else as_memory(option["pages"] * page_bytes),
-        as_percent(option["hit_ratio"]),
+        as_hits(option["hit_ratio"]),
         *(
             "-" if (ms := option[f"{metric}_p99"]) is None else plus_minus(ms, unsure.get(metric, {}).get("p99"))
             for metric in ("ttft_ms", "tpot_ms")
@@ -221,7 +221,7 @@ def _fleet_cells(option: dict[str, Any], slo_share: float | None) -> list[str]:
         f"{option['device_hours']:.3f}",
         number(option["goodput_per_s"]),
         number(option["goodput_per_s_per_device"]),
-        as_percent(option["hit_ratio"]),
+        as_hits(option["hit_ratio"]),
         ttft,
         tpot,
         f"{as_percent(option['slo_ratio'], bound=slo_share)}, {'yes' if option['keeps_slo'] else 'no'}",

@@ -19,6 +19,7 @@ from kvarts.plan.latency import LatencyPlan
 from kvarts.plan.tables import lead
 from kvarts.sim.replay import replay_one, trace_of
 from kvarts.sim.report.advice import as_size
+from kvarts.sim.traffic.trace import NO_PREFIXES
 from kvarts.sim.trials import ReplayTrials
 
 if TYPE_CHECKING:
@@ -198,8 +199,24 @@ def make_plan(
                 on_replay=on_replay,
                 processes=processes,
             ).to_builtins()
+    if not trace.knows_prefixes:
+        _forget_hits(values)
     values["advice"] = lead(values)
     return Plan(values)
+
+
+def _forget_hits(values: dict[str, Any]) -> None:
+    """Remove from a plan what depends on hits, of a trace in which they cannot be known."""
+    values["unknown_hits"] = NO_PREFIXES
+    for name in ("league", "groups", "tiers"):
+        values.pop(name, None)
+    values.update(at=[], knees=[], most_hit_ratio=None, most_pages=None, pages_for_share_of_hits={})
+    values["curve"] = {name: [] for name in values["curve"]}
+    latency = values.get("latency")
+    if latency is not None:
+        latency["options"] = [option for option in latency["options"] if option["name"] not in ("knee", "best")]
+        for point in latency["points"]:
+            point["predicted_hit_ratio"] = None
 
 
 def _count_groups(values: dict[str, Any], groups: GroupPlan) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import product
 from typing import Any
 
-from kvarts.base.units import as_memory
+from kvarts.base.units import as_hits, as_memory
 from kvarts.plan.sweep import load_of, pareto
 from kvarts.sim.report.words import duration, in_memory, percent
 
@@ -135,7 +135,7 @@ def _cells(point: Row, has_slo: bool) -> list[str]:
     return [
         f"{point['kv_tokens']:,}",
         as_memory(point["kv_bytes"]) if point.get("kv_bytes") else "-",
-        percent(point["hit_ratio"]),
+        as_hits(point["hit_ratio"]),
         *("-" if ms is None else duration(ms) for ms in (point["ttft_ms_p99"], point["tpot_ms_p99"])),
         "-" if rate is None else f"{rate:,.2f}",
         *([percent(point["slo_ratio"])] if has_slo else []),
@@ -176,7 +176,7 @@ def _said(point: Row) -> str:
     changed = ", ".join(f"{key} {' or '.join(values)}" for key, values in point["settings"].items() if values)
     ttft, rate = point["ttft_ms_p99"], point["request_throughput_per_s"]
     return (
-        f"{changed}: {point['kv_tokens']:,} KV tokens, {percent(point['hit_ratio'])} hits, "
+        f"{changed}: {point['kv_tokens']:,} KV tokens, {as_hits(point['hit_ratio'])} hits, "
         f"TTFT p99 {'-' if ttft is None else duration(ttft)}, {'-' if rate is None else f'{rate:,.2f}'} requests/s"
     )
 
@@ -189,7 +189,7 @@ def charts_of(values: dict[str, Any]) -> list[Chart]:
         return _fleets(values["fleets"])
     if "sweep" in values:
         return sweep_charts(values["sweep"])
-    charts = [_curve(values)]
+    charts = [_note("Hits", values["unknown_hits"]) if "unknown_hits" in values else _curve(values)]
     if values.get("league"):
         charts += _league(values["league"])
     if values.get("tiers"):
@@ -317,7 +317,7 @@ def _league(rows: list[dict[str, Any]]) -> list[Chart]:
             {
                 "label": row["policy"],
                 "value": 100 * row["hit_ratio"],
-                **_point(f"{row['policy']}: {percent(row['hit_ratio'])} of prompt tokens", row["command"]),
+                **_point(f"{row['policy']}: {as_hits(row['hit_ratio'])} of prompt tokens", row["command"]),
             }
             for row in of_size
         ]
@@ -389,7 +389,7 @@ def _tiers(tiers: dict[str, Any], command: str, note: str) -> list[Chart]:
 
 def _replayed(point: dict[str, Any]) -> str:
     found = point.get("replayed")
-    return "" if not found else f", replayed {percent(found['hit_ratio'])}; TTFT p99 {_ms(found['ttft_ms']['p99'])}"
+    return "" if not found else f", replayed {as_hits(found['hit_ratio'])}; TTFT p99 {_ms(found['ttft_ms']['p99'])}"
 
 
 def _priced(each: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ import msgspec
 
 from kvarts.base.errors import ConfigError, InputError, OutputError
 from kvarts.base.processes import Processes
+from kvarts.sim.traffic.settings import READING
 
 if TYPE_CHECKING:
     from kvarts.base.settings import Section
@@ -39,7 +40,7 @@ __all__ = [
     "with_changes",
 ]
 
-LOAD = ("trace", "trace_block_size", "skip_bad_lines", "workload", "speedup", "concurrency")
+LOAD = ("trace", *READING, "workload", "speedup", "concurrency")
 
 MOST_POINTS = 100_000
 

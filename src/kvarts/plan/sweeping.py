@@ -17,7 +17,7 @@ from kvarts.base.errors import ConfigError, KvartsError
 from kvarts.base.files import located, own_directory, read_toml, reading, write_whole
 from kvarts.base.leftovers import temporary_folder
 from kvarts.base.settings import Flags, Given, Section, given_in
-from kvarts.base.units import as_duration, as_percent
+from kvarts.base.units import as_duration, as_hits
 from kvarts.plan.commands import command_line
 from kvarts.plan.policy import SECTION as POLICY
 from kvarts.plan.policy import check_policy, with_policy
@@ -152,7 +152,7 @@ def _cells(row: Row) -> list[str]:
     return [
         f"{row['kv_tokens']:,}",
         f"{row['kv_bytes'] / (1 << 30):,.1f}" if row.get("kv_bytes") else "-",
-        as_percent(row["hit_ratio"]),
+        as_hits(row["hit_ratio"]),
         as_duration(row["ttft_ms_p99"]),
         as_duration(row["tpot_ms_p99"]),
         number(row["request_throughput_per_s"]),

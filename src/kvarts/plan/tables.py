@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvarts.base.units import as_duration, as_memory, as_percent
+from kvarts.base.units import as_duration, as_hits, as_memory, as_percent
 from kvarts.plan.series import usual_points
 from kvarts.sim.report.advice import as_size
 from kvarts.sim.report.words import NAME_ONE, in_memory, number, opening, page_bytes_of, wrapped
@@ -43,6 +43,11 @@ def render(plan: dict[str, Any]) -> str:
         *_heading(plan),
         "",
         *_paragraph(plan["advice"]),
+    ]
+    if "unknown_hits" in plan:
+        lines += [] if plan["advice"] == lead({**plan, "latency": None}) else ["", *_paragraph(_of_curve(plan))]
+        return "\n".join([*lines, *_latencies(plan)]) + "\n"
+    lines += [
         "",
         "hits by memory: prefix LRU, one request at a time",
         "",
@@ -55,7 +60,7 @@ def render(plan: dict[str, Any]) -> str:
         note = "knee" if point["pages"] in knees else ""
         lines.append(
             f"{point['pages']:>14,}{_gib(plan, point['pages']):>10}{point['tokens']:>{width},}"
-            f"{as_percent(point['hit_ratio']):>9}{as_percent(_optimum(point)):>9}{as_percent(evicted):>9}"
+            f"{as_hits(point['hit_ratio']):>9}{as_percent(_optimum(point)):>9}{as_percent(evicted):>9}"
             f"{_of_groups(point)}   {note}".rstrip()
         )
     if "groups" in plan:
@@ -97,7 +102,7 @@ def _group_heading(plan: dict[str, Any]) -> str:
 
 def _of_groups(point: dict[str, Any]) -> str:
     """Return the hits with KV groups; empty if they are not counted."""
-    return f"{as_percent(point['group_hit_ratio']):>10}" if "group_hit_ratio" in point else ""
+    return f"{as_hits(point['group_hit_ratio']):>10}" if "group_hit_ratio" in point else ""
 
 
 def render_routers(plan: dict[str, Any]) -> str:
@@ -112,7 +117,7 @@ def render_routers(plan: dict[str, Any]) -> str:
         + f"{'SLO kept':>10}" * has_slo,
     ]
     lines += [
-        f"{point['router']:<{width}}{point['age'] or '-':>8}{as_percent(point['hit_ratio']):>8}"
+        f"{point['router']:<{width}}{point['age'] or '-':>8}{as_hits(point['hit_ratio']):>8}"
         f"{as_duration(point['ttft_ms']['mean']):>11}{as_duration(point['ttft_ms']['p99']):>11}"
         f"{as_duration(point['tpot_ms']['p99']):>11}{number(point['most_to_mean_tokens']):>10}"
         + f"{as_percent(point['slo_ratio']):>10}"
@@ -135,7 +140,7 @@ def render_users(plan: dict[str, Any]) -> str:
         f"{'users':>8}{'hits':>9}{'TTFT p50':>11}{'p99':>11}{'TPOT p99':>11}{'requests/s':>12}{'SLO kept':>10}",
     ]
     lines += [
-        f"{point['users']:>8}{as_percent(point['hit_ratio']):>9}{as_duration(point['ttft_ms']['p50']):>11}"
+        f"{point['users']:>8}{as_hits(point['hit_ratio']):>9}{as_duration(point['ttft_ms']['p50']):>11}"
         f"{as_duration(point['ttft_ms']['p99']):>11}{as_duration(point['tpot_ms']['p99']):>11}"
         f"{number(point['request_throughput_per_s']):>12}{as_percent(point['slo_ratio'], bound=users['slo_share']):>10}"
         for point in users["points"]
@@ -253,7 +258,7 @@ def _league(plan: dict[str, Any]) -> list[str]:
     lines = ["", "policies, one request at a time; gap: how much of that from LRU to the optimum is closed", ""]
     lines.append(f"{'pages':>14}  {'policy':<32}{'hits':>10}{'gap':>10}")
     lines += [
-        f"{row['pages']:>14,}  {row['policy'][-31:]:<32}{as_percent(row['hit_ratio']):>10}"
+        f"{row['pages']:>14,}  {row['policy'][-31:]:<32}{as_hits(row['hit_ratio']):>10}"
         f"{as_percent(row['gap_closed']):>10}"
         for row in rows
         if "replayed" not in row
@@ -263,7 +268,7 @@ def _league(plan: dict[str, Any]) -> list[str]:
         lines += ["", "the same, replayed", ""]
         lines.append(f"{'pages':>14}  {'policy':<24}{'hits':>9}{'TTFT mean':>11}{'p99':>11}{'goodput/s':>9}")
         lines += [
-            f"{row['pages']:>14,}  {row['policy'][-23:]:<24}{as_percent(row['hit_ratio']):>9}"
+            f"{row['pages']:>14,}  {row['policy'][-23:]:<24}{as_hits(row['hit_ratio']):>9}"
             f"{as_duration(row['ttft_ms']['mean']):>11}{as_duration(row['ttft_ms']['p99']):>11}"
             f"{number(row['goodput_per_s']):>9}"
             for row in replayed
@@ -338,9 +343,7 @@ def _as_replayed(point: dict[str, Any], tier: str) -> str:
     if replayed is None:
         return f"{'-':>11}{'-':>11}{'-':>12}"
     of_tier = replayed["hit_ratio_by_tier"].get(tier, 0.0)
-    return (
-        f"{as_percent(replayed['hit_ratio']):>11}{as_percent(of_tier):>11}{as_duration(replayed['ttft_ms']['p99']):>12}"
-    )
+    return f"{as_hits(replayed['hit_ratio']):>11}{as_percent(of_tier):>11}{as_duration(replayed['ttft_ms']['p99']):>12}"
 
 
 def _latencies(plan: dict[str, Any]) -> list[str]:
@@ -356,7 +359,7 @@ def _latencies(plan: dict[str, Any]) -> list[str]:
     ]
     lines += [
         f"{point['replicas']:>8}{point['pages']:>10,}{_gib(plan, point['pages']):>8}{point['rate']:>6.3g}"
-        f"{as_percent(point['hit_ratio']):>8}{as_duration(point['ttft_ms']['p50']):>11}"
+        f"{as_hits(point['hit_ratio']):>8}{as_duration(point['ttft_ms']['p50']):>11}"
         f"{as_duration(point['ttft_ms']['p99']):>11}{as_duration(point['tpot_ms']['p99']):>10}"
         f"{as_percent(point['slo_ratio'], bound=latency['slo_share']):>8}"
         for point in usual_points(latency)
@@ -406,11 +409,11 @@ def lead(plan: Mapping[str, Any]) -> str:
     sentences = [_of_slo(plan, latency) if latency["slo_share"] is not None else _of_curve(plan)]
     least = (plan.get("tiers") or {}).get("least_host")
     if least is not None:
-        found = f"a replay finds {as_percent(least['hit_ratio'])} of prompt tokens"
+        found = f"a replay finds {as_hits(least['hit_ratio'])} of prompt tokens"
         alone, before = "", _without_host(plan)
         if "hit_ratio_without" in least:
             alone, before = " alone", least["hit_ratio_without"]
-        instead = f"instead of {as_percent(before)}, and at most {as_percent(least['most_hit_ratio'])} with more"
+        instead = f"instead of {as_percent(before)}, and at most {as_hits(least['most_hit_ratio'])} with more"
         listed = ((plan.get("config") or {}).get("offload") or {}).get("tiers")
         option = f"--tier {listed[0]['name']}:size=" if listed else "--host-memory "
         sentences.append(f"With {option}{as_size(least['num_bytes'])}{alone} {found} {instead}")
@@ -431,6 +434,8 @@ def _of_slo(plan: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
 
 
 def _of_curve(plan: Mapping[str, Any]) -> str:
+    if "unknown_hits" in plan:
+        return f"H{plan['unknown_hits'][1:]}"
     counted = _counted(plan)
     most, pages = counted["most_hit_ratio"], counted["most_pages"]
     config = plan.get("config") or {}
@@ -441,7 +446,7 @@ def _of_curve(plan: Mapping[str, Any]) -> str:
     if knees:
         point = knees[len(knees) // 2]
         knee = f"{point['pages']:,} pages{in_memory(point['pages'], config)}, the knee, find "
-        knee += f"{as_percent(point['hit_ratio'])} of prompt tokens; "
+        knee += f"{as_hits(point['hit_ratio'])} of prompt tokens; "
     return f"{knee}{pages:,} pages{in_memory(pages, config)} find all that can be found, {as_percent(most)}"
 
 

@@ -406,12 +406,16 @@ class ReplayConfig(
         return None if self.client_timeout_s is None else round(self.client_timeout_s * 1e9)
 
     def source(self, trace: Trace) -> Source:
-        """Return the source that determines when the requests of `trace` arrive."""
+        """Return the source that determines when the requests of `trace` arrive.
+
+        Without `concurrency` and `speedup`, a trace that has no times but was sent in a closed loop is replayed in one.
+        """
         from kvarts.sim.traffic.source import source_of, with_pauses
 
+        of_trace = trace.concurrency if self.speedup == 1.0 else None
         return source_of(
             with_pauses(trace) if self.profile == "mocker" else trace,
-            concurrency=self.concurrency,
+            concurrency=of_trace if self.concurrency is None else self.concurrency,
             speedup=self.speedup,
             delay_ns=self.frontend_ns,
             retries=self.retries,

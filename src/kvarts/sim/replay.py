@@ -228,7 +228,7 @@ def _are_apart(trace: Trace, config: ReplayConfig, workers: int | None) -> bool:
         config.replicas > 1
         and config.router == "round-robin"
         and config.routing is None
-        and config.concurrency is None
+        and config.concurrency is trace.concurrency is None
         and config.sessions is None
         and not config.retries
         and not config.stop_tokens

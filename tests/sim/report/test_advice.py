@@ -223,7 +223,6 @@ def test_a_replay_of_nothing_has_no_advice() -> None:
     [
         ("coding-agents", 40_000),
         ("mooncake-conversation-1000.jsonl", 300_000),
-        ("azure-code-1000.csv", 20_000),
         ("vllm-rtx4090/prompts.jsonl", 40_000),
     ],
 )

@@ -5,14 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import json
+import pkgutil
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvarts.base.errors import InputError, KvartsError
 from kvarts.base.limits import LATEST_NS, MOST_COUNT
+from kvarts.sim import traffic
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replaying import replay
 from kvarts.sim.traffic.formats import FORMS, TraceForm, load_trace
@@ -47,6 +51,8 @@ def varied(value: Any) -> Iterator[Any]:
             yield from ([*value[:place], each, *value[place + 1 :]] for each in varied(item))
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield from (Far(text) for text in FAR)
+    elif isinstance(value, str) and value.isdecimal():  # 64 bits are text in OpenTelemetry's JSON
+        yield from FAR
 
 
 class Far:
@@ -150,3 +156,40 @@ def test_half_of_the_two_escapes_of_a_character_is_named(tmp_path: Path) -> None
     path.write_text('{"timestamp":0,"input_length":1,"output_length":1,"hash_ids":[1],"request_id":"\\ud83d"}\n')
     with pytest.raises(InputError, match=r"trace\.jsonl:1: .*half of a character's two escapes, such as \\ud83d alone"):
         load_trace(path)
+
+
+UNBOUNDED = {
+    "hash_ids", "input_sequence_hashes", "prompt", "output", "output_token_ids",  # ids, which pack_units checks
+    "timestamp", "delay", "tool_wait_ms", "input_length", "output_length",  # by mooncake_request, in words of its own
+    "request_id", "session_id", "tenant", "wait_for", "model",  # names
+    "request_rate", "max_tokens",  # may be Infinity; what a client asked for, which nothing counts with
+}  # fmt: skip
+
+
+def test_every_number_that_a_reader_decodes_has_bounds() -> None:
+    """Of all structs of `sim/traffic` that lines are decoded into; places of declared forms have those of rows.py."""
+    found = []
+    for module in pkgutil.iter_modules(traffic.__path__):
+        for name, kind in vars(import_module(f"{traffic.__name__}.{module.name}")).items():
+            is_decoded = name.startswith("_") or name in ("RecordedRow", "MooncakeRow", "PlainRow")
+            if not is_decoded or not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
+                continue
+            for field in msgspec.inspect.type_info(kind).fields:  # type: ignore[attr-defined]
+                found += [f"{module.name}.{name}.{field.name}" for each in numbers(field.type) if not is_bounded(each)]
+    found = [each for each in found if each.rpartition(".")[2] not in UNBOUNDED]
+    assert [each for each in found if not each.startswith(INTERNAL)] == []
+
+
+INTERNAL = ("rows._Row.", "graph._Wait.", "kv_cache_tester._Ids.", "kv_cache_tester._Place.")
+"""Structs that no line is decoded into."""
+
+
+def numbers(kind: Any) -> Iterator[Any]:
+    if isinstance(kind, msgspec.inspect.IntType | msgspec.inspect.FloatType):
+        yield kind
+    for inner in (*getattr(kind, "types", ()), *filter(None, [getattr(kind, "item_type", None)])):
+        yield from numbers(inner)
+
+
+def is_bounded(kind: Any) -> bool:
+    return (kind.ge, kind.gt) != (None, None) and (kind.le, kind.lt) != (None, None)

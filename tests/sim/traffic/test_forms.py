@@ -23,11 +23,16 @@ from kvarts.sim.traffic.trace import Trace, spell
 from oracles.naive_forms import naive_hits, naive_requests
 
 HERE = Path(__file__).parent / "forms"
-OPTIONS: dict[str, dict[str, Any]] = {"mooncake-deltas.jsonl": {"session_turns": "deltas"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mooncake-deltas.jsonl": {"session_turns": "deltas"},
+    "sglang-runs.jsonl": {"run": 2},
+}
 NAIVE = [
     "aiperf-2025.jsonl", "aiperf.jsonl", "azure-2024.csv", "azure.csv", "bailian.jsonl", "burstgpt-sessions.csv",
     "burstgpt.csv", "dynamo.jsonl", "guidellm-v2.json", "guidellm.json", "litellm.jsonl", "mooncake-deltas.jsonl",
     "mooncake-no-ids.jsonl", "mooncake.jsonl", "openai.jsonl", "sglang.jsonl", "vllm-bench.json",
+    "claude-stream.jsonl", "codex.jsonl", "columns.csv", "columns.jsonl", "gemini.json", "helicone.json",
+    "inference-perf.json", "langfuse.jsonl", "litellm-page.json", "litellm.csv", "otlp.jsonl", "sglang-runs.jsonl",
 ]  # fmt: skip
 """Files that naive_forms reads; those of agents have oracles of their own."""
 LEFT_OUT = {
@@ -37,7 +42,15 @@ LEFT_OUT = {
     "burstgpt-sessions.csv": {"without output tokens": 1},
     "burstgpt.csv": {"without output tokens": 1},
     "guidellm-v2.json": {"incomplete": 1},
+    "codex.jsonl": {"repeated lines": 1},
+    "columns.csv": {"without output tokens": 1},
+    "helicone.json": {"answered by a proxy cache": 1, "embeddings": 1, "failed": 1},
+    "inference-perf.json": {"failed": 1},
+    "langfuse.jsonl": {"embeddings": 1, "failed": 1},
+    "litellm-page.json": {"answered by a proxy cache": 1, "repeated lines": 1},
+    "litellm.csv": {"answered by a proxy cache": 1, "embeddings": 1, "failed": 1},
     "litellm.jsonl": {"failed": 1},
+    "otlp.jsonl": {"embeddings": 1, "failed": 1},
     "openai.jsonl": {"without output tokens": 1},
     "sglang.jsonl": {"failed": 1},
     "vllm-bench.json": {"failed": 1},
@@ -118,12 +131,14 @@ def test_sums_and_hits_are_those_of_a_naive_reader(name: str) -> None:
     in_order = [naive[row] for row in report.request_columns["row"].tolist()]
     assert summary["num_cached_tokens"] == naive_hits(in_order, 4)
     assert summary.get("left_out", {}) == trace.left_out
-    assert ("lower bound" in " ".join(summary.get("warnings", []))) >= (not trace.knows_prefixes)
+    assert ("hits are unknown" in " ".join(summary.get("warnings", []))) == (not trace.knows_prefixes)
+    assert (summary["prefix_hit_ratio"] is None) == (not trace.knows_prefixes)
 
 
 def test_every_file_is_tested() -> None:
+    others = {"README.md", "converted", "exported", "dag.jsonl"}
     of_agents = {"agentx.jsonl", "agentic-mooncake.jsonl", "agentic-mooncake-v1.jsonl", "claude-code"}
-    assert {path.name for path in HERE.iterdir() if path.name != "converted"} - {"README.md"} <= {*NAIVE, *of_agents}
+    assert {path.name for path in HERE.iterdir()} - others <= {*NAIVE, *of_agents}
 
 
 def test_times_are_those_of_the_files() -> None:
@@ -134,6 +149,13 @@ def test_times_are_those_of_the_files() -> None:
     assert ns["litellm.jsonl"] == [0, 2_500_000_000]
     assert ns["aiperf-2025.jsonl"] == [0, 10 * 10**9]
     assert ns["sglang.jsonl"] == [0, 250_000_000, 500_000_000]
+    seconds = {name: [time / 1e9 for time in times] for name, times in ns.items()}
+    assert seconds["otlp.jsonl"] == [0, 2.5, 6] and seconds["langfuse.jsonl"] == [0, 1.25]
+    assert seconds["helicone.json"] == [0, 5] and seconds["litellm-page.json"] == [0, 8]
+    assert seconds["litellm.csv"] == [0, 9] and seconds["inference-perf.json"] == [0, 1.5, 3.25]
+    assert seconds["columns.csv"] == [0, 1] and seconds["columns.jsonl"] == [0, 0.5]
+    # A turn of an agent was sent when its user or its tool had answered, or else when its usage was written.
+    assert seconds["codex.jsonl"] == [0, 8, 59] and seconds["gemini.json"] == [0, 19, 59]
 
 
 def test_turns_of_burstgpt_and_aiperf_wait_for_each_other() -> None:
@@ -168,6 +190,11 @@ def test_an_unknown_form_is_refused_with_what_is_known(
     assert all(form.name in message for form in FORMS)
     if near is not None:
         assert f"Nearest is {near}, which has {missing} as well" in message
+
+
+def test_forms_are_in_the_reference() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "reference.md").read_text()
+    assert [form.name for form in FORMS if f"`{form.name}`" not in text] == []
 
 
 def test_forms_are_listed(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,7 +285,7 @@ def test_rows_that_are_left_out_are_in_the_report(
     assert run_command("replay", HERE / "aiperf-2025.jsonl") == 0
     table = " ".join(capsys.readouterr().out.split())
     assert "left out: 1 cancelled, 1 of a warm-up" in table
-    assert "hit ratios are lower bounds" in table
+    assert "prefix hits unknown" in table and "hits are unknown: the trace does not identify prefixes" in table
 
 
 def test_a_report_without_details_says_so(tmp_path: Path) -> None:
@@ -291,6 +318,16 @@ def test_numbers_that_json_does_not_have_are_read_in_results(tmp_path: Path) -> 
         ("litellm.jsonl", "2025-01-01T10:00:02.500000+00:00", "later", 3, "startTime"),
         ("aiperf-2025.jsonl", '"value": 800', '"value": -800', 3, "metrics.input_sequence_length.value"),
         ("mooncake-no-ids.jsonl", '"input_length": 256', '"input_length": 0', 2, "input_length"),
+        ("codex.jsonl", '"input_tokens": 1050', '"input_tokens": -1', 9, "payload.info.last_token_usage.input_tokens"),
+        ("claude-stream.jsonl", '"output_tokens": 40', '"output_tokens": "x"', 5, "message.usage.output_tokens"),
+        ("otlp.jsonl", '{"intValue": "8"}', '{"stringValue": "many"}', 4, "attributes.gen_ai.usage.output_tokens"),
+        ("langfuse.jsonl", '"input": 90, "output": 12', '"input": 90.5, "output": 12', 3, "usage_details.input"),
+        ("litellm.csv", "2026-01-01 10:00:09.123", "soon", 5, "startTime"),
+        ("litellm.csv", "acompletion,300,12", "acompletion,300,", 5, "completion_tokens"),
+        ("helicone.json", '"prompt_tokens": 600', '"prompt_tokens": null', 1, "prompt_tokens"),
+        ("inference-perf.json", '"start_time": 1001.5', '"start_time": "1001.5s"', 2, "start_time"),
+        ("columns.csv", "1767261601500", "17672616015000000000000", 4, "request_ts"),
+        ("columns.jsonl", '"prompt_tokens": 70', '"prompt_tokens": true', 2, "usage.prompt_tokens"),
     ],
 )
 def test_a_malformed_row_is_named_by_line_and_field(

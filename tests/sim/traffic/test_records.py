@@ -120,7 +120,7 @@ def test_results_of_load_generators_have_times_and_lengths(
     [
         ([*DYNAMO, dynamo(1, 128, [1])], 4, "request.replay.input_sequence_hashes"),
         ([*DYNAMO, dynamo(1, 128, [1, 2**64])], 4, "request.replay.input_sequence_hashes"),
-        ([*DYNAMO, dynamo(1, 0, [])], 4, "request.replay.input_length"),
+        ([*DYNAMO, dynamo(1, -1, [])], 4, "request.replay.input_length"),
         ([*DYNAMO, {"event_type": "request_end"}], 4, "request"),
         ([*DYNAMO, {"schema": "x"}], 4, "event_type"),
         ([AIPERF[0], {"metadata": {}, "metrics": {}}], 2, "metadata"),

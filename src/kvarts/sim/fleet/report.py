@@ -187,7 +187,7 @@ class FleetReport(Report):
                     "num_output_tokens": num_output,
                     **latencies.distributions,
                     "goodput": self._goodput(latencies, duration_s),
-                    "prefix_hit_ratio": num_cached / num_input if num_input else None,
+                    "prefix_hit_ratio": self._hit_ratio(num_cached, num_input),
                 }
             )
         return found

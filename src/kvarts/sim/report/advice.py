@@ -124,7 +124,7 @@ def _transfers(summary: dict[str, Any]) -> str:
 def _lost_hits(summary: dict[str, Any], trials: Callable[[], Trials] | None) -> str | None:
     """Return advice that brings more hits, if many prompt tokens were computed that had been computed before."""
     unbounded, ratio = unbounded_hit_ratio(summary), summary["prefix_hit_ratio"]
-    if unbounded is None or unbounded - ratio < WORTHWHILE * (1 - ratio):
+    if unbounded is None or ratio is None or unbounded - ratio < WORTHWHILE * (1 - ratio):
         return None
     hits = f"{as_percent(ratio)} of prompt tokens were hits"
     config = summary["config"]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvarts.base.columns import Column, to_frame
 from kvarts.base.errors import ConfigError
-from kvarts.base.units import as_percent
+from kvarts.base.units import as_hits
 from kvarts.core.events import Blocked
 from kvarts.sim.report.advice import Trials, advice
 from kvarts.sim.report.distributions import (
@@ -159,7 +159,7 @@ class Report:
         return (
             f"<Report on {self.trace_name}: {ended}; "
             f"TTFT p50 {plus_minus(ttft['p50'], unsure.get('p50'))}, p99 {plus_minus(ttft['p99'], unsure.get('p99'))}; "
-            f"{as_percent(hits)} prefix hits; limited by {summary['limited_by']['cause'].replace('_', ' ')}>"
+            f"{as_hits(hits)} prefix hits; limited by {summary['limited_by']['cause'].replace('_', ' ')}>"
         )
 
     def _repr_html_(self) -> str:
@@ -255,9 +255,11 @@ class Report:
             "input_throughput_tokens_per_s": _ratio(input_tokens, duration_s),
             "output_throughput_tokens_per_s": _ratio(output_tokens, duration_s),
             "goodput": self._goodput(latencies, duration_s),
-            "prefix_hit_ratio": _ratio(cached_tokens, input_tokens),
+            "prefix_hit_ratio": self._hit_ratio(cached_tokens, input_tokens),
             "prefix_hit_ratio_is_lower_bound": not self._trace.tells_hits,
-            "prefix_hit_ratio_by_tier": {name: _ratio(hit, input_tokens) for name, hit in cached_by_tier.items()},
+            "prefix_hit_ratio_by_tier": {
+                name: self._hit_ratio(hit, input_tokens) for name, hit in cached_by_tier.items()
+            },
             "num_cached_tokens": cached_tokens,
             "num_cached_tokens_by_tier": cached_by_tier,
             **({"num_cached_output_tokens": own_tokens} if own_tokens else {}),
@@ -285,6 +287,10 @@ class Report:
     def _worker_ns(self, duration_s: float) -> float:
         """Return the time of all replicas together."""
         return duration_s * 1e9 * self.config.replicas
+
+    def _hit_ratio(self, num_hit: int, num_tokens: int) -> float | None:
+        """Return the share of hits; None if prefixes are unknown, and so hits are."""
+        return _ratio(num_hit, num_tokens) if self._trace.knows_prefixes else None
 
     def _uncertainty(self, distributions: Mapping[str, Distribution]) -> dict[str, Any]:
         """Return one standard deviation of each latency statistic, if known."""
@@ -500,7 +506,9 @@ class Report:
                     "num_completed": int(mine.sum()),
                     "num_steps": len(log),
                     "num_preemptions": totals.num_preemptions,
-                    "prefix_hit_ratio": _ratio(int(of_prompts(cached_of[mine], input_of[mine]).sum()), input_tokens),
+                    "prefix_hit_ratio": self._hit_ratio(
+                        int(of_prompts(cached_of[mine], input_of[mine]).sum()), input_tokens
+                    ),
                     "peak_used_pct": totals.peak_used / log.num_pages,
                     "busy_ms": totals.busy_ns / NS_PER_MS,
                 }

@@ -171,11 +171,13 @@ def _part(run: RunDirectory, overview: ShownOverview | None, most_rows: int) -> 
     pool = pages * replicas if is_count(pages) and is_count(replicas) else 0
     working_set = run.summary.working_set_pages
     requests = run.requests()
+    is_unknown = run.summary.prefix_hit_ratio is None and bool(run.summary.num_input_tokens)
     return {
         "unit": memory_unit(run.summary),
         "replicas": [_replica(number, columns_of(path), most_rows) for number, path in run.timelines()],
         "curves": _curves(run, requests),
-        "hit_rates": _hit_rates(requests),
+        "hit_rates": [] if is_unknown else _hit_rates(requests),
+        "unknown_hits": "Unknown: the trace does not identify prefixes that prompts share." if is_unknown else None,
         "evictions": None if overview is None else list(overview.evictions),
         "hits": None if overview is None else _hits(overview),
         "working_set": {"pages": working_set, "pool": pool} if working_set and pool else None,

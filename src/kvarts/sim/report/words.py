@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvarts.base.units import as_duration as duration
-from kvarts.base.units import as_memory, parse_bytes
+from kvarts.base.units import as_hits, as_memory, parse_bytes
 from kvarts.base.units import as_number as number
 from kvarts.base.units import as_percent as percent
 
@@ -81,11 +81,11 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
             f"KV {memory_unit(report)}",
             f"peak {percent(report.peak_used_pct)} used, mean {percent(report.mean_used_pct)}{evicted}",
         ),
-        ("prefix hits", f"{percent(report.prefix_hit_ratio)} of prompt tokens"),
+        ("prefix hits", _hits(report)),
     ]
     tiers = report.prefix_hit_ratio_by_tier
     if len(tiers) > 1:
-        out.append(("hits by tier", ", ".join(f"{tier} {percent(ratio)}" for tier, ratio in tiers.items())))
+        out.append(("hits by tier", ", ".join(f"{tier} {as_hits(ratio)}" for tier, ratio in tiers.items())))
     if report.transfers is not None:
         moved = (f"{way.replace('_', ' ')} {_bytes(num_bytes)}" for way, num_bytes in report.transfers.bytes.items())
         out.append(("transfers", ", ".join(moved)))
@@ -102,6 +102,14 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
     if report.advice is not None:
         out.append(("try next", f"{report.advice}."))
     return out
+
+
+def _hits(report: RunReport) -> str:
+    if report.prefix_hit_ratio is None and report.num_input_tokens:
+        from kvarts.sim.traffic.trace import NO_PREFIXES
+
+        return NO_PREFIXES.removeprefix("hits are ")
+    return f"{percent(report.prefix_hit_ratio)} of prompt tokens"
 
 
 def plus_minus(ms: float | None, unsure_ms: float | None) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from kvarts.base.limits import LATEST_NS, MOST_COUNT
 
 __all__ = [
+    "MOST_DATE_NS",
     "Count",
     "DateNs",
     "DateSeconds",
@@ -28,7 +29,8 @@ Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
 Priority = Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
 DateSeconds = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
-DateNs = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+MOST_DATE_NS = 1 << 62
+DateNs = Annotated[int, msgspec.Meta(ge=0, lt=MOST_DATE_NS)]
 SpanSeconds = Annotated[float, msgspec.Meta(ge=0, le=LATEST_NS / NS_PER_S)]
 SpanMs = Annotated[float, msgspec.Meta(ge=0, le=LATEST_NS / NS_PER_MS)]
 SpanNs = Annotated[int, msgspec.Meta(ge=0, le=LATEST_NS)]

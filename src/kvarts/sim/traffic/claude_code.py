@@ -7,14 +7,14 @@ block of its answer. It ends at its last line, and was sent at the time of the l
 
 Conversion to requests of a trace:
 
-- The length of a prompt is the sum of the three kinds of input tokens. Its contents are not recorded but inferred. Each
-  request sends the whole conversation, so a prompt at least as long as the previous prompt and its answer begins with
-  both, and one at least as long as the previous prompt begins with that. A shorter one, after a compaction, begins with
-  as many tokens of it as were read from the cache. The first prompt of a session begins with as many tokens shared by
-  all sessions with its model.
+- The length of a prompt is the sum of the three kinds of input tokens. Its contents are inferred, and so are
+  dependencies between requests: see sim/traffic/inferred.py.
 - Lines with `isSidechain` are requests of sub-agents, identified by `agentId`, or else by the line that began them. A
-  sub-agent is a separate session; so are requests of another model than most of the session. Dependencies between
-  requests are inferred from the times, see `sim/traffic/graph.py`.
+  sub-agent is a separate session; so are requests of another model than most of the session.
+- Lines of a request that come again, or after the next request began, do not move its end. An answer of fewer than 10
+  tokens without a `stop_reason` is the placeholder of a stream: its length is bounded by what the next prompt adds.
+- The output of `claude -p --output-format stream-json` has the same messages without times, with `session_id` and
+  `parent_tool_use_id`: a request is sent when the one before it is done.
 - A request whose answer calls a tool has the hint `tool` with its name; if it calls several, the last one.
 - Requests that failed or have no output tokens are left out, as are those that another file also contains, where a
   session was resumed.
@@ -23,28 +23,26 @@ Conversion to requests of a trace:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from kvarts.base.errors import InputError, parts_of
 from kvarts.base.files import reading
-from kvarts.core.hints import MOST_TOOL_CHARS, Hints
+from kvarts.core.hints import MOST_TOOL_CHARS
 from kvarts.sim.traffic.bounds import Count
-from kvarts.sim.traffic.graph import RecordedTimes, linked, with_output
-from kvarts.sim.traffic.trace import Trace, TraceRequest
-from kvarts.sim.traffic.trace_file import SKIP_HINT, TraceFile, by_arrival, date_ns, nothing_left
-from kvarts.sim.traffic.trace_request import After
+from kvarts.sim.traffic.graph import with_output
+from kvarts.sim.traffic.inferred import INFERRED, Call, bound_placeholders, inferred_requests
+from kvarts.sim.traffic.trace import Trace
+from kvarts.sim.traffic.trace_file import REPEATED, SKIP_HINT, TraceFile, by_arrival, date_ns, nothing_left
 
 __all__ = ["load_claude_code"]
 
-COMMON = 1 << 60
-"""First id of tokens that sessions share, 2**40 per model; ids of single sessions are below."""
-CHAIN_BITS = 36
-INFERRED = (
-    "the files do not identify prefixes that prompts share: these are inferred from their lengths and from cache reads"
-)
+MOST_PLACEHOLDER = 9
+"""Tokens of an answer, at most, that the beginning of a stream reports."""
+MOST_LINES = 1 << 40
+"""Times in nanoseconds that are no dates, but numbers of lines."""
+NO_TIMES = "the file has no times: a request is sent when the one before it is done"
 
 
 class _Usage(msgspec.Struct, gc=False):
@@ -70,6 +68,7 @@ class _Message(msgspec.Struct, gc=False):
     model: str | None = None
     usage: _Usage | None = None
     content: str | list[_Block] | None = None
+    stop_reason: str | msgspec.UnsetType | None = msgspec.UNSET
 
     @property
     def tool(self) -> str | None:
@@ -89,19 +88,9 @@ class _Line(msgspec.Struct, gc=False, rename="camel"):
     agent_id: str | None = None
     is_sidechain: bool = False
     is_api_error_message: bool = False
+    stream_session: str | None = msgspec.field(default=None, name="session_id")
+    parent_tool_use_id: str | None = msgspec.field(default=None, name="parent_tool_use_id")
     message: msgspec.Raw = msgspec.Raw()
-
-
-class _Call(msgspec.Struct):
-    """One request; a file has several lines for it."""
-
-    start_ns: int
-    end_ns: int
-    usage: _Usage
-    chain: tuple[str, str, str]
-    """The session, the sub-agent or "", and the model."""
-    tool: str | None = None
-    """The tool that the client runs after the answer."""
 
 
 def load_claude_code(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
@@ -114,12 +103,15 @@ def load_claude_code(path: Path | str | TraceFile, *, skip_bad_lines: bool = Fal
     if file.is_directory:
         with reading(file.path):
             files = [TraceFile(each) for each in sorted(file.path.rglob("*.jsonl"))]
-    calls: dict[str, _Call] = {}
+    calls: dict[str, Call] = {}
     left_out: Counter[str] = Counter()
     num_skipped = 0
     for each in files:
         num_skipped += _read(each, calls, left_out, skip_bad_lines=skip_bad_lines)
-    requests = with_output(by_arrival(_requests(list(calls.values())), file), left_out) if calls else []
+    found = list(calls.values())
+    has_times = all(call.end_ns > MOST_LINES for call in found)
+    warnings = bound_placeholders(found)
+    requests = with_output(by_arrival(inferred_requests(found), file), left_out) if found else []
     if not requests:
         raise nothing_left(file, left_out, num_skipped)
     return Trace(
@@ -129,15 +121,17 @@ def load_claude_code(path: Path | str | TraceFile, *, skip_bad_lines: bool = Fal
         name=file.name,
         num_skipped_lines=num_skipped,
         left_out=left_out,
-        warnings=[INFERRED],
+        warnings=[INFERRED, *([] if has_times else [NO_TIMES]), *warnings],
     )
 
 
-def _read(file: TraceFile, calls: dict[str, _Call], left_out: Counter[str], *, skip_bad_lines: bool) -> int:
+def _read(file: TraceFile, calls: dict[str, Call], left_out: Counter[str], *, skip_bad_lines: bool) -> int:
     """Add the requests of a file to `calls`, by name; return the number of lines skipped."""
     times: dict[str, int] = {}
     begun: dict[str, str] = {}  # uuid of a line -> uuid of the line that began its chain
-    of_file: dict[str, _Call] = {}
+    of_file: dict[str, Call] = {}
+    latest: dict[tuple[str, str, str], str] = {}
+    """The request of each chain that began last: lines of another one that come later are repeated."""
     repeated: set[str] = set()
     num_skipped = 0
     decoder, of_message = msgspec.json.Decoder(_Line), msgspec.json.Decoder(_Message)
@@ -145,7 +139,8 @@ def _read(file: TraceFile, calls: dict[str, _Call], left_out: Counter[str], *, s
         try:
             line, message = _decoded(decoder, of_message, data)
             time_ns = None if line.timestamp is None else date_ns(line.timestamp, "timestamp")
-            if line.uuid is not None:
+            is_repeated = line.uuid is not None and line.uuid in begun
+            if line.uuid is not None and not is_repeated:
                 begun[line.uuid] = begun.get(line.parent_uuid or "", line.uuid)
                 if time_ns is not None:
                     times[line.uuid] = time_ns
@@ -155,6 +150,8 @@ def _read(file: TraceFile, calls: dict[str, _Call], left_out: Counter[str], *, s
                 left_out["failed"] += 1
                 continue
             name = line.request_id or message.id or line.uuid
+            if line.timestamp is None and line.stream_session is not None:
+                time_ns = number
             if time_ns is None or name is None:
                 raise InputError("is missing", field="timestamp" if time_ns is None else "requestId")
         except InputError as error:
@@ -162,21 +159,35 @@ def _read(file: TraceFile, calls: dict[str, _Call], left_out: Counter[str], *, s
                 raise InputError(error.what, path=file.path, line=number, field=error.field, hint=SKIP_HINT) from error
             num_skipped += 1
             continue
+        usage, stop = message.usage, message.stop_reason
+        is_placeholder = stop is None and usage.output_tokens <= MOST_PLACEHOLDER
         if name in calls:
             repeated.add(name)
         elif name in of_file:
-            of_file[name].end_ns = max(of_file[name].end_ns, time_ns)
-            of_file[name].tool = message.tool or of_file[name].tool
-            if message.usage.output_tokens >= of_file[name].usage.output_tokens:
-                of_file[name].usage = message.usage
-        elif message.usage.num_prompt_tokens:
+            call = of_file[name]
+            if is_repeated:
+                left_out[REPEATED] += 1
+            elif latest[call.chain] == name:
+                call.end_ns = max(call.end_ns, time_ns)
+            call.tool = message.tool or call.tool
+            call.is_placeholder &= is_placeholder
+            if usage.output_tokens >= call.num_output_tokens:
+                call.num_prompt_tokens, call.num_output_tokens = usage.num_prompt_tokens, usage.output_tokens
+                call.num_read_tokens = usage.cache_read_input_tokens or 0
+        elif usage.num_prompt_tokens:
             agent = (line.agent_id or begun.get(line.uuid or "", "")) if line.is_sidechain else ""
-            of_file[name] = _Call(
+            session = line.session_id or line.stream_session or file.path.stem
+            chain = (session, agent or line.parent_tool_use_id or "", message.model or "")
+            latest[chain] = name
+            of_file[name] = Call(
                 start_ns=min(time_ns, times.get(line.parent_uuid or "", time_ns)),
                 end_ns=time_ns,
-                usage=message.usage,
-                chain=(line.session_id or file.path.stem, agent, message.model or ""),
+                num_prompt_tokens=usage.num_prompt_tokens,
+                num_output_tokens=usage.output_tokens,
+                num_read_tokens=usage.cache_read_input_tokens or 0,
+                chain=chain,
                 tool=message.tool,
+                is_placeholder=is_placeholder,
             )
         else:
             left_out["without a prompt"] += 1
@@ -205,103 +216,3 @@ def _decoded(
         raise InputError(what, field=field) from error
     except RecursionError:
         raise InputError("is nested too deeply") from None
-
-
-def _requests(calls: list[_Call]) -> list[TraceRequest]:
-    """Return the requests of all sessions, with their dependencies and the shared beginnings of their prompts."""
-    calls.sort(key=lambda call: call.start_ns)
-    chains: dict[tuple[str, str, str], list[int]] = {}
-    for row, call in enumerate(calls):
-        chains.setdefault(call.chain, []).append(row)
-    contents: dict[int, tuple[tuple[range, ...], range]] = {}
-    models: dict[tuple[str, bool], int] = {}
-    for number, ((_, agent, model), rows) in enumerate(chains.items()):
-        common = COMMON + (models.setdefault((model, bool(agent)), len(models)) << 40)
-        contents.update(zip(rows, _contents([calls[row] for row in rows], number, common), strict=True))
-    names, waits = _linked(calls, chains)
-    requests = []
-    for row, call in enumerate(calls):
-        prompt, answer = contents[row]
-        after = waits.get(row, ())
-        requests.append(
-            TraceRequest(
-                row,
-                call.start_ns,
-                prompt,
-                call.usage.num_prompt_tokens,
-                len(answer),
-                output_units=(answer,),
-                session_id=names[call.chain],
-                delay_ns=0 if after else None,
-                after=after,
-                hints=None if call.tool is None else Hints(tool=call.tool),
-            )
-        )
-    return requests
-
-
-def _linked(
-    calls: list[_Call], chains: dict[tuple[str, str, str], list[int]]
-) -> tuple[dict[tuple[str, str, str], str], dict[int, tuple[After, ...]]]:
-    """Return the name of each chain, and the dependencies of requests; a session's longest main chain is its parent."""
-    sessions: dict[str, list[tuple[str, str, str]]] = {}
-    for chain in chains:
-        sessions.setdefault(chain[0], []).append(chain)
-    names, waits = {}, {}
-    for session, of_session in sessions.items():
-        recorded = {
-            chain: [RecordedTimes(row, calls[row].start_ns, calls[row].end_ns) for row in chains[chain]]
-            for chain in of_session
-        }
-        main = max(of_session, key=lambda chain: (not chain[1], len(chains[chain])))
-        for chain in of_session:
-            names[chain] = session if chain is main else "/".join(part for part in chain if part)
-        waits.update(linked(recorded.pop(main), recorded.values()))
-    return names, waits
-
-
-def _contents(calls: list[_Call], number: int, common: int) -> Iterator[tuple[tuple[range, ...], range]]:
-    """Yield the tokens of each prompt and of its answer, for consecutive requests of one chain.
-
-    New tokens of a chain are numbered consecutively, so a growing conversation is a single range.
-    """
-    next_token = number << CHAIN_BITS
-    before: tuple[range, ...] = ()
-    num_before, num_with_answer = 0, 0
-    for place, call in enumerate(calls):
-        num_prompt = call.usage.num_prompt_tokens
-        num_read = min(call.usage.cache_read_input_tokens or 0, num_prompt)
-        shared: tuple[range, ...]
-        if not place:
-            shared = (range(common, common + num_read),) if num_read else ()
-        elif num_prompt >= num_with_answer:
-            shared = before
-        else:
-            shared = _first(before, num_before if num_prompt >= num_before else num_read)
-        num_shared = sum(map(len, shared))
-        num_new = num_prompt - num_shared
-        prompt = _joined(shared, range(next_token, next_token + num_new))
-        next_token += num_new
-        answer = range(next_token, next_token + call.usage.output_tokens)
-        next_token = answer.stop
-        before, num_before, num_with_answer = _joined(prompt, answer), num_prompt, num_prompt + len(answer)
-        yield prompt, answer
-
-
-def _first(runs: tuple[range, ...], count: int) -> tuple[range, ...]:
-    """Return the first `count` tokens of `runs`, or all if there are fewer."""
-    first = []
-    for run in runs:
-        if count <= 0:
-            break
-        first.append(run[:count])
-        count -= len(run)
-    return tuple(first)
-
-
-def _joined(runs: tuple[range, ...], more: range) -> tuple[range, ...]:
-    if not more:
-        return runs
-    if runs and runs[-1].stop == more.start:
-        return (*runs[:-1], range(runs[-1].start, more.stop))
-    return (*runs, more)

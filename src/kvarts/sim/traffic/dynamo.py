@@ -1,8 +1,4 @@
-"""Dynamo's traces: a reader for `dynamo.request.trace.v1`, and `dynamo.agentic_mooncake` in and out.
-
-Request traces are JSON lines. The reader uses `request_end` records: `request.request_received_ms`,
-`request.output_tokens`, and `request.replay` with `trace_block_size`, `input_length` and `input_sequence_hashes`, one
-hash per block that covers all blocks before it; also `agent_context.session_id` if present. Other records are ignored.
+"""Dynamo's agentic traces, `dynamo.agentic_mooncake`, in and out.
 
 In agentic traces, version 2, requests wait for requests. The first line is a header with `block_size` and
 `hash_id_scope`. A row has `request_id`, `play_id`, `session_id`, `input_length`, `output_length`, `hash_ids`,
@@ -30,97 +26,18 @@ from kvarts.base.units import to_ns
 from kvarts.core.content import UNIT_BYTES, pack_units
 from kvarts.core.hints import Hints
 from kvarts.sim.traffic.bounds import Count, Priority, SpanMs, Tokens
-from kvarts.sim.traffic.graph import NO_OUTPUT, components, with_output
+from kvarts.sim.traffic.graph import components, with_output
 from kvarts.sim.traffic.trace import Trace, TraceRequest, spell
-from kvarts.sim.traffic.trace_file import NO_ID, TraceFile, by_arrival, load_rows, nothing_left, unlike_any_other
+from kvarts.sim.traffic.trace_file import TraceFile, by_arrival, nothing_left, unlike_any_other
 from kvarts.sim.traffic.trace_request import After
 
-__all__ = ["agentic_lines", "load_agentic", "load_dynamo"]
+__all__ = ["agentic_lines", "load_agentic"]
 
 NS_PER_MS = 1_000_000
 
-Hash = Annotated[int, msgspec.Meta(ge=0)]
 SCHEMA, VERSION = "dynamo.agentic_mooncake", 2
 
 HashId = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class _Replay(msgspec.Struct, gc=False):
-    trace_block_size: Tokens
-    input_length: Tokens
-    input_sequence_hashes: list[Hash]
-
-
-class _Ended(msgspec.Struct, gc=False):
-    request_received_ms: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-    replay: _Replay
-    output_tokens: Count
-    request_id: str | None = None
-
-
-class _Agent(msgspec.Struct, gc=False):
-    session_id: str | None = None
-
-
-class _Record(msgspec.Struct, gc=False):
-    event_type: str
-    request: msgspec.Raw = msgspec.Raw()
-    agent_context: _Agent | None = None
-
-
-def load_dynamo(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
-    """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input."""
-    block_size = 0
-    decoder = msgspec.json.Decoder(_Ended)
-
-    def request(row: int, record: _Record) -> TraceRequest | str | None:
-        nonlocal block_size
-        if record.event_type != "request_end":
-            return None
-        if not bytes(record.request):
-            raise InputError("is missing", field="request")
-        try:
-            ended = decoder.decode(record.request)
-        except msgspec.ValidationError as error:
-            raise _within(error) from error
-        replay = ended.replay
-        if block_size and replay.trace_block_size != block_size:
-            raise InputError(
-                f"is {replay.trace_block_size}, and {block_size} before", field="request.replay.trace_block_size"
-            )
-        block_size = replay.trace_block_size
-        num_whole, num_rest = divmod(replay.input_length, block_size)
-        hashes = replay.input_sequence_hashes
-        if len(hashes) not in {num_whole, num_whole + bool(num_rest)}:
-            raise InputError(
-                f"{len(hashes)} hashes, and {replay.input_length} tokens have {num_whole} whole blocks of {block_size}",
-                field="request.replay.input_sequence_hashes",
-            )
-        if any(each >= 1 << 64 for each in hashes):
-            raise InputError("hashes must be below 2**64", field="request.replay.input_sequence_hashes")
-        if not ended.output_tokens:
-            return NO_OUTPUT
-        units = pack_units(hashes[:num_whole])
-        if num_rest:
-            units += np.array([NO_ID + row], np.uint64).tobytes()
-        return TraceRequest(
-            row,
-            ended.request_received_ms * NS_PER_MS,
-            units,
-            replay.input_length,
-            ended.output_tokens,
-            session_id=None if record.agent_context is None else record.agent_context.session_id,
-            request_id=ended.request_id,
-        )
-
-    trace = load_rows(TraceFile.of(path), _Record, request, skip_bad_lines=skip_bad_lines)
-    trace.unit_tokens = block_size
-    return trace
-
-
-def _within(error: msgspec.ValidationError) -> InputError:
-    what, field = parts_of(error)
-    return InputError(what, field=f"request.{field}" if field else "request")
 
 
 class _Header(msgspec.Struct, gc=False):

@@ -283,7 +283,7 @@ def trace_lines(trace: Trace) -> Iterator[bytes]:
 def mooncake_lines(trace: Trace) -> Iterator[bytes]:
     """Return one line per request.
 
-    A hash id stands for `trace.unit_tokens` tokens, which the form does not record.
+    A hash id stands for `trace.unit_tokens` tokens, which the form does not record. A trace without prefixes has none.
     """
     encoder = msgspec.json.Encoder()
     for request in trace:
@@ -291,8 +291,9 @@ def mooncake_lines(trace: Trace) -> Iterator[bytes]:
             "timestamp": _ms(request.arrival_ns),
             "input_length": request.num_prompt_tokens,
             "output_length": request.num_output_tokens,
-            "hash_ids": _ids(request.units)[: -(-request.num_prompt_tokens // trace.unit_tokens)],
         }
+        if trace.knows_prefixes:
+            row["hash_ids"] = _ids(request.units)[: -(-request.num_prompt_tokens // trace.unit_tokens)]
         if request.session_id is not None:
             row["session_id"] = request.session_id
         if request.delay_ns is not None:

@@ -185,7 +185,8 @@ class TraceInfo(msgspec.Struct, frozen=True):
 
     def to_text(self) -> str:
         """Return the table that `kvarts trace info` prints, with a line end."""
-        return "".join(f"{name:<24}{text}\n" for name, text in self._rows())
+        width = max(24, *(len(name) + 2 for name in self.values))
+        return "".join(f"{name:<{width}}{text}\n" for name, text in self._rows())
 
     def to_json(self) -> bytes:
         """Return `values` as indented JSON, with a line end."""

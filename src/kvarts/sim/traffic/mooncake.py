@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
@@ -27,7 +27,7 @@ from kvarts.sim.traffic.graph import with_output
 from kvarts.sim.traffic.mooncake_request import has_too_many_ids, request_of
 from kvarts.sim.traffic.request_columns import RequestColumns
 from kvarts.sim.traffic.trace import Trace, TraceRequest
-from kvarts.sim.traffic.trace_file import SKIP_HINT, TraceFile, nothing_left
+from kvarts.sim.traffic.trace_file import SKIP_HINT, TraceFile, no_output_length, nothing_left
 from kvarts.sim.traffic.trace_request import NS_PER_MS, After, MooncakeRow, PlainRow
 
 if TYPE_CHECKING:
@@ -56,12 +56,18 @@ class MooncakeReader:
     """
 
     def __init__(
-        self, path: Path | str | TraceFile, *, trace_block_size: int | None = None, skip_bad_lines: bool = False
+        self,
+        path: Path | str | TraceFile,
+        *,
+        trace_block_size: int | None = None,
+        skip_bad_lines: bool = False,
+        output_tokens: int | None = None,
     ) -> None:
         self.trace_block_size = BLOCK_TOKENS if trace_block_size is None else trace_block_size
         check_whole(self.trace_block_size, "trace_block_size")
         self._file = TraceFile.of(path)
         self.skip_bad_lines = skip_bad_lines
+        self._output_tokens = output_tokens
         self.num_skipped = 0
         self.num_rows = 0
         self.num_without_ids = 0
@@ -121,6 +127,10 @@ class MooncakeReader:
 
     def _request(self, line: int, row: MooncakeRow, row_number: int) -> TraceRequest | None:
         """Return the request of a row; None if it is skipped."""
+        if row.output_length is None and row.output_token_ids is None:
+            if self._output_tokens is None and not self._has_outputs():
+                raise no_output_length(self._file)
+            row.output_length = self._output_tokens
         try:
             request = request_of(row, row_number, self.trace_block_size, refuse_too_many=self._refuse_too_many)
         except InputError as error:
@@ -137,6 +147,11 @@ class MooncakeReader:
         self.has_sessions |= row.session_id is not None
         if row.wait_for is not None:
             self.waits[row_number] = row
+
+    def _has_outputs(self) -> bool:
+        """Return whether any row has an output length."""
+        rows = chain.from_iterable(_decoded(self._decoder, block) or () for block in self._blocks())
+        return any(row.output_length is not None or row.output_token_ids is not None for row in rows)
 
     def _blocks(self) -> Iterator[bytes]:
         """Iterate over blocks of whole lines.
@@ -217,19 +232,22 @@ def load_mooncake(
     trace_block_size: int | None = None,
     skip_bad_lines: bool = False,
     session_turns: Turns | None = None,
+    output_tokens: int | None = None,
 ) -> Trace:
     """Read a whole file, or a bundled one (`sample:mooncake`). Every line is checked before any is replayed.
 
     `session_turns`: `whole` if later turns of a session have their whole prompts, `deltas` if they have only the tokens
     after the previous turn and its answer. If omitted, a file is refused if later turns are shorter than earlier ones
-    and share no first id with them. Rows are stably sorted by time, and the first arrival becomes 0. Raise InputError,
-    also for a file without rows.
+    and share no first id with them. `output_tokens`: length of answers that are not recorded. Rows are stably sorted by
+    time, and the first arrival becomes 0. Raise InputError, also for a file without rows.
     """
     sample = None if isinstance(path, TraceFile) else sample_of(path)
     if sample is not None:
         trace_block_size = trace_block_size or sample.trace_block_size
     file = TraceFile.of(path)
-    reader = MooncakeReader(file, trace_block_size=trace_block_size, skip_bad_lines=skip_bad_lines)
+    reader = MooncakeReader(
+        file, trace_block_size=trace_block_size, skip_bad_lines=skip_bad_lines, output_tokens=output_tokens
+    )
     requests = reader.read()
     if not requests:
         what = "has no requests" if not reader.num_skipped else f"has no readable line in {reader.num_skipped}"

@@ -6,7 +6,8 @@
   (`start_time` in earlier versions), `first_token_time`, `last_token_time`, or the `info.timings` of version 2, in
   seconds.
 - AIPerf's `profile_export.jsonl`: `metadata.request_start_ns` (`timestamp_ns` until October 2025), and in `metrics`
-  `input_sequence_length`, `output_sequence_length`, `time_to_first_token` (`ttft`) and `request_latency`.
+  `input_sequence_length`, `output_sequence_length`, `time_to_first_token` (`ttft`) and `request_latency`; where the
+  server reported its own counts, `usage_prompt_tokens` and `usage_completion_tokens` replace those of the client.
 
 None of them records the contents of prompts. Failed and warm-up requests are left out and counted. So are cancelled
 ones, except where AIPerf records the length of the prompt (`error_isl`) and the time of cancellation
@@ -66,7 +67,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Results(msgspec.Struct):
-    """Requests of a result file, in file order, with counts and warnings. `rate`: requests sent per second."""
+    """Requests of a result file, in file order, with counts and warnings.
+
+    `rate`: requests sent per second. `concurrency`: most of them at once, if that was limited.
+    """
 
     rows: list[Result]
     left_out: Counter[str]
@@ -74,6 +78,7 @@ class Results(msgspec.Struct):
     """Requests that were cancelled, at `last_token_ns`."""
     warnings: list[str] = []
     rate: float = inf
+    concurrency: int | None = None
     num_skipped: int = 0
 
 
@@ -85,6 +90,12 @@ class _Bench(msgspec.Struct, gc=False):
     itls: list[list[DateSeconds]] | None = None
     errors: list[str | None] | None = None
     request_rate: float | str | None = None
+    max_concurrency: Count | None = None
+
+    @property
+    def rate(self) -> float:
+        rate = self.request_rate
+        return float(rate) if isinstance(rate, int | float) and rate > 0 else inf
 
 
 class _Timings(msgspec.Struct, gc=False):
@@ -143,6 +154,8 @@ class _Metrics(msgspec.Struct, gc=False):
     input_sequence_length: _Length | None = None
     output_sequence_length: _Length | None = None
     output_token_count: _Length | None = None
+    usage_prompt_tokens: _Length | None = None
+    usage_completion_tokens: _Length | None = None
     error_isl: _Length | None = None
     time_to_first_token: _Value | None = None
     ttft: _Value | None = None
@@ -171,19 +184,26 @@ class _Record(msgspec.Struct, gc=False):
     error: _Failure | str | None = None
 
 
-def load_results(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
+def load_results(path: Path | str | TraceFile, *, skip_bad_lines: bool = False, run: int | None = None) -> Trace:
     """Read a result file as traffic. Raise MissingFileError, or InputError with line and field.
 
-    Requests without start times are spaced evenly at the rate at which they were sent, with a warning.
+    Requests without start times are spaced evenly at the rate at which they were sent, with a warning, or sent by as
+    many clients as the run had at once if it had no rate.
     """
     file = TraceFile.of(path)
-    results = read_results(file, skip_bad_lines=skip_bad_lines)
+    results = read_results(file, skip_bad_lines=skip_bad_lines, run=run)
     if not results.rows and not results.cancelled:
         raise nothing_left(file, results.left_out, results.num_skipped)
     warnings = list(results.warnings)
+    concurrency = None
     if results.rows and results.rows[0].start_ns is None:
         spread = f"evenly, {results.rate:g} per second" if results.rate < inf else "all at once"
+        if results.concurrency is not None and results.rate == inf:
+            concurrency = results.concurrency
+            spread = f"as others end, {concurrency:,} at once"
         warnings.append(f"the results have no start times: requests arrive {spread}")
+    if results.concurrency is not None and concurrency is None:
+        warnings.append(f"the run had at most {results.concurrency:,} requests at once, as --concurrency has")
     longest = max((row.num_output_tokens for row in results.rows), default=1)
     rows = sorted(
         [
@@ -204,7 +224,7 @@ def load_results(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) 
         )
         for index, (row, num_output, cancel_after_ns) in enumerate(rows)
     ]
-    return Trace(
+    trace = Trace(
         by_arrival(requests, file),
         unit_tokens=UNIT_TOKENS,
         knows_prefixes=False,
@@ -213,28 +233,51 @@ def load_results(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) 
         left_out=results.left_out,
         warnings=warnings,
     )
+    trace.concurrency = concurrency
+    return trace
 
 
-def read_results(file: TraceFile, *, skip_bad_lines: bool = False) -> Results:
+def read_results(file: TraceFile, *, skip_bad_lines: bool = False, run: int | None = None) -> Results:
     """Return the requests of a result file. Raise InputError, with line and field, for malformed input.
 
-    `skip_bad_lines`: skip and count malformed lines of an AIPerf export.
+    `skip_bad_lines`: skip and count malformed lines of an AIPerf export. `run`: number of one of several runs, from 1.
     """
     results = Results([], Counter())
     names = file.first_fields[0] if file.first_fields else frozenset()
     if {"metadata", "metrics"} <= names or {"metadata", "error"} <= names:
         _read_aiperf(file, results, skip_bad_lines=skip_bad_lines)
     elif "benchmarks" in names:
-        for _, data in file.records():
-            _read_guidellm(file, _decoded(file, data, _Report), results)
+        reports = [_decoded(file, data, _Report) for _, data in file.records()]
+        several = [each for report in reports for each in report.benchmarks]
+        _check_run(file, run, [f"{len(each.requests.successful):,} requests" for each in several])
+        for number, benchmark in enumerate(several):
+            if run in (None, number + 1):
+                _read_guidellm(file, number, benchmark, results)
+        results.left_out = +results.left_out  # drops zero counts
     else:
-        for line, data in file.records():
-            _read_bench(file, line, _decoded(file, data, _Bench, line), results)
+        runs = [(line, _decoded(file, data, _Bench, line)) for line, data in file.records()]
+        _check_run(file, run, [_words(bench) for _, bench in runs], is_needed=True)
+        _read_bench(file, *runs[(run or 1) - 1], results)
     return results
 
 
+def _words(bench: _Bench) -> str:
+    rate = f"{bench.rate:g} per second" if bench.rate < inf else "no rate"
+    limit = "" if bench.max_concurrency is None else f", at most {bench.max_concurrency:,} at once"
+    return f"{len(bench.input_lens):,} requests, {rate}{limit}"
+
+
+def _check_run(file: TraceFile, run: int | None, runs: Sequence[str], *, is_needed: bool = False) -> None:
+    """Raise InputError for a run that is not there, and if one of several has to be chosen."""
+    if (run is None and not (is_needed and len(runs) > 1)) or (run is not None and run <= len(runs)):
+        return
+    listed = "; ".join(f"{number}: {words}" for number, words in enumerate(runs, 1))
+    what = f"has {len(runs):,} runs" if run is None else f"has no run {run:,}"
+    raise InputError(f"{what} ({listed})", path=file.path, field="run", hint="Give --run N, or a file of one run.")
+
+
 def _read_bench(file: TraceFile, line: int, bench: _Bench, results: Results) -> None:
-    """Add the requests of one run. A file may contain several runs, one per line."""
+    """Set the requests to those of one run."""
     count = len(bench.input_lens)
     columns: dict[str, Sequence[object] | None] = {
         name: getattr(bench, name) for name in ("output_lens", "start_times", "ttfts", "itls", "errors")
@@ -247,8 +290,7 @@ def _read_bench(file: TraceFile, line: int, bench: _Bench, results: Results) -> 
                 line=_several(file, line),
                 field=name,
             )
-    if isinstance(bench.request_rate, int | float) and bench.request_rate > 0:
-        results.rate = float(bench.request_rate)
+    results.rate, results.concurrency = bench.rate, bench.max_concurrency
     token_field = next((name for name in ("ttfts", "itls") if columns[name] is None), "start_times")
     for place, (num_prompt, num_output) in enumerate(zip(bench.input_lens, bench.output_lens, strict=True)):
         if bench.errors and bench.errors[place]:
@@ -283,33 +325,30 @@ def _several(file: TraceFile, line: int) -> int | None:
     return line if file.is_json_lines else None
 
 
-def _read_guidellm(file: TraceFile, report: _Report, results: Results) -> None:
-    for number, benchmark in enumerate(report.benchmarks):
-        requests, total = benchmark.requests, benchmark.metrics.request_totals.successful
-        place_of = f"benchmarks[{number}].requests"
-        results.left_out["failed"] += len(requests.errored or ())
-        results.left_out["incomplete"] += len(requests.incomplete or ())
-        if total and not requests.successful:
-            raise InputError(
-                f"is empty, and {total:,} requests were successful: the report was written without their details",
-                path=file.path,
-                field=f"{place_of}.successful",
-                hint="Run guidellm without a limit of samples (before 0.7 --sample-requests, from then on sample_size "
-                "of --metrics).",
-            )
-        if total is not None and total > len(requests.successful):
-            results.warnings.append(
-                f"the report has the details of {len(requests.successful):,} of {total:,} successful requests: a "
-                "sample of the traffic"
-            )
-        for place, request in enumerate(requests.successful):
-            if request.output_tokens == 0:
-                results.left_out[NO_OUTPUT] += 1
-                continue
-            results.rows.append(
-                _guidellm_result(file, request, f"{place_of}.successful[{place}]", len(results.rows) + 1)
-            )
-    results.left_out = +results.left_out  # drops zero counts
+def _read_guidellm(file: TraceFile, number: int, benchmark: _Benchmark, results: Results) -> None:
+    """Add the requests of a benchmark, the one with this number in its report."""
+    requests, total = benchmark.requests, benchmark.metrics.request_totals.successful
+    place_of = f"benchmarks[{number}].requests"
+    results.left_out["failed"] += len(requests.errored or ())
+    results.left_out["incomplete"] += len(requests.incomplete or ())
+    if total and not requests.successful:
+        raise InputError(
+            f"is empty, and {total:,} requests were successful: the report was written without their details",
+            path=file.path,
+            field=f"{place_of}.successful",
+            hint="Run guidellm without a limit of samples (before 0.7 --sample-requests, from then on sample_size "
+            "of --metrics).",
+        )
+    if total is not None and total > len(requests.successful):
+        results.warnings.append(
+            f"the report has the details of {len(requests.successful):,} of {total:,} successful requests: a "
+            "sample of the traffic"
+        )
+    for place, request in enumerate(requests.successful):
+        if request.output_tokens == 0:
+            results.left_out[NO_OUTPUT] += 1
+            continue
+        results.rows.append(_guidellm_result(file, request, f"{place_of}.successful[{place}]", len(results.rows) + 1))
 
 
 def _guidellm_result(file: TraceFile, request: _Request, place_of: str, line: int) -> Result:
@@ -395,12 +434,13 @@ def _aiperf_result(line: int, record: _Record) -> Result | str:
         return "of a warm-up"
     if metrics is None:
         return "without metrics"
-    output = metrics.output_sequence_length or metrics.output_token_count
-    for name, length in (("input", metrics.input_sequence_length), ("output", output)):
+    prompt = metrics.usage_prompt_tokens or metrics.input_sequence_length
+    output = metrics.usage_completion_tokens or metrics.output_sequence_length or metrics.output_token_count
+    for name, length in (("input", prompt), ("output", output)):
         if length is None:
             raise InputError("is missing", field=f"metrics.{name}_sequence_length")
-    assert metrics.input_sequence_length is not None and output is not None
-    num_prompt = int(metrics.input_sequence_length.value)
+    assert prompt is not None and output is not None
+    num_prompt = int(prompt.value)
     if num_prompt < 1:
         raise InputError("must be at least 1, got 0", field="metrics.input_sequence_length.value")
     if output.value < 1:

@@ -45,9 +45,21 @@ class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
         setting("Chat template of messages: a file of jinja2.", metavar="FILE",
                 default="the tokenizer's, else ChatML"),
     ] = None  # fmt: skip
+    column: Annotated[
+        str | None,
+        setting(
+            "What a table calls the fields of a request: input_tokens=prompt_tokens,time=ts:ms.",
+            metavar="FIELD=NAME,..",
+            default="names that are known",
+        ),
+    ] = None
+    run: Annotated[
+        AtLeastOne | None,
+        setting("Number of a run, from 1, in a file of several.", metavar="N", default="the only one"),
+    ] = None
     output_tokens: Annotated[
         AtLeastOne | None,
-        setting("Output tokens of requests with messages whose answer and usage are not known.", metavar="TOKENS"),
+        setting("Length of answers that the file does not record.", metavar="TOKENS", default="they are an error"),
     ] = None
     answers: Annotated[
         Literal["recorded", "implied"],
@@ -60,9 +72,10 @@ class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 READING = (
-    "trace_block_size", "skip_bad_lines", "session_turns", "tokenizer", "chat_template", "output_tokens",
+    "trace_block_size", "skip_bad_lines", "session_turns", "column", "run", "output_tokens", "tokenizer",
+    "chat_template",
 )  # fmt: skip
-"""The settings that `load_trace` takes."""
+"""The options of `load_trace`."""
 SECTION = Section(struct=TrafficSettings, title="Traffic")
 
 

@@ -18,16 +18,18 @@ from kvarts.core.content import UNIT_BYTES, Content
 from kvarts.sim.traffic.request_columns import RequestColumns
 from kvarts.sim.traffic.trace_request import TraceRequest, Units
 
-__all__ = ["Trace", "TraceRequest"]
+__all__ = ["NO_PREFIXES", "Trace", "TraceRequest"]
 
 NO_PREFIXES = (
-    "the trace does not identify prefixes that prompts share: no two of them share a page, and hit ratios are lower "
-    "bounds"
+    "hits are unknown: the trace does not identify prefixes that prompts share, so each is computed whole. Hash ids, "
+    "token ids or the messages of the requests do, see docs/guide-replay.md"
 )
 
 
-def _made_again(requests: Iterable[TraceRequest], facts: dict[str, Any]) -> Trace:
-    return Trace(requests, **facts)
+def _made_again(requests: Iterable[TraceRequest], facts: dict[str, Any], concurrency: int | None) -> Trace:
+    trace = Trace(requests, **facts)
+    trace.concurrency = concurrency
+    return trace
 
 
 class Trace:
@@ -70,6 +72,8 @@ class Trace:
         self.num_skipped_lines = num_skipped_lines
         self.left_out = dict(left_out or {})
         self.warnings = list(warnings)
+        self.concurrency: int | None = None
+        """How many requests are sent at once, one as another ends, if the recording has no times but this."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how another process makes the trace: `pickle` does not find the state of native objects."""
@@ -84,7 +88,7 @@ class Trace:
             "left_out": self.left_out,
             "warnings": self.warnings,
         }
-        return _made_again, (self._requests, facts)
+        return _made_again, (self._requests, facts, self.concurrency)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self._requests)

@@ -8,20 +8,20 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import msgspec
 
-from kvarts.base.errors import InputError, parts_of
+from kvarts.base.errors import InputError
 from kvarts.base.files import place_of, reading, where_samples_are
 from kvarts.base.limits import LATEST_NS, brief
 from kvarts.core.content import pack_units
-from kvarts.sim.traffic.trace import Trace, TraceRequest
+from kvarts.sim.traffic.trace import TraceRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK_BYTES",
     "NO_ID",
+    "REPEATED",
     "SKIP_HINT",
     "UNIT_TOKENS",
     "TraceFile",
     "by_arrival",
     "date_ns",
-    "load_rows",
+    "no_output_length",
     "nothing_left",
     "unlike_any_other",
 ]
@@ -44,15 +45,19 @@ MOST_LINE_BYTES = 1 << 24
 LINE_BYTES = 1 << 17
 """Bytes of a file that are read at a time where lines are: a session of an agent is one."""
 MOST_RECORDS = 20
-GZIP = b"\x1f\x8b"
+GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
+REPEATED = "repeated lines"
+TEXTS = ("prompt", "output_text", "messages", "input", "output")
+LFS = b"version https://git-lfs.github.com/spec/"
 UNIT_TOKENS = 512
 NO_ID = 1 << 63
 """NO_ID plus the row number is a unit that no other prompt has."""
 SKIP_HINT = "Mend the line, or pass --set skip_bad_lines=true to leave such lines out and count them."
 
-TIME = r"(?a)(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9})\d*)?(Z|[+-]\d\d:?\d\d)?"
+SUFFIXES = (".json", ".jsonl", ".csv", ".gz", ".parquet")
+"""Suffixes of the files considered in a directory."""
 
-RowT = TypeVar("RowT")
+TIME = r"(?a)(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9})\d*)?( ?Z| ?UTC|[+-]\d\d:?\d\d)?"
 
 
 class TraceFile:
@@ -98,6 +103,17 @@ class TraceFile:
         with self._reading():
             return os.path.isdir(self.place)  # noqa: PTH112
 
+    def files(self) -> list[TraceFile]:
+        """Return this file, or those of a directory that have the suffix of a trace, by name."""
+        if not self.is_directory:
+            return [self]
+        with reading(self.path):
+            return [
+                TraceFile(path)
+                for path in sorted(self.path.rglob("*"))
+                if path.name.endswith(SUFFIXES) and path.is_file()
+            ]
+
     def read(self) -> bytes:
         """Return the whole content."""
         with self._open() as file, self._unpacking():
@@ -138,6 +154,37 @@ class TraceFile:
             return not is_array
         return _fields(self.read()) is None
 
+    @property
+    def _is_one_line(self) -> bool:
+        return len(self._beginning) == 1
+
+    @cached_property
+    def is_parquet(self) -> bool:
+        """Whether the file is Parquet, by its first bytes."""
+        return next(iter(self.blocks(len(PARQUET))), b"") == PARQUET
+
+    def parquet(self) -> Any:
+        """Return a pyarrow.parquet.ParquetFile. Raise InputError, also without pyarrow."""
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError:
+            raise InputError("Parquet needs pyarrow", path=self.path, hint="pip install 'kvarts[parquet]'.") from None
+        try:
+            return pq.ParquetFile(io.BytesIO(self.read()))
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"cannot be read: {error}", path=self.path) from error
+
+    def parquet_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Iterate over the rows of a Parquet file, with numbers from 1, without those that hold texts of prompts."""
+        file = self.parquet()
+        wanted = [name for name in self.header if name not in TEXTS]
+        try:
+            batches = map(_in_microseconds, file.iter_batches(columns=wanted))
+            yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1)
+        except (OSError, ValueError) as error:  # an ArrowException is one of both
+            raise InputError(f"cannot be read: {error}", path=self.path) from error
+
     @cached_property
     def is_json(self) -> bool:
         """Whether the file is JSON, by its first character."""
@@ -148,13 +195,13 @@ class TraceFile:
 
         The number is the line in JSON lines, or the position in an array. A file with a single object yields one value.
         """
-        if self.is_json_lines:
+        if self.is_json_lines and not (self._is_one_line and _page(self._beginning[0])):
             beginning, is_whole = self._start
             for line, row in beginning if is_whole else enumerate(self._lines(), 1):
                 if row.strip() and (row[0] in b'{["' or not row.decode(errors="replace").isspace()):
                     yield line, row.rstrip(b"\n")
             return
-        data = self.read().strip()
+        data = self._elements()
         if not data.startswith(b"["):
             yield 1, data
             return
@@ -187,6 +234,11 @@ class TraceFile:
                 if not row.isspace() and row:
                     yield line, row
 
+    def _elements(self) -> bytes:
+        """Return the content of a file that is not JSON lines; of a page of a list, its `data`."""
+        data = self.read().strip()
+        return _page(data) or data
+
     def _lines(self) -> Iterable[bytes]:
         """Return the lines of the whole content; their ends are normalised."""
         data = self.read()
@@ -197,9 +249,9 @@ class TraceFile:
         """Field names of the first records that are JSON objects; empty for other kinds of files."""
         if not self.is_json:
             return []
-        if self.is_json_lines:
+        if self.is_json_lines and not (self._is_one_line and _page(self._beginning[0])):
             return [fields for _, fields in self._first_lines if fields]
-        data = self.read().strip()
+        data = self._elements()
         if not data.startswith(b"["):
             fields = _fields(data)
             return [fields] if fields else []
@@ -226,6 +278,8 @@ class TraceFile:
     @cached_property
     def header(self) -> tuple[str, ...]:
         """Column names in the first line; empty for JSON."""
+        if self.is_parquet:
+            return tuple(self.parquet().schema_arrow.names)
         if self.is_json or not self._beginning:
             return ()
         line = self._beginning[0].removeprefix(b"\xef\xbb\xbf")
@@ -253,7 +307,18 @@ class TraceFile:
                 is_plain = is_plain and len(line) < MOST_LINE_BYTES and line.isascii() and b"\r" not in line
                 if line.strip():
                     lines.append((number, line))
+        if lines and lines[0][1].startswith(LFS):
+            raise self._pointer(lines)
         return lines, is_plain
+
+    def _pointer(self, lines: Sequence[tuple[int, bytes]]) -> InputError:
+        """Return the error for a pointer of Git LFS, which stands for a file that was not downloaded."""
+        size = next((int(line[5:]) for _, line in lines if re.fullmatch(rb"size \d{1,18}", line.strip())), None)
+        return InputError(
+            "is a pointer of Git LFS, not the file itself" + ("" if size is None else f", which has {size:,} bytes"),
+            path=self.path,
+            hint="Run `git lfs pull` where it was cloned, or download the file.",
+        )
 
     def _open(self) -> BinaryIO:
         with self._reading():
@@ -331,70 +396,35 @@ def _fields(data: bytes) -> frozenset[str] | None:
     return frozenset(value) if isinstance(value, dict) else frozenset()
 
 
+def _in_microseconds(batch: Any) -> Any:
+    """Return a batch of Parquet whose times have microseconds: Python has no more."""
+    import pyarrow as pa
+
+    def kind(each: Any) -> Any:
+        return pa.timestamp("us", each.tz) if pa.types.is_timestamp(each) and each.unit == "ns" else each
+
+    schema = pa.schema([field.with_type(kind(field.type)) for field in batch.schema])
+    return batch if schema == batch.schema else pa.Table.from_batches([batch]).cast(schema, safe=False)
+
+
+def _page(data: bytes) -> bytes:
+    """Return the `data` of a page of a list, as gateways answer with it; b"" if `data` is none."""
+    if not data.startswith(b"{"):
+        return b""
+    try:
+        items = msgspec.json.decode(data, type=_Page).data
+        return bytes(items) if msgspec.json.decode(items, type=list[dict[str, msgspec.Raw]]) else b""
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return b""
+
+
+class _Page(msgspec.Struct, gc=False):
+    data: msgspec.Raw
+
+
 def _line_of(error: Exception, data: bytes) -> int | None:
     place = re.search(r"\(byte (\d+)\)", str(error))
     return None if place is None else data.count(b"\n", 0, int(place[1])) + 1
-
-
-def load_rows(
-    files: TraceFile | Sequence[TraceFile],
-    kind: type[RowT],
-    request_of: Callable[[int, RowT], TraceRequest | str | None],
-    *,
-    unit_tokens: int = UNIT_TOKENS,
-    skip_bad_lines: bool,
-    knows_prefixes: bool = True,
-) -> Trace:
-    """Read the JSON records of one or several files, decoded as `kind`; the first arrival becomes 0.
-
-    `request_of` returns a request; a reason to leave a record out, which is counted; or None for an unrelated record.
-    Raise InputError, with line and field, for malformed input, unless `skip_bad_lines`, which skips and counts it.
-    """
-    requests: list[TraceRequest] = []
-    left_out: Counter[str] = Counter()
-    num_skipped = 0
-    decoder = msgspec.json.Decoder(kind)
-    files = [files] if isinstance(files, TraceFile) else files
-    for file in files:
-        for line, row in file.records():
-            try:
-                request = _decoded(decoder, row, request_of, len(requests))
-            except InputError as error:
-                if not skip_bad_lines:
-                    raise InputError(
-                        error.what, path=file.path, line=line, field=error.field, hint=error.hint or SKIP_HINT
-                    ) from error
-                num_skipped += 1
-                continue
-            if isinstance(request, str):
-                left_out[request] += 1
-            elif request is not None:
-                requests.append(request)
-    if not requests:
-        raise nothing_left(files[0], left_out, num_skipped)
-    return Trace(
-        by_arrival(requests, files[0]),
-        unit_tokens=unit_tokens,
-        knows_prefixes=knows_prefixes,
-        name=files[0].name,
-        num_skipped_lines=num_skipped,
-        left_out=left_out,
-    )
-
-
-def _decoded(
-    decoder: msgspec.json.Decoder[RowT],
-    row: bytes,
-    request_of: Callable[[int, RowT], TraceRequest | str | None],
-    index: int,
-) -> TraceRequest | str | None:
-    try:
-        return request_of(index, decoder.decode(row))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        what, field = parts_of(error)
-        raise InputError(what, field=field) from error
-    except RecursionError:
-        raise InputError("is nested too deeply") from None
 
 
 def nothing_left(
@@ -409,6 +439,16 @@ def nothing_left(
         f"has no requests{why}",
         path=file.path,
         hint="A trace has one request per line or row.",
+    )
+
+
+def no_output_length(file: TraceFile) -> InputError:
+    """Return the error for a file in which no row has an output length."""
+    return InputError(
+        "has no output length in any row",
+        path=file.path,
+        field="output_tokens",
+        hint="Give --output-tokens N for all of them, or the column that has it: --column output_tokens=NAME.",
     )
 
 
@@ -431,7 +471,7 @@ def date_ns(text: str, field: str) -> int:
         if match is None:
             raise ValueError
         whole, fraction, offset = match.groups()
-        time = datetime.fromisoformat(whole + (offset or "+00:00").replace("Z", "+00:00"))
+        time = datetime.fromisoformat(whole + (offset if offset and offset[0] in "+-" else "+00:00"))
     except (ValueError, OverflowError):
         raise InputError(f"{brief(text)} is not a time such as 2024-05-10 00:00:00.01+00:00", field=field) from None
     return int(time.timestamp()) * 1_000_000_000 + int((fraction or "").ljust(9, "0"))

@@ -138,7 +138,8 @@
     };
     overTime("Prefix hits of requests admitted", part.hit_rates, "hit", {
       colour: "green", say: percent, axis: "of prompt tokens", range: [0, 1.02], ticks: shares,
-    }, part.hit_rates.length ? "No prompt token was a hit." : "Not recorded: the run has no list of requests.");
+    }, part.hit_rates.length ? "No prompt token was a hit."
+      : part.unknown_hits || "Not recorded: the run has no list of requests.");
     overTime(`KV ${unit} evicted`, part.evictions, "evicted", { colour: "red", say: count, axis: unit, ticks: {} },
       part.evictions ? "Nothing was evicted: everything fits." : part.no_journal);
 
