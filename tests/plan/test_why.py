@@ -1,4 +1,4 @@
-"""`why` names what costs hits: 24 public issues on hit ratios, by their numbers, each as a small input of our own."""
+"""`why` names what costs hits: 25 public issues on hit ratios, by their numbers, each as a small input of our own."""
 
 from __future__ import annotations
 
@@ -150,6 +150,9 @@ ISSUES: list[tuple[str, str, list[Row], dict[str, Any], str]] = [
          {"type": "text", "text": RULES_TEXT}], "messages": turns(QUESTION, system=None)}
       for nonce in ("36ee5", "0aaa9", "fa690")],
      {}, "messages[0] (system), line 1"),
+    ("waybarrios/vllm-mlx#277", "volatile",
+     two_turns(*(f"header: version=2.1.100.{suffix}; cch={nonce};\n{RULES_TEXT}"
+                 for suffix, nonce in (("7b4", "eb6c6"), ("7c1", "defa0")))), {}, "messages[0] (system), line 1"),
     ("vllm-project/vllm#16016", "salt",
      [body(turns(QUESTION), cache_salt=f"salt-{number}") for number in range(3)], {}, "cache_salt: 'salt-1'"),
     ("redpanda-data/ai-sdk-go#157", "tool order",

@@ -15,6 +15,7 @@ from kvarts.cli.process import Progress, tell_whole_pages
 from kvarts.cli.replaying import all_sections
 from kvarts.plan.commands import CommandLines, command_line, listed_tiers
 from kvarts.sim.report.advice import as_size
+from kvarts.sim.traffic.settings import OF_TEXTS
 
 if TYPE_CHECKING:
     from kvarts.base.settings import Given
@@ -228,9 +229,11 @@ class PlanOptions(CommandLines):
                 **changes,
                 "trace_block_size": self._traffic.unit_tokens,
                 **({"session_turns": "whole"} if "session_turns" in self._given else {}),  # as the copies are
+                **dict.fromkeys(OF_TEXTS),
             },
         )
         scale = ["kvarts", "trace", "scale", str(self._call.trace), "--copies", str(copies), "-o", "users.jsonl"]
+        scale += [word for key in OF_TEXTS if key in self._given for word in ("--set", f"{key}={self._given[key]}")]
         return f"{shlex.join(scale)} && {again}"
 
     def _token_bytes(self) -> int | None:

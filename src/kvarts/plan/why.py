@@ -54,7 +54,7 @@ _VOLATILE = re.compile(
     r"|\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b|\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\b"
     r"|\b(?:January|February|March|April|May|June|July|August|September|October|November|December)\b"
     r"|\b(?:Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\b"
-    r"|\b[0-9a-fA-F]{5,}\b|\b(?=\w*\d)\w{8,}\b|\d+"
+    r"|\b[0-9a-fA-F]{5,}\b|\b(?=\w*\d)\w+\b|\d+"
 )
 """Times, dates, ids, nonces and counters."""
 _INLINE = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
@@ -302,7 +302,10 @@ def _undo_tools(ref: Chat, row: Chat) -> Pair | None:
 
 def _undo_volatile(ref: Chat, row: Chat) -> Pair | None:
     def of(values: Any) -> Any:
-        return values and msgspec.json.decode(_VOLATILE.sub("0", encode(values).decode()))
+        try:
+            return values and msgspec.json.decode(_VOLATILE.sub("0", encode(values).decode()))
+        except msgspec.DecodeError:  # a number such as 1E+5
+            return values
 
     def blank(chat: Chat) -> Chat:
         made = replaced(_contents(chat, lambda text: _VOLATILE.sub("#", text)), tools=of(chat.tools))

@@ -266,12 +266,33 @@ def test_some_rows_without_a_time_are_refused(tmp_path: Path) -> None:
     assert "no row has a time" in " ".join(loaded(tmp_path, lines(row)).warnings)
 
 
+def test_other_shapes_of_prompts_and_answers(tmp_path: Path) -> None:
+    """Messages as text of JSON, a prompt and a completion as messages, items of Responses that have no role."""
+    asked, answered = [said("user", "Hello")], [said("assistant", "Hi there.")]
+    call = {"type": "web_search_call", "id": "w", "status": "completed"}
+    rows: list[Row] = [
+        {"messages": json.dumps(asked), "response": "Hi there."},
+        {"prompt": asked, "completion": answered},
+        {"model": "m", "input": [call, *asked], "output": [{"type": "reasoning", "summary": []}, *answered]},
+    ]
+    requests = loaded(tmp_path, lines(*rows)).requests
+    assert requests is not None
+    plain = len(naive_prompt([("user", "Hello")]))
+    text = json.dumps(call, separators=(",", ":"))
+    lengths = [request.num_prompt_tokens for request in requests]
+    assert lengths == [plain, plain, len(naive_prompt([("assistant", text), ("user", "Hello")]))]
+    assert [request.num_output_tokens for request in requests] == [3, 3, 3]
+
+
 def test_rows_that_are_not_requests_are_left_out_and_counted(tmp_path: Path) -> None:
     good = {"messages": [said("user", "Hello")], "response": "Hi."}
     silent = {"messages": [said("user", "x")], "usage": {"completion_tokens": 0}}
-    rows: list[Row] = [good, {**good, "error": {"code": 500}}, {"messages": []}, silent]
+    stored = {"model": "m", "input": "Go on.", "previous_response_id": "resp_1"}
+    rows: list[Row] = [good, {**good, "error": {"code": 500}}, {"messages": []}, silent, stored]
     trace = loaded(tmp_path, lines(*rows))
-    assert trace.left_out == {"failed": 1, "without messages": 1, "without output tokens": 1}
+    assert trace.left_out == {
+        "failed": 1, "without messages": 1, "without output tokens": 1, "continuing what the server stores": 1
+    }  # fmt: skip
 
 
 def test_times_may_be_of_any_unit_and_dates(tmp_path: Path) -> None:

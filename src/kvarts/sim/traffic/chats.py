@@ -27,7 +27,7 @@ from kvarts.sim.traffic.trace_file import date_ns
 
 __all__ = ["FAILED", "NO_MESSAGES", "chats_of"]
 
-FAILED, NO_MESSAGES = "failed", "without messages"
+FAILED, NO_MESSAGES, STORED = "failed", "without messages", "continuing what the server stores"
 BODY = ("body", "request_body", "requestBody", "request", "payload", "params")
 RESPONSE = ("response_body", "responseBody", "response", "completion")
 CONVERSATION = ("conversations", "conversation")
@@ -54,6 +54,7 @@ _DATA = re.compile(r"data:[\w.+/;=-]*?;base64,")
 _HEAD_CHARS = 1 << 16
 """Characters of an image's data that are decoded for its size."""
 Row = Mapping[str, Any]
+encode = msgspec.json.encode
 
 
 def chats_of(row: Any, file: str, line: int, answers: Mapping[str, Any]) -> Iterator[Chat | str]:
@@ -122,11 +123,14 @@ def _of_body(row: Row, body: Row, response: Any, file: str, line: int) -> Iterat
         file=file,
         line=line,
     )
+    if body.get("previous_response_id") or isinstance(body.get("conversation"), str):
+        yield STORED
+        return
     name = next(name for name in MESSAGES if body.get(name))
     if name == "prompt" and not _is_list_of_messages(body[name]):
         yield from _completions(chat, body[name], response)
         return
-    given = body[name]
+    given = _decoded(body[name])
     if isinstance(given, str) and name in ("input", "prompt"):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
@@ -201,6 +205,9 @@ def _message(message: Any, where: str, family: str) -> Iterator[dict[str, Any]]:
         result = _text(message.get("output"), f"{where}.output", family)
         yield {"role": "tool", "tool_call_id": message.get("call_id"), "content": result}
         return
+    if isinstance(kind, str) and kind != "reasoning" and not {"role", "from"} & message.keys():
+        yield {"role": "assistant", "content": _clean(encode(message).decode())}  # such as a call of a server's tool
+        return
     if kind == "reasoning" and "role" not in message:
         if text := _text(message.get("summary") or message.get("content"), where, family):
             yield {"role": "assistant", "content": "", "reasoning_content": text}
@@ -274,7 +281,7 @@ def _text(content: Any, where: str, family: str) -> str:
         elif kind in IMAGES or kind in AUDIO:
             texts.append(_mark(part, kind, family))
         else:
-            texts.append(_clean(msgspec.json.encode(part).decode()))
+            texts.append(_clean(encode(part).decode()))
     return "".join(texts)
 
 
@@ -288,7 +295,7 @@ def _mark(part: Row, kind: str, family: str) -> str:
     detail = str(part.get("detail") or "auto")
     if isinstance(source, dict):
         detail = str(source.get("detail") or detail)
-        source = source.get("url") or source.get("data") or msgspec.json.encode(source).decode()
+        source = source.get("url") or source.get("data") or encode(source).decode()
     text = str(source)
     base64 = _DATA.sub("", text, count=1)
     if kind in AUDIO:
@@ -336,14 +343,14 @@ def _answer(response: Any) -> dict[str, Any] | None:
     """Return the message of a response of any API; None if it has no text."""
     if isinstance(response, str):
         return {"role": "assistant", "content": _clean(response)} if response else None
-    if not isinstance(response, dict):
+    if not isinstance(response, dict | list):
         return None
-    items: Any = response.get("choices") or response.get("output")
+    items: Any = response if isinstance(response, list) else response.get("choices") or response.get("output")
     if isinstance(items, list) and items and isinstance(first := items[0], dict):
         if "text" in first and "message" not in first:
             return {"role": "assistant", "content": _clean(str(first["text"]))}
         items = [first["message"]] if "message" in first else items
-    elif "content" in response:
+    elif isinstance(response, dict) and "content" in response:
         items = [{**response, "role": "assistant"}]
     else:
         return None
@@ -367,8 +374,8 @@ def _is_list_of_messages(value: Any) -> bool:
 
 
 def _decoded(value: Any) -> Any:
-    """Return a body that a log has as text of JSON as its object; another value as it is."""
-    if isinstance(value, str) and value[:1] == "{":
+    """Return a body or messages that a log has as text of JSON as their value; another value as it is."""
+    if isinstance(value, str) and value[:2] in ('{"', "[{"):
         try:
             return msgspec.json.decode(value)
         except (msgspec.DecodeError, RecursionError):

@@ -26,6 +26,8 @@ KNOWN_OUTPUT, FIRST_OUTPUT = 1 << 61, 1 << 62
 """First ids of answers: with token ids from the file, and without. Ids of prompts are far below both."""
 
 
+SLAB = 1024
+"""Requests whose ids are counted at once."""
 NOTHING: tuple[tuple[range, ...], int] = ((), 0)
 
 
@@ -153,12 +155,14 @@ def _answered(request: TraceRequest, following: TraceRequest, unit_tokens: int, 
 
 def _shared_ids(requests: Sequence[TraceRequest]) -> set[int]:
     """Return the last ids of prompts that occur more than once in the trace."""
-    lasts = np.array([_last_id(request) for request in requests], np.uint64)
-    ids = [request.units for request in requests if isinstance(request.units, bytes)]
-    every = np.frombuffer(b"".join(ids), np.uint64)
-    names, counts = np.unique(every, return_counts=True)
-    several: set[int] = set(names[counts > 1].tolist())
-    return several & set(lasts.tolist())
+    lasts = np.unique(np.array([_last_id(request) for request in requests], np.uint64))
+    counts = np.zeros(len(lasts), np.int64)
+    for start in range(0, len(requests), SLAB):
+        slab = (request.units for request in requests[start : start + SLAB])
+        every = np.frombuffer(b"".join(units for units in slab if isinstance(units, bytes)), np.uint64)
+        places = np.minimum(np.searchsorted(lasts, every), len(lasts) - 1)
+        counts += np.bincount(places[lasts[places] == every], minlength=len(lasts))
+    return set(lasts[counts > 1].tolist())
 
 
 def _last_id(request: TraceRequest) -> int:

@@ -88,7 +88,7 @@ def load_messages(
         left_out=left_out,
         warnings=[*rows.notes(), f"prefixes are by blocks of {prompts.block_tokens} tokens: {prompts.described}"],
     )
-    return with_implied_answers(trace)
+    return with_implied_answers(trace) if any(request.answered_units is None for request in requests) else trace
 
 
 def _placed(error: InputError, chat: Chat | InputError, file: TraceFile) -> InputError:
@@ -219,8 +219,9 @@ class _Rows:
         if unknown and output_tokens is None:
             self._num_guessed, output_tokens = unknown, median_low(known)
         self._guess = output_tokens or 0
-        found = []
-        for request in self.requests:
+        found, requests = [], self.requests
+        self.requests = []  # one copy at a time
+        for request in requests:
             if not request.num_output_tokens:
                 left_out[NO_OUTPUT] += 1
                 continue

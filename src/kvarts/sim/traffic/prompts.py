@@ -31,7 +31,7 @@ __all__ = ["BLOCK_TOKENS", "WORDS", "Chat", "Ids", "Prompts", "reasoning_of"]
 
 BLOCK_TOKENS = 16
 WORDS = "words"
-KEPT_BYTES = 48 << 20
+KEPT_BYTES = 32 << 20
 """Texts and ids of known beginnings that are kept while prompts are read; then they are forgotten and found again."""
 
 _TOKEN = (

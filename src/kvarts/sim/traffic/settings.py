@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvarts.sim.traffic.trace import Trace
 
-__all__ = ["READING", "SECTION", "TrafficSettings", "load_given", "reading_of"]
+__all__ = ["OF_TEXTS", "READING", "SECTION", "TrafficSettings", "load_given", "reading_of"]
 
 
 class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,10 +71,9 @@ class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
     workload: Annotated[Any, setting("Table of a Workload: traffic made from a seed.", flag=None)] = None
 
 
-READING = (
-    "trace_block_size", "skip_bad_lines", "session_turns", "column", "run", "output_tokens", "tokenizer",
-    "chat_template",
-)  # fmt: skip
+OF_TEXTS = ("tokenizer", "chat_template", "output_tokens")
+"""The settings of messages."""
+READING = ("trace_block_size", "skip_bad_lines", "session_turns", "column", "run", *OF_TEXTS)
 """The options of `load_trace`."""
 SECTION = Section(struct=TrafficSettings, title="Traffic")
 
