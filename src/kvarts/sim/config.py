@@ -504,9 +504,12 @@ class ReplayConfig(
 
         assert self.kv_groups != "off"
         mode = self.mamba_cache_mode
-        interval = self.retention_interval
         return GroupMemory(
-            with_states(self.groups, mode), self.kv_groups, aligns=mode == "align", retention_interval=interval
+            with_states(self.groups, mode),
+            self.kv_groups,
+            aligns=mode == "align",
+            retention_interval=self.retention_interval,
+            renames_states=self.engine != "vllm==0.33",
         )
 
     @property
