@@ -162,9 +162,7 @@ retaining = (
     retaining,
     st.sampled_from(["0", "0", "1", "2", "5"]),
 )
-def test_parts_at_an_interval_are_as_in_the_naive_engine(
-    case: Case, groups: tuple[PartGroup, ...], keeps: str
-) -> None:
+def test_parts_at_an_interval_are_as_in_the_naive_engine(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
     """L1, L4, L5, L7, L8, where windows and states retain few parts."""
     case.profile = "default"
     case.num_pages = max(1, case.num_pages * 2 // 3)

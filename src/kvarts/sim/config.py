@@ -110,6 +110,8 @@ def with_engine(given: Given, *structs: type) -> Given:
     engine = engine_of(given["engine"])
     if engine is None:
         return given
+    if given["engine"] in VERSIONS and not ("model" in given and "device" in given):
+        raise given.error("engine", "needs one model and a device", hint="Give --model NAME --device NAME.")
     facts = {name: value for name, value in msgspec.to_builtins(engine).items() if value is not None}
     if "model" not in given and "device" not in given:
         del facts["memory_fraction"]  # only a device has it
@@ -452,6 +454,14 @@ class ReplayConfig(
                 "needs {kv_groups} all, and for states {mamba_cache_mode} align",
                 "prefix_cache_retention_interval",
                 hint="Leave it out.",
+            )
+        if self.retention_interval is not None and (
+            self.offload is not None or self.sessions is not None or any(group.layer.sink for group in self.groups)
+        ):
+            raise SettingError(
+                "does not go with tiers, sessions or sinks",
+                "prefix_cache_retention_interval",
+                hint="Give {prefix_cache_retention_interval} none, or leave them out.",
             )
         if self.kv_groups == "off":
             if self.groups:

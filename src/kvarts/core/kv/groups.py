@@ -92,7 +92,8 @@ class GroupMemory(msgspec.Struct, frozen=True):
     only for the last page of each chunk. `retention_interval`: vLLM's, in tokens, a multiple of the page size: windows
     and states retain parts only where prompts end or part, and each so many tokens (kvarts.core.kv.retention); None:
     all. `renames_states`: a step that begins at the last page end of a prompt names the state there again, as vLLM 0.32
-    does and 0.33 does not, so that no other request begins after it in this step. Raises ConfigError if no group keeps tokens, and for a divisor that leaves no whole blocks.
+    does and 0.33 does not, so that no other request begins after it in this step. Raises ConfigError if no group keeps
+    tokens, and for a divisor that leaves no whole blocks.
     """
 
     groups: tuple[PartGroup, ...]
