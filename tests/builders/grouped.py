@@ -193,5 +193,4 @@ def assert_grouped_as_in_naive(case: Case, groups: tuple[PartGroup, ...], keeps:
         for group, _ in naive.groups.evicted:
             evicted[group] += 1
     assert [group["num_evicted_parts"] for group in report.summary["kv_groups"]] == evicted
-    if not keeps.isdecimal():
-        assert_same_outcome(report, replay(case.trace(), case.config(**of_groups, audit=True)))
+    assert_same_outcome(report, replay(case.trace(), case.config(**of_groups, audit=True)))

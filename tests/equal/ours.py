@@ -78,14 +78,21 @@ class Recorder:
         return [(group or 0, keys[page].hex()) for page in range(start, end)]
 
 
-def memory_of(groups: list[tuple[str, int | None]], retention: int | None = None) -> GroupMemory | None:
-    """Return the KV groups of a model; None for one group that keeps everything."""
+def memory_of(
+    groups: list[tuple[str, int | None]], retention: int | None = None, version: str = "0.32"
+) -> GroupMemory | None:
+    """Return the KV groups of a model; None for one group that keeps everything. `version`: of vLLM."""
     if groups == [FULL]:
         return None
     kinds = [("state", STATE_SPAN) if kind in ("states", "aligned") else (kind, span) for kind, span in groups]
     layers = [KvLayer(kind=kind, num_heads=1, head_numbers=32, span=span) for kind, span in kinds]  # type: ignore[arg-type]
     parts = tuple(PartGroup(layer, part_bytes=1) for layer in layers)
-    return GroupMemory(parts, keeps="all", aligns=("aligned", None) in groups, retention_interval=retention)
+    return GroupMemory(
+        parts,
+        aligns=("aligned", None) in groups,
+        retention_interval=retention,
+        renames_states=version == "0.32",
+    )
 
 
 def kvarts_steps(workload: Workload) -> Iterator[Step]:
@@ -105,7 +112,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         long_prefill_token_threshold=workload.long_prefill_token_threshold,
         watermark=workload.watermark,
     )
-    memory = memory_of(workload.groups, workload.retention)
+    memory = memory_of(workload.groups, workload.retention, workload.version)
     if workload.started is not None:
         config, memory = workload.started, workload.started.memory
     tiers: Any = None if workload.load_kv is None else Below(workload)

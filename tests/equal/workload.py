@@ -101,6 +101,8 @@ class Workload(msgspec.Struct):
     """Steps between two reports of the ranks to the front end."""
     is_open: bool = False
     """Whether further requests may be appended."""
+    version: str = "0.32"
+    """Of vLLM, whose rules apply."""
     started: Any = None
     """The ReplayConfig of a start of vLLM, which decides the blocks, the groups and the budgets."""
     with_events: bool = True
@@ -151,7 +153,7 @@ class Step(msgspec.Struct):
     """Whether vLLM's scheduler fails in this step, as it takes more blocks than it counted and than are free."""
 
 
-def draw_workload(row: str, seed: int) -> Workload:
+def draw_workload(row: str, seed: int, version: str = "0.32") -> Workload:
     """Return a random workload of a row of the table: shared prefixes, small pools, requests that go on from others."""
     draw = random.Random(f"{row} {seed}")
     page_size = draw.choice([4, 8, 16])
@@ -182,6 +184,7 @@ def draw_workload(row: str, seed: int) -> Workload:
         max_num_seqs=max_num_seqs,
         asks=asks,
     )
+    workload.version = version
     if (row.startswith("async") and row not in LOAD_ROWS) or row.endswith(":async"):
         workload.is_async = True
     if row in ("async-stop", "async-groups", "async-aborts"):
@@ -357,8 +360,9 @@ SHIPPED = {"gpt-oss-20b": 1, "gemma-3-27b": 1, "llama-4-scout": 8, "qwen3.5-27b"
 """Models, and the devices that they are split over."""
 SHIPPED_ROWS = {
     f"shipped:{model}:{version}": f"{model} as vLLM {version} starts it on an H100"
-    for version in ("0.32",)
+    for version in ("0.32", "0.33")
     for model in SHIPPED
+    if (model, version) != ("qwen3.5-27b", "0.33")
 }
 RETENTION_ROWS = {
     f"retention:{interval}:{kinds}{suffix}": f"retention {interval}, {kinds.replace('-', ' and ')} next to a full "

@@ -229,7 +229,8 @@ class NaiveGroupEngine(NaiveEngine):
     def can_settle(self, joined: set[int]) -> bool:
         """Whether turns make no difference in the next step.
 
-        All pages that decodes begin in it are free already, or empty if released ones may become empty, and no chunk, nor any who only now begins to decode, has
+        All pages that decodes begin in it are free already, or empty if released ones may become empty, and no chunk,
+        nor any who only now begins to decode, has
         its turn before a decode.
         """
         decodes = [r.seq in self.decoding for r in self.running]

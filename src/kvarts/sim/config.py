@@ -110,6 +110,8 @@ def with_engine(given: Given, *structs: type) -> Given:
     engine = engine_of(given["engine"])
     if engine is None:
         return given
+    if given["engine"] in VERSIONS and not ("model" in given and "device" in given):
+        raise given.error("engine", "needs one model and a device", hint="Give --model NAME --device NAME.")
     facts = {name: value for name, value in msgspec.to_builtins(engine).items() if value is not None}
     if "model" not in given and "device" not in given:
         del facts["memory_fraction"]  # only a device has it
@@ -457,6 +459,14 @@ class ReplayConfig(
                 "prefix_cache_retention_interval",
                 hint="Leave it out.",
             )
+        if self.retention_interval is not None and (
+            self.offload is not None or self.sessions is not None or any(group.layer.sink for group in self.groups)
+        ):
+            raise SettingError(
+                "does not go with tiers, sessions or sinks",
+                "prefix_cache_retention_interval",
+                hint="Give {prefix_cache_retention_interval} none, or leave them out.",
+            )
         if self.kv_groups == "off":
             if self.groups:
                 raise SettingError("are given, and {kv_groups} is off", "groups")
@@ -508,9 +518,12 @@ class ReplayConfig(
 
         assert self.kv_groups != "off"
         mode = self.mamba_cache_mode
-        interval = self.retention_interval
         return GroupMemory(
-            with_states(self.groups, mode), self.kv_groups, aligns=mode == "align", retention_interval=interval
+            with_states(self.groups, mode),
+            self.kv_groups,
+            aligns=mode == "align",
+            retention_interval=self.retention_interval,
+            renames_states=self.engine != "vllm==0.33",
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VERSIONS", "VllmStart", "start_facts"]
 
-VERSIONS = {"vllm==0.32": "0.32", "vllm==0.33": "0.33"}
+VERSIONS: dict[str, Literal["0.32", "0.33"]] = {"vllm==0.32": "0.32", "vllm==0.33": "0.33"}
 """Engines that start as a version of vLLM does."""
 LAYERS = {"mla": "latent", "window_mla": "window"}
 """Kinds of layers by the kinds of their specs, where the names differ."""

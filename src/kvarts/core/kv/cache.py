@@ -612,14 +612,15 @@ class States:
     """States of sequences, where no group keeps them by page: sequences begin and chunks of prompts end anywhere.
 
     `aligns`: states are kept only where chunks end, so chunks of prompts end at pages. `defers`: `begin_step` must be
-    called, as no request can begin after a state that the same step computes.
+    called, as no request can begin after a state that the same step computes. `renames`: as of GroupMemory.
     """
 
-    __slots__ = ("aligns", "defers")
+    __slots__ = ("aligns", "defers", "renames")
 
-    def __init__(self, *, aligns: bool = False, defers: bool = False) -> None:
+    def __init__(self, *, aligns: bool = False, defers: bool = False, renames: bool = True) -> None:
         self.aligns = aligns
         self.defers = defers
+        self.renames = renames
 
     def begin_step(self) -> None:
         """Begin a step: no state is computed in it yet."""

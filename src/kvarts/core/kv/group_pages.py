@@ -167,7 +167,9 @@ class GroupPages(Cache):
         self.match = self.parts.match
         self.needs = PartNeeds(self)
         self.incoming = IncomingParts(self)
-        self.states = StatesByPage(self.parts, aligns=memory.aligns, defers=memory.has_states_by_page)
+        self.states = StatesByPage(
+            self.parts, aligns=memory.aligns, defers=memory.has_states_by_page, renames=memory.renames_states
+        )
         self._num_given = 0
         """Total of blocks returned by `give` since the beginning."""
         self.keeps_time = self.parts.note_request is not None
@@ -763,8 +765,8 @@ class StatesByPage(States):
 
     __slots__ = ("_parts",)
 
-    def __init__(self, parts: RunCache, *, aligns: bool, defers: bool) -> None:
-        super().__init__(aligns=aligns, defers=defers)
+    def __init__(self, parts: RunCache, *, aligns: bool, defers: bool, renames: bool) -> None:
+        super().__init__(aligns=aligns, defers=defers, renames=renames)
         self._parts = parts
 
     def begin_step(self) -> None:

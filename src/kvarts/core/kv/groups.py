@@ -91,7 +91,9 @@ class GroupMemory(msgspec.Struct, frozen=True):
     with all its parts has `page_bytes`; states that are not kept by page are not part of it. `aligns`: states are kept
     only for the last page of each chunk. `retention_interval`: vLLM's, in tokens, a multiple of the page size: windows
     and states retain parts only where prompts end or part, and each so many tokens (kvarts.core.kv.retention); None:
-    all. Raises ConfigError if no group keeps tokens, and for a divisor that leaves no whole blocks.
+    all. `renames_states`: a step that begins at the last page end of a prompt names the state there again, as vLLM 0.32
+    does and 0.33 does not, so that no other request begins after it in this step. Raises ConfigError if no group keeps
+    tokens, and for a divisor that leaves no whole blocks.
     """
 
     groups: tuple[PartGroup, ...]
@@ -99,6 +101,7 @@ class GroupMemory(msgspec.Struct, frozen=True):
     divisor: int = 1
     aligns: bool = False
     retention_interval: int | None = None
+    renames_states: bool = True
 
     def __post_init__(self) -> None:
         if not any(group.layer.keeps_tokens for group in self.groups):

@@ -48,10 +48,12 @@ class AlignedChunks:
     def note_state(self, cache: Cache, request: Request, start: int, end: int, num_in_flight: int) -> None:
         """Note that a step computes from `start` on, if that is just after the last page end of a prompt.
 
-        `end`: the tokens that are known. vLLM counts the state there as computed by this step, as long as the request
-        still has it, so that an equal prompt begins after it in a later step.
+        `end`: the tokens that are known. vLLM 0.32 counts the state there as computed by this step, as long as the
+        request still has it, so that an equal prompt begins after it in a later step.
         """
         page = (request.num_prompt_tokens - 1) // self._page_size
+        if not cache.states.renames:
+            return
         if page and end // self._page_size == page and start - num_in_flight <= page * self._page_size <= start:
             cache.states.note(request.content, page)
 

@@ -94,7 +94,9 @@ class LedgerGroup(msgspec.Struct, frozen=True):
     """A KV group as the ledger knows it: the retention of its layers, and the blocks per part.
 
     `span`: tokens of a window or a chunk, and of states by page; None for others. `sink`: first tokens that a window
-    also retains. `is_sparse`: a chunk has a part of its last page only.
+    also retains. `is_sparse`: a chunk has a part of its last page only. `interval`: only parts that a token sees which
+    begins after an end of a prompt, a place where it leaves others, or a multiple of so many tokens, can be found; None
+    for all.
     """
 
     kind: LedgerKind
@@ -102,6 +104,7 @@ class LedgerGroup(msgspec.Struct, frozen=True):
     span: int | None = None
     sink: int = 0
     is_sparse: bool = False
+    interval: int | None = None
 
     def __str__(self) -> str:
         if self.kind == "state":
@@ -132,6 +135,15 @@ class LedgerGroup(msgspec.Struct, frozen=True):
             return range(0), range(position)
         first = position // self.span * self.span if self.kind == "chunk" else position + 1 - self.span
         return range(min(self.sink, position)), range(max(0, first), position)
+
+    def retains(self, page: int, ends: tuple[int, ...], page_size: int) -> bool:
+        """Return whether a part can be found of a request that is resumed after each of `ends` pages."""
+        if self.interval is None:
+            return True
+        if self.interval:
+            most = (page + 1) * page_size + (self.span or 1) + self.interval
+            ends += tuple(end // page_size for end in range(0, most, self.interval))
+        return any(page in self.needed(end * page_size, page_size)[1] for end in ends)
 
     def needed(self, num_tokens: int, page_size: int) -> tuple[range, range]:
         """Return the pages that tokens from `num_tokens` on need of those before: in the sink, and after it.

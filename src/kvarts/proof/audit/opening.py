@@ -114,6 +114,7 @@ def _groups(memory: GroupMemory) -> tuple[LedgerGroup, ...]:
             group.layer.span,
             group.layer.sink,
             memory.aligns and group.has_states_by_page,
+            memory.retention_interval if group.layer.kind in ("window", "state") else None,
         )
         for group in memory.groups
     )

@@ -76,6 +76,7 @@ class KnownRequest:
     `parts`: by group and page, those of its first `num_taken` pages; `states`: by group. `admission`: its place in the
     order of admission. `began`: the tokens computed before the last step in which it computed any, and `before` the
     same of the step before that. `branch`: the tokens before the place where it leaves other requests, 0 for none.
+    `junction`: the pages that groups with every page had, if they were more than those of its hit, else 0.
     `drafted`: tokens that were drafted for it in this step. `load`: the pages it waits for, until it is admitted, else
     None; `offer`: the first page, and the pages that are loaded from each tier, if not all that is below; `front`: the
     first page that it computes before these, while they are loaded; `awaited`: the transfer for another request that it
@@ -101,6 +102,7 @@ class KnownRequest:
         "is_cancelled",
         "is_running",
         "is_unread",
+        "junction",
         "known",
         "last",
         "load",
@@ -123,7 +125,7 @@ class KnownRequest:
         self.states: dict[int, LedgerPart] = {}
         self.is_running = self.is_unread = self.stops = self.has_decoded = False
         self.admission = self.awaited = self.front = -1
-        self.branch = self.swapped = self.resumed = 0
+        self.branch = self.junction = self.swapped = self.resumed = 0
         self.load: range | None = None
         self.offer: tuple[int, tuple[tuple[str, int], ...]] | None = None
         self.is_cancelled = self.has_arrived = False
@@ -159,6 +161,18 @@ class RequestParts:
                 ledger.hold(part)
                 known.parts[index][page] = part
         known.num_named = known.num_taken = num_pages
+        known.junction = self._junction(known, num_pages)
+
+    def _junction(self, known: KnownRequest, num_pages: int) -> int:
+        ledger = self._ledger
+        whole = [index for index, group in enumerate(ledger.groups) if group.has_every_page]
+        if not whole or all(group.interval is None for group in ledger.groups):
+            return 0
+        page, limit = num_pages, (known.known - 1) // self._page_size
+        digests = self._digests.upto(known.content, limit)
+        while page < limit and all(ledger.find(index, digests[page]) is not None for index in whole):
+            page += 1
+        return page if page > num_pages else 0
 
     def grow(
         self, known: KnownRequest, num_tokens: int, *, is_end: bool, is_midway: bool = False, num_unread: int = 0
@@ -213,9 +227,11 @@ class RequestParts:
         if num_pages <= known.num_named:
             return
         for index, parts in enumerate(known.parts):
-            if not self._ledger.groups[index].is_state:
+            group = self._ledger.groups[index]
+            if not group.is_state:
+                ends = (known.content.num_prompt_tokens - 1) // self._page_size, known.junction
                 for page in range(known.num_named, num_pages):
-                    if page in parts:
+                    if page in parts and group.retains(page, ends, self._page_size):
                         self.publish(known, index, page, parts[page])
         known.num_named = num_pages
 
