@@ -118,6 +118,16 @@ FORMS: tuple[TraceForm, ...] = (
         refuses={BLOCK_SIZE: NO_IDS, SKIPPING: "a report is one object"},
     ),
     TraceForm(
+        name="inference-perf",
+        title="per_request_lifecycle_metrics.json of inference-perf",
+        signs=_signs("start_time end_time info"),
+        example='{"start_time":50.5,"end_time":51.5,"request":"{}","response":"{}","info":{"input_tokens":20,'
+        '"response_metrics":{"output_tokens":2,"output_token_times":[50.8,50.9]}},"error":null}',
+        reader="results:load_results",
+        takes=frozenset(),
+        refuses={BLOCK_SIZE: NO_IDS, SKIPPING: "a report is one value"},
+    ),
+    TraceForm(
         name="kv-cache-tester",
         title="sessions of coding agents of kv-cache-tester, a file each, and AgentX, one per line",
         signs=_signs(
@@ -210,6 +220,18 @@ FORMS: tuple[TraceForm, ...] = (
     ),
 )
 
+EVALSCOPE = TraceForm(
+    name="evalscope",
+    title="benchmark_data.db of evalscope perf, a database of SQLite",
+    signs=_columns("SQLite format 3"),
+    example="",
+    reader="results:load_results",
+    takes=frozenset(),
+    refuses={BLOCK_SIZE: NO_IDS, SKIPPING: "a database is one value"},
+    is_table=True,
+)
+"""Not among FORMS: it has no example in text."""
+
 CONVERTED: tuple[tuple[str, str, tuple[frozenset[str], ...]], ...] = (
     ("LLMServingSim", "llmservingsim", _signs("input_toks arrival_time_ns", "arrival_time_ns sub_requests")),
     ("ServeGen", "servegen", _signs("timestamp data")),
@@ -224,7 +246,7 @@ CONVERTED: tuple[tuple[str, str, tuple[frozenset[str], ...]], ...] = (
 def form_of(file: TraceFile) -> TraceForm | None:
     """Return the form of a file, or of a directory's first file; None if unknown."""
     records = _names(file)
-    for form in FORMS:
+    for form in (*FORMS, EVALSCOPE):
         if form.is_table == bool(file.header) and any(sign <= names for sign in form.signs for names in records):
             return form
     return None
