@@ -27,7 +27,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-NAME, NUM_REQUESTS, LIMIT_S = "local/words", 8, 240
+NAME, NUM_REQUESTS, LIMIT_S = "local/words", 8, 300
 KINDS = ("one", "three", "reasoning", "tools")
 VLLM = (
     "import vllm.benchmarks.serve as serve,vllm.utils.argparse_utils as u;"
@@ -235,12 +235,15 @@ def main() -> None:
             out = arguments.work / f"{name}-{kind}"
             out.mkdir(exist_ok=True)
             words = command(name, url, folder, out)
-            done = subprocess.run(
-                [str(Path(place) / words[0]), *words[1:]], cwd=arguments.work, env=environment, timeout=LIMIT_S,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-            )  # fmt: skip
-            (out / "output.txt").write_text(done.stdout)
-            row = {"exit_code": done.returncode, **({} if done.returncode else reported(name, out))}
+            with (out / "output.txt").open("w") as log:
+                try:
+                    code = subprocess.run(
+                        [str(Path(place) / words[0]), *words[1:]], cwd=arguments.work, env=environment,
+                        timeout=LIMIT_S, stdout=log, stderr=subprocess.STDOUT, check=False,
+                    ).returncode  # fmt: skip
+                except subprocess.TimeoutExpired:
+                    code = None
+            row = {"exit_code": code, **(reported(name, out) if code == 0 else {})}
             print(json.dumps({"generator": name, "stream": kind, **row}), flush=True)
 
 

@@ -288,9 +288,16 @@ def read_results(file: TraceFile, *, skip_bad_lines: bool = False) -> Results:
     if {"metadata", "metrics"} <= names or {"metadata", "error"} <= names:
         _read_aiperf(file, results, skip_bad_lines=skip_bad_lines)
     elif "info" in names:
-        for place, data in file.records():
-            _read_inference_perf(file, place, _decoded(file, data, _Lifecycle, place, is_row=True), results)
         results.notes.append(DEFINITIONS["inference-perf"])
+        untimed = 0
+        for place, data in file.records():
+            request = _decoded(file, data, _Lifecycle, place, is_row=True)
+            untimed += _read_inference_perf(file, place, request, results)
+        if untimed:
+            results.notes.append(
+                f"TTFT and TPOT of {untimed:,} requests cannot be trusted: they have times of other than their tokens, "
+                "as of text after reasoning"
+            )
     elif "benchmarks" in names:
         results.notes.append(DEFINITIONS["guidellm"])
         for _, data in file.records():
@@ -447,7 +454,8 @@ def _guidellm_result(file: TraceFile, request: _Request, place_of: str, line: in
     )
 
 
-def _read_inference_perf(file: TraceFile, place: int, request: _Lifecycle, results: Results) -> None:
+def _read_inference_perf(file: TraceFile, place: int, request: _Lifecycle, results: Results) -> bool:
+    """Add a request. Return whether it has times, and not those of its tokens."""
     response = request.info.response_metrics or _Response()
     usage = response.server_usage or _Usage()
     times, num_output = response.output_token_times or (), usage.completion_tokens or response.output_tokens
@@ -472,8 +480,10 @@ def _read_inference_perf(file: TraceFile, place: int, request: _Lifecycle, resul
                 token_field="info.response_metrics.output_token_times",
             )
         )
+        return bool(times) and len(times) != num_output
     else:
         results.left_out[NO_TOKENS] += 1
+    return False
 
 
 def _read_evalscope(file: TraceFile, results: Results) -> None:
