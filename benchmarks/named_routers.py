@@ -1,12 +1,14 @@
 """Choices of other projects' routers on random requests, as the cases of tests/sim/routers/test_named_choices.py.
 
     PYTHON benchmarks/named_routers.py production-stack SRC > tests/sim/routers/data/production-stack.json
+    PYTHON benchmarks/named_routers.py dynamo > tests/sim/routers/data/dynamo-kv-1.6.1.json
     PYTHON benchmarks/named_routers.py vllm > tests/sim/routers/data/vllm-ranks-0.32.json
 
 The first runs `PrefixAwareRouter` of vLLM's production stack, whose `src` is SRC (git archive HEAD src | tar x), in a
-PYTHON with fastapi, requests, uhashring and xxhash. The second runs the choice of a rank of vLLM's front end
-(`DPLBAsyncMPClient`), in a PYTHON with vLLM 0.32. kvarts is not used. 20 sequences; for vLLM, in half of them each
-request ends before the next, in the others they end in bursts: the production stack's rule knows no ends.
+PYTHON with fastapi, requests, uhashring and xxhash. The third runs the choice of a rank of vLLM's front end
+(`DPLBAsyncMPClient`), in a PYTHON with vLLM 0.32. The second replays
+traces behind Dynamo's KV router 1.6.1. kvarts is not used. 20 sequences; in half of them each request ends before the
+next, in the others they come or end in bursts; the production stack's rule knows no ends.
 """
 
 # mypy: ignore-errors
@@ -16,6 +18,8 @@ import asyncio
 import json
 import random
 import sys
+import tempfile
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 LETTERS = [chr(0x4E00 + token) * 4 for token in range(64)]
@@ -102,6 +106,38 @@ def vllm() -> list[dict]:
     return found
 
 
+def dynamo() -> list[dict]:
+    """Traces in Mooncake's form with blocks of 16 tokens, and the worker of each request."""
+    import dynamo._core as core
+
+    found = []
+    engine = {"backend": "vllm", "num_gpu_blocks": 2000, "block_size": 16, "max_num_seqs": 64}
+    for number in range(20):
+        draw = random.Random(number)
+        workers = draw.choice([2, 3, 4])
+        rows, known = [], [[]]
+        for index in range(16):
+            base = draw.choice(known)
+            ids = base[: draw.randrange(len(base) + 1)]
+            ids = ids + [100 * index + each for each in range(draw.randrange(1, 12))]
+            known.append(ids)
+            at_ms = index // 8 * 40 if number >= 10 else index * 20_000
+            length = 16 * len(ids) - draw.choice([0, 0, 5])
+            rows.append({"timestamp": at_ms, "input_length": length, "output_length": index + 1, "hash_ids": ids})
+        with tempfile.TemporaryDirectory() as folder:
+            trace, out = Path(folder) / "trace.jsonl", Path(folder) / "out.jsonl"
+            trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            core.run_mocker_trace_replay(
+                [str(trace)], extra_engine_args={"engine": engine | {"max_num_batched_tokens": 8192}},
+                num_workers=workers, trace_block_size=16, router_mode="kv_router", router_config=core.KvRouterConfig(),
+                report_jsonl_path=str(out), capture_per_request=True,
+            )  # fmt: skip
+            chosen = {row["output_length"]: row["decode_worker_idx"] for row in map(json.loads, out.open())}
+        choices = "".join(str(chosen[row["output_length"]]) for row in rows)
+        found.append({"workers": workers, "choices": choices, "rows": rows})
+    return found
+
+
 if __name__ == "__main__":
-    rows = production_stack(sys.argv[2]) if sys.argv[1] == "production-stack" else vllm()
+    rows = {"dynamo": dynamo, "vllm": vllm, "production-stack": lambda: production_stack(sys.argv[2])}[sys.argv[1]]()
     print("[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]")
