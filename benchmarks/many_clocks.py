@@ -203,8 +203,8 @@ def reported(name: str, out: Path) -> dict[str, float | None]:
         )
     done = newest("summary_lifecycle_metrics.json")["successes"]
     latency = done.get("latency") or {}
-    keys = ("time_to_first_token", "inter_token_latency", "time_per_output_token", "request_latency")
-    of = [None if latency.get(key) is None else 1e3 * latency[key]["median"] for key in keys]
+    names = ("time_to_first_token", "inter_token_latency", "time_per_output_token", "request_latency")
+    of = [None if latency.get(key) is None else 1e3 * latency[key]["median"] for key in names]
     return named(*of, (done.get("output_tokens") or {}).get("mean"), done["throughput"]["output_tokens_per_sec"])
 
 

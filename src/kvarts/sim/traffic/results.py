@@ -408,8 +408,8 @@ def _read_guidellm(file: TraceFile, report: _Report, results: Results) -> None:
             total = msgspec.convert(totals, _Totals).successful
         except msgspec.ValidationError as error:
             what, field = parts_of(error)
-            place = f"benchmarks[{number}].metrics.request_totals" + (f".{field}" if field else "")
-            raise InputError(what, path=file.path, field=place) from error
+            field = f"benchmarks[{number}].metrics.request_totals" + (f".{field}" if field else "")
+            raise InputError(what, path=file.path, field=field) from error
         results.notes += _untrusted(benchmark.metrics, f"benchmarks[{number}].metrics.")
         results.left_out["failed"] += len(requests.errored or ())
         results.left_out["incomplete"] += len(requests.incomplete or ())
