@@ -66,6 +66,15 @@ def test_times_of_the_scripted_stream(
     assert [request.num_output_tokens for request in load_trace(path)] == [num_output] * 2
 
 
+def test_aiperfs_own_counts_stand_where_usage_has_none(tmp_path: Path) -> None:
+    def change(rows: list[dict[str, Any]]) -> None:
+        rows[0]["metrics"]["usage_completion_tokens"]["value"] = 0
+        rows[0]["metrics"]["output_sequence_length"]["value"] = 31
+        rows[1]["metrics"]["output_sequence_length"]["value"] = 31
+
+    assert load_measured(file_of("aiperf", tmp_path, change)).output_tokens.tolist() == [31, 30]
+
+
 def test_a_chat_measured_by_vllm_names_how_much_later_its_second_chunk_came(tmp_path: Path) -> None:
     assert "the second chunk came 204.8 ms later (median)" in load_measured(file_of("vllm-bench", tmp_path)).notes[0]
 

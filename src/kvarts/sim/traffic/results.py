@@ -359,6 +359,7 @@ def _read_bench(file: TraceFile, line: int, bench: _Bench, results: Results) -> 
     token_field = next((name for name in ("ttfts", "itls") if columns[name] is None), "start_times")
     is_chat = bench.backend is not None and bench.backend.startswith("openai-") and "chat" in bench.backend
     results.notes.append(DEFINITIONS["bench-chat" if is_chat else "bench"])
+    is_streamed = any(bench.ttfts or ())
     seconds = sorted(itls[0] for itls in bench.itls or () if itls)
     if is_chat and seconds:
         results.notes[-1] += (
@@ -371,7 +372,7 @@ def _read_bench(file: TraceFile, line: int, bench: _Bench, results: Results) -> 
         if not num_output:
             results.left_out[NO_OUTPUT] += 1
             continue
-        if bench.ttfts is not None and not bench.ttfts[place]:
+        if is_streamed and bench.ttfts and not bench.ttfts[place]:
             results.left_out[NO_TOKENS] += 1
             continue
         if not num_prompt:
@@ -606,10 +607,10 @@ def _aiperf_result(line: int, record: _Record) -> Result | str:
         if length is None:
             raise InputError("is missing", field=f"metrics.{name}_sequence_length")
     assert metrics.input_sequence_length is not None and output is not None
-    num_prompt = int((metrics.usage_prompt_tokens or metrics.input_sequence_length).value)
+    num_prompt = int(_of_usage(metrics.usage_prompt_tokens, metrics.input_sequence_length).value)
     if num_prompt < 1:
         raise InputError("must be at least 1, got 0", field="metrics.input_sequence_length.value")
-    output = metrics.usage_completion_tokens or output
+    output = _of_usage(metrics.usage_completion_tokens, output)
     if output.value < 1:
         return NO_OUTPUT
     ttft = metrics.time_to_first_token or metrics.ttft
@@ -625,6 +626,11 @@ def _aiperf_result(line: int, record: _Record) -> Result | str:
         token_field="metrics.time_to_first_token" if ttft is None else "metrics.request_latency",
         session_id=metadata.x_correlation_id or metadata.conversation_id,
     )
+
+
+def _of_usage(usage: _Length | None, counted: _Length) -> _Length:
+    """Return the server's count, or AIPerf's own if usage has none."""
+    return counted if usage is None or usage.value < 1 else usage
 
 
 def _duration_ns(value: _Value, name: str) -> int:
