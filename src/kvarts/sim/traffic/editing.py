@@ -334,7 +334,10 @@ class Tool(msgspec.Struct, frozen=True):
 
 TOOLS = {
     "aiperf": Tool("--custom-dataset-type mooncake_trace --fixed-schedule --isl-block-size {}"),
-    "guidellm": Tool("--profile kind=replay --data kind=mooncake,hash_id_block_size={}", in_seconds=True),
+    "guidellm": Tool(
+        "--profile kind=replay --data kind=mooncake,hash_id_block_size={},source.kind=json_file,source.path=FILE",
+        in_seconds=True,
+    ),
     "dynamo": Tool("trace_block_size={}", has_sessions=True),
 }
 """AIPerf 0.13, GuideLLM 0.8.1 and Dynamo 1.6.1."""

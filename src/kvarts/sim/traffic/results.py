@@ -56,7 +56,7 @@ MOST_NAMED = 4
 NO_TOKENS = "counted as successes by the generator, without the time of a token"
 CUT = "counted as successes by the generator, cut before the end of the stream"
 DEFINITIONS = {
-    "bench": "TTFT of the bench ends at the first chunk, its TPOT counts from there to the last one: read as they are",
+    "bench": "TTFT and TPOT of the bench are those of its first and last chunk: read as they are",
     "bench-chat": "TTFT of vllm bench serve ends at the first chunk of a chat, and its TPOT counts from there: not "
     "converted, as the file does not tell whether that chunk had text",
     "guidellm": "TPOT of GuideLLM is (last token - start) / tokens: converted to (last - first token) / (tokens - 1)",
