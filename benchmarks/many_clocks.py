@@ -9,9 +9,10 @@ Each NAME=BIN names a generator and the folder of its environment. The server an
     850 ms  usage                           1,000 ms       [DONE], and the end of the answer
 
 Streams: `one` (ten chunks of one token), `three` (ten of three tokens), `reasoning` (five chunks of reasoning, then
-five of text), `tools` (one tool call in ten chunks, no text). A run has eight requests, one after the other. Prints a
-line of JSON for each, as its own report states it: medians in ms, tokens per request, tokens per second. The result
-files stay in the working folder.
+five of text), `tools` (one tool call in ten chunks, no text); and such as `one` that fail after five chunks: `cut` (the
+connection closes), `error` (an event with an error, then [DONE]), `short` (the answer ends there). A run has eight
+requests, one after the other. Prints a line of JSON for each, as its own report states it: medians in ms, tokens per
+request, tokens per second, or of streams that fail, the successes. The result files stay in the working folder.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 NAME, NUM_REQUESTS, LIMIT_S = "local/words", 8, 300
-KINDS = ("one", "three", "reasoning", "tools")
+KINDS = ("one", "three", "reasoning", "tools", "cut", "error", "short")
 VLLM = (
     "import vllm.benchmarks.serve as serve,vllm.utils.argparse_utils as u;"
     "p=u.FlexibleArgumentParser();serve.add_cli_args(p);serve.main(p.parse_args())"
@@ -60,6 +61,13 @@ def stream(kind: str) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
     yield 100, chunk({"role": "assistant", "content": None if kind == "tools" else ""})
     parts = deltas(kind)
+    if kind in ("cut", "error", "short"):
+        for place, delta in enumerate(parts[:5]):
+            yield 300 + 50 * place, chunk(delta)
+        if kind == "error":
+            yield 550, {"error": {"message": "the engine died", "type": "InternalServerError", "code": 500}}
+            yield 560, None
+        return
     for place, delta in enumerate(parts):
         last = ("tool_calls" if kind == "tools" else "stop") if place == len(parts) - 1 else None
         yield 300 + 50 * place, chunk(delta, last)
@@ -99,7 +107,10 @@ class Server(BaseHTTPRequestHandler):
             time.sleep(max(0.0, begun + at_ms / 1e3 - time.monotonic()))
             data = f"data: {'[DONE]' if event is None else json.dumps(event)}\n\n".encode()
             self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-        self.wfile.write(b"0\r\n\r\n")
+        if self.kind == "cut":
+            self.close_connection = True
+        else:
+            self.wfile.write(b"0\r\n\r\n")
 
 
 def tokenizer(work: Path) -> Path:
@@ -208,6 +219,28 @@ def reported(name: str, out: Path) -> dict[str, float | None]:
     return named(*of, (done.get("output_tokens") or {}).get("mean"), done["throughput"]["output_tokens_per_sec"])
 
 
+def succeeded(name: str, out: Path) -> list[int]:
+    """Return how many requests the generator counts as successes, and as failures."""
+
+    def newest(pattern: str) -> Any:
+        found = sorted(out.glob(pattern), key=lambda path: path.stat().st_mtime)
+        return json.loads(found[-1].read_text()) if found else {}
+
+    if name == "vllm":
+        return [newest("bench.json").get(key, 0) for key in ("completed", "failed")]
+    if name == "guidellm":
+        totals = newest("report.json")["benchmarks"][0]["metrics"]["request_totals"]
+        return [totals["successful"], totals["errored"]]
+    if name == "aiperf":
+        report = newest("profile_export_aiperf.json")
+        return [int((report.get(key) or {}).get("avg", 0)) for key in ("request_count", "error_request_count")]
+    if name == "evalscope":
+        whole = newest("*/dummy/*/benchmark_summary.json")
+        return [whole.get("Success Requests", 0), whole.get("Failed Requests", 0)]
+    whole = newest("summary_lifecycle_metrics.json")
+    return [(whole.get(key) or {}).get("count", 0) for key in ("successes", "failures")]
+
+
 def named(*values: float | None) -> dict[str, float | None]:
     """Return the values of a report by their columns in the table."""
     names = ("ttft", "itl", "tpot", "e2e", "tokens", "tokens_per_s")
@@ -243,7 +276,11 @@ def main() -> None:
                     ).returncode  # fmt: skip
                 except subprocess.TimeoutExpired:
                     code = None
-            row = {"exit_code": code, **(reported(name, out) if code == 0 else {})}
+            row: dict[str, Any] = {"exit_code": code}
+            if kind in ("cut", "error", "short"):
+                row["succeeded"], row["failed"] = succeeded(name, out)
+            elif code == 0:
+                row |= reported(name, out)
             print(json.dumps({"generator": name, "stream": kind, **row}), flush=True)
 
 
