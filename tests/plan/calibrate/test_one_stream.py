@@ -83,6 +83,10 @@ def cut(rows: list[dict[str, Any]]) -> None:
     rows[0]["response"] = rows[0]["response"].replace("data: [DONE]", "")
 
 
+def with_error(rows: list[dict[str, Any]]) -> None:
+    rows[0]["response"] = rows[0]["response"].replace("data: [DONE]", 'data: {"error": {"code": 500}}\n\ndata: [DONE]')
+
+
 def without_token(name: str) -> Any:
     def change(value: Any) -> None:
         if name == "vllm-bench":
@@ -99,6 +103,7 @@ def without_token(name: str) -> Any:
     ("name", "change", "why"),
     [
         ("inference-perf", cut, "counted as successes by the generator, cut before the end of the stream"),
+        ("inference-perf", with_error, "counted as successes by the generator, with an error in the stream"),
         *((name, without_token(name), "counted as successes by the generator, without the time of a token")
           for name in ("vllm-bench", "evalscope", "inference-perf")),
     ],

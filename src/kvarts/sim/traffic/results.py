@@ -54,6 +54,7 @@ CANCELLED = "metadata.cancellation_time_ns"
 NS_PER_S = 1_000_000_000
 MOST_NAMED = 4
 NO_TOKENS = "counted as successes by the generator, without the time of a token"
+WITH_ERROR = "counted as successes by the generator, with an error in the stream"
 CUT = "counted as successes by the generator, cut before the end of the stream"
 DEFINITIONS = {
     "bench": "TTFT and TPOT of the bench are those of its first and last chunk: read as they are",
@@ -464,6 +465,8 @@ def _read_inference_perf(file: TraceFile, place: int, request: _Lifecycle, resul
         results.left_out["failed"] += 1
     elif request.response is not None and request.response.startswith("data:") and "[DONE]" not in request.response:
         results.left_out[CUT] += 1
+    elif request.response is not None and 'data: {"error"' in request.response:
+        results.left_out[WITH_ERROR] += 1
     elif not num_output:
         results.left_out[NO_OUTPUT] += 1
     elif times or not (request.response or "").startswith("data:"):
