@@ -19,6 +19,7 @@ from kvarts.sim.config import SECTIONS, resolve_replay
 
 if TYPE_CHECKING:
     from kvarts.plan.calibrate.fitting import Calibration
+    from kvarts.plan.calibrate.measured import Measured
     from kvarts.plan.calibrate.run import CalibrationRun, RunOptions
     from kvarts.plan.calibrate.shared import TableFit
     from kvarts.plan.calibrate.stepfit import StepFit
@@ -95,11 +96,12 @@ def calibrate_command(
     """Fit a cost model to measured runs, by replaying them some thousand times.
 
     A RUN is a file with one line per request, with times and token counts: JSON lines with the names of vLLM's timings,
-    CSV, or the output of `vllm bench serve`, GuideLLM or AIPerf. Or it has one line per step, with its work and its
-    duration: a record of steps, or the log of a vLLM started with --enable-logging-iteration-details. Or it is a .toml
-    that names such a file and describes the engine: `measured`, settings by their long names (tensor_parallel for
-    --tensor-parallel), and prompts, trace_block_size, series, time_unit and a table [columns] as in the options.
-    Options apply to all runs, where the .toml leaves a setting out. Needs the extra kvarts[calibrate].
+    CSV, or the results of `vllm bench serve`, GuideLLM, AIPerf, evalscope or inference-perf. Or it has one line per
+    step, with its work and its duration: a record of steps, or the log of a vLLM started with
+    --enable-logging-iteration-details. Or it is a .toml that names such a file and describes the engine: `measured`,
+    settings by their long names (tensor_parallel for --tensor-parallel), and prompts, trace_block_size, series,
+    time_unit and a table [columns] as in the options. Options apply to all runs, where the .toml leaves a setting out.
+    Needs the extra kvarts[calibrate].
     """
     given = given_by_flags(values, SECTIONS)
     prior, workers = values["prior"], values["workers"]
@@ -194,10 +196,17 @@ def _fit_requests(runs: list[CalibrationRun], seed: int, prior: Path | None, wor
     import kvarts
 
     for run in runs:
+        _say(run.measured)
         if run.series is not None and run.series.left_out is not None:
             click.echo(f"kvarts: {run.series.left_out}", err=True)
     with _progress(runs) as progress:
         return kvarts.calibrate(runs, seed=seed, prior=prior, workers=workers, on_progress=progress.update)
+
+
+def _say(measured: Measured) -> None:
+    """Write to standard error how the times of a result file are defined, and what cannot be trusted."""
+    for note in measured.notes:
+        click.echo(f"kvarts: {measured.name}: {note}", err=True)
 
 
 def _fit_steps(path: Path, given: Given) -> Calibration | StepFit:
@@ -283,11 +292,12 @@ def compare_command(
         curve = None if series is None else load_series(series)
     if curve is not None and curve.left_out is not None:
         click.echo(f"kvarts: {curve.left_out}", err=True)
+    _say(theirs)
     comparison = compare(theirs, ours, curve)
     if is_standard_output(html_file):
         pass
     elif as_json:
-        print_json(comparison.to_builtins())
+        print_json({**comparison.to_builtins(), "notes": list(theirs.notes)})
     else:
         click.echo(comparison.to_text(), nl=False)
     if html_file is not None:

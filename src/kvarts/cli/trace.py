@@ -102,10 +102,12 @@ def forms_command(as_json: bool) -> None:
 
 @trace_command.command("convert", cls=Command)
 @click.argument("trace", type=INPUT)
+@click.option("--to", "tool", type=click.Choice(["aiperf", "guidellm", "dynamo"]),
+              help="Write rows that this tool reads alike, and name what it reads otherwise.")  # fmt: skip
 @_writing
-def convert_command(trace: Path, output: Path | None, **reading: Any) -> None:
+def convert_command(trace: Path, tool: str | None, output: Path | None, **reading: Any) -> None:
     """Write a TRACE of any form as JSON lines."""
-    _write(_load(trace, reading), output)
+    _write(_load(trace, reading), output, tool)
 
 
 @trace_command.command("slice", cls=Command)
@@ -177,17 +179,22 @@ def _load(path: Path, reading: dict[str, Any]) -> Trace:
         return load_trace(path, **reading_of(given_by_flags(reading, [SECTION])), on_read=progress.update)
 
 
-def _write(trace: Trace, output: Path | None) -> None:
+def _write(trace: Trace, output: Path | None, tool: str | None = None) -> None:
     from kvarts.base.files import check_writable, whole_file
-    from kvarts.sim.traffic.editing import trace_lines
+    from kvarts.sim.traffic.editing import tool_lines, trace_lines
 
+    lines, warnings = (trace_lines(trace), []) if tool is None else tool_lines(trace, tool)
     if output is None:
-        print_bytes(b"".join(trace_lines(trace)))
+        print_bytes(b"".join(lines))
     else:
         check_writable(output)
         with whole_file(output) as file:
-            file.writelines(trace_lines(trace))
+            file.writelines(lines)
     _say(trace)
+    for warning in warnings:
+        click.echo(f"kvarts: {warning}", err=True)
+    if tool is not None:
+        return
     is_agentic = any(request.after for request in trace.requests or ())
     if trace.unit_tokens != 512 and not is_agentic:  # the header of agentic lines has the block size
         click.echo(f"kvarts: a hash id stands for {trace.unit_tokens} tokens: read it with "

@@ -48,6 +48,28 @@ class Given:
         return worker
 
 
+SEQUENCES = json.loads((Path(__file__).parent / "data" / "dynamo-kv-1.6.1.json").read_text())
+"""Ten with requests one at a time, then ten with bursts, by benchmarks/named_routers.py."""
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES, ids=range(len(SEQUENCES)))
+def test_choices_one_at_a_time_and_in_bursts_are_as_cheap_as_any(sequence: dict[str, Any], tmp_path: Path) -> None:
+    made: list[Given] = []
+
+    def make() -> Given:
+        made.append(Given(sequence))
+        return made[-1]
+
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in sequence["rows"]))
+    config = ReplayConfig(
+        num_pages=2000, page_size=16, replicas=sequence["workers"], profile="mocker", router=make, max_num_seqs=64,
+    )  # fmt: skip
+    requests = replay(load_trace(path, trace_block_size=16), config).request_columns
+    assert made[-1].costlier == []
+    assert "".join(map(str, requests["replica"].tolist())) == sequence["choices"]
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['replicas']}x{case['pages']}-{name_of(case)[10:]}")
 def test_each_choice_of_the_peer_is_as_cheap_as_any(case: dict[str, Any]) -> None:
     made: list[Given] = []

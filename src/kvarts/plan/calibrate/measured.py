@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvarts.base.errors import ConfigError, InputError
 from kvarts.base.files import read_text
 from kvarts.base.limits import LATEST_NS, MOST_COUNT, brief
-from kvarts.sim.traffic.results import RESULT_FIELDS, read_results
+from kvarts.sim.traffic.results import RESULT_FIELDS, Results, read_results
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 from kvarts.sim.traffic.trace_file import TraceFile
 
@@ -67,6 +68,8 @@ class Measured(msgspec.Struct, frozen=True):
     last_token_ns: Times
     prompt_tokens: Times
     output_tokens: Times
+    notes: tuple[str, ...] = ()
+    """How a load generator defines the times of its file, what is read instead, and what cannot be trusted."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -122,11 +125,15 @@ def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None,
         if field not in names:
             raise ConfigError(f"{field!r} is not a field", field="columns", hint=f"There are {', '.join(FIELDS)}.")
         names[field] = name
+    file = TraceFile(path)
+    if columns is None and (
+        file.is_sqlite or any(fields <= first for fields in RESULT_FIELDS for first in file.first_fields[:1])
+    ):
+        results = read_results(file)
+        left_out = (f"{count:,} requests are left out: {why}" for why, count in sorted(results.left_out.items()))
+        measured = _measured(path, _result_rows(file, results), names, UNITS_NS["ns"])
+        return replace(measured, notes=(*dict.fromkeys(results.notes), *results.warnings, *left_out))
     text = read_text(path, hint="Check the path of the measured run.")
-    if columns is None and text.lstrip().startswith("{"):
-        file = TraceFile(path)
-        if any(fields <= first for fields in RESULT_FIELDS for first in file.first_fields[:1]):
-            return _measured(path, _result_rows(file), names, UNITS_NS["ns"])
     rows = list(_json_rows(path, text) if text.lstrip().startswith("{") else _csv_rows(path, text))
     if not rows:
         raise InputError("holds no request", path=path)
@@ -144,11 +151,12 @@ def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None,
     return _measured(path, rows, names, UNITS_NS[time_unit])
 
 
-def _result_rows(file: TraceFile) -> list[tuple[int, dict[str, Any]]]:
+def _result_rows(file: TraceFile, found: Results) -> list[tuple[int, dict[str, Any]]]:
     """Return the rows of a result file, keyed by FIELDS; times are in nanoseconds since the first."""
-    results = read_results(file).rows
+    results = found.rows
     if not results:
-        raise InputError("has no request that succeeded", path=file.path)
+        why = ", ".join(f"{count:,} {why}" for why, count in sorted(found.left_out.items()))
+        raise InputError("has no request that succeeded" + (f": {why}" if why else ""), path=file.path)
     first_ns = min(row.start_ns or 0 for row in results)
     rows = []
     for row in results:

@@ -17,7 +17,17 @@ from kvarts.sim.traffic.graph import components
 from kvarts.sim.traffic.trace import Trace, TraceRequest, spell
 from kvarts.sim.traffic.trace_request import Units
 
-__all__ = ["anonymized", "merged", "mooncake_lines", "repeated", "scaled", "sliced", "spread", "trace_lines"]
+__all__ = [
+    "anonymized",
+    "merged",
+    "mooncake_lines",
+    "repeated",
+    "scaled",
+    "sliced",
+    "spread",
+    "tool_lines",
+    "trace_lines",
+]
 
 NS_PER_MS = 1_000_000
 
@@ -313,6 +323,85 @@ def mooncake_lines(trace: Trace) -> Iterator[bytes]:
         if request.hints is not None:
             row["hints"] = request.hints
         yield encoder.encode(row) + b"\n"
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """How a tool reads rows in Mooncake's form. `reading`: its options, for ids of {} tokens."""
+
+    reading: str
+    in_seconds: bool = False
+    has_sessions: bool = False
+
+
+TOOLS = {
+    "aiperf": Tool("--custom-dataset-type mooncake_trace --fixed-schedule --isl-block-size {}"),
+    "guidellm": Tool(
+        "--profile kind=replay --data kind=mooncake,hash_id_block_size={},source.kind=json_file,source.path=FILE",
+        in_seconds=True,
+    ),
+    "dynamo": Tool("trace_block_size={}", has_sessions=True),
+}
+"""AIPerf 0.13, GuideLLM 0.8.1 and Dynamo 1.6.1."""
+UNREAD = ("priority", "tenant", "model", "output_units", "cancel_after_ns", "hints")
+
+
+def tool_lines(trace: Trace, name: str) -> tuple[list[bytes], list[str]]:
+    """Return the lines of a trace as the tool `name` of TOOLS reads them alike, and what it reads otherwise.
+
+    AIPerf and GuideLLM keep the tokens of an id from its first use on: the last id of a prompt that ends within it gets
+    a number of its own. AIPerf takes a turn of a session as what is added to the turn before, and GuideLLM knows none:
+    turns become requests at their own times, or without one, their delay after the turn before. GuideLLM counts time in
+    seconds. Ids are numbered by first appearance.
+    """
+    tool, size, requests = TOOLS[name], trace.unit_tokens, known(trace)
+    numbers: dict[tuple[int, int], int] = {}
+    lengths: dict[int, set[int]] = {}
+    sent_ns: dict[str, int] = {}
+    num_moved = 0
+    encoder = msgspec.json.Encoder()
+    lines = []
+    for request in requests:
+        num_whole, rest = divmod(request.num_prompt_tokens, size)
+        ids = _ids(request.units)[: num_whole + bool(rest)]
+        used = [size] * num_whole + [rest] * bool(rest)
+        for each, length in zip(ids, used, strict=True):
+            lengths.setdefault(each, set()).add(length)
+        if tool.has_sessions:
+            used = [size] * len(ids)
+        is_turn = request.session_id is not None and request.session_id in sent_ns
+        keeps = tool.has_sessions and not request.after and (not is_turn or request.delay_ns is not None)
+        num_moved += bool(request.after) or (is_turn and not keeps)
+        at_ns = request.arrival_ns
+        if request.session_id is not None:
+            if is_turn:
+                at_ns = max(at_ns, sent_ns[request.session_id] + (request.delay_ns or 0))
+            sent_ns[request.session_id] = at_ns
+        row: dict[str, Any] = {
+            "timestamp": at_ns / 1e9 if tool.in_seconds else _ms(at_ns),
+            "input_length": request.num_prompt_tokens,
+            "output_length": request.num_output_tokens,
+            "hash_ids": [numbers.setdefault(each, len(numbers)) for each in zip(ids, used, strict=True)],
+        }
+        if request.session_id is not None and keeps:
+            row["session_id"] = request.session_id
+            if is_turn:
+                row["delay"] = _ms(request.delay_ns or 0)
+                del row["timestamp"]
+        lines.append(encoder.encode(row) + b"\n")
+    num_split = 0 if tool.has_sessions else sum(len(each) > 1 for each in lengths.values())
+    unread = [field for field in UNREAD if any(getattr(request, field) for request in requests)]
+    warnings = [
+        f"{name} reads these lines with {tool.reading.format(size)}",
+        f"{num_moved:,} requests wait for none: they are sent at their times, or their delay after the turn before"
+        if num_moved
+        else "",
+        f"prompts end within {num_split:,} hash ids that others use whole: they do not share their last tokens"
+        if num_split
+        else "",
+        f"{name} does not read {', '.join(unread)}: left out" if unread else "",
+        "time counts from the first request" if tool.in_seconds and requests and requests[0].arrival_ns else "",
+    ]
+    return lines, [text for text in warnings if text]
 
 
 def _ms(time_ns: int) -> int | float:

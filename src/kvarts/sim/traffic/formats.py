@@ -486,6 +486,18 @@ FORMS: tuple[TraceForm, ...] = (
 )
 
 COLUMNS = FORMS[-1]
+EVALSCOPE = TraceForm(
+    name="evalscope",
+    title="benchmark_data.db of evalscope perf, a database of SQLite",
+    signs=_columns("SQLite format 3"),
+    example="",
+    reader="results:load_results",
+    takes=frozenset(),
+    refuses={BLOCK_SIZE: NO_IDS, SKIPPING: "a database is one value"},
+    is_table=True,
+)
+"""Not among FORMS: it has no example in text."""
+
 CONVERTED: tuple[tuple[str, str, tuple[frozenset[str], ...]], ...] = (
     ("LLMServingSim", "llmservingsim", _signs("input_toks arrival_time_ns", "arrival_time_ns sub_requests")),
     ("ServeGen", "servegen", _signs("timestamp data")),
@@ -500,7 +512,7 @@ CONVERTED: tuple[tuple[str, str, tuple[frozenset[str], ...]], ...] = (
 def form_of(file: TraceFile) -> TraceForm | None:
     """Return the form of a file, or of a directory's first file; None if unknown."""
     records = _names(file)
-    for form in FORMS:
+    for form in (*FORMS, EVALSCOPE):
         is_sign = any(sign <= names for sign in form.signs for names in records)
         if is_sign or any(names in form.whole_signs for names in records):
             return form

@@ -8,8 +8,14 @@
 - AIPerf's `profile_export.jsonl`: `metadata.request_start_ns` (`timestamp_ns` until October 2025), and in `metrics`
   `input_sequence_length`, `output_sequence_length`, `time_to_first_token` (`ttft`) and `request_latency`; where the
   server reported its own counts, `usage_prompt_tokens` and `usage_completion_tokens` replace those of the client.
+- evalscope's `benchmark_data.db` (SQLite): the table `result` with `start_time`, `first_chunk_latency` and
+  `inter_token_latencies` in seconds, `prompt_tokens`, `completion_tokens`, `success`.
+- inference-perf's `per_request_lifecycle_metrics.json`: `start_time`, and in `info` `input_tokens` and
+  `response_metrics` with `output_token_times` in seconds, `output_tokens` and `server_usage`.
 
-None of them records the contents of prompts. Failed and warm-up requests are left out and counted. So are cancelled
+Numbers of tokens are those of the server's usage where the file has them. Generators define TTFT and TPOT differently:
+`Results.notes` names the definition of the file, what is read instead, and statistics that cannot be trusted. None of
+them records the contents of prompts. Failed and warm-up requests are left out and counted. So are cancelled
 ones, except where AIPerf records the length of the prompt (`error_isl`) and the time of cancellation
 (`cancellation_time_ns`): these become requests that their clients abandon after the same time. Their output length is
 not recorded; the longest output of the file is used.
@@ -19,13 +25,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from math import inf
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from kvarts.base.columns import percentile_rank
 from kvarts.base.errors import InputError, parts_of
 from kvarts.base.units import to_ns
 from kvarts.sim.traffic.bounds import Count, DateNs, DateSeconds, Tokens
@@ -40,11 +48,28 @@ RESULT_FIELDS = (
     frozenset({"metadata", "error"}),
     frozenset({"input_lens", "output_lens"}),
     frozenset({"benchmarks"}),
+    frozenset({"start_time", "end_time", "info"}),
 )
 """A file with all fields of one of these sets is a result file."""
 
 CANCELLED = "metadata.cancellation_time_ns"
 NS_PER_S = 1_000_000_000
+MOST_NAMED = 4
+NO_TOKENS = "counted as successes by the generator, without the time of a token"
+WITH_ERROR = "counted as successes by the generator, with an error in the stream"
+CUT = "counted as successes by the generator, cut before the end of the stream"
+DEFINITIONS = {
+    "bench": "TTFT and TPOT of the bench are those of its first and last chunk: read as they are",
+    "bench-chat": "TTFT of vllm bench serve ends at the first chunk of a chat, and its TPOT counts from there: not "
+    "converted, as the file does not tell whether that chunk had text",
+    "guidellm": "TPOT of GuideLLM is (last token - start) / tokens: converted to (last - first token) / (tokens - 1)",
+    "aiperf": "TTFT of AIPerf ends at the first chunk with content, its inter-token latency is (last - first) / "
+    "(tokens - 1): read as they are",
+    "evalscope": "latency and TPOT of evalscope end at the chunk of usage: converted, they end at the last one of text",
+    "inference-perf": "latency of inference-perf ends with the stream: converted, it ends at the last chunk of text",
+}
+"""What the generators call the times of a request, and what is read."""
+
 UNITS_NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": NS_PER_S, "sec": NS_PER_S}
 
 KindT = TypeVar("KindT")
@@ -77,6 +102,8 @@ class Results(msgspec.Struct):
     cancelled: list[Result] = []
     """Requests that were cancelled, at `last_token_ns`."""
     warnings: list[str] = []
+    notes: list[str] = []
+    """The definition of the file's times, what is read instead, and statistics that cannot be trusted."""
     rate: float = inf
     concurrency: int | None = None
     num_skipped: int = 0
@@ -91,6 +118,7 @@ class _Bench(msgspec.Struct, gc=False):
     errors: list[str | None] | None = None
     request_rate: float | str | None = None
     max_concurrency: Count | None = None
+    backend: str | None = None
 
     @property
     def rate(self) -> float:
@@ -128,13 +156,9 @@ class _Totals(msgspec.Struct, gc=False):
     successful: Count | None = None
 
 
-class _BenchmarkMetrics(msgspec.Struct, gc=False):
-    request_totals: _Totals = msgspec.field(default_factory=_Totals)
-
-
 class _Benchmark(msgspec.Struct, gc=False):
     requests: _Requests
-    metrics: _BenchmarkMetrics = msgspec.field(default_factory=_BenchmarkMetrics)
+    metrics: dict[str, Any] = {}
 
 
 class _Report(msgspec.Struct, gc=False):
@@ -182,6 +206,42 @@ class _Record(msgspec.Struct, gc=False):
     metadata: _Metadata
     metrics: _Metrics | None = None
     error: _Failure | str | None = None
+
+
+class _Eval(msgspec.Struct, gc=False):
+    """A row of evalscope's table `result`."""
+
+    start_time: DateSeconds
+    success: int
+    first_chunk_latency: DateSeconds | None = None
+    inter_token_latencies: list[DateSeconds] | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+
+
+class _Response(msgspec.Struct, gc=False):
+    output_tokens: Count | None = None
+    server_usage: _Usage | None = None
+    output_token_times: list[DateSeconds] | None = None
+
+
+class _LifecycleInfo(msgspec.Struct, gc=False):
+    input_tokens: Count | None = None
+    response_metrics: _Response | None = None
+
+
+class _Lifecycle(msgspec.Struct, gc=False):
+    """A request of inference-perf."""
+
+    start_time: DateSeconds
+    info: _LifecycleInfo
+    response: str | None = None
+    error: Any = None
 
 
 def load_results(path: Path | str | TraceFile, *, skip_bad_lines: bool = False, run: int | None = None) -> Trace:
@@ -243,10 +303,25 @@ def read_results(file: TraceFile, *, skip_bad_lines: bool = False, run: int | No
     `skip_bad_lines`: skip and count malformed lines of an AIPerf export. `run`: number of one of several runs, from 1.
     """
     results = Results([], Counter())
+    if file.is_sqlite:
+        _read_evalscope(file, results)
+        return results
     names = file.first_fields[0] if file.first_fields else frozenset()
     if {"metadata", "metrics"} <= names or {"metadata", "error"} <= names:
         _read_aiperf(file, results, skip_bad_lines=skip_bad_lines)
+    elif "info" in names:
+        results.notes.append(DEFINITIONS["inference-perf"])
+        untimed = 0
+        for place, data in file.records():
+            request = _decoded(file, data, _Lifecycle, place, is_row=True)
+            untimed += _read_inference_perf(file, place, request, results)
+        if untimed:
+            results.notes.append(
+                f"TTFT and TPOT of {untimed:,} requests cannot be trusted: they have times of other than their tokens, "
+                "as of text after reasoning"
+            )
     elif "benchmarks" in names:
+        results.notes.append(DEFINITIONS["guidellm"])
         reports = [_decoded(file, data, _Report) for _, data in file.records()]
         several = [each for report in reports for each in report.benchmarks]
         _check_run(file, run, [f"{len(each.requests.successful):,} requests" for each in several])
@@ -255,9 +330,11 @@ def read_results(file: TraceFile, *, skip_bad_lines: bool = False, run: int | No
                 _read_guidellm(file, number, benchmark, results)
         results.left_out = +results.left_out  # drops zero counts
     else:
-        runs = [(line, _decoded(file, data, _Bench, line)) for line, data in file.records()]
-        _check_run(file, run, [_words(bench) for _, bench in runs], is_needed=True)
-        _read_bench(file, *runs[(run or 1) - 1], results)
+        runs = [(line, data, _decoded(file, data, _Bench, line)) for line, data in file.records()]
+        _check_run(file, run, [_words(bench) for *_, bench in runs], is_needed=True)
+        line, data, bench = runs[(run or 1) - 1]
+        _read_bench(file, line, bench, results)
+        results.notes += _untrusted(_decoded(file, data, dict[str, Any], line))
     return results
 
 
@@ -276,6 +353,37 @@ def _check_run(file: TraceFile, run: int | None, runs: Sequence[str], *, is_need
     raise InputError(f"{what} ({listed})", path=file.path, field="run", hint="Give --run N, or a file of one run.")
 
 
+def _untrusted(statistics: Mapping[str, Any], place: str = "") -> list[str]:
+    """Return notes on the statistics of a report that have no samples, or a median outside of their range."""
+    notes = []
+    for what, names in (("without samples", _without_samples), ("with a median outside of their range", _out_of_order)):
+        if found := list(names(statistics, place)):
+            more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+            notes.append(f"statistics {what} cannot be trusted: {', '.join(found[:MOST_NAMED])}{more}")
+    return notes
+
+
+def _without_samples(statistics: Mapping[str, Any], place: str) -> Iterator[str]:
+    for name, value in statistics.items():
+        if isinstance(value, Mapping) and name not in ("errored", "incomplete", "total"):
+            if value.get("count") == 0:
+                yield f"{place}{name}"
+            yield from _without_samples(value, f"{place}{name}.")
+
+
+def _out_of_order(statistics: Mapping[str, Any], place: str) -> Iterator[str]:
+    for name, value in statistics.items():
+        if isinstance(value, Mapping):
+            ordered = [value[key] for key in ("min", "median", "max") if isinstance(value.get(key), int | float)]
+            if ordered != sorted(ordered):
+                yield f"{place}{name}"
+            yield from _out_of_order(value, f"{place}{name}.")
+        elif name.startswith("median_") and isinstance(value, int | float):
+            most = statistics.get(name.replace("median_", "p99_"))
+            if isinstance(most, int | float) and value > most:
+                yield f"{place}{name}"
+
+
 def _read_bench(file: TraceFile, line: int, bench: _Bench, results: Results) -> None:
     """Set the requests to those of one run."""
     count = len(bench.input_lens)
@@ -292,12 +400,23 @@ def _read_bench(file: TraceFile, line: int, bench: _Bench, results: Results) -> 
             )
     results.rate, results.concurrency = bench.rate, bench.max_concurrency
     token_field = next((name for name in ("ttfts", "itls") if columns[name] is None), "start_times")
+    is_chat = bench.backend is not None and bench.backend.startswith("openai-") and "chat" in bench.backend
+    results.notes.append(DEFINITIONS["bench-chat" if is_chat else "bench"])
+    is_streamed = any(bench.ttfts or ())
+    seconds = sorted(itls[0] for itls in bench.itls or () if itls)
+    if is_chat and seconds:
+        results.notes[-1] += (
+            f"; the second chunk came {1e3 * seconds[percentile_rank(50, len(seconds))]:.1f} ms later (median)"
+        )
     for place, (num_prompt, num_output) in enumerate(zip(bench.input_lens, bench.output_lens, strict=True)):
         if bench.errors and bench.errors[place]:
             results.left_out["failed"] += 1
             continue
         if not num_output:
             results.left_out[NO_OUTPUT] += 1
+            continue
+        if is_streamed and bench.ttfts and not bench.ttfts[place]:
+            results.left_out[NO_TOKENS] += 1
             continue
         if not num_prompt:
             raise InputError(
@@ -327,8 +446,14 @@ def _several(file: TraceFile, line: int) -> int | None:
 
 def _read_guidellm(file: TraceFile, number: int, benchmark: _Benchmark, results: Results) -> None:
     """Add the requests of a benchmark, the one with this number in its report."""
-    requests, total = benchmark.requests, benchmark.metrics.request_totals.successful
-    place_of = f"benchmarks[{number}].requests"
+    requests, place_of = benchmark.requests, f"benchmarks[{number}].requests"
+    try:
+        total = msgspec.convert(benchmark.metrics.get("request_totals", {}), _Totals).successful
+    except msgspec.ValidationError as error:
+        what, field = parts_of(error)
+        field = f"benchmarks[{number}].metrics.request_totals" + (f".{field}" if field else "")
+        raise InputError(what, path=file.path, field=field) from error
+    results.notes += _untrusted(benchmark.metrics, f"benchmarks[{number}].metrics.")
     results.left_out["failed"] += len(requests.errored or ())
     results.left_out["incomplete"] += len(requests.incomplete or ())
     if total and not requests.successful:
@@ -369,6 +494,89 @@ def _guidellm_result(file: TraceFile, request: _Request, place_of: str, line: in
     )
 
 
+def _read_inference_perf(file: TraceFile, place: int, request: _Lifecycle, results: Results) -> bool:
+    """Add a request. Return whether it has times, and not those of its tokens."""
+    response = request.info.response_metrics or _Response()
+    usage = response.server_usage or _Usage()
+    times, num_output = response.output_token_times or (), usage.completion_tokens or response.output_tokens
+    if request.error is not None:
+        results.left_out["failed"] += 1
+    elif request.response is not None and request.response.startswith("data:") and "[DONE]" not in request.response:
+        results.left_out[CUT] += 1
+    elif request.response is not None and 'data: {"error"' in request.response:
+        results.left_out[WITH_ERROR] += 1
+    elif not num_output:
+        results.left_out[NO_OUTPUT] += 1
+    elif times or not (request.response or "").startswith("data:"):
+        num_prompt = usage.prompt_tokens or request.info.input_tokens
+        if not num_prompt:
+            raise InputError("must be at least 1", path=file.path, line=place, field="info.input_tokens")
+        results.rows.append(
+            Result(
+                line=place,
+                start_ns=_ns(request.start_time),
+                num_prompt_tokens=num_prompt,
+                num_output_tokens=num_output,
+                first_token_ns=_ns(min(times)) if times else None,
+                last_token_ns=_ns(max(times)) if times else None,
+                token_field="info.response_metrics.output_token_times",
+            )
+        )
+        return bool(times) and len(times) != num_output
+    else:
+        results.left_out[NO_TOKENS] += 1
+    return False
+
+
+def _read_evalscope(file: TraceFile, results: Results) -> None:
+    """Read the table `result` of evalscope's database."""
+    results.notes.append(DEFINITIONS["evalscope"])
+    for line, values in enumerate(_sqlite_rows(file, "result", _Eval.__struct_fields__), 1):
+        try:
+            itls = values["inter_token_latencies"]
+            row = msgspec.convert(values | {"inter_token_latencies": itls and msgspec.json.decode(itls)}, _Eval)
+        except (msgspec.DecodeError, TypeError) as error:
+            what, field = parts_of(error) if isinstance(error, msgspec.ValidationError) else (str(error), None)
+            field = field or "inter_token_latencies"
+            raise InputError(what, path=file.path, line=line, field=f"result.{field}") from error
+        if not row.success:
+            results.left_out["failed"] += 1
+        elif not row.completion_tokens:
+            results.left_out[NO_OUTPUT] += 1
+        elif row.inter_token_latencies is not None and not row.first_chunk_latency:
+            results.left_out[NO_TOKENS] += 1
+        else:
+            if not row.prompt_tokens:
+                raise InputError("must be at least 1", path=file.path, line=line, field="result.prompt_tokens")
+            first_s = None if row.first_chunk_latency is None else row.start_time + row.first_chunk_latency
+            results.rows.append(
+                Result(
+                    line=line,
+                    start_ns=_ns(row.start_time),
+                    num_prompt_tokens=row.prompt_tokens,
+                    num_output_tokens=row.completion_tokens,
+                    first_token_ns=None if first_s is None else _ns(first_s),
+                    last_token_ns=None if first_s is None else _ns(first_s + sum(row.inter_token_latencies or ())),
+                    token_field="result.first_chunk_latency",
+                )
+            )
+
+
+def _sqlite_rows(file: TraceFile, table: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table of a database, read into memory. Raise InputError if it has no such table."""
+    import sqlite3  # few results are databases
+
+    with closing(sqlite3.connect(":memory:")) as database:
+        try:
+            database.deserialize(file.read())
+            database.execute("PRAGMA trusted_schema = OFF")
+            for row in database.execute(f"SELECT {', '.join(names)} FROM {table} ORDER BY rowid"):
+                yield dict(zip(names, row, strict=True))
+        except sqlite3.Error as error:
+            hint = "Give the benchmark_data.db that evalscope perf writes."
+            raise InputError(f"is not a database of evalscope: {error}", path=file.path, hint=hint) from error
+
+
 def _first(*values: float | None) -> float | None:
     return next((value for value in values if value is not None), None)
 
@@ -397,6 +605,7 @@ def _read_aiperf(file: TraceFile, results: Results, *, skip_bad_lines: bool) -> 
         if row.session_id is not None:
             sessions[row.session_id] += 1
     # A benchmark without turns gives each request a separate conversation id.
+    results.notes.append(DEFINITIONS["aiperf"])
     results.rows, results.cancelled = (
         [
             msgspec.structs.replace(row, session_id=None) if row.session_id and sessions[row.session_id] == 1 else row
@@ -434,8 +643,8 @@ def _aiperf_result(line: int, record: _Record) -> Result | str:
         return "of a warm-up"
     if metrics is None:
         return "without metrics"
-    prompt = metrics.usage_prompt_tokens or metrics.input_sequence_length
-    output = metrics.usage_completion_tokens or metrics.output_sequence_length or metrics.output_token_count
+    prompt = _of_usage(metrics.usage_prompt_tokens, metrics.input_sequence_length)
+    output = _of_usage(metrics.usage_completion_tokens, metrics.output_sequence_length or metrics.output_token_count)
     for name, length in (("input", prompt), ("output", output)):
         if length is None:
             raise InputError("is missing", field=f"metrics.{name}_sequence_length")
@@ -460,6 +669,11 @@ def _aiperf_result(line: int, record: _Record) -> Result | str:
     )
 
 
+def _of_usage(usage: _Length | None, counted: _Length | None) -> _Length | None:
+    """Return the server's count, or AIPerf's own if usage has none."""
+    return counted if usage is None or usage.value < 1 else usage
+
+
 def _duration_ns(value: _Value, name: str) -> int:
     if value.unit not in UNITS_NS:
         raise InputError(f"{value.unit!r} is not known", field=f"metrics.{name}.unit")
@@ -470,8 +684,10 @@ def _ns(seconds: float) -> int:
     return to_ns(seconds, NS_PER_S)
 
 
-def _decoded(file: TraceFile, data: bytes, kind: type[KindT], line: int | None = None) -> KindT:
-    line = line if file.is_json_lines else None
+def _decoded(
+    file: TraceFile, data: bytes, kind: type[KindT], line: int | None = None, *, is_row: bool = False
+) -> KindT:
+    line = line if file.is_json_lines or is_row else None
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:

@@ -275,6 +275,11 @@ class TraceFile:
             what, path=self.path, line=line, hint="`kvarts trace forms` lists the forms that can be read."
         )
 
+    @property
+    def is_sqlite(self) -> bool:
+        """Whether the file is a database of SQLite."""
+        return bool(self._beginning) and self._beginning[0].startswith(b"SQLite format 3\0")
+
     @cached_property
     def header(self) -> tuple[str, ...]:
         """Column names in the first line; empty for JSON."""
@@ -282,6 +287,8 @@ class TraceFile:
             return tuple(self.parquet().schema_arrow.names)
         if self.is_json or not self._beginning:
             return ()
+        if self.is_sqlite:
+            return ("SQLite format 3",)
         line = self._beginning[0].removeprefix(b"\xef\xbb\xbf")
         return tuple(name.strip().strip('"') for name in line.decode("utf-8", "replace").split(","))
 
