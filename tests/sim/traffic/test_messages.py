@@ -245,7 +245,7 @@ def test_nothing_of_a_text_is_kept(tmp_path: Path) -> None:
          "log.jsonl:2: usage.completion_tokens: is not a number of tokens"),
         ('{"messages": [{"role": "user", "content": "x"}], "created": "noon"}', "log.jsonl:2: created: 'noon' is not"),
         ('{"messages": [{"role": "user", "content": "x"}], "created": 1e300}', "log.jsonl:2: created: is not a time"),
-        ('{"messages": [{"role"', "log.jsonl:2: Input data was truncated"),
+        ('{"messages": [{"role"', "log.jsonl:2: ends too early"),
         ("[]", "log.jsonl:2: is not an object"),
         ('{"data": [{"payloads": [{"messages": [7]}]}]}', r"jsonl:2: data\[0\].payloads\[0\].messages\[0\]: is not"),
         ("[" * 100_000, "log.jsonl:2: "),

@@ -186,6 +186,66 @@ FORMS: tuple[TraceForm, ...] = (
         tells_prefixes=True,
     ),
     TraceForm(
+        name="inference-perf",
+        title="per_request_lifecycle_metrics.json of inference-perf",
+        signs=_signs("start_time end_time info"),
+        example='{"start_time":1000.0,"end_time":1001.0,"info":{"request_metrics":{"text":{"input_tokens":120}},'
+        '"response_metrics":{"output_tokens":8,"server_usage":{"prompt_tokens":125,"completion_tokens":8}}},'
+        '"error":null}',
+        rows=Rows(
+            time="start_time:s",
+            input_tokens="info/response_metrics/server_usage/prompt_tokens|"
+            "info/response_metrics/server_usage/input_tokens|info/request_metrics/text/input_tokens|info/input_tokens",
+            output_tokens="info/response_metrics/server_usage/completion_tokens|"
+            "info/response_metrics/server_usage/output_tokens|info/response_metrics/output_tokens|info/output_tokens",
+            cached_tokens="info/response_metrics/server_usage/prompt_tokens_details/cached_tokens",
+            session_id="session_id",
+            omits=(Omit("error/error_type|error", "(?s).+", FAILED),),
+        ),
+        takes=ANY_ROWS,
+    ),
+    TraceForm(
+        name="baseten",
+        title="Baseten's completion traces in Parquet, with block hashes where they are recorded",
+        signs=_signs("timestamp_start_unix_ms input_tokens output_tokens"),
+        example='{"timestamp_start_unix_ms":1767261600000,"input_tokens":150,"output_tokens":8,"provided_session_id":"s",'
+        '"total_hashes":[11,22],"block_size":64}',
+        rows=Rows(
+            time="timestamp_start_unix_ms:ms",
+            input_tokens="input_tokens",
+            output_tokens="output_tokens",
+            session_id="provided_session_id|poor_man_session_id",
+            hash_ids="total_hashes",
+            block_size="block_size",
+        ),
+        takes=ANY_ROWS | {BLOCK_SIZE},
+        tells_prefixes=True,
+    ),
+    TraceForm(
+        name="gemini",
+        title="chats of Gemini CLI (chats/session-*), one or a directory of them; prefixes are inferred",
+        signs=_signs("sessionId messages startTime", "sessionId projectHash startTime", "id timestamp type tokens"),
+        example='{"sessionId":"s","projectHash":"p","startTime":"2026-06-01T09:00:00.000Z","messages":[{"id":"a",'
+        '"timestamp":"2026-06-01T09:00:01.000Z","type":"user","content":"x"},{"id":"b","timestamp":'
+        '"2026-06-01T09:00:06.000Z","type":"gemini","content":"y","tokens":{"input":9000,"output":100,"cached":4096,'
+        '"thoughts":64,"tool":0,"total":9164}}]}',
+        rows=Rows(
+            each="messages",
+            time="timestamp",
+            input_tokens="tokens/input+tokens/tool",
+            output_tokens="tokens/output+tokens/thoughts",
+            cached_tokens="tokens/cached",
+            session_id="../sessionId",
+            only=(("type", "gemini"), ("tokens", "(?s).+")),
+            key="id",
+            asked=("type", "user"),
+            infers=True,
+        ),
+        takes=frozenset({SKIPPING}),
+        reads_directories=True,
+        tells_prefixes=True,
+    ),
+    TraceForm(
         name="messages",
         title="request bodies, request logs, batches and conversations with messages or prompts as text (OpenAI, "
         "Anthropic, ShareGPT, WildChat, AIPerf's raw_payload and inputs_json), one file or a directory",
@@ -324,42 +384,6 @@ FORMS: tuple[TraceForm, ...] = (
         takes=ANY_ROWS,
     ),
     TraceForm(
-        name="inference-perf",
-        title="per_request_lifecycle_metrics.json of inference-perf",
-        signs=_signs("start_time end_time info"),
-        example='{"start_time":1000.0,"end_time":1001.0,"info":{"request_metrics":{"text":{"input_tokens":120}},'
-        '"response_metrics":{"output_tokens":8,"server_usage":{"prompt_tokens":125,"completion_tokens":8}}},'
-        '"error":null}',
-        rows=Rows(
-            time="start_time:s",
-            input_tokens="info/response_metrics/server_usage/prompt_tokens|"
-            "info/response_metrics/server_usage/input_tokens|info/request_metrics/text/input_tokens|info/input_tokens",
-            output_tokens="info/response_metrics/server_usage/completion_tokens|"
-            "info/response_metrics/server_usage/output_tokens|info/response_metrics/output_tokens|info/output_tokens",
-            cached_tokens="info/response_metrics/server_usage/prompt_tokens_details/cached_tokens",
-            session_id="session_id",
-            omits=(Omit("error/error_type|error", "(?s).+", FAILED),),
-        ),
-        takes=ANY_ROWS,
-    ),
-    TraceForm(
-        name="baseten",
-        title="Baseten's completion traces in Parquet, with block hashes where they are recorded",
-        signs=_signs("timestamp_start_unix_ms input_tokens output_tokens"),
-        example='{"timestamp_start_unix_ms":1767261600000,"input_tokens":150,"output_tokens":8,"provided_session_id":"s",'
-        '"total_hashes":[11,22],"block_size":64}',
-        rows=Rows(
-            time="timestamp_start_unix_ms:ms",
-            input_tokens="input_tokens",
-            output_tokens="output_tokens",
-            session_id="provided_session_id|poor_man_session_id",
-            hash_ids="total_hashes",
-            block_size="block_size",
-        ),
-        takes=ANY_ROWS | {BLOCK_SIZE},
-        tells_prefixes=True,
-    ),
-    TraceForm(
         name="dag",
         title="AIPerf's dag_jsonl: conversations that branch; tokens are words",
         signs=_signs("session_id turns"),
@@ -385,30 +409,6 @@ FORMS: tuple[TraceForm, ...] = (
             only=(("payload/type", "token_count"), ("payload/info/last_token_usage", "(?s).+")),
             key="payload/info/total_token_usage",
             asked=("payload/role|payload/type", "user|user_message|.*_call_output"),
-            infers=True,
-        ),
-        takes=frozenset({SKIPPING}),
-        reads_directories=True,
-        tells_prefixes=True,
-    ),
-    TraceForm(
-        name="gemini",
-        title="chats of Gemini CLI (chats/session-*), one or a directory of them; prefixes are inferred",
-        signs=_signs("sessionId messages startTime", "sessionId projectHash startTime", "id timestamp type tokens"),
-        example='{"sessionId":"s","projectHash":"p","startTime":"2026-06-01T09:00:00.000Z","messages":[{"id":"a",'
-        '"timestamp":"2026-06-01T09:00:01.000Z","type":"user","content":"x"},{"id":"b","timestamp":'
-        '"2026-06-01T09:00:06.000Z","type":"gemini","content":"y","tokens":{"input":9000,"output":100,"cached":4096,'
-        '"thoughts":64,"tool":0,"total":9164}}]}',
-        rows=Rows(
-            each="messages",
-            time="timestamp",
-            input_tokens="tokens/input+tokens/tool",
-            output_tokens="tokens/output+tokens/thoughts",
-            cached_tokens="tokens/cached",
-            session_id="../sessionId",
-            only=(("type", "gemini"), ("tokens", "(?s).+")),
-            key="id",
-            asked=("type", "user"),
             infers=True,
         ),
         takes=frozenset({SKIPPING}),

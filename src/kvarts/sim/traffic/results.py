@@ -212,7 +212,7 @@ class _Eval(msgspec.Struct, gc=False):
     """A row of evalscope's table `result`."""
 
     start_time: DateSeconds
-    success: int
+    success: Count
     first_chunk_latency: DateSeconds | None = None
     inter_token_latencies: list[DateSeconds] | None = None
     prompt_tokens: Count | None = None
