@@ -300,7 +300,7 @@ class Cache(Memory):
         self.releases = False
         """Whether running requests release parts that none of their later tokens attends to: some group keeps less."""
         self.orders_releases = False
-        """Whether parts that a decode releases may become empty, so that it matters who takes pages before them."""
+        """Whether parts that a decode releases may become empty, so that decodes must take pages in their order."""
         self.keeps_time = False
         """Whether `set_time` has an effect: its eviction order uses times and the hints of requests."""
         self.publishes_all = False
