@@ -80,6 +80,7 @@ CALLS: dict[str, Call] = {
     "watch": Call(
         ("tcp://127.0.0.1:1", "--duration", "0.2", "--metrics", "http://127.0.0.1:1/", "--quiet"), code=6, needs=HAS_ZMQ
     ),
+    "why": Call(("trace.jsonl",)),
 }  # fmt: skip
 """A command without a line here fails test_edge_tables."""
 
