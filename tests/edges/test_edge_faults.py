@@ -29,6 +29,7 @@ WRITES: dict[str, tuple[str, ...]] = {
     },
     "plan routers": (*CALLS["plan routers"].arguments, "--config", "config.toml"),
     "trace info": CALLS["trace info"].arguments,
+    "why": CALLS["why"].arguments,
     **{
         name: (*CALLS[name].arguments, "--output", "x.jsonl")
         for name in ("trace anonymize", "trace convert", "trace merge", "trace scale", "trace slice")

@@ -265,7 +265,7 @@ def test_a_run_directory_is_new_or_empty_and_whole(here: Path, call: Run) -> Non
         assert call("replay", *arguments)[0] == 7
     code, _, err = call("replay", "trace.jsonl", "--run-dir", "other", "--report", "other/report.json")
     assert (code, "lies in the directory of the run" in err) == (2, True), err
-    assert call("replay", "measured.csv", "--run-dir", "other")[0] == 4
+    assert call("replay", "config.json", "--run-dir", "other")[0] == 4
     assert snapshot(here) == before
 
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 SRC = Path(str(files("kvarts")))
-MOST_FILES = 451
+MOST_FILES = 463
 MOST_PROTOCOLS = 65
 
 

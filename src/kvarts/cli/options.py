@@ -83,7 +83,6 @@ ALIASES = {
             "--kv-cache-metrics-sample",
             "--max-model-len",
             "--no-async-scheduling",
-            "--output-tokens",
             "--tokenizer",
             "--tool-call-parser",
             "--trust-remote-code",
@@ -106,7 +105,6 @@ ANSWERS = {
     "--enable-expert-parallel": "give --set expert_parallel=N, over how many devices experts are divided",
     "--enable-prefix-caching": "the prefix cache is on unless --set no_prefix_caching=true is given",
     "--kv-offloading-size": "give --host-memory 64GiB",
-    "--max-model-len": "a replay takes each request as long as the trace has it",
     "--num-gpu-blocks": "give --pages N",
     "--quantization": "give --set weight_dtype=fp8, and --set kv_dtype=fp8 for KV",
     "--scheduling-policy": "requests are ordered by priority and arrival; for another policy see "

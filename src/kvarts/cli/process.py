@@ -409,9 +409,11 @@ def reading_progress(path: Path | str) -> Progress:
     """Return the progress of reading a file or directory, in bytes if their number is known."""
     from pathlib import Path
 
-    paths = [Path(path)] if not Path(path).is_dir() else [each for each in Path(path).rglob("*") if each.is_file()]
+    paths = [Path(path)]
     num_bytes: int | None = None
     with suppress(OSError):
+        if paths[0].is_dir():
+            paths = [each for each in paths[0].rglob("*") if each.is_file()]
         num_bytes = sum(each.stat().st_size for each in paths) or None
     return Progress(f"reading {path}", None if any(each.suffix == ".gz" for each in paths) else num_bytes, "bytes")
 

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from kvarts.base.errors import ConfigError
+from kvarts.base.limits import MOST_COUNT
 from kvarts.plan.curve import lru_curve, stack_distances
 from kvarts.plan.reuse import Reuse, find_reuse
 from kvarts.proof.explain.hits import HitLedger
@@ -181,7 +182,7 @@ def _of_trace(trace: Trace, page_size: int, pages: int | None, partings: _Partin
 def _evicted(losses: dict[str, Loss], reuse: Reuse, pages: int) -> int:
     """Add and return the tokens of hits that prefix LRU loses in a pool of `pages`."""
     distances = stack_distances(reuse)
-    lost = reuse.hittable - np.clip(pages - distances, 0, reuse.hittable)
+    lost = reuse.hittable - np.clip(min(pages, MOST_COUNT) - distances, 0, reuse.hittable)
     if not lost.any():
         return 0
     curve = lru_curve(reuse, distances)
